@@ -29,6 +29,7 @@ class Storage:
     is_failing: bool = False
     batch_entries: int = 2
     writer_pid: int = 0
+    keeps_runs: bool = False
 
     def _check(self) -> None:
         if self.is_failing:

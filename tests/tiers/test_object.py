@@ -13,10 +13,13 @@ import pytest
 from obstore.store import S3Store
 
 from kvdepot.errors import ConfigError
+from kvdepot.keys import DIGEST_BYTES
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.testing.tier import Damage, TierSuite, content, extents_of, fill, make_key, make_pool, read_from, write_to
 from kvdepot.tiers.base import Tier, TierPool
-from kvdepot.tiers.object import ObjectTier, copy, object_name
+from kvdepot.tiers.keys import digest_of, run_of
+from kvdepot.tiers.object import ObjectTier, copy
+from kvdepot.tiers.runs import RunHead, make_head, object_name
 from kvdepot.tiers.seal import SEAL_BYTES
 from kvdepot.tiers.url import TierUrl, open_tier
 from kvdepot.wire import messages as m
@@ -24,10 +27,7 @@ from support.peer import Peer, prompt
 from support.tiers.kept import KEPT_KEY, KEPT_SEAL
 from support.tiers.servers import S3Server, listening
 
-KEPT_NAME = (
-    "86d97ba414bf826f/7fcccec0361f0442/07/"
-    "616f187d46f5724f328844808b151a4100000000000000000000000000000000000000000000000000000000000000"
-)
+KEPT_NAME = "86d97ba414bf826f/7fcccec0361f0442/00/616f187d46f5724f328844808b151a4100000000000000070000000000000000"
 
 
 @pytest.fixture(autouse=True)
@@ -43,6 +43,17 @@ def open_url(text: str, pool: TierPool) -> ObjectTier:
     return tier
 
 
+def name_of(key: bytes) -> str:
+    """Return the name of the first object of a chunk's run; a key that names no run is one by itself."""
+    return object_name(run_of(key))
+
+
+def head_of(stored: bytes | bytearray) -> RunHead:
+    head = RunHead.parse(bytes(stored))
+    assert head is not None
+    return head
+
+
 class ObjectSuite(TierSuite):
     """The suite on the URL in `url`."""
 
@@ -54,12 +65,18 @@ class ObjectSuite(TierSuite):
     def damage(self, key: bytes, other: bytes, how: Damage) -> None:
         tier = open_url(self.url, make_pool())
         store = tier.store
-        stored = bytearray(obstore.get(store, object_name(other if how is Damage.SWAPPED else key)).bytes())
-        if how is Damage.FLIPPED:
-            stored[SEAL_BYTES + 77] ^= 4
+        stored = bytearray(obstore.get(store, name_of(key)).bytes())
+        if how is Damage.SWAPPED:  # the seal and the bytes of another chunk under the key of this one
+            offset, size, seal = head_of(stored).chunks[digest_of(key)]
+            from_other = bytearray(obstore.get(store, name_of(other)).bytes())
+            ((start, _, seal),) = head_of(from_other).chunks.values()
+            stored = bytearray(make_head([digest_of(key)], [size], [seal])) + from_other[start:]
+            assert len(stored) == offset + size
+        elif how is Damage.FLIPPED:
+            stored[-77] ^= 4
         elif how is Damage.TRUNCATED:
             del stored[-100:]
-        obstore.put(store, object_name(key), bytes(stored))
+        obstore.put(store, name_of(key), bytes(stored))
         tier.close()
 
 
@@ -83,17 +100,19 @@ class TestS3(ObjectSuite):
 
 
 def test_the_format_of_objects_is_kept(tmp_path: Path) -> None:
-    """Name and bytes of an object as the first release wrote them."""
+    """Name and bytes of an object as the first version with runs wrote them."""
     pool, payload = make_pool(), content(KEPT_KEY, 5000)
+    digest, place = KEPT_KEY[-DIGEST_BYTES:], (5000).to_bytes(8, "little")
+    head = b"KVDRUN\0\1" + (1).to_bytes(8, "little") + digest + (184).to_bytes(8, "little") + place + KEPT_SEAL
     path = tmp_path / KEPT_NAME
     path.parent.mkdir(parents=True)
-    path.write_bytes(KEPT_SEAL + payload)
+    path.write_bytes(head + payload)
     tier = open_url(f"file://{tmp_path}", pool)
     assert read_from(tier, pool, [KEPT_KEY], extents_of(0, [5000])) == [True]
     assert pool.view[:5000] == payload
     assert sum(tier.clear(None, None)) == 1
     assert write_to(tier, pool, [KEPT_KEY], extents_of(0, [5000])) == [True]
-    assert path.read_bytes() == KEPT_SEAL + payload
+    assert path.read_bytes() == head + payload
     tier.close()
 
 
@@ -116,7 +135,7 @@ def test_many_are_asked_for_and_cleared_at_once(server: S3Server) -> None:
     keys = [make_key(number) for number in range(300)]
     fill(pool, 0, keys[:1], [1])
     for key in keys[::2]:
-        obstore.put(tier.store, object_name(key), b"")
+        obstore.put(tier.store, name_of(key), make_head([digest_of(key)], [0], [bytes(SEAL_BYTES)]))
     assert tier.contains(keys) == [True, False] * 150
     assert sum(tier.clear(None, None)) == 150
     assert not any(tier.contains(keys))
@@ -180,10 +199,10 @@ def test_a_put_that_times_out_leaves_the_pool_alone_when_it_returns(reads: int) 
 
 
 def test_one_request_that_fails_does_not_cost_the_others(tmp_path: Path) -> None:
-    pool, keys = make_pool(), [make_key(1), make_key(2)]
+    pool, keys = make_pool(), [make_key(1), make_key(1 << 56)]  # in other folders
     tier = open_url(f"file://{tmp_path}", pool)
     fill(pool, 0, keys, [8192] * 2)
-    in_the_way = (tmp_path / object_name(keys[0])).parent
+    in_the_way = (tmp_path / name_of(keys[0])).parent
     in_the_way.parent.mkdir(parents=True)
     in_the_way.touch()
     assert write_to(tier, pool, keys, extents_of(0, [8192] * 2)) == [False, True]
@@ -193,7 +212,7 @@ def test_one_request_that_fails_does_not_cost_the_others(tmp_path: Path) -> None
 
 def test_a_request_that_stalls_ends_before_the_deadline_and_costs_only_itself() -> None:
     pool, keys, is_over = make_pool(), [make_key(1), make_key(2)], threading.Event()
-    stalled = object_name(keys[0]).encode()
+    stalled = name_of(keys[0]).encode()
 
     def answer_one(connection: socket.socket) -> None:
         while request := connection.recv(1 << 16):
@@ -293,7 +312,7 @@ def test_closing_waits_for_a_put_that_is_under_way_and_nothing_begins_afterwards
         ("gs://bucket?region=x", "no option 'region'"),
         ("s3://bucket?timeout=1", "timeout=1 is not below the tier's deadline of 1 s: lower it, or raise deadline"),
         ("s3://bucket?deadline=5&timeout=8", "not below the tier's deadline of 5 s"),
-        ("s3://bucket?batch=inf", "a number from 1 to 1,024"),
+        ("s3://bucket?batch=4", "no option 'batch'"),
     ],
 )
 def test_a_url_that_cannot_work_says_why(text: str, words: str) -> None:

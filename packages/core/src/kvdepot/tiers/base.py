@@ -56,6 +56,13 @@ class Tier(Protocol):
     batch_entries: int = 16
     """The most entries of one call. Calls run concurrently."""
 
+    keeps_runs: bool = False
+    """Whether keys have the entry's run behind them (`keys.RUN_BYTES`).
+
+    Questions then have all chunks of a prefix from the run's first one on, and a call reads or writes entries of one
+    run.
+    """
+
     @property
     def writer_pid(self) -> int:
         """The pid of the process that touches the pool for this tier; 0 for the depot's own."""

@@ -14,10 +14,12 @@ from kvdepot.config import Demotion
 from kvdepot.counting import Counts, depot_counter
 from kvdepot.index.eviction import NO_NODE
 from kvdepot.index.index import ChunkIndex
+from kvdepot.tiers.gathering import Gathering
 from kvdepot.tiers.jobs import Job, Operation, Part
-from kvdepot.tiers.names import EntryKeys
+from kvdepot.tiers.keys import chunks_a_run
+from kvdepot.tiers.names import EntryKeys, by_run
 from kvdepot.tiers.queue import TierQueue
-from kvdepot.tiers.refreshing import Refresher
+from kvdepot.tiers.refreshing import Reason, Refresher
 from kvdepot.tiers.tier_state import TierState
 
 _DEMOTIONS_DROPPED: Final = depot_counter(
@@ -65,7 +67,8 @@ class Demotions:
         self._clock = clock
         self.lacks_victims = False  # the reserve needs room, and nothing can leave
         self._is_cut = False  # the reserve needs room, and the last turn was over
-        self.refresher = Refresher(index, keys, self._write_lost, clock, writes_unknown=rule is not Demotion.EVICT)
+        self._gathering = Gathering(index.nodes)
+        self.refresher = Refresher(index, keys, self._write_lost, clock, writes_used=rule is not Demotion.EVICT)
 
     @property
     def has_work(self) -> bool:
@@ -79,47 +82,65 @@ class Demotions:
             return
         if not is_first and (self._rule is not Demotion.STORE or not self._is_long(index.entries.node_of(records[-1]))):
             return
-        before = index.nodes.parent_of(index.entries.node_of(records[0]))
-        if before != NO_NODE and self._is_missing(before):
+        first, last = index.entries.node_of(records[0]), index.entries.node_of(records[-1])
+        before = index.nodes.parent_of(first)
+        in_runs = [tier for tier in self._tiers if tier.queue.keeps_runs]
+        others = [tier for tier in self._tiers if not tier.queue.keeps_runs] if in_runs else self._tiers
+        if in_runs:
+            run_chunks = chunks_a_run(index.table.extent(records[-1])[1])
+            if not self._gathering.adds(before, last, run_chunks, self._clock(), is_first=is_first):
+                self._refresh(last, in_runs, is_first=is_first)
+        if before != NO_NODE and self._is_missing(before, others):
             # A tier cannot use them without the chunks before them.
-            self._refresh(index.entries.node_of(records[-1]), is_first=is_first)
+            self._refresh(last, others, is_first=is_first)
         else:
-            self._write(records, is_first=is_first)
+            self._write(records, others, is_first=is_first)
 
     def used(self, node: int) -> None:
         """Ask the tiers for the prefix that ends with this chunk and was found, and write what they lack."""
         if self._is_long(node):
-            self._refresh(node)
+            for tier in self._tiers:
+                self.refresher.begin(tier, node, Reason.USED)
 
     def turn(self, is_over: Callable[[], bool]) -> None:
         """Do at least one step of each kind of pending work, then continue until `is_over`."""
+        while (stored := self._gathering.next_over(self._clock())) is not None:
+            in_runs = [tier for tier in self._tiers if tier.queue.keeps_runs]
+            self._refresh(stored.last, in_runs, is_first=stored.is_first)
         self.refresher.turn(is_over)
         if self._rule is Demotion.EVICT:
             self._make_reserve(is_over)
 
-    def _refresh(self, node: int, *, is_first: bool = False) -> None:
-        """Write the entries of a prefix that tiers lack, after asking them."""
-        for tier in self._tiers:
-            self.refresher.begin(tier, node, is_first=is_first)
+    @property
+    def next_deadline(self) -> float:
+        """The time by which `turn` must be called, if it has no work now."""
+        return self._gathering.next_deadline
 
-    def _is_missing(self, node: int) -> bool:
-        return any(not self._is_written(record) for record in self._index.entries.sealed(node))
+    def _refresh(self, node: int, tiers: Sequence[TierState], *, is_first: bool) -> None:
+        """Write the newly stored end of a prefix, after asking for it."""
+        for tier in tiers:
+            self.refresher.begin(tier, node, Reason.HANDED_OVER if is_first else Reason.STORED)
+
+    def _is_missing(self, node: int, tiers: Sequence[TierState]) -> bool:
+        return any(not self._is_written(record, tiers) for record in self._index.entries.sealed(node))
 
     def _is_long(self, node: int) -> bool:
         index = self._index
         return (index.nodes.depth_of(node) + 1) * index.nodes.space_of(node).spec.chunk_tokens >= self._least_tokens
 
-    def _is_written(self, record: int) -> bool:
+    def _is_written(self, record: int, tiers: Sequence[TierState]) -> bool:
         header = self._index.table.header(record)
-        return all(tier.queue.is_suspended or tier.has(record, header) for tier in self._tiers)
+        return all(tier.queue.is_suspended or tier.has(record, header) for tier in tiers)
 
-    def _write(self, records: Sequence[int], *, evicts: bool = False, is_first: bool = False) -> bool:
+    def _write(
+        self, records: Sequence[int], tiers: Sequence[TierState], *, evicts: bool = False, is_first: bool = False
+    ) -> bool:
         """Write entries to every tier that lacks them, in their order. Return False if no tier takes any.
 
         With `evicts`, evict them afterwards. With `is_first`, write them before those that wait.
         """
         index, table, is_taken = self._index, self._index.table, False
-        for tier in self._tiers:
+        for tier in tiers:
             if tier.queue.is_suspended:
                 continue
             missing = [record for record in records if not tier.has(record, table.header(record))]
@@ -128,9 +149,12 @@ class Demotions:
             missing = missing[:num_kept]
             if not missing:
                 continue
+            keys = [self._keys.key_of(record) for record in missing]
+            order = by_run(keys)
+            missing = [missing[number] for number in order]
             job = Job(
                 Operation.WRITE,
-                [self._keys.key_of(record) for record in missing],
+                [keys[number] for number in order],
                 [table.extent(record) for record in missing],
                 [table.owner_of(record) for record in missing],
                 is_first=is_first,
@@ -145,10 +169,10 @@ class Demotions:
                 tier.expect(record, header)
         return is_taken
 
-    def _write_lost(self, records: Sequence[int], is_first: bool) -> bool:
-        """Write entries; return False if one was dropped."""
+    def _write_lost(self, tier: TierState, records: Sequence[int], is_first: bool) -> bool:
+        """Write entries that a tier lacks; return False if one was dropped."""
         num_dropped = self._counters[_DEMOTIONS_DROPPED]
-        self._write(records, is_first=is_first)
+        self._write(records, [tier], is_first=is_first)
         return self._counters[_DEMOTIONS_DROPPED] == num_dropped
 
     def _wrote(self, tier: TierState, entries: Sequence[tuple[int, int, int]], evicts: bool, part: Part) -> None:
@@ -192,8 +216,8 @@ class Demotions:
             ):
                 nodes.append(node)
                 records += index.entries.sealed(node)
-            records = [record for record in records if not self._is_written(record)]
-            if not self._is_long(nodes[0]) or not records or not self._write(records, evicts=True):
+            records = [record for record in records if not self._is_written(record, self._tiers)]
+            if not self._is_long(nodes[0]) or not records or not self._write(records, self._tiers, evicts=True):
                 for leaf in nodes:
                     leaving += sum(index.table.extent(record)[1] for record in index.entries.sealed(leaf))
                     if not index.evict(leaf):

@@ -15,6 +15,9 @@ from kvdepot.keys import DIGEST_BYTES
 LABEL_BYTES: Final = 8
 PLACE_BYTES: Final = 16
 KEY_BYTES: Final = 2 * LABEL_BYTES + PLACE_BYTES + DIGEST_BYTES  # tenant, model, place, chunk
+RUN_BYTES: Final = 8  # behind a key, for tiers that keep runs: the first chunk of the run that the chunk is in
+MOST_CHUNKS_A_RUN: Final = 128
+_MOST_BYTES_A_RUN: Final = 16 << 20
 
 
 def label_of(name: str) -> bytes:
@@ -35,9 +38,29 @@ def place_of(space: bytes, group: int, part: int, check: int, num_bytes: int) ->
     return blake3(msgspec.msgpack.encode((space, group, part, check, num_bytes))).digest(PLACE_BYTES)
 
 
+def chunks_a_run(num_bytes: int) -> int:
+    """Return how many chunks with payloads of this size a run has: a power of two, so long runs end where short do."""
+    return min(MOST_CHUNKS_A_RUN, 1 << max(1, _MOST_BYTES_A_RUN // max(1, num_bytes)).bit_length() - 1)
+
+
 def tier_key(tenant: bytes, model: bytes, place: bytes, chunk: bytes) -> bytes:
     """Return the key of an entry: labels of tenant and model, its place, and the chunk's key."""
     return tenant + model + place + chunk
+
+
+def digest_of(key: bytes) -> bytes:
+    """Return the key of an entry's chunk."""
+    return key[KEY_BYTES - DIGEST_BYTES : KEY_BYTES]
+
+
+def run_of(key: bytes) -> bytes:
+    """Return the part of a key that all entries between two cuts share; a key that names no cut is one by itself."""
+    return key[: KEY_BYTES - DIGEST_BYTES] + (key[KEY_BYTES:] or key[KEY_BYTES - RUN_BYTES :])
+
+
+def begins_run(key: bytes) -> bool:
+    """Whether an entry's chunk is the first one behind a cut."""
+    return key[KEY_BYTES:] in (b"", digest_of(key)[:RUN_BYTES])
 
 
 def has_labels(key: bytes, tenant: bytes | None, model: bytes | None) -> bool:

@@ -1,11 +1,13 @@
 """The keys of the pool's entries in tiers. Parts that many keys share are computed once."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvdepot.index.entries import PartPlace
+from kvdepot.index.eviction import NO_NODE
 from kvdepot.index.index import ChunkIndex
 from kvdepot.index.space import Space
-from kvdepot.tiers.keys import label_of, place_of, tier_key
+from kvdepot.keys import DIGEST_BYTES, digest_at
+from kvdepot.tiers.keys import KEY_BYTES, RUN_BYTES, chunks_a_run, label_of, place_of, tier_key
 
 
 class EntryKeys:
@@ -21,6 +23,7 @@ class EntryKeys:
         self._names_of = names_of
         self._labels: dict[int, tuple[bytes, bytes]] = {}
         self._places: dict[tuple[int, int, int, int, int], bytes] = {}
+        self._last_runs: dict[int, tuple[int, bytes, bytes]] = {}  # node, its key and its run, by chunks of a run
 
     def labels(self, owner: int) -> tuple[bytes, bytes]:
         """Return the labels of a tenant and a model."""
@@ -30,8 +33,12 @@ class EntryKeys:
             labels = self._labels[owner] = label_of(tenant), label_of(model)
         return labels
 
-    def key(self, owner: int, space: Space, place: PartPlace, digest: bytes) -> bytes:
-        """Return the key of an entry, whether the pool has it or not."""
+    def key(self, owner: int, space: Space, place: PartPlace, digests: bytes, chunk: int) -> bytes:
+        """Return the key of an entry and its run, whether the pool has it or not; `digests` are those of a prefix."""
+        first = chunk - chunk % chunks_of_run(space, place.group, place.num_bytes)
+        return self._key(owner, space, place, digest_at(digests, chunk)) + digest_at(digests, first)[:RUN_BYTES]
+
+    def _key(self, owner: int, space: Space, place: PartPlace, digest: bytes) -> bytes:
         number = space.number, place.group, place.part, place.check, place.num_bytes
         packed = self._places.get(number)
         if packed is None:
@@ -41,12 +48,38 @@ class EntryKeys:
         return tier_key(*self.labels(owner), packed, digest)
 
     def key_of(self, record: int) -> bytes:
-        """Return the key of an entry in the pool."""
+        """Return the key of an entry in the pool, and its run."""
         index, table = self._index, self._index.table
         node = index.entries.node_of(record)
         group, part = table.place_of(record)
         place = PartPlace(group, part, table.extent(record)[1], table.check_of(record))
-        return self.key(index.nodes.label_of(node), index.nodes.space_of(node), place, table.key_of(record))
+        space = index.nodes.space_of(node)
+        key = self._key(index.nodes.label_of(node), space, place, table.key_of(record))
+        return key + self._run_of(node, chunks_of_run(space, group, place.num_bytes))
+
+    def _run_of(self, node: int, num_chunks: int) -> bytes:
+        """Return the run of a chunk. Keys are mostly made in the order of a prefix, so the last run is remembered."""
+        nodes = self._index.nodes
+        last_node, last_key, run = self._last_runs.get(num_chunks, (NO_NODE, b"", b""))
+        here, key = node, nodes.key_of(node)
+        while nodes.depth_of(here) % num_chunks:
+            if here == last_node and nodes.key_of(here) == last_key:
+                break
+            here = nodes.parent_of(here)
+        else:
+            run = nodes.key_of(here)[:RUN_BYTES]
+        self._last_runs[num_chunks] = node, key, run
+        return run
+
+
+def chunks_of_run(space: Space, group: int, num_bytes: int) -> int:
+    """Return how many chunks a run has: one without full attention, where a prefix has gaps."""
+    return chunks_a_run(num_bytes) if space.full_mask & 1 << group else 1
+
+
+def by_run(keys: Sequence[bytes]) -> list[int]:
+    """Return the places of keys in an order in which those of one run are together, in the order of the prefix."""
+    return sorted(range(len(keys)), key=lambda number: keys[number][: KEY_BYTES - DIGEST_BYTES])
 
 
 def labels_to_match(tenant: str | None, model: str | None) -> tuple[bytes | None, bytes | None]:

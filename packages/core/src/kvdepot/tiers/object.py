@@ -1,10 +1,11 @@
 """A tier in an object store: S3, Google Cloud Storage, Azure, or a file system that several nodes share.
 
-Each entry is one object, first the seal and then the payload, named `TENANT/MODEL/XX/REST` (labels and key in hex).
-The entries of a tenant or a model lie below few prefixes, and a clear lists these. Objects are never overwritten with
-other bytes. The store decides how much it holds (lifecycle rules).
+Stores are paid and slow by the request, so an object has many chunks: `kvdepot.tiers.runs`. Its name is
+`TENANT/MODEL/XX/REST` (labels, place, cut and first chunk in hex). The objects of a tenant or a model lie below few
+prefixes, and a clear lists these. Objects are never overwritten with other bytes. The store decides how much it holds
+(lifecycle rules), or `kvdepot tier gc` does.
 
-A call is a batch of requests, which run concurrently in one event loop on a thread of its own. The client's time limit
+The requests of a call run concurrently in one event loop on a thread of its own. The client's time limit
 ends each request: before the call's deadline if a lookup waits for it, after ten times as long for writes and clears.
 Files have no such limit: a hanging file system hangs the call, which `TierQueue` expects.
 
@@ -26,6 +27,7 @@ import re
 import threading
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -37,8 +39,8 @@ from obstore.store import AzureStore, GCSStore, LocalStore, ObjectStore, S3Store
 from kvdepot.counting import Counts, tier_counter
 from kvdepot.errors import ConfigError
 from kvdepot.tiers.base import Extents, TierPool, TierUsage
-from kvdepot.tiers.keys import LABEL_BYTES
-from kvdepot.tiers.seal import SEAL_BYTES
+from kvdepot.tiers.keys import MOST_CHUNKS_A_RUN, RUN_BYTES, begins_run, digest_of, run_of
+from kvdepot.tiers.runs import HEAD_BYTES, NO_CHUNK, RunHead, make_head, object_name
 from kvdepot.tiers.url import PATIENCE, TierUrl
 
 _REQUEST_ERRORS: Final = tier_counter("request_errors", "Failed requests to the store")
@@ -49,41 +51,54 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_LABEL: Final = 2 * LABEL_BYTES  # hex digits
-_NAME: Final = re.compile(r"[0-9a-f]{16}/[0-9a-f]{16}/[0-9a-f]{2}/[0-9a-f]{94}")
+NAME: Final = re.compile(r"[0-9a-f]{16}/[0-9a-f]{16}/[0-9a-f]{2}/(?:[0-9a-f]{64}|[0-9a-f]{94})")
+"""An object of this format, or of the first one, which had one chunk in each."""
 _NOTHING: Final = "kvdepot-probe"  # a prefix without objects
 _QUESTIONS_AT_ONCE: Final = 64
-_MOST_ENTRIES: Final = 1024  # per call
+_MOST_STEPS: Final = 32  # of a walk
+_MOST_TRIES: Final = 4  # to add an object at the end of a walk that others add to
+_MOST_KNOWN: Final = 256  # runs
+_KNOWN_SECONDS: Final = 10.0
 _COPIED_AT_ONCE: Final = 1 << 20  # bytes: about a tenth of a millisecond
 _DELETES_A_REQUEST: Final = 250
 _CLOSE_SECONDS: Final = 1.8  # less than the limit of TierQueue
 _LAST_STEPS_SECONDS: Final = 0.1  # of the client's threads in Python after a request
+_BEYOND_END: Final = re.compile("416 |InvalidRange|Invalid range")  # the client has no class for it
 _QUERY: Final = re.compile(r"\?[\w.-]+=[^\s\"')]*")
 
 
-def object_name(key: bytes) -> str:
-    """Return the name of an entry's object. Two digits of the chunk follow the labels and spread the names."""
-    digits = key.hex()
-    return f"{digits[:_LABEL]}/{digits[_LABEL : 2 * _LABEL]}/{digits[-2:]}/{digits[2 * _LABEL : -2]}"
+@dataclass(frozen=True, slots=True)
+class _Walk:
+    """The objects of a run on the way of one prefix, and the name of the next one; None after very many."""
+
+    objects: Sequence[tuple[str, RunHead]]
+    next_name: str | None
+    began: float
+
+    def find(self, key: bytes) -> tuple[str, tuple[int, int, bytes]] | None:
+        """Return the object with a chunk, and offset, size and seal there."""
+        digest = digest_of(key)
+        return next(((name, head.chunks[digest]) for name, head in self.objects if digest in head.chunks), None)
 
 
 class ObjectTier:
-    """Entries as objects of any store that obstore speaks to.
+    """Runs as objects of any store that obstore speaks to.
 
     Args:
         pool: contains the extents.
         store: has time limits of its own.
-        batch_entries: entries of one call, all requested at once. As many payloads are in memory beside the pool.
         patient: the same store with longer time limits, for writes and clears.
     """
 
+    batch_entries = MOST_CHUNKS_A_RUN
     writer_pid = 0
+    keeps_runs = True
 
-    def __init__(
-        self, pool: TierPool, store: ObjectStore, batch_entries: int = 4, patient: ObjectStore | None = None
-    ) -> None:
-        self.batch_entries = batch_entries
+    def __init__(self, pool: TierPool, store: ObjectStore, patient: ObjectStore | None = None) -> None:
         self._pool = pool
+        self._known: dict[
+            bytes, _Walk
+        ] = {}  # by run: where the last questions found their chunks; of the loop's thread
         self.store = store
         self.patient = patient or store
         self._counters = Counts()
@@ -99,19 +114,28 @@ class ObjectTier:
 
     def touch(self, keys: Sequence[bytes], sizes: Sequence[int]) -> list[bool]:
         """See `Tier`."""
+        del sizes
         return self.contains(keys)
 
     def write(self, keys: Sequence[bytes], seals: Sequence[bytes], extents: Extents) -> list[bool]:
         """See `Tier`. Raises only if nothing was written."""
-        return [bool(ok) for ok in self._run(lambda: self._each(map(self._put, keys, seals, self._payloads(extents))))]
+        runs = _by_run(keys)
+        done = self._run(lambda: self._each([self._put_run(places, keys, seals, extents) for places in runs]))
+        here = set[int]().union(*(some for some in done if some is not None))
+        return [place in here for place in range(len(keys))]
 
     def read(self, keys: Sequence[bytes], extents: Extents) -> list[bytes | None]:
         """See `Tier`. Raises only if nothing was read."""
-        return self._run(lambda: self._each(map(self._get, keys, self._payloads(extents))))
+        runs = _by_run(keys)
+        done = self._run(lambda: self._each([self._get_run(places, keys, extents) for places in runs]))
+        seals: dict[int, bytes | None] = {}
+        for some in done:
+            seals |= some or {}
+        return [seals.get(place) for place in range(len(keys))]
 
     def remove(self, keys: Sequence[bytes]) -> None:
-        """See `Tier`."""
-        self._run(lambda: self._delete(self.store, [object_name(key) for key in keys]))
+        """See `Tier`. Removes all of an object."""
+        self._run(lambda: self._remove(keys))
 
     def clear(self, tenant: bytes | None, model: bytes | None) -> Iterator[int]:
         """See `Tier`."""
@@ -146,29 +170,83 @@ class ObjectTier:
     # --- in the loop ----------------------------------------------------------------------------------------------
 
     async def _contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """Ask for all keys. Stop after an error, as the rest would fail as slowly."""
+        """Walk all runs. Stop after an error, as the rest would fail as slowly."""
         room, failed = asyncio.Semaphore(_QUESTIONS_AT_ONCE), asyncio.Event()
 
-        async def ask(key: bytes) -> bool:
+        async def ask(places: Sequence[int]) -> _Walk | None:
             async with room:
                 if failed.is_set():
-                    return False
+                    return None
                 try:
-                    await obstore.head_async(self.store, object_name(key))
-                except FileNotFoundError:
-                    return False
+                    return await self._walk(places, keys)
                 except BaseException:
                     failed.set()
                     raise
-            return True
 
-        outcomes = await asyncio.gather(*map(ask, keys), return_exceptions=True)
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException):
-                raise outcome
-        return [outcome is True for outcome in outcomes]
+        runs, there = _by_run(keys), [False] * len(keys)
+        walks = await asyncio.gather(*map(ask, runs), return_exceptions=True)
+        for places, walk in zip(runs, walks, strict=True):
+            if isinstance(walk, BaseException):
+                raise walk
+            for place in places:
+                there[place] = walk is not None and walk.find(keys[place]) is not None
+        return there
 
-    async def _each(self, works: "map[Coroutine[Any, Any, T]]") -> list["T | None"]:
+    async def _walk(self, places: Sequence[int], keys: Sequence[bytes]) -> _Walk:
+        """Find the objects of a run that have chunks of a prefix, given by the places of its keys."""
+        run, left, first = run_of(keys[places[0]]), [digest_of(keys[place]) for place in places], NO_CHUNK
+        objects, began = list[tuple[str, RunHead]](), time.monotonic()
+        name: str | None = None
+        for _ in range(_MOST_STEPS):
+            name = object_name(run, first)
+            head = await self._head(name)
+            if head is None:
+                break
+            objects.append((name, head))
+            left = [digest for digest in left if digest not in head.chunks]
+            if not left:
+                break
+            first = left[0][:RUN_BYTES]
+        else:
+            name = None
+        walk = _Walk(objects, name, began)
+        self._known.pop(run, None)
+        self._known[run] = walk
+        if len(self._known) > _MOST_KNOWN:
+            del self._known[next(iter(self._known))]
+        return walk
+
+    async def _head(self, name: str) -> RunHead | None:
+        """Return the head of an object, None if there is none. Remove an object that has no head: it is in the way."""
+        try:
+            data = await self._get_range(name, 0, HEAD_BYTES)
+        except FileNotFoundError:
+            return None
+        head = RunHead.parse(bytes(data))
+        if head is None:
+            await self._delete(self.store, [name])
+        return head
+
+    async def _get_range(self, name: str, start: int, stop: int) -> memoryview:
+        """Return bytes of an object, fewer if it ends before `stop`."""
+        try:
+            return memoryview(await obstore.get_range_async(self.store, name, start=start, end=stop))
+        except FileNotFoundError:
+            raise
+        except Exception as error:
+            if _BEYOND_END.search(str(error)) is None:
+                raise
+            return memoryview(b"")
+
+    async def _remove(self, keys: Sequence[bytes]) -> None:
+        names = dict[str, None]()
+        for places in _by_run(keys):
+            walk = await self._walk(places, keys)
+            names |= {found[0]: None for place in places if (found := walk.find(keys[place]))}
+        if names:
+            await self._delete(self.store, list(names))
+
+    async def _each(self, works: Sequence[Coroutine[Any, Any, T]]) -> list["T | None"]:
         """Do all works, to the end. Return None for each that failed.
 
         Raises:
@@ -181,28 +259,81 @@ class ObjectTier:
             raise errors[0]
         return [None if isinstance(outcome, BaseException) else outcome for outcome in outcomes]
 
-    async def _put(self, key: bytes, seal: bytes, payload: memoryview) -> bool:
-        buffers = [memoryview(seal), payload[:]]
+    async def _put_run(
+        self, places: Sequence[int], keys: Sequence[bytes], seals: Sequence[bytes], extents: Extents
+    ) -> set[int]:
+        """Add an object with the chunks of a run that others lack; return the places of those that are here then."""
+        first = keys[places[0]]
+        name, left = object_name(run_of(first)) if begins_run(first) else None, list(places)
+        for _ in range(_MOST_TRIES):
+            if name is not None and await self._put(name, left, keys, seals, extents):
+                return set(places)
+            walk = await self._walk(places, keys)
+            left = [place for place in places if walk.find(keys[place]) is None]
+            name = walk.next_name
+            if not left or name is None:
+                break
+        return set(places) - set(left)
+
+    async def _put(
+        self, name: str, places: Sequence[int], keys: Sequence[bytes], seals: Sequence[bytes], extents: Extents
+    ) -> bool:
+        """Make an object; False if there is one of that name."""
+        payloads = self._payloads([extents[place] for place in places])
+        head = make_head(
+            [digest_of(keys[place]) for place in places],
+            [payload.nbytes for payload in payloads],
+            [seals[place] for place in places],
+        )
+        buffers = [memoryview(head), *payloads]
         try:
-            await obstore.put_async(self.patient, object_name(key), buffers, mode="create", use_multipart=False)
+            await obstore.put_async(self.patient, name, buffers, mode="create", use_multipart=False)
         except AlreadyExistsError:
-            pass
+            return False
         finally:
             for buffer in buffers:
                 await _released(buffer)
         return True
 
-    async def _get(self, key: bytes, payload: memoryview) -> bytes | None:
-        """Fill `payload` and return its seal: b"" if the object has another size, None without an object."""
+    async def _get_run(self, places: Sequence[int], keys: Sequence[bytes], extents: Extents) -> dict[int, bytes | None]:
+        """Fill extents with chunks of a run; return their seals, b"" for a chunk of another size, by place."""
+        walk, seals = self._known.get(run_of(keys[places[0]])), dict[int, bytes | None]()
+        is_old = walk is None or time.monotonic() - walk.began > _KNOWN_SECONDS
+        if walk is None or is_old or any(walk.find(keys[place]) is None for place in places):
+            walk = await self._walk(places, keys)
+        by_object: dict[str, list[tuple[int, int, int]]] = {}  # offset, size and place
+        for place in places:
+            found = walk.find(keys[place])
+            if found is None:
+                continue
+            name, (offset, size, seal) = found
+            if size != extents[place][1]:
+                seals[place] = b""
+            else:
+                seals[place] = seal
+                by_object.setdefault(name, []).append((offset, size, place))
+        for name, chunks in by_object.items():
+            seals |= await self._fill(name, chunks, extents)
+        return seals
+
+    async def _fill(
+        self, name: str, chunks: Sequence[tuple[int, int, int]], extents: Extents
+    ) -> dict[int, bytes | None]:
+        """Fill extents with chunks of one object; return None or b"" by place for those that did not arrive."""
+        start, stop = min(offset for offset, _, _ in chunks), max(offset + size for offset, size, _ in chunks)
         try:
-            result = await obstore.get_async(self.store, object_name(key))
+            data = await self._get_range(name, start, stop)
         except FileNotFoundError:
-            return None
-        if result.meta["size"] != SEAL_BYTES + payload.nbytes:
-            return b""
-        body = memoryview(await result.buffer_async())
-        copy(body[SEAL_BYTES:], payload)
-        return bytes(body[:SEAL_BYTES])
+            return dict.fromkeys((place for _, _, place in chunks), None)
+        cut: dict[int, bytes | None] = {}
+        for offset, size, place in chunks:
+            (payload,) = self._payloads([extents[place]])
+            arrived = data[offset - start : offset - start + size]
+            if len(arrived) == size:
+                copy(arrived, payload)
+            else:
+                cut[place] = b""
+        return cut
 
     async def _clear(self, tenant: bytes | None, model: bytes | None) -> AsyncIterator[int]:
         if tenant is None and model is not None:
@@ -215,7 +346,7 @@ class ObjectTier:
                 self.patient, prefix or None, chunk_size=_DELETES_A_REQUEST
             )
             async for objects in pages:
-                names = [meta["path"] for meta in objects if _NAME.fullmatch(meta["path"])]
+                names = [meta["path"] for meta in objects if NAME.fullmatch(meta["path"])]
                 if names:
                     await self._delete(self.patient, names)
                 yield len(names)
@@ -252,6 +383,14 @@ class ObjectTier:
             with self._changed:
                 self._num_calls -= 1
                 self._changed.notify_all()
+
+
+def _by_run(keys: Sequence[bytes]) -> list[list[int]]:
+    """Return the places of keys by their run, in the order of the prefix."""
+    runs: dict[bytes, list[int]] = {}
+    for place, key in enumerate(keys):
+        runs.setdefault(run_of(key), []).append(place)
+    return list(runs.values())
 
 
 async def _released(view: memoryview) -> None:
@@ -295,12 +434,11 @@ def open_tier(url: TierUrl, pool: TierPool) -> ObjectTier:
     """Open `s3://BUCKET/PREFIX`, `gs://BUCKET/PREFIX`, `az://CONTAINER/PREFIX?account=NAME` or `file:///FOLDER`.
 
     Credentials come from the environment or the machine. Options: `timeout`, seconds of a request that somebody waits
-    for (three quarters of the tier's deadline, and below it; writes and clears have ten times as much), `batch` (4:
-    entries per call), `ca` (a PEM file); for S3 `endpoint`, `region`, `virtual_hosted`, `sign_payload`, `anonymous`;
+    for (three quarters of the tier's deadline, and below it; writes and clears have ten times as much), `ca` (a PEM
+    file); for S3 `endpoint`, `region`, `virtual_hosted`, `sign_payload`, `anonymous`;
     for Azure `account`, `endpoint`.
     """
     timeout = url.take_timeout()
-    batch_entries = int(url.take_number("batch", 4, least=1, most=_MOST_ENTRIES))
     try:
         if url.scheme == "file":
             store = patient = _open_file(url)
@@ -311,7 +449,7 @@ def open_tier(url: TierUrl, pool: TierPool) -> ObjectTier:
         raise
     except Exception as error:
         raise ConfigError(f"--tier {url.name}: {_in_one_line(error)}") from None
-    return ObjectTier(pool, store, batch_entries, patient)
+    return ObjectTier(pool, store, patient)
 
 
 def _open_file(url: TierUrl) -> ObjectStore:

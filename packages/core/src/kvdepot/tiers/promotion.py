@@ -4,6 +4,7 @@
 second half, which reads the entries. `Promotions` resumes the generators whose parts have arrived.
 """
 
+import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
@@ -15,6 +16,8 @@ from kvdepot.index.entries import PartPlace, Wanted
 from kvdepot.index.prefix import usable_prefix
 from kvdepot.layout import GroupKind
 from kvdepot.tiers.jobs import Job, Operation, Part
+from kvdepot.tiers.keys import MOST_CHUNKS_A_RUN
+from kvdepot.tiers.names import by_run
 from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.reading import QUESTIONS_A_STEP, IsOver, Pause, Prefix, PromotionContext, Reading
 from kvdepot.tiers.splits import other_splits
@@ -180,17 +183,25 @@ class Promotion:
         prefix, there = self.prefix, [False] * len(entries)
         if not entries:
             return there
+        # The entries of a run are found behind those before them, which the pool may have.
+        before = [] if not tier.queue.keeps_runs else self._before(entries)
+        asked = [*before, *entries]
+        keys: list[bytes] = []
+        for number, (chunk, place) in enumerate(asked, 1):
+            keys.append(self._context.keys.key(prefix.owner, prefix.space, place, prefix.digests, chunk))
+            if number % QUESTIONS_A_STEP == 0:
+                yield Pause.STEP
+        order = by_run(keys)
+        num_before = len(before)
 
         def on_part(part: Part) -> None:
-            there[part.first : part.first + len(part.outcomes)] = part.outcomes
+            for number, is_there in zip(order[part.first :], part.outcomes, strict=False):
+                if number >= num_before:
+                    there[number - num_before] = is_there
             if part.is_last:
                 self._wake(self)
 
-        keys: list[bytes] = []
-        for number, (chunk, place) in enumerate(entries, 1):
-            keys.append(self._context.keys.key(prefix.owner, prefix.space, place, prefix.digest(chunk)))
-            if number % QUESTIONS_A_STEP == 0:
-                yield Pause.STEP
+        keys = [keys[number] for number in order]
         job = Job(Operation.CONTAINS, keys, on_part=on_part, on_late=lambda: self._wake(self))
         if not tier.queue.submit(job):
             return None
@@ -202,6 +213,14 @@ class Promotion:
             self._is_stopped |= self.waiter.on_answer is None
             return None
         return there
+
+    def _before(self, entries: Sequence[Wanted]) -> list[Wanted]:
+        """Return the entries before those of a question that are in the same runs and not in the question."""
+        full, asked = self.prefix.space.full_mask, {(chunk, id(place)) for chunk, place in entries}
+        first = entries[0][0] - entries[0][0] % MOST_CHUNKS_A_RUN
+        places = {id(place): place for _, place in entries}
+        chain = itertools.product(range(first, entries[-1][0] + 1), places.values())
+        return [each for each in chain if full & 1 << each[1].group and (each[0], id(each[1])) not in asked]
 
     # --- the choice -----------------------------------------------------------------------------------------------
 

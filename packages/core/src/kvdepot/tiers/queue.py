@@ -6,6 +6,7 @@ entries. Each call has a deadline from its start. A call that overruns it is rep
 until it returns, because the storage may still touch them. Another thread replaces its thread.
 """
 
+import itertools
 import logging
 import sys
 import threading
@@ -18,7 +19,7 @@ from kvdepot.counting import Counts, tier_counter
 from kvdepot.tiers.base import Tier, TierPool, TierUsage
 from kvdepot.tiers.breaker import ERRORS_TO_SUSPEND, MAXIMUM_HUNG_CALLS, Breaker
 from kvdepot.tiers.jobs import Call, Job, Operation, Part
-from kvdepot.tiers.keys import has_labels
+from kvdepot.tiers.keys import MOST_CHUNKS_A_RUN, has_labels, run_of
 from kvdepot.tiers.url import DEFAULT_THREADS, PATIENCE
 from kvdepot.tiers.workers import Workers
 from kvdepot.wire.operations import TierStatus
@@ -38,6 +39,7 @@ _ERRORS: Final = tier_counter("errors", "Failed calls")
 
 _CLOSE_SECONDS: Final = 2.0
 _QUESTIONS_A_CALL: Final = 512
+_BYTES_A_CALL: Final = 16 << 20
 _DROPPED_A_STEP: Final = 256  # calls that are looked at, of each kind
 
 
@@ -95,6 +97,11 @@ class TierQueue:
         return bool(self.breaker.why_suspended)
 
     @property
+    def keeps_runs(self) -> bool:
+        """Whether the tier keeps runs, and so wants to know the chunks before those that it is asked for."""
+        return self._sealed.keeps_runs
+
+    @property
     def is_retired(self) -> bool:
         """Whether `retire` was called."""
         return self.breaker.is_retired
@@ -115,15 +122,32 @@ class TierQueue:
         num_bytes = job.num_bytes if job.operation is Operation.WRITE else 0
         if self.is_suspended or self._closing or (num_bytes and self.queued_write_bytes + num_bytes > self.write_bytes):
             return False
-        step = max(1, self.tier.batch_entries)
-        if job.operation in (Operation.CONTAINS, Operation.TOUCH):
-            step = max(step, _QUESTIONS_A_CALL)
         self.queued_write_bytes += num_bytes
         job.num_left = len(job.keys)
-        firsts = range(0, max(1, len(job.keys)), step)
-        self.num_calls += len(firsts)
-        self._workers.hand_in(Call(job, first, min(first + step, len(job.keys))) for first in firsts)
+        cuts = self._cuts(job)
+        self.num_calls += len(cuts) - 1
+        self._workers.hand_in(Call(job, first, last) for first, last in itertools.pairwise(cuts))
         return True
+
+    def _cuts(self, job: Job) -> list[int]:
+        """Return where the calls of a job begin, and its end.
+
+        A call has at most 16 MiB. A tier that keeps runs gets questions of whole runs, and other calls of one run each.
+        """
+        keys, cuts, num_bytes, run = job.keys, [0], 0, b""
+        is_question = job.operation in (Operation.CONTAINS, Operation.TOUCH)
+        most = _QUESTIONS_A_CALL if is_question else MOST_CHUNKS_A_RUN if self.keeps_runs else self.tier.batch_entries
+        for place, key in enumerate(keys):
+            size = 0 if is_question else job.extents[place][1]
+            is_full = place - cuts[-1] >= most or num_bytes + size > _BYTES_A_CALL
+            if self.keeps_runs:
+                before, run = run, run_of(key)
+                is_full = run != before and (is_full or not is_question)
+            if is_full and place > cuts[-1]:
+                cuts.append(place)
+                num_bytes = 0
+            num_bytes += size
+        return [*cuts, len(keys)]
 
     def drop_writes(self, tenant: bytes | None, model: bytes | None) -> Iterator[int]:
         """Drop the waiting writes of this tenant and this model (None: any); they fail.

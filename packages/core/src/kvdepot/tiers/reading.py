@@ -26,7 +26,7 @@ from kvdepot.keys import DIGEST_BYTES, digest_at, num_digests
 from kvdepot.pool.table import Writer
 from kvdepot.processes.identity import process_start_time
 from kvdepot.tiers.jobs import Job, Operation, Part
-from kvdepot.tiers.names import EntryKeys
+from kvdepot.tiers.names import EntryKeys, by_run, chunks_of_run
 from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.tier_state import TierState
 
@@ -183,6 +183,10 @@ class Reading:
         self._tier = tier
         self._wanted = wanted
         self._flights: deque[_Flight] = deque()
+        self._begun: list[tuple[_Flight, bytes]] = []  # the last ones, with their keys: their run is not complete
+        self._begun_run = 0
+        space = prefix.space
+        self._run_chunks = max(chunks_of_run(space, place.group, place.num_bytes) for place in prefix.places)
 
     @property
     def waits_for(self) -> TierQueue | None:
@@ -204,7 +208,9 @@ class Reading:
             is_over = yield Pause.STEP if can_go_on else Pause.WAIT
             is_broken |= self.is_stopped
             if wanted and not is_broken:
-                self._submit(self._make_flights(is_over))
+                self._begun += self._make_flights(is_over)
+            if self._begun and (is_broken or not wanted or wanted[0][0] // self._run_chunks > self._begun_run):
+                self._submit(is_broken=is_broken)
             landed: list[_Flight] = []
             for _ in range(_ENTRIES_A_STEP):
                 if not flights or flights[0].state is _State.COMING:
@@ -222,7 +228,9 @@ class Reading:
                 wanted.clear()
 
     def _abandon(self) -> None:
-        """Give up the entries on their way. The tier may still write to them."""
+        """Give up the entries on their way. The tier may still write to those that it was asked for."""
+        for flight, _ in self._begun:
+            flight.state = _State.FAILED
         for flight in self._flights:
             if flight.state is _State.COMING:
                 self._lose(flight)
@@ -298,14 +306,20 @@ class Reading:
             context.counters[_PROMOTIONS_WITHOUT_ROOM] += 1
             wanted.clear()
         for each in reserved.begun:
-            key = context.keys.key(prefix.owner, space, each.place, prefix.digest(first + each.chunk))
-            flights.append((_Flight(each.record), key))
+            flight = _Flight(each.record)
+            context.departs(each.record)
+            self._flights.append(flight)
+            key = context.keys.key(prefix.owner, space, each.place, prefix.digests, first + each.chunk)
+            flights.append((flight, key))
+        self._begun_run = last // self._run_chunks
         return flights
 
-    def _submit(self, begun: Sequence[tuple[_Flight, bytes]]) -> None:
-        if not begun:
-            return
-        flights = [flight for flight, _ in begun]
+    def _submit(self, *, is_broken: bool) -> None:
+        """Read the entries that were begun, or give them up."""
+        begun, self._begun = self._begun, []
+        order = by_run([key for _, key in begun])
+        flights = [begun[number][0] for number in order]
+        keys = [begun[number][1] for number in order]
         extents = [self._index.table.extent(flight.record) for flight in flights]
 
         def on_part(part: Part) -> None:
@@ -324,11 +338,8 @@ class Reading:
                     self._lose(flight)
             self.wake()
 
-        for flight in flights:
-            self._context.departs(flight.record)
-        self._flights += flights
-        job = Job(Operation.READ, [key for _, key in begun], extents, on_part=on_part, on_late=on_late)
-        if not self._tier.queue.submit(job):
+        job = Job(Operation.READ, keys, extents, on_part=on_part, on_late=on_late)
+        if is_broken or not self._tier.queue.submit(job):
             for flight in flights:
                 flight.state = _State.FAILED
 

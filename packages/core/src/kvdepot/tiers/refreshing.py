@@ -10,22 +10,32 @@ before it.
 """
 
 from collections.abc import Callable, Generator, Sequence
+from enum import Enum
 from typing import Final, TypeAlias
 
 from kvdepot.index.eviction import NO_NODE
 from kvdepot.index.index import ChunkIndex
 from kvdepot.tiers.jobs import Job, Operation, Part
-from kvdepot.tiers.names import EntryKeys
+from kvdepot.tiers.keys import MOST_CHUNKS_A_RUN
+from kvdepot.tiers.names import EntryKeys, by_run
 from kvdepot.tiers.reading import Pause
 from kvdepot.tiers.tier_state import TierState
 
 _CHUNKS_A_STEP: Final = 32  # of one prefix
-_KEYS_A_QUESTION: Final = 512
+_KEYS_A_QUESTION: Final = 512  # a multiple of the longest run
 _MOST_PREFIXES: Final = 256  # at the same time
 
 Steps: TypeAlias = Generator[Pause, None, None]
-Write: TypeAlias = Callable[[Sequence[int], bool], bool]
+Write: TypeAlias = Callable[[TierState, Sequence[int], bool], bool]
 _Asked: TypeAlias = tuple[int, int, bool]  # record, header, and whether the tier was thought to have it
+
+
+class Reason(Enum):
+    """Why a prefix is refreshed."""
+
+    USED = 0  # an engine found it
+    STORED = 1  # its end is new; only entries that the tier was never known to have are asked for
+    HANDED_OVER = 2  # likewise, and an engine of another node waits for it
 
 
 class Refresher:
@@ -34,9 +44,9 @@ class Refresher:
     Args:
         index: of the pool.
         keys: of entries.
-        write: writes entries in their order to the tiers that lack them, before others if the second argument is true;
-            returns False if one was dropped, as those behind it are of no use then.
-        writes_unknown: whether to ask for entries that a tier is not known to have, and to write those that it lacks.
+        write: writes entries in their order to a tier, before others if the third argument is true; returns False if
+            one was dropped, as those behind it are of no use then.
+        writes_used: whether to write the entries of used prefixes that a tier lacks.
         clock: monotonic seconds.
     """
 
@@ -47,15 +57,16 @@ class Refresher:
         write: Write,
         clock: Callable[[], float],
         *,
-        writes_unknown: bool,
+        writes_used: bool,
     ) -> None:
         self._index = index
         self._keys = keys
         self._write = write
         self._clock = clock
-        self._writes_unknown = writes_unknown
+        self._writes_used = writes_used
         self._ready: dict[tuple[TierState, int], Steps] = {}  # by tier and last node, the next one first
         self._asking: dict[tuple[TierState, int], Steps] = {}  # those that wait for a tier
+        self._again: dict[tuple[TierState, int], Reason] = {}  # more was stored meanwhile: by another worker
 
     def __len__(self) -> int:
         return len(self._ready) + len(self._asking)
@@ -65,13 +76,16 @@ class Refresher:
         """Whether `turn` has work now."""
         return bool(self._ready)
 
-    def begin(self, tier: TierState, node: int, *, is_first: bool = False) -> None:
+    def begin(self, tier: TierState, node: int, reason: Reason) -> None:
         """Refresh the prefix that ends with this chunk, unless it is fresh or very many others wait."""
         key = tier, node
-        if tier.queue.is_suspended or len(self) >= _MOST_PREFIXES or key in self._ready or key in self._asking:
+        if tier.queue.is_suspended or len(self) >= _MOST_PREFIXES or not self._is_stale(tier, node, reason):
             return
-        if self._is_stale(tier, node, is_first=is_first):
-            self._ready[key] = self._refresh(key, is_first=is_first)
+        if key in self._ready or key in self._asking:
+            if reason is not Reason.USED:
+                self._again[key] = reason
+            return
+        self._ready[key] = self._refresh(key, reason)
 
     def turn(self, is_over: Callable[[], bool]) -> None:
         """Do one step, then more until `is_over`."""
@@ -83,6 +97,8 @@ class Refresher:
                 self._ready[key] = steps
             elif pause is Pause.WAIT:
                 self._asking[key] = steps
+            elif key in self._again:
+                self._ready[key] = self._refresh(key, self._again.pop(key))
             if is_over():
                 break
 
@@ -91,19 +107,23 @@ class Refresher:
         if steps is not None:
             self._ready[key] = steps
 
-    def _is_stale(self, tier: TierState, node: int, *, is_first: bool) -> bool:
-        return any(self._is_asked_for(tier, record, is_first=is_first) for record in self._index.entries.sealed(node))
+    def _is_stale(self, tier: TierState, node: int, reason: Reason) -> bool:
+        return any(self._is_asked_for(tier, record, reason) for record in self._index.entries.sealed(node))
 
-    def _is_asked_for(self, tier: TierState, record: int, *, is_first: bool) -> bool:
+    def _is_asked_for(self, tier: TierState, record: int, reason: Reason) -> bool:
         if tier.has(record, self._index.table.header(record)):
-            return tier.is_stale(record, self._clock())
-        return self._writes_unknown or is_first
+            return reason is Reason.USED and tier.is_stale(record, self._clock())
+        return reason is not Reason.USED or self._writes_used
 
-    def _refresh(self, key: tuple[TierState, int], *, is_first: bool) -> Steps:
+    def _refresh(self, key: tuple[TierState, int], reason: Reason) -> Steps:
         tier, node = key
         index, path = self._index, list[tuple[int, bytes]]()
         nodes = index.nodes.space_of(node).nodes
-        while node != NO_NODE and self._is_stale(tier, node, is_first=is_first):
+        while node != NO_NODE and (
+            self._is_stale(tier, node, reason)
+            # The entries of a run are found behind those before them.
+            or (path and tier.queue.keeps_runs and (index.nodes.depth_of(node) + 1) % MOST_CHUNKS_A_RUN)
+        ):
             if path and len(path) % _CHUNKS_A_STEP == 0:
                 digest = index.nodes.key_of(node)
                 yield Pause.STEP
@@ -120,11 +140,12 @@ class Refresher:
             asked += (
                 (record, index.table.header(record), tier.has(record, index.table.header(record)))
                 for record in records
-                if self._is_asked_for(tier, record, is_first=is_first)
+                if tier.queue.keeps_runs or self._is_asked_for(tier, record, reason)
             )
-            if len(asked) >= _KEYS_A_QUESTION or start + _CHUNKS_A_STEP >= len(path):
+            end = start + _CHUNKS_A_STEP
+            if end >= len(path) or (len(asked) >= _KEYS_A_QUESTION and end % MOST_CHUNKS_A_RUN == 0):
                 lost = yield from self._ask(key, asked)
-                if lost is None or not (yield from self._write_again(lost, is_first=is_first)):
+                if lost is None or not (yield from self._write_again(tier, lost, reason)):
                     return
                 asked.clear()
 
@@ -140,9 +161,12 @@ class Refresher:
             if part.is_last:
                 self._wake(key)
 
+        keys = [self._keys.key_of(record) for record, _, _ in asked]
+        order = by_run(keys)
+        asked = [asked[number] for number in order]
         job = Job(
             Operation.TOUCH,
-            [self._keys.key_of(record) for record, _, _ in asked],
+            [keys[number] for number in order],
             [table.extent(record) for record, _, _ in asked],
             on_part=on_part,
             on_late=lambda: self._wake(key),
@@ -160,18 +184,21 @@ class Refresher:
                 continue  # it left, or was written meanwhile
             if is_there:
                 tier.mark(record, header, now)
-            else:
+            elif not was_marked or tier.is_stale(record, now):  # others are on their way, or were asked for with others
                 tier.unmark(record, header)
                 lost.append(each)
         return lost
 
-    def _write_again(self, lost: Sequence[_Asked], *, is_first: bool) -> Generator[Pause, None, bool]:
+    def _write_again(self, tier: TierState, lost: Sequence[_Asked], reason: Reason) -> Generator[Pause, None, bool]:
         """Write entries in steps. Return False once a tier drops one: those behind it would be unusable."""
         table = self._index.table
-        for start in range(0, len(lost) if self._writes_unknown or is_first else 0, _CHUNKS_A_STEP):
-            some = lost[start : start + _CHUNKS_A_STEP]
+        if reason is Reason.USED and not self._writes_used:
+            return True
+        is_first = reason is Reason.HANDED_OVER
+        for start in range(0, len(lost), MOST_CHUNKS_A_RUN):
+            some = lost[start : start + MOST_CHUNKS_A_RUN]
             records = [record for record, header, _ in some if table.header(record) == header]
-            if records and not self._write(records, is_first):
+            if records and not self._write(tier, records, is_first):
                 return False
             yield Pause.STEP
         return True

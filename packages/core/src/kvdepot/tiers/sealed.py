@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from kvdepot.tiers.base import Tier, TierPool
 from kvdepot.tiers.jobs import Call
+from kvdepot.tiers.keys import KEY_BYTES
 from kvdepot.tiers.seal import BrokenEntry, checksum_of, make_seal, verify
 
 logger = logging.getLogger(__name__)
@@ -29,16 +30,21 @@ class SealedTier:
 
     def __init__(self, tier: Tier, pool: TierPool, name: str) -> None:
         self._tier = tier
+        self.keeps_runs: bool = getattr(tier, "keeps_runs", False)
         self._pool = pool
         self._name = name
 
+    def _names(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+        """Return keys as the tier wants them."""
+        return keys if self.keeps_runs else [key[:KEY_BYTES] for key in keys]
+
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """Return one answer for each key."""
-        return _whole(self._tier.contains(keys), len(keys), False)
+        return _whole(self._tier.contains(self._names(keys)), len(keys), False)
 
     def touch(self, keys: Sequence[bytes], sizes: Sequence[int]) -> list[bool]:
         """Return one answer for each key, and have the tier note their use."""
-        return _whole(self._tier.touch(keys, sizes), len(keys), False)
+        return _whole(self._tier.touch(self._names(keys), sizes), len(keys), False)
 
     def write(self, call: Call) -> None:
         """Write the entries of a call, and note the outcomes in it.
@@ -54,10 +60,11 @@ class SealedTier:
                 corrupt.append(call.first + place)
                 continue
             places.append(place)
-            seals.append(make_seal(key, num_bytes, checksum))
+            seals.append(make_seal(key[:KEY_BYTES], num_bytes, checksum))
         call.corrupt = corrupt
         if places:
-            written = self._tier.write([keys[place] for place in places], seals, [extents[place] for place in places])
+            names = self._names([keys[place] for place in places])
+            written = self._tier.write(names, seals, [extents[place] for place in places])
             for place, ok in zip(places, _whole(written, len(places), False), strict=True):
                 outcomes[place] = bool(ok)
         call.outcomes = outcomes
@@ -65,19 +72,19 @@ class SealedTier:
     def read(self, call: Call) -> None:
         """Fill the extents of a call, verify them, and note outcomes and checksums in it. Remove broken entries."""
         checksums, corrupt = list[bytes](), list[int]()
-        seals = _whole(self._tier.read(call.keys, call.extents), len(call.keys), None)
+        seals = _whole(self._tier.read(self._names(call.keys), call.extents), len(call.keys), None)
         for place, (key, (offset, num_bytes), seal) in enumerate(zip(call.keys, call.extents, seals, strict=True)):
             checksum = b""
             if seal is not None:
                 try:
-                    checksum = verify(seal, key, num_bytes, self._pool.view[offset : offset + num_bytes])
+                    checksum = verify(seal, key[:KEY_BYTES], num_bytes, self._pool.view[offset : offset + num_bytes])
                 except BrokenEntry as error:
                     corrupt.append(call.first + place)
-                    logger.error("tier %s: entry %s is removed: %s", self._name, key.hex()[-16:], error)
+                    logger.error("tier %s: entry %s is removed: %s", self._name, key[:KEY_BYTES].hex()[-16:], error)
             checksums.append(checksum)
         if corrupt:
             try:
-                self._tier.remove([call.job.keys[place] for place in corrupt])
+                self._tier.remove(self._names([call.job.keys[place] for place in corrupt]))
             except Exception as error:
                 logger.warning("tier %s: broken entries cannot be removed: %r", self._name, error)
         call.corrupt, call.checksums = corrupt, checksums

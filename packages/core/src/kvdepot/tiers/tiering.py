@@ -283,7 +283,10 @@ class Tiering:
         if self._demotions.has_work or any(queue.has_results for queue in queues):
             return now
         # A call of a thread has no deadline before it begins, and nothing tells the loop that it has begun.
-        times = itertools.chain([self.promotions.next_deadline()], (queue.next_deadline() for queue in queues))
+        times = itertools.chain(
+            [self._demotions.next_deadline, self.promotions.next_deadline()],
+            (queue.next_deadline() for queue in queues),
+        )
         return min([now + _IDLE_SECONDS, *(due for due in times if due is not None)])
 
     def close(self, drain_seconds: float = 0.0) -> None:

@@ -43,6 +43,7 @@ class FaultyTier:
         self.pool = pool
         self.batch_entries = inner.batch_entries
         self.writer_pid = inner.writer_pid
+        self.keeps_runs = getattr(inner, "keeps_runs", False)
         self.error: Exception | None = None
         self.lie = False
         self.forget = False

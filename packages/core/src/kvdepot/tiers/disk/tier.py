@@ -46,6 +46,7 @@ class DiskTier:
 
     batch_entries = 1
     writer_pid = 0
+    keeps_runs = False
 
     def __init__(
         self, pool: TierPool, directory: Path, capacity_bytes: int, num_threads: int = DEFAULT_THREADS

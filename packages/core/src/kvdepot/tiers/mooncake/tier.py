@@ -41,7 +41,8 @@ _COUNTERS: Final = {
 class MooncakeTier:
     """Entries in a Mooncake cluster. See `Tier`."""
 
-    batch_entries = 8
+    batch_entries = 256
+    keeps_runs = False
 
     def __init__(self, options: MooncakeOptions, pool: TierPool) -> None:
         self._options = options

@@ -61,8 +61,9 @@ class ValkeyTier:
         ttl_seconds: lifetime of entries; 0 for as long as the server keeps them.
     """
 
-    batch_entries = 4
+    batch_entries = 256
     writer_pid = 0
+    keeps_runs = False
 
     def __init__(self, pool: TierPool, server: Server, ttl_seconds: float = 0.0) -> None:
         self._pool = pool

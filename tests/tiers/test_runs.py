@@ -1,0 +1,229 @@
+"""Runs in an object store: prompts find what others wrote, whatever they share, with few requests."""
+
+import contextlib
+import random
+import re
+import select
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import obstore
+import pytest
+
+from kvdepot.keys import KeyRun, Namespace, digest_at, hash_prefix
+from kvdepot.lab.processes import DepotProcess, wait_until
+from kvdepot.layout import GroupKind
+from kvdepot.testing.tier import content, make_pool, read_from, write_to
+from kvdepot.tiers.base import TierPool
+from kvdepot.tiers.keys import KEY_BYTES, RUN_BYTES, chunks_a_run, label_of, place_of, tier_key
+from kvdepot.tiers.object import ObjectTier
+from kvdepot.tiers.url import TierUrl, open_tier
+from kvdepot.wire import messages as m
+from support.peer import Peer, find, registration
+from support.tiers.servers import S3Server
+
+if TYPE_CHECKING:
+    from obstore import ObjectMeta
+
+SIZE = 1000
+_REQUESTS = re.compile(rb"(GET|PUT|HEAD|DELETE|POST) /bucket\S* HTTP/1")
+PLACE = place_of(b"a spec", 0, 0, 7, SIZE)
+
+
+def keys_of(tokens: Sequence[int], run_chunks: int = 8) -> list[bytes]:
+    """Return the keys of a prompt's chunks, a token each, with their runs."""
+    run = hash_prefix(Namespace("model"), 1, tokens)
+    return [
+        tier_key(label_of("a"), label_of("b"), PLACE, digest_at(run.digests, chunk))
+        + digest_at(run.digests, chunk - chunk % run_chunks)[:RUN_BYTES]
+        for chunk in range(run.num_chunks)
+    ]
+
+
+class Node:
+    """A tier over shared files, as a depot uses it: it asks, then writes what is missing."""
+
+    def __init__(self, folder: Path) -> None:
+        self.pool: TierPool = make_pool(1 << 20)
+        tier = open_tier(TierUrl.parse(f"file://{folder}"), self.pool)
+        assert isinstance(tier, ObjectTier)
+        self.tier = tier
+
+    def write(self, keys: Sequence[bytes]) -> None:
+        extents = [(number * 4096, SIZE) for number in range(len(keys))]
+        for key, (offset, size) in zip(keys, extents, strict=True):
+            self.pool.view[offset : offset + size] = content(key[:KEY_BYTES], size)
+        assert write_to(self.tier, self.pool, keys, extents) == [True] * len(keys)
+
+    def store(self, keys: Sequence[bytes]) -> None:
+        there = self.tier.contains(keys)
+        missing = [key for key, is_there in zip(keys, there, strict=True) if not is_there]
+        if missing:
+            self.write(missing)
+
+    def find(self, keys: Sequence[bytes]) -> int:
+        """Return how many leading chunks are found; their bytes are right."""
+        there = [*self.tier.contains(keys), False]
+        found = there.index(False)
+        extents = [(number * 4096, SIZE) for number in range(found)]
+        self.pool.view[: found * 4096] = bytes(found * 4096)
+        assert read_from(self.tier, self.pool, keys[:found], extents) == [True] * found
+        for key, (offset, size) in zip(keys, extents, strict=False):
+            assert self.pool.view[offset : offset + size] == content(key[:KEY_BYTES], size)
+        return found
+
+    def names(self) -> list[str]:
+        pages: Iterable[Sequence[ObjectMeta]] = obstore.list(self.tier.store)  # pyright: ignore[reportUnknownMemberType]
+        return sorted(meta["path"] for page in pages for meta in page)
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[list[Node]]:
+    nodes = [Node(tmp_path), Node(tmp_path)]
+    yield nodes
+    for node in nodes:
+        node.tier.close()
+
+
+def test_prompts_that_part_within_a_run_find_what_they_share(nodes: list[Node]) -> None:
+    one, two = nodes
+    one.store(keys_of(range(30)))
+    assert len(one.names()) == 4
+    other = keys_of([*range(21), *range(100, 107)])
+    assert two.find(other) == 21
+    two.store(other)
+    assert len(one.names()) == 6, "what is left of the run, and the next one"
+    third = keys_of([*range(21), *range(100, 103), *range(200, 210)])
+    assert one.find(third) == 24
+    one.store(third)
+    assert [two.find(keys) for keys in (keys_of(range(30)), other, third)] == [30, 28, 34]
+
+
+def test_a_prompt_that_grows_by_a_chunk_at_a_time_is_found(nodes: list[Node]) -> None:
+    one, two = nodes
+    for num_chunks in range(1, 20):
+        one.store(keys_of(range(num_chunks)))
+        assert two.find(keys_of(range(25))) == num_chunks
+
+
+def test_two_nodes_that_store_the_same_prompt_at_once_lose_nothing(nodes: list[Node]) -> None:
+    keys = [keys_of([*range(20), *range(100 * node, 100 * node + 9)]) for node in range(2)]
+    gate = threading.Barrier(2)
+
+    def store(node: Node, keys: Sequence[bytes]) -> None:
+        gate.wait()
+        node.store(keys[:13])
+        node.store(keys)
+
+    threads = [threading.Thread(target=store, args=pair) for pair in zip(nodes, keys, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [[node.find(each) for each in keys] for node in nodes] == [[29, 29]] * 2
+
+
+@pytest.mark.parametrize("lost", range(8))
+def test_an_object_that_was_removed_is_written_again_by_who_has_its_chunks(lost: int, nodes: list[Node]) -> None:
+    one, two = nodes
+    prompts = [keys_of([*range(12), *range(100 * name, 100 * name + 8)]) for name in range(5)]
+    for keys in prompts:
+        one.store(keys)
+    obstore.delete(one.tier.store, one.names()[lost])
+    for keys in prompts:
+        two.store(keys)
+    assert [one.find(keys) for keys in prompts] == [20] * 5
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_prompts_are_found_as_far_as_anybody_wrote_them(seed: int, nodes: list[Node]) -> None:
+    chance, written = random.Random(seed), set[bytes]()
+    for _ in range(40):
+        tokens = [chance.randrange(2) if chance.random() < 0.15 else 0 for _ in range(chance.randrange(1, 30))]
+        keys = keys_of(tokens)
+        expected = next((chunk for chunk, key in enumerate(keys) if key not in written), len(keys))
+        node = chance.choice(nodes)
+        assert node.find(keys) == expected
+        if chance.random() < 0.7:
+            node.store(keys)
+            written.update(keys)
+
+
+def test_a_run_has_a_power_of_two_of_chunks_and_at_most_16_mib() -> None:
+    assert [chunks_a_run(size) for size in (1, 128 << 10, (128 << 10) + 1, 2 << 20, 3 << 20, 16 << 20, 1 << 30)] == [
+        128, 128, 64, 8, 4, 1, 1,
+    ]  # fmt: skip
+
+
+class Counting:
+    """Passes connections on to a server, and counts the requests by method."""
+
+    def __init__(self, port: int) -> None:
+        self.counts = Counter[bytes]()
+        self._port = port
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listening.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                threading.Thread(target=self._serve, args=(self._listening.accept()[0],), daemon=True).start()
+
+    def _serve(self, client: socket.socket) -> None:
+        with client, socket.create_connection(("127.0.0.1", self._port)) as server, contextlib.suppress(OSError):
+            while True:
+                for ready in select.select([client, server], [], [])[0]:
+                    data = ready.recv(1 << 18)
+                    if not data:
+                        return
+                    if ready is client:
+                        self.counts.update(_REQUESTS.findall(data))
+                    (server if ready is client else client).sendall(data)
+
+    def take(self) -> dict[bytes, int]:
+        """Return the requests since the last call, by method."""
+        counts, self.counts = self.counts, Counter[bytes]()
+        return dict(counts)
+
+    def close(self) -> None:
+        self._listening.close()
+
+
+@pytest.mark.slow
+@pytest.mark.promise(79)
+def test_8k_tokens_in_chunks_of_16_cost_at_most_ten_requests_each_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "someone")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "a secret")
+    server = S3Server()
+    counting = Counting(int(server.endpoint.rpartition(":")[2]))
+    url = f"s3://bucket/kv?endpoint=http://127.0.0.1:{counting.port}&deadline=8"
+    spec = m.CacheSpec(16, (m.GroupShape(GroupKind.FULL_ATTENTION, 16),), "bytes")
+    registered = registration(spec, details=(m.GroupDetail(page_sizes_bytes=(32768,), num_blocks=8),))
+    run: KeyRun = hash_prefix(Namespace("model"), 16, range(8192))
+    try:
+        with (
+            DepotProcess("--tier", url) as one,
+            DepotProcess("--tier", url) as two,
+            contextlib.closing(Peer(one, registered)) as first,
+            contextlib.closing(Peer(two, registered)) as second,
+        ):
+            counting.take()
+            for chunk in range(0, 512, 32):
+                assert first.store(run.slice(chunk, chunk + 32)) == 32
+            wait_until(lambda: one.status().tiers[0].counters.get("written_entries") == 512, what="the end of writes")
+            stored = counting.take()
+            began = time.monotonic()
+            assert find(second, run) == 512
+            assert time.monotonic() - began < 1.0
+            promoted = counting.take()
+    finally:
+        counting.close()
+        server.kill()
+    assert sum(stored.values()) <= 10, stored
+    assert sum(promoted.values()) <= 10, promoted
