@@ -3,11 +3,12 @@
 
     PYTHONPATH=tests python benchmarks/engine/sglang_cpu.py --prompts 8
 
-One engine without a linker and one with it take each prompt in turn. Needs an environment as of `tox -e sglang`. The
-model is random: 16 layers with 8 KV heads x 128, bfloat16, so 64 KiB of KV a token.
+One engine takes each prompt in all ways, in turn; with `--plain` one without a linker, too. Needs an environment as of
+`tox -e sglang`. The model is random: 16 layers with 8 KV heads x 128, bfloat16, so 64 KiB of KV a token.
 """
 
 import argparse
+import contextlib
 import statistics
 import subprocess
 import sys
@@ -26,34 +27,35 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1500)
     parser.add_argument("--model", default="large-kv")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--plain", action="store_true", help="also an engine without a linker")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(MODELS), folder, options.model, "0"]
         made = subprocess.run(command, check=True, capture_output=True, text=True)
         model = Path(made.stdout.split()[-1])
-        measure(model, options.prompts, options.tokens, options.dtype)
+        measure(model, options)
 
 
-def measure(model: Path, count: int, num_tokens: int, dtype: str) -> None:
+def measure(model: Path, options: argparse.Namespace) -> None:
+    count, num_tokens, dtype = options.prompts, options.tokens, options.dtype
     common = {"dtype": dtype, "max_total_tokens": 2 * num_tokens + 1024}
     times: dict[str, list[float]] = {}
-    with (
-        DepotProcess(pool_size="1GiB", new_session=True) as depot,
-        Engine(model, **common) as plain,
-        Engine(model, **linker(depot.url, keep_after_reset=True), **common) as linked,
-    ):
-        plain.wait_until_ready()
-        linked.wait_until_ready()
-        for engine in (plain, linked):
-            engine.each(prompts(2, num_tokens, seed=99))
+    with contextlib.ExitStack() as stack:
+        depot = stack.enter_context(DepotProcess(pool_size="1GiB", new_session=True))
+        linked = stack.enter_context(Engine(model, **linker(depot.url, keep_after_reset=True), **common))
+        plain = stack.enter_context(Engine(model, **common)) if options.plain else None
+        for engine in (linked, plain):
+            if engine is not None:
+                engine.wait_until_ready().each(prompts(2, num_tokens, seed=99))
         same = 0
         for prompt in prompts(count, num_tokens, seed=7):
             answers = {
-                "computed, no depot": plain.generate(prompt)[0],
                 "computed and stored": linked.generate(prompt)[0],
-                "from SGLang's own cache, no depot": plain.generate(prompt)[0],
                 "from SGLang's own cache": linked.generate(prompt)[0],
             }
+            if plain is not None:
+                answers["computed, no depot"] = plain.generate(prompt)[0]
+                answers["from SGLang's own cache, no depot"] = plain.generate(prompt)[0]
             linked.flush()
             answers["from the depot"] = linked.generate(prompt)[0]
             assert answers["from the depot"].from_depot == (num_tokens - 1) // 64 * 64

@@ -72,11 +72,11 @@ def test_many_requests_at_once_are_loaded(engines: tuple[Engine, Engine], refere
 def test_salted_requests_share_among_themselves_alone(engines: tuple[Engine, Engine]) -> None:
     one, two = engines
     (prompt,) = prompts(1, 700, seed=2)
-    one.generate(prompt, extra_key="a")
+    one.generate(prompt, cache_salt="a")
     wait_until_stored(one)
-    assert two.generate(prompt, extra_key="b")[0].cached == 0
+    assert two.generate(prompt, cache_salt="b")[0].cached == 0
     assert two.generate(prompt)[0].cached == 0
-    assert two.generate(prompt, extra_key="a")[0].from_depot == 640
+    assert two.generate(prompt, cache_salt="a")[0].from_depot == 640
 
 
 def test_a_stopped_depot_costs_one_deadline_and_no_request(

@@ -50,7 +50,7 @@ def _answer(engine: Any, command: dict[str, Any]) -> dict[str, Any]:
     if command["do"] == "flush":
         return {"ok": bool(getattr(engine.flush_cache(), "success", False))}
     sampling = {"temperature": 0, "max_new_tokens": command["max_tokens"], "ignore_eos": True}
-    extra = {name: command[name] for name in ("extra_key",) if name in command}
+    extra = {name: command[name] for name in ("cache_salt",) if name in command}
     began = time.perf_counter()
     if isinstance(command["prompts"][0], list) and len(command["prompts"]) > 1:
         results = engine.generate(input_ids=command["prompts"], sampling_params=sampling, **extra)
