@@ -1,6 +1,6 @@
 """What the watchdog of the server's loop counts."""
 
-from kvdepot.server.watch import SLOW_TURN_SECONDS, TurnWatch
+from kvdepot.server.loop import SLOW_TURN_SECONDS, TurnWatch
 
 
 def test_a_turn_is_slow_above_the_bound() -> None:

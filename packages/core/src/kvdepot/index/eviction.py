@@ -88,7 +88,9 @@ class ShareTree(ChunkTree):
         return (
             self.share[node] == self.number
             and self.priority[node] == self.own_priority
-            and ChunkTree.evictable(self, node)
+            and not self.num_children[node]
+            and not self.holds[node]
+            and self.keys[node] is not None
         )
 
 

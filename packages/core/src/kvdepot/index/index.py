@@ -15,7 +15,7 @@ from kvdepot.index.priorities import Priorities
 from kvdepot.index.quotas import QuotaTable, Shares
 from kvdepot.index.space import Space, digest_of
 from kvdepot.index.tree import NO_NODE, ChunkTree, Nodes
-from kvdepot.index.visibility import Visibility
+from kvdepot.index.visibility import Match, Visibility
 from kvdepot.keys import split_digests
 from kvdepot.pool.extents import ExtentAllocator, extent_size
 from kvdepot.pool.table import IndexTable
@@ -64,13 +64,8 @@ class ChunkIndex:
 
     # --- the verbs ------------------------------------------------------------------------------------------------
 
-    def match(self, space: Space, digests: bytes) -> tuple[int, tuple[int, ...]]:
-        """Find the longest usable prefix of packed digests `(num_chunks, 32)`, from chunk 0 on.
-
-        Returns:
-            its chunks, and the nodes to `pin` so that all of it stays. They are valid until anything else is stored or
-            evicted, unless they are pinned.
-        """
+    def match(self, space: Space, digests: bytes) -> Match:
+        """Find the longest usable prefix of packed digests `(num_chunks, 32)`, from chunk 0 on."""
         return self.visibility.longest_prefix(space, digests)
 
     def pin(self, nodes: Iterable[int]) -> None:

@@ -7,13 +7,24 @@ broken, the chunks after it stay marked, and a lookup ends at it.
 """
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from kvdepot.errors import require
 from kvdepot.index.columns import make_column
 from kvdepot.index.prefix import usable_prefix
 from kvdepot.index.space import Space
 from kvdepot.index.tree import NO_NODE, Nodes
-from kvdepot.keys import DIGEST_BYTES, digest_at, num_digests
+from kvdepot.keys import DIGEST_BYTES, digest_at
+
+
+class Match(NamedTuple):
+    """The longest usable prefix that is here, from chunk 0 on.
+
+    It is valid until anything else is stored or evicted; `ChunkIndex.pin` of its nodes keeps it.
+    """
+
+    num_chunks: int
+    nodes: tuple[int, ...]  # to pin so that all of it stays, the deepest one last: that alone with full attention
 
 
 class Visibility:
@@ -88,7 +99,7 @@ class Visibility:
             node = self._nodes.tree.parent[node] if has_full else NO_NODE
         return True
 
-    def longest_prefix(self, space: Space, digests: bytes) -> tuple[int, tuple[int, ...]]:
+    def longest_prefix(self, space: Space, digests: bytes) -> Match:
         """Find the longest usable prefix; see `ChunkIndex.match`."""
         limit, has = self._unbroken(space, digests), self._has(space, digests)
         nodes, is_visible, depths, sealed = space.nodes, self.is_visible, self._nodes.depth, self.sealed_groups
@@ -103,12 +114,12 @@ class Visibility:
 
         limit = usable_prefix(limit, has, space.full, space.windows, is_closed=True, last_boundary=last_boundary)
         if not limit:
-            return 0, ()
+            return Match(0, ())
         if space.full_mask:
-            return limit, (nodes[digest_at(digests, limit - 1)],)
+            return Match(limit, (nodes[digests[(limit - 1) * DIGEST_BYTES : limit * DIGEST_BYTES]],))
         start = max(0, limit - space.windows[-1][1])
         found = (self.find(space, digest_at(digests, chunk), chunk) for chunk in range(start, limit))
-        return limit, tuple(node for node in found if node is not None)
+        return Match(limit, tuple(node for node in found if node is not None))
 
     def full_prefix(self, space: Space, digests: bytes) -> int:
         """Return how many leading chunks are visible: those of a usable prefix, and of one without its windows."""
@@ -126,7 +137,7 @@ class Visibility:
         return has
 
     def _unbroken(self, space: Space, digests: bytes) -> int:
-        limit = num_digests(digests)
+        limit = len(digests) // DIGEST_BYTES
         return self._first_break(space, digests, limit) if self.broken and space.full_mask else limit
 
     def _first_break(self, space: Space, digests: bytes, limit: int) -> int:

@@ -13,10 +13,9 @@ from kvdepot.server.connections import Connection, ConnectionTable
 from kvdepot.server.depot import Depot
 from kvdepot.server.replies import PendingReply, Refused
 from kvdepot.server.sessions import SessionTable
-from kvdepot.server.watch import SHORTEST_SECONDS
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
-from kvdepot.wire.histogram import Histogram
+from kvdepot.wire.histogram import SHORTEST_SECONDS, Histogram
 from kvdepot.wire.operation import Operation
 
 _WHY_NO_SESSION: Final = "no open session: greet the depot with open_session first"
