@@ -318,6 +318,23 @@ def test_a_follower_that_is_far_behind_starts_again(monkeypatch: pytest.MonkeyPa
     assert len(view.found) == 12
 
 
+def test_a_store_has_no_follower_start_again() -> None:
+    """Regression: each chunk of a run that has another one behind it did."""
+    bench = Bench(pages=20, num_records=24)
+    holdings = Holdings(bench.index)
+    shelf = holdings.shelf_of(MODEL)
+    assert shelf is not None
+    reader, view, run = Reader(holdings, shelf), View(), chunks(5, 1)
+    for _ in range(2):
+        while reader.has_more:
+            for event in msgspec.to_builtins(reader.take(100)):
+                view.take(event)
+        bench.worker().store(run)
+        (request,) = description(run, 1).requests(0, run)
+        holdings.describe(bench.index.spaces[0], MODEL, request)
+    assert (len(view.found), view.num_clears) == (5, 1)
+
+
 @pytest.mark.parametrize("endpoint", ["", "tcp://", "tcp://127.0.0.1", "ipc://", "udp://x:1", "127.0.0.1:5557"])
 def test_an_endpoint_that_is_none_is_refused(endpoint: str) -> None:
     with pytest.raises(ConfigError, match="tcp://HOST:PORT"):

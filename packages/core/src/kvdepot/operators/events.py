@@ -5,8 +5,9 @@ sequence number, batch)`: the number as 8 bytes, big-endian, the batch as msgpac
 time of the start in microseconds: a router takes lower numbers than before for old news, also after a restart. A ROUTER
 socket resends recent batches from a given number on, and ends with the number -1.
 
-A new subscriber causes a snapshot on its topics: the event that all blocks are cleared, then everything that is held.
-So does one that asks for batches which are not kept any more. All subscribers hear it, as ZeroMQ cannot send to one.
+A new subscriber causes a snapshot: on each topic the event that all blocks are cleared, then everything that is held.
+All topics begin at once, as llm-d takes the event to be about the node. So does a new topic, and a subscriber that asks
+for batches which are not kept any more. All subscribers hear it, as ZeroMQ cannot send to one.
 Everything runs on the depot's loop, a batch a turn. Without a subscriber nothing is encoded.
 """
 
@@ -22,7 +23,7 @@ import zmq
 from kvdepot.config import is_loopback
 from kvdepot.counting import depot_counter
 from kvdepot.errors import ConfigError
-from kvdepot.operators.holdings import Event, Holdings, Reader, Shelf
+from kvdepot.operators.holdings import Event, Holdings, Reader
 from kvdepot.operators.zeromq import Listener, MessageReader
 
 END: Final = (-1).to_bytes(8, "big", signed=True)
@@ -58,8 +59,6 @@ class _Stream:
     reader: Reader
     number: int  # of the next batch
     kept: deque[tuple[int, bytes]] = field(default_factory=deque[tuple[int, bytes]])
-    wants_snapshot: bool = True
-    began_at: float = float("-inf")  # the last snapshot
 
 
 class EventPublisher:
@@ -93,6 +92,8 @@ class EventPublisher:
         self._clock = clock
         self._seen_changes = -1
         self._streams: dict[str, _Stream] = {}
+        self._wants_snapshot = False
+        self._began_at = float("-inf")  # the last snapshot
         self._prefixes: dict[bytes, int] = {}  # subscriptions, by prefix of topics
         self._kept_bytes = 0
         self._asked: dict[bytes, int] = {}  # first batch wanted, by subscriber waiting for a replay
@@ -142,8 +143,7 @@ class EventPublisher:
             if kind and kind[0] == _SUBSCRIBED:
                 if count or len(self._prefixes) < _MOST_SUBSCRIPTIONS:
                     self._prefixes[prefix] = count + 1
-                for stream in self._streams.values():
-                    stream.wants_snapshot |= stream.topic.startswith(prefix)
+                self._wants_snapshot = True
             elif count > 1:
                 self._prefixes[prefix] = count - 1
             else:
@@ -153,25 +153,23 @@ class EventPublisher:
         """Publish one batch of each topic that has one and is heard."""
         self._seen_changes, self.has_work = self.holdings.num_changes, False
         for topic, shelf in self.holdings.shelves.items():
-            stream = self._streams.get(topic) or self._add_stream(shelf)
-            reader = stream.reader
-            if not any(map(stream.topic.startswith, self._prefixes)):
+            if topic not in self._streams:
+                number = time.time_ns() // 1000
+                self._streams[topic] = _Stream(topic.encode(), Reader(self.holdings, shelf), number)
+                self._wants_snapshot = True
+        is_beginning = self._wants_snapshot and self._clock() >= self._began_at + _SNAPSHOT_SECONDS
+        if is_beginning:
+            self._wants_snapshot, self._began_at = False, self._clock()
+        for stream in self._streams.values():
+            reader, is_heard = stream.reader, any(map(stream.topic.startswith, self._prefixes))
+            if is_beginning or not is_heard:
                 reader.restart()
-                continue
-            if stream.wants_snapshot and self._clock() >= stream.began_at + _SNAPSHOT_SECONDS:
-                stream.wants_snapshot, stream.began_at = False, self._clock()
-                reader.restart()
-            elif reader.is_starting:
-                continue  # its snapshot comes soon
+            if not is_heard or (reader.is_starting and not is_beginning):
+                continue  # or a snapshot comes soon
             events = reader.take(_BATCH_TOKENS) if reader.has_more else []
             if events:
                 self._send(stream, events)
             self.has_work |= reader.has_more
-
-    def _add_stream(self, shelf: Shelf) -> _Stream:
-        stream = _Stream(shelf.topic.encode(), Reader(self.holdings, shelf), time.time_ns() // 1000)
-        self._streams[shelf.topic] = stream
-        return stream
 
     def _send(self, stream: _Stream, events: list[Event]) -> None:
         payload, number = self._encoder.encode(EventBatch(time.time(), events, 0)), stream.number
@@ -218,8 +216,8 @@ class EventPublisher:
         count = 0
         for stream in list(self._streams.values()):
             oldest = stream.kept[0][0] if stream.kept else stream.number
-            if first < oldest and self._clock() >= stream.began_at + _SNAPSHOT_SECONDS:
-                stream.wants_snapshot = self.has_work = True
+            if first < oldest and self._clock() >= self._began_at + _SNAPSHOT_SECONDS:
+                self._wants_snapshot = self.has_work = True
             for number, payload in [kept for kept in stream.kept if kept[0] >= first]:
                 _send(self.replay, (client, b"", stream.topic, number.to_bytes(8, "big"), payload))
                 count += 1

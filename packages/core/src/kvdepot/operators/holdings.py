@@ -190,6 +190,7 @@ class Holdings:
         self._topic = topic
         self._most_bytes = most_bytes
         self._by_node: list[Described | None] = []  # of visible nodes
+        self._broken: set[int] = set()  # nodes that were hidden in front of others
         self._families: dict[Family, Family] = {}
         index.on_hidden = self._on_hidden
         if _MODEL not in topic:
@@ -270,8 +271,9 @@ class Holdings:
         self._by_node[node] = chunk
         self.num_bytes += len(chunk.content)
         chunk.shelf.show(chunk)
-        if self._index.nodes.num_children(node):
-            chunk.shelf.forget()  # it was broken: scans passed over the chunks behind it
+        if node in self._broken:
+            self._broken.remove(node)
+            chunk.shelf.forget()  # scans passed over the chunks behind it
         self._count()
 
     def _on_hidden(self, node: int) -> None:
@@ -280,6 +282,8 @@ class Holdings:
             if chunk is not None:
                 self._by_node[node] = None
                 self.num_bytes -= len(chunk.content)
+                if self._index.nodes.num_children(node):
+                    self._broken.add(node)
                 chunk.shelf.hide(chunk)
                 self._count()
 
@@ -353,13 +357,16 @@ class Reader:
         return self.is_starting or self._scan is not None or self.position < self.shelf.end
 
     def take(self, most_tokens: int) -> list[Event]:
-        """Return the next events, of `most_tokens` tokens or removed blocks, or little more; possibly none."""
+        """Return the next events, of `most_tokens` tokens or removed blocks, or little more; possibly none.
+
+        The first is alone: that nothing said before counts any more.
+        """
         told = _Telling()
         if self.is_starting or (self._scan is None and self.position < self.shelf.first):
             self.is_starting = False
             self.position = self.shelf.end
             self._scan = self._holdings.scan(self.shelf, self._is_wanted)
-            told.events.append(AllBlocksCleared())
+            return [AllBlocksCleared()]
         if self._scan is not None:
             for chunk in self._scan:
                 if chunk is None:
