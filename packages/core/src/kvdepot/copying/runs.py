@@ -79,6 +79,8 @@ class BatchRuns:
                 wanted = (chunks > 0)[:, None] | (places >= batch.skip_blocks[number])
                 wanted &= ids >= 0  # not NO_BLOCK
                 parts.append(group.runs(ids.astype(np.uint64), mine["offset"].astype(np.uint64), wanted))
+        if len(parts) == 1:
+            return parts[0]
         empty = np.empty(0, np.uint64)
         return Runs(
             np.concatenate([empty, *(part.blocks for part in parts)]),
@@ -202,5 +204,8 @@ class _GroupAddresses:
         blocks = self.addresses[:, None] + ids[:, None, :] * self.strides[:, None]
         offsets = extents[:, None, None] + self.run_offsets[:, None] + places * self.steps[:, None]
         shape: Any = blocks.shape
+        sizes = np.broadcast_to(self.page_sizes[:, None], shape)
+        if wanted.all():  # a mask takes longer than all the rest
+            return Runs(blocks.reshape(-1), offsets.reshape(-1), sizes.reshape(-1))
         chosen = np.broadcast_to(wanted[:, None, :], shape)
-        return Runs(blocks[chosen], offsets[chosen], np.broadcast_to(self.page_sizes[:, None], shape)[chosen])
+        return Runs(blocks[chosen], offsets[chosen], sizes[chosen])
