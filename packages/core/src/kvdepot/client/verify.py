@@ -26,9 +26,9 @@ class Verifier:
         self._checksum = _xxh3_128()
 
     def warn_if_impossible(self, link: Link) -> None:
-        """Log an error if the depot wants checksums and xxhash is missing."""
+        """Log a warning if the depot wants checksums and xxhash is missing."""
         if link.verify is not m.Verify.OFF and self._checksum is None:
-            logger.error("the depot wants checksums and xxhash is not installed: pip install xxhash; none are made")
+            logger.warning("the depot wants checksums and xxhash is not installed: pip install xxhash; none are made")
 
     def makes_checksums(self, link: Link) -> bool:
         """Return whether stores of this session carry checksums."""
