@@ -8,14 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvdepot.errors import PoolError
+from kvdepot.layout import Part
 from kvdepot.pool.names import MAGIC, NamesFile
 from kvdepot.pool.table import IndexTable, table_size_bytes
 
 PAGE = 4096
 NUM_RECORDS = 24
 
-Tag = tuple[bytes, int, int, int]  # key, group, shard, page of the entry: the content of one page of the pool
-Place = tuple[bytes, int, int]  # key, group, shard
+Tag = tuple[bytes, int, int, int]  # key, group, cell, page of the cell: the content of one page of the pool
+Place = tuple[bytes, int, int]  # key, group, number of the part
 
 
 class Violation(BaseException):
@@ -86,6 +87,19 @@ class CrashingNames(NamesFile):
 def num_pages(num_bytes: int) -> int:
     """Return how many pages so many bytes touch, from the start of a page on."""
     return -(-num_bytes // PAGE)
+
+
+def tags_of(place: Place, num_pages: int) -> list[Tag]:
+    """Return the content of the pages of an entry: cell by cell of its part, as many pages each."""
+    key, group, number = place
+    part = Part.of(number)
+    cells = [
+        layer << 8 | head
+        for layer in range(part.first_layer, part.first_layer + part.num_layers)
+        for head in range(part.first_head, part.first_head + part.num_heads)
+    ]
+    pages_a_cell = num_pages // len(cells)
+    return [(key, group, cell, page) for cell in cells for page in range(pages_a_cell)]
 
 
 def pages_in(offset: int, num_bytes: int) -> range:
@@ -160,7 +174,7 @@ class Memory:
         """Let a writer fill the next pages of its extent."""
         for _ in range(min(num_pages, claim.num_pages - claim.num_written)):
             page = claim.first_page + claim.num_written
-            self.pages[page] = (*claim.place, claim.num_written)
+            self.pages[page] = tags_of(claim.place, claim.num_pages)[claim.num_written]
             claim.num_written += 1
 
     def end(self, claim: Claim) -> None:
@@ -174,10 +188,11 @@ class Memory:
 
     def check_content(self, place: Place, offset: int, num_bytes: int, why: str) -> None:
         """Fail unless an extent holds the complete content of a place."""
-        for number, page in enumerate(pages_in(offset, num_bytes)):
-            if self.pages[page] != (*place, number):
+        pages = pages_in(offset, num_bytes)
+        for page, tag in zip(pages, tags_of(place, len(pages)), strict=True):
+            if self.pages[page] != tag:
                 raise Violation(f"{why}: page {page} holds {describe(self.pages[page])}")
 
 
 def describe(tag: Tag | None) -> str:
-    return "nothing" if tag is None else f"page {tag[3]} of group {tag[1]}, shard {tag[2]} of chunk {tag[0].hex()[:6]}"
+    return "nothing" if tag is None else f"page {tag[3]} of group {tag[1]}, cell {tag[2]} of chunk {tag[0].hex()[:6]}"

@@ -8,7 +8,7 @@ from msgspec import structs
 
 from kvdepot.config import Demotion
 from kvdepot.keys import DIGEST_BYTES, KeyRun, Namespace, PrefixHasher
-from kvdepot.layout import GroupKind
+from kvdepot.layout import GroupKind, Part
 from kvdepot.wire import messages as m
 from simulation.memory import NUM_RECORDS, PAGE
 
@@ -23,7 +23,10 @@ SPECS: Final = (
     m.CacheSpec(CHUNK_TOKENS, (_FULL, _WINDOW, m.GroupShape(STATE, CHUNK_TOKENS)), "hybrid"),
     m.CacheSpec(CHUNK_TOKENS, (_WINDOW,), "only a window"),
 )
+_HEADS: Final = m.CacheSpec(CHUNK_TOKENS, (structs.replace(_FULL, heads=4),), "heads")  # in place of half of the second
 NUM_CHUNKS: Final = 4
+RANKS: Final = ((1, 0), (2, 0), (2, 1), (4, 2))
+"""Of each worker of a cache with heads: the ranks of its engine, and its own."""
 
 
 def _prompt(text: str, tenant: str) -> KeyRun:
@@ -67,6 +70,14 @@ def segments_of(text: str, tenant: str) -> bytes:
 DEMOTIONS: Final = (None, Demotion.STORE, Demotion.STORE, Demotion.REUSE, Demotion.EVICT)
 
 
+def part_of(group: m.GroupShape, worker: int) -> Part:
+    """Return what a worker has of a group."""
+    if group.heads == 1:
+        return Part(worker % 2 if group.layers > 1 else 0)
+    size, rank = RANKS[worker]
+    return Part(0, 1, rank * group.heads // size, max(1, group.heads // size))
+
+
 @dataclass
 class Setup:
     """The constants of a history."""
@@ -74,7 +85,7 @@ class Setup:
     spec: m.CacheSpec
     num_pages: int
     ready_pages: int  # those that have memory when the first server starts
-    entry_bytes: tuple[int, ...]  # by group
+    entry_bytes: tuple[int, ...]  # by group, of one cell
     policy: str
     demotion: Demotion | None
     quotas: dict[str, int]
@@ -89,10 +100,14 @@ class Setup:
         quotas = {"tenant-0": 3 * PAGE} if rng.random() < 0.3 else {}
         is_roomy = rng.random() < 0.2
         spec, num_pages = (SPECS[0], 2 * NUM_RECORDS) if is_roomy else (rng.choice(SPECS), rng.randint(5, 20))
+        if spec is SPECS[1] and seed % 2:
+            spec = _HEADS
         num_prompts = len(PROMPTS) if is_roomy else rng.choice((3, len(PROMPTS)))  # few are found more often
         policy = rng.choice(["lru", "arc", "auto"])
         ready_pages = rng.choice((num_pages, num_pages, rng.randint(0, num_pages)))
         large, small = rng.choice(((2 * PAGE, PAGE), (PAGE + 904, 1000)))  # entries of one and of two pages
+        if spec.groups[0].heads > 1:
+            large = PAGE
         entry_bytes = tuple(small if number == 1 else large for number in range(len(spec.groups)))
         demotion = rng.choice(DEMOTIONS)
         is_slow = demotion is not None and rng.random() < 0.4

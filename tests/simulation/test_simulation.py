@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 import pytest
 
 from kvdepot.index.contents import ContentIndex, SourceRun
-from kvdepot.index.entries import Entries
+from kvdepot.index.entries import Entries, Extent, PartPlace
 from kvdepot.index.space import Space
 from kvdepot.index.visibility import Visibility
 from kvdepot.pool.table import IndexTable
@@ -140,3 +140,13 @@ def test_a_failing_history_shrinks_to_one_that_fails_alike(monkeypatch: pytest.M
     assert len(shorter) < len(events)
     for number in range(len(shorter)):
         assert replay(Setup.of_seed(seed), shorter[:number] + shorter[number + 1 :]) is None
+
+
+def test_a_reader_that_is_given_too_few_heads_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Entries.cover
+
+    def cover(entries: Entries, node: int, place: PartPlace) -> list[tuple[int, Extent]]:
+        return original(entries, node, place)[:1]
+
+    monkeypatch.setattr(Entries, "cover", cover)
+    assert "without some of its heads" in story(first_failure())

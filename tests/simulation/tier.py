@@ -48,8 +48,10 @@ class Storage:
         for key, (offset, num_bytes) in zip(keys, extents, strict=True):
             tags = self.memory.pages_of(offset, num_bytes)
             first = tags[0]
+            pages_a_cell = len(tags) // max(1, sum(tag is not None and not tag[3] for tag in tags))
             for number, tag in enumerate(tags):
-                if first is None or tag != (key[-DIGEST_BYTES:], *first[1:3], number):
+                cell, page = divmod(number, pages_a_cell)
+                if first is None or tag != (key[-DIGEST_BYTES:], first[1], first[2] + cell, page):
                     raise Violation(f"the tier gets other bytes than those of chunk {key[-DIGEST_BYTES:].hex()[:6]}")
             self.entries[key] = [tag for tag in tags if tag is not None]
             while len(self.entries) > MAXIMUM_ENTRIES:

@@ -7,7 +7,7 @@ impossible event does nothing, so a history stays valid when events are removed.
 
 import os
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -20,6 +20,7 @@ from kvdepot.index.quotas import QuotaTable
 from kvdepot.index.restore import restore
 from kvdepot.index.space import digest_of
 from kvdepot.keys import DIGEST_BYTES, KeyRun
+from kvdepot.layout import Part, mask_of
 from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.names import MAGIC, Names
 from kvdepot.pool.table import FREE, HEADER_PAGE_BYTES, RECORD_BYTES, SEALED, WRITING, IndexTable, TableReader, Writer
@@ -43,6 +44,7 @@ from simulation.memory import (
     Violation,
     num_pages,
     pages_in,
+    tags_of,
 )
 from simulation.setup import (
     ABOVE,
@@ -51,10 +53,12 @@ from simulation.setup import (
     NAMES,
     NUM_CHUNKS,
     PROMPTS,
+    RANKS,
     STATE,
     TEXTS,
     WINDOW,
     Setup,
+    part_of,
     segments_of,
 )
 from simulation.tier import SimulatedQueue, Storage, make_queue
@@ -66,6 +70,10 @@ Event = tuple[str, int, int, int]
 LEASE_SECONDS: Final = 10.0
 PROCESS_OF_WORKER: Final = (0, 0, 1, 2)  # two workers share a process
 NUM_WORKERS: Final = len(PROCESS_OF_WORKER)
+
+
+def _heads(part: Part) -> range:
+    return range(part.first_head, part.first_head + part.num_heads)
 
 
 @dataclass(eq=False)
@@ -87,7 +95,7 @@ class Retrieve:
 
     plan: m.RetrievePlan
     digests: bytes
-    shards: tuple[int, ...]
+    parts: tuple[Part, ...]
     read: list[list[Any]] = field(default_factory=list[list[Any]])  # the pages read, by extent
 
 
@@ -119,7 +127,7 @@ class Worker:
     epoch: int = 0  # of the server to which it believes it is connected
     session: int = 0
     context: int = 0
-    shards: tuple[int, ...] = ()
+    parts: tuple[Part, ...] = ()
     stores: list[Store] = field(default_factory=list[Store])
     retrieves: list[Retrieve] = field(default_factory=list[Retrieve])
     leases: list[Lease] = field(default_factory=list[Lease])
@@ -201,13 +209,13 @@ class World:
             for chunk in range(NUM_CHUNKS):
                 key = run.digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES]
                 for group, shape in enumerate(self.setup.spec.groups):
-                    num_bytes = self.setup.entry_bytes[group]
-                    layout = int.from_bytes(digest_of((1, 1, (num_bytes,)))[:4], "little")
-                    for shard in range(shape.layers):
-                        place = place_of(spec, group, shard << 16, layout, num_bytes)
-                        self.storage.entries[tier_key(label_of(run.tenant), model, place, key)] = [
-                            (key, group, shard, number) for number in range(num_pages(num_bytes))
-                        ]
+                    cell_bytes = self.setup.entry_bytes[group]
+                    check = int.from_bytes(digest_of((1, 1, (cell_bytes,)))[:4], "little")
+                    for part in dict.fromkeys(part_of(shape, worker) for worker in range(NUM_WORKERS)):
+                        num_bytes = cell_bytes * part.num_cells
+                        place = place_of(spec, group, part.number, check, num_bytes)
+                        tags = tags_of((key, group, part.number), num_pages(num_bytes))
+                        self.storage.entries[tier_key(label_of(run.tenant), model, place, key)] = tags
 
     def clock(self) -> float:
         return self.now
@@ -246,8 +254,9 @@ class World:
         self._next += 1
         return self._next
 
-    @staticmethod
-    def _new_worker(number: int, process: Process) -> Worker:
+    def _new_worker(self, number: int, process: Process) -> Worker:
+        if max(group.heads for group in self.setup.spec.groups) > 1:
+            return Worker(f"engine of {RANKS[number][0]}", process, number)
         return Worker(f"engine-{PROCESS_OF_WORKER[number]}", process, number % 2)
 
     # --- the server -----------------------------------------------------------------------------------------------
@@ -473,14 +482,14 @@ class World:
         assert self.server is not None
         worker.session, worker.epoch, worker.leases = self._number(), self.server.writer.pid, []
         spec = self.setup.spec
-        worker.shards = tuple(worker.rank if group.layers > 1 else 0 for group in spec.groups)
+        worker.parts = tuple(part_of(group, worker.rank) for group in spec.groups)
         details = tuple(
-            m.GroupDetail((self.setup.entry_bytes[number],), 8, part=shard << 16)
-            for number, shard in enumerate(worker.shards)
+            m.GroupDetail((self.setup.entry_bytes[number] * part.num_cells,), 8, part=part.number)
+            for number, part in enumerate(worker.parts)
         )
         reply = self._ask(
             worker,
-            m.RegisterKVCache(m.PROTOCOL_VERSION, worker.name, worker.rank, 2, "none", "none", "model", spec, details),
+            m.RegisterKVCache(m.PROTOCOL_VERSION, worker.name, worker.rank, 4, "none", "none", "model", spec, details),
         )
         worker.context = reply.context
 
@@ -574,8 +583,8 @@ class World:
             return f"{worker.name} asks to store {self._name(run)}: declined, or all of it is there"
         holder = f"{worker.name} (process {worker.process.writer.pid})"
         claims = [
-            self.memory.claim(holder, self._place(run.digests, chunk, group, worker.shards), offset, size)
-            for chunk, group, _, _, _, _, offset, size in m.EXTENT.iter_unpack(plan.extents)
+            self.memory.claim(holder, self._place(run.digests, chunk, group, layers << 16 | heads), offset, size)
+            for chunk, group, heads, _, layers, _, offset, size in m.EXTENT.iter_unpack(plan.extents)
         ]
         worker.stores.append(Store(worker.epoch, plan.ticket, claims))
         pages = ", ".join(
@@ -589,8 +598,8 @@ class World:
         return NAMES[first] if first == last else f"{NAMES[first]} to {NAMES[last]}"
 
     @staticmethod
-    def _place(digests: bytes, chunk: int, group: int, shards: Sequence[int]) -> tuple[bytes, int, int]:
-        return digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES], group, shards[group]
+    def _place(digests: bytes, chunk: int, group: int, part: int) -> tuple[bytes, int, int]:
+        return digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES], group, part
 
     def on_copy(self, a: int, b: int, c: int) -> str | None:
         worker = self._able(a)
@@ -666,11 +675,14 @@ class World:
             for chunk in range(max(0, found - chunks) if chunks else first, found):
                 key = run.digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES]
                 node = index.nodes.find(space, key, chunk)
-                for shard in range(group.layers):
-                    record = None if node is None else index.entries.find(node, number, shard << 16)
-                    if record is None or not index.table.is_sealed(record):
-                        raise Violation(f"chunk {NAMES[key]} is found and is not there")
-                    self.memory.check_content((key, number, shard), *index.table.extent(record), "what is found")
+                missing = space.cells[number]
+                for record in [] if node is None else index.entries.sealed(node):
+                    place = index.table.place_of(record)
+                    if place[0] == number:
+                        missing &= ~mask_of(place[1], group.heads)
+                        self.memory.check_content((key, *place), *index.table.extent(record), "what is found")
+                if missing:
+                    raise Violation(f"chunk {NAMES[key]} is found and is not there")
 
     def on_release(self, a: int, b: int, c: int) -> str | None:
         worker = self._connected(a)
@@ -702,7 +714,7 @@ class World:
         worker.leases.append(Lease(plan.lease, run, plan.num_chunks if is_checked else 0))
         if c >= 240 and plan.extents:
             plan = self._mixed_up(plan, run, b)
-        worker.retrieves.append(Retrieve(plan, run.digests, worker.shards))
+        worker.retrieves.append(Retrieve(plan, run.digests, worker.parts))
         return f"{worker.name} begins to retrieve {plan.num_chunks} chunks from {self._name(run)}"
 
     def _mixed_up(self, plan: m.RetrievePlan, run: KeyRun, b: int) -> m.RetrievePlan:
@@ -710,11 +722,11 @@ class World:
         assert self.server is not None
         table, extents = self.server.index.table, list(m.EXTENT.iter_unpack(plan.extents))
         place = b % len(extents)
-        chunk, group, zero, *_, num_bytes = extents[place]
+        chunk, group, heads, _, layers, *_, num_bytes = extents[place]
         for other in table.records():
             if other.state == SEALED and other.num_bytes == num_bytes and other.key not in run.digests:
                 header = table.header(other.number)
-                extents[place] = chunk, group, zero, other.number, zero, header, other.offset, num_bytes
+                extents[place] = chunk, group, heads, other.number, layers, header, other.offset, num_bytes
         return msgspec.structs.replace(plan, extents=b"".join(m.EXTENT.pack(*extent) for extent in extents))
 
     def on_read(self, a: int, b: int, c: int) -> str | None:
@@ -723,17 +735,24 @@ class World:
         if worker is None or not worker.retrieves:
             return None
         retrieve = worker.retrieves[b % len(worker.retrieves)]
-        extents = list(m.EXTENT.iter_unpack(retrieve.plan.extents))
+        extents: list[tuple[int, ...]] = list(m.EXTENT.iter_unpack(retrieve.plan.extents))
         for *_, offset, size in extents[len(retrieve.read) : len(retrieve.read) + 1 + c % 3]:
             retrieve.read.append(self.memory.pages_of(offset, size))
         if len(retrieve.read) < len(extents):
             return f"{worker.name} reads some pages"
         worker.retrieves.remove(retrieve)
         valid = count_valid_chunks(retrieve.plan, retrieve.digests, TableReader(self.memory.table))
-        for (chunk, group, *_), pages in zip(extents, retrieve.read, strict=True):
-            place = self._place(retrieve.digests, chunk, group, retrieve.shards)
-            if chunk < valid and any(page != (*place, number) for number, page in enumerate(pages)):
+        missing: dict[tuple[int, int], set[int]] = {
+            (chunk, group): set(_heads(retrieve.parts[group])) for chunk, group, *_ in extents
+        }
+        for extent, pages in zip(extents, retrieve.read, strict=True):
+            chunk, group, heads, layers = extent[0], extent[1], extent[2], extent[4]
+            place = self._place(retrieve.digests, chunk, group, layers << 16 | heads)
+            if chunk < valid and pages != tags_of(place, len(pages)):
                 raise Violation(f"{worker.name} retrieved other bytes than those of {NAMES[place[0]]}")
+            missing[chunk, group] -= set(_heads(Part.of(place[2])))
+        if any(left for (chunk, _), left in missing.items() if chunk < valid):
+            raise Violation(f"{worker.name} retrieved chunks without some of its heads")
         self.num_reads += valid
         return f"{worker.name} has retrieved {valid} chunks"
 
