@@ -17,7 +17,7 @@ from support.vllm.engines import (
     wait_until_stored,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # seconds: four engines one after the other
+pytestmark = pytest.mark.slow
 
 PROMPTS = prompts(3, 1500, seed=70)
 REUSE = 1408  # of 1,500 tokens, in blocks of 128
