@@ -4,6 +4,7 @@
 import itertools
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
@@ -23,6 +24,7 @@ from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
 from support.integrity import check_empty, empty_by_eviction
+from support.operate import operate
 
 PAGE = 4096
 NUM_RECORDS = 24
@@ -120,6 +122,8 @@ class Life:
             self.drain,
             self.note,
             self.blend,
+            self.hint,
+            self.session,
         ]
 
     def run(self) -> None:
@@ -266,6 +270,35 @@ class Life:
         context, (digests, *_) = self.context(who), self.run_of_chunks()
         self.ask(m.NoteContents(context, digests, self.segments()), who)
 
+    def hint(self) -> None:
+        who = self.who()
+        context, (digests, *_), flags = self.context(who), self.run_of_chunks(), self.source.byte()
+        request = m.Hint(
+            context,
+            f"tenant-{flags & 1}",
+            digests,
+            session_ended=bool(flags & 2),
+            session=f"agent-{flags >> 2 & 1}" if flags & 8 else "",
+            retain_seconds=float(flags >> 4),
+        )
+        self.ask(request, who)
+
+    def session(self) -> None:
+        """Operators name sessions, known or not."""
+        flags = self.source.byte()
+        session, tenant = f"agent-{flags & 1}", f"tenant-{flags >> 1 & 1}"
+        with suppress(Refused):
+            match flags >> 2 & 3:
+                case 0:
+                    operate(self.depot, o.RetainSession(session, float(flags >> 4), tenant))
+                case 1:
+                    operate(self.depot, o.PrefetchSession(session, tenant, float(flags >> 4)))
+                case 2:
+                    operate(self.depot, o.DemoteSession(session, tenant))
+                case _:
+                    operate(self.depot, o.ForgetSession(session, tenant, bool(flags & 16)))
+        self.depot.background.work()
+
     def blend(self) -> None:
         who = self.who()
         request = m.BlendLookup(self.context(who), self.request_id(), self.segments(), self.source.below(4))
@@ -411,6 +444,7 @@ class Life:
         index.check_integrity()
         depot.flights.check_integrity()
         depot.leases.check_integrity()
+        depot.agents.prefixes.check_integrity()
         for until, deferred in self.waiting:
             assert deferred.reply is not None or self.now < until, "a lookup waits for too long"
         late = [n for t in depot.stores.late_tickets.values() for n in t.records]
@@ -444,6 +478,8 @@ class Life:
             self.depot.end_process(quarantine.fence[0])
         depot = self.depot
         assert not (len(depot.leases) or depot.stores.tickets or depot.stores.late_tickets or depot.quarantine.held)
+        for _ in depot.agents.pins.expire(float("inf")):
+            pass
         if len(self.source.data) % 2:
             sum(commands.clear_pool(self.depot, None))
             check_empty(self.depot.index)

@@ -17,7 +17,10 @@ _TOKEN: Final = "a token that nobody guesses"
 _PATHS: Final = (
     b"/cache/clear",
     b"/cache/warm",
-    b"/cache/unpin",
+    b"/sessions/retain",
+    b"/sessions/prefetch",
+    b"/sessions/demote",
+    b"/sessions/forget",
     b"/cache/find",
     b"/tenants/quota",
     b"/drain",
@@ -108,11 +111,13 @@ def seeds() -> list[bytes]:
         b'{"colour": 1}',
         b"[[[[[[",
         b'{"tenant": "\\ud800"}',
-        b'{"digests": [' + digest + b'], "pin_seconds": 60}',
+        b'{"digests": [' + digest + b'], "tenant": "default"}',
+        b'{"session": "agent", "retain_seconds": 60}',
+        b'{"session": "agent", "at_once": true}',
+        b'{"session": "", "retain_seconds": -1}',
         b'{"digests": ["zz"]}',
-        b'{"digests": [], "pin_seconds": -1}',
         b'{"digests": [' + digest + b'], "tenant": "' + b"x" * 300 + b'"}',
-        b'{"pin_seconds": 1e999}',
+        b'{"session": "agent", "retain_seconds": 1e999}',
         b"\xff\xfe",
         b'{"tenant": "a", "quota_bytes": 4096}',
         b'{"tenant": "a", "quota_bytes": -1}',
@@ -121,7 +126,7 @@ def seeds() -> list[bytes]:
         b'{"level": "debug"}',
         b'{"level": "loud"}',
     ]
-    requests = [bytes([path, flags]) + b"\0" + body for path in range(7) for flags in (4, 0) for body in bodies]
+    requests = [bytes([path, flags]) + b"\0" + body for path in range(10) for flags in (4, 0) for body in bodies]
     hosts = [b"evil.example", b"[::1]:1", b"[", b"localhost:x", b"\xff", b"127.0.0.1"]
     return [
         *requests,

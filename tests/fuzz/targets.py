@@ -5,6 +5,7 @@ Nothing here needs atheris: `tests/core/test_fuzz_corpus.py` calls the same func
 """
 
 import io
+import mmap
 import os
 import random
 import zlib
@@ -40,6 +41,7 @@ from kvdepot.movers.protocol import (
 )
 from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.names import MAGIC, Names, decode_names, encode_names
+from kvdepot.pool.prefixes import PrefixFile
 from kvdepot.pool.table import HEADER_PAGE_BYTES, RECORD_BYTES, SEALED, WRITING, IndexTable, table_size_bytes
 from kvdepot.server.depot import Depot
 from kvdepot.wire import frames
@@ -172,6 +174,23 @@ def _session_seeds() -> list[bytes]:
 # --- what a server finds when it starts -----------------------------------------------------------------------------
 
 
+def sessions(data: bytes) -> None:
+    """The file of sessions, whose magic is right: prefixes that a server can start with, and replace."""
+    memory = mmap.mmap(-1, max(2, 2 + len(data) // 1024) * 1024)
+    memory[1024 : 1024 + len(data)] = data
+    file = PrefixFile(memory)
+    for _ in file.restore():
+        pass
+    file.check_integrity()
+    num_bytes = file.num_bytes
+    file.remember("a", "agent", data[:64])
+    file.check_integrity()
+    assert file.find("a", "agent") == data[: min(64, len(data) // 32 * 32)]
+    file.forget("a", "agent")
+    assert file.num_bytes <= num_bytes
+    file.check_integrity()
+
+
 def names(data: bytes) -> None:
     """The names file, as it is and as a frame of a right one: `PoolError`, or names that a server can start with."""
     frame = len(data).to_bytes(4, "little") + zlib.crc32(data).to_bytes(4, "little") + data
@@ -251,6 +270,14 @@ def _repair(memory: bytearray, num_records: int) -> None:
         base = HEADER_PAGE_BYTES + number * RECORD_BYTES
         crc = table.crc_of(base + 8, table.header(number))
         memory[base + _CRC : base + _CRC + 4] = crc.to_bytes(4, "little")
+
+
+def _sessions_seeds() -> list[bytes]:
+    memory = mmap.mmap(-1, 8 * 1024)
+    file = PrefixFile(memory)
+    file.remember("a", "agent", bytes(range(96)) * 22)
+    file.remember("b", "agent", bytes(32))
+    return [memory[1024:], memory[1024:4096], bytes(range(256))]
 
 
 def _names_seeds() -> list[bytes]:
@@ -398,6 +425,7 @@ TARGETS: Final[dict[str, Target]] = {
     "answer": Target(answer, _answer_seeds, 2000, is_message=True, prefix=4),
     "session": Target(session, _session_seeds, is_message=True),
     "names": Target(names, _names_seeds, is_message=True),
+    "sessions": Target(sessions, _sessions_seeds, 8000),
     "header": Target(header, _header_seeds, 55),
     "records": Target(records, _records_seeds, 1 + _NUM_RECORDS * RECORD_BYTES),
     "trace": Target(trace, _trace_seeds, 20_000),

@@ -1,6 +1,7 @@
 # pyright: reportPrivateUsage=false
 """Memory that outlives a simulated server: the pool's pages, table and names, with a crash after any write."""
 
+import mmap
 import os
 import struct
 from collections import Counter
@@ -129,6 +130,7 @@ class Memory:
         self.num_pages = num_pages
         self.ready_pages = ready_pages  # the first ones: the others have no memory yet
         self.table = bytearray(table_size_bytes(NUM_RECORDS))
+        self.sessions = mmap.mmap(-1, 64 * 1024)
         self.names_fd = os.memfd_create("names")
         os.write(self.names_fd, MAGIC)
         self.pages: list[Tag | None] = [None] * num_pages
@@ -137,6 +139,7 @@ class Memory:
 
     def close(self) -> None:
         os.close(self.names_fd)
+        self.sessions.close()
 
     def open_names(self, fuse: Fuse) -> CrashingNames:
         """Open the names as a server that starts does.

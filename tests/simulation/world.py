@@ -9,6 +9,7 @@ import os
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Final
 
 import msgspec
@@ -23,6 +24,7 @@ from kvdepot.keys import DIGEST_BYTES, KeyRun
 from kvdepot.layout import Part, mask_of
 from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.names import MAGIC, Names
+from kvdepot.pool.prefixes import PrefixFile
 from kvdepot.pool.table import FREE, HEADER_PAGE_BYTES, RECORD_BYTES, SEALED, WRITING, IndexTable, TableReader, Writer
 from kvdepot.server.depot import Depot
 from kvdepot.server.replies import PendingReply, Refused
@@ -144,7 +146,8 @@ class Server:
         table = CrashingTable(memory.table, self.fuse)
         extents = ExtentAllocator(size, memory.ready_pages * PAGE)
         self.index = ChunkIndex(extents, table, setup.policy, QuotaTable(size, setup.quotas))
-        self.depot = Depot(self.index, epoch=pid, lease_seconds=LEASE_SECONDS, clock=world.clock)
+        prefixes = PrefixFile(memory.sessions)
+        self.depot = Depot(self.index, epoch=pid, lease_seconds=LEASE_SECONDS, clock=world.clock, prefixes=prefixes)
         self.names = memory.open_names(self.fuse)
         self.queue: SimulatedQueue | None = None
         if setup.demotion is not None:
@@ -161,11 +164,10 @@ class Server:
             self.depot.state.tiering.promotion_context.own_writer = self.writer
         found = self.names.found
         self.watched: set[Writer] = set()
-        self.restoring = iter(
-            take_over(self.depot, restore(self.index, found.spaces, len(found.labels)), world.await_death)
-        )
+        restored = restore(self.index, found.spaces, len(found.labels))
+        self.restoring = chain(prefixes.restore(), take_over(self.depot, restored, world.await_death))
         self.is_restoring = True
-        self.depot.state.accepts_stores = False
+        self.depot.state.is_restoring, self.depot.state.accepts_stores = True, False
         self.depot.labels.restore(found.labels)
         self.depot.labels.save = self._save_names
 
@@ -195,6 +197,7 @@ class World:
         self.server: Server | None = None
         self.lingering: list[tuple[Writer, Any, list[Claim]]] = []  # calls of dead servers that are still in the kernel
         self.dead: list[Writer] = []  # processes whose end was not yet reported to the server
+        self.remembered: set[bytes] = set()  # last prefixes of sessions, of any time
         self.suspect: set[bytes] = set()  # chunks of which a client reported an entry
         self.waiting: list[PendingReply] = []  # lookups of the present server without an answer
         processes = [Process(Writer(self._number(), 1)) for _ in set(PROCESS_OF_WORKER)]
@@ -293,7 +296,7 @@ class World:
 
     def _restored(self, server: Server) -> str:
         server.is_restoring = False
-        server.depot.state.accepts_stores = True
+        server.depot.state.is_restoring, server.depot.state.accepts_stores = False, True
         if server.index.num_restore_errors:
             raise Violation("reading back failed")
         self.check()
@@ -383,7 +386,7 @@ class World:
         return f"{memory.ready_pages} of {memory.num_pages} pages have memory"
 
     def on_damage(self, a: int, b: int, c: int) -> str | None:
-        """Damage files between two servers: the names lose their end, a byte is another, or an entry is there twice.
+        """Damage files between two servers: names lose their end, a byte is another, or an entry is there twice.
 
         Nobody may lose the extent that it writes, so records of unfinished entries stay.
         """
@@ -391,6 +394,9 @@ class World:
             return None
         memory, table = self.memory, IndexTable(self.memory.table, NUM_RECORDS)
         number = a % NUM_RECORDS
+        if c % 4 == 3:
+            memory.sessions[1024 + (a * 256 + b) % (len(memory.sessions) - 1024)] ^= 1 + c // 4
+            return "a byte of the sessions is another"
         if c % 3 == 0:
             size = os.fstat(memory.names_fd).st_size
             os.ftruncate(memory.names_fd, max(len(MAGIC), size - 1 - b))
@@ -828,12 +834,24 @@ class World:
 
     def on_hint(self, a: int, b: int, c: int) -> str | None:
         worker = self._connected(a)
-        if worker is None:
+        if worker is None or self.server is None:
             return None
         run = PROMPTS[b % self.setup.num_prompts].slice(0, 1 + c % NUM_CHUNKS)
-        hint = m.Hint(worker.context, run.tenant, run.digests, bool(c & 16), c >> 5 & 3, 5.0 if c & 8 else 0.0)
+        session = f"agent-{a % 2}" if c & 128 else ""
+        hint = m.Hint(
+            worker.context,
+            run.tenant,
+            run.digests,
+            bool(c & 16),
+            c >> 5 & 3,
+            5.0 if c & 8 else 0.0,
+            session,
+            5.0 if c & 4 else 0.0,
+        )
         self._ask(worker, hint)
-        return f"{worker.name} says how long {self._name(run)} is worth keeping"
+        if session and not self.server.is_restoring:
+            self.remembered.add(run.digests)
+        return f"{worker.name} says how long {self._name(run)} is worth keeping{session and f', as {session}'}"
 
     # --- the tier -------------------------------------------------------------------------------------------------
 
@@ -869,8 +887,9 @@ class World:
         if server is None or server.is_restoring:
             return None
         depot, tenant = server.depot, (None, "tenant-0", "tenant-1")[b % 3]
+        session, owner = f"agent-{b // 2 % 2}", f"tenant-{b % 2}"
         try:
-            match a % 5:
+            match a % 7:
                 case 0:
                     operate(depot, o.Clear(tenant))
                     return f"an operator clears {tenant or 'everything'}"
@@ -879,13 +898,20 @@ class World:
                     operate(depot, o.SetQuota("tenant-1", num_bytes))
                     return f"an operator sets the quota of tenant-1 to {num_bytes} bytes"
                 case 2:
-                    operate(
-                        depot, o.Warm(tenant=PROMPTS[b % 4].tenant, digests=PROMPTS[b % 4].digests, pin_seconds=5.0)
-                    )
-                    return f"an operator warms and pins {self._name(PROMPTS[b % 4])}"
+                    operate(depot, o.Warm(tenant=PROMPTS[b % 4].tenant, digests=PROMPTS[b % 4].digests))
+                    return f"an operator warms {self._name(PROMPTS[b % 4])}"
                 case 3:
-                    operate(depot, o.Unpin(tenant))
-                    return "an operator ends pins"
+                    operate(depot, o.RetainSession(session, c % 3 * 5.0, owner))
+                    return f"{session} of {owner} is retained for {c % 3 * 5} s"
+                case 4:
+                    operate(depot, o.PrefetchSession(session, owner, c % 3 * 5.0))
+                    return f"{session} of {owner} is prefetched"
+                case 5:
+                    if c % 2:
+                        operate(depot, o.DemoteSession(session, owner))
+                        return f"{session} of {owner} is demoted"
+                    operate(depot, o.ForgetSession(session, owner, at_once=bool(c & 2)))
+                    return f"{session} of {owner} is forgotten"
                 case _:
                     operate(depot, o.Drain(not b % 4))
                     return f"an operator {'begins' if not b % 4 else 'ends'} draining"
@@ -920,6 +946,7 @@ class World:
         try:
             server.index.check_integrity()
             server.depot.flights.check_integrity()
+            server.depot.agents.prefixes.check_integrity()
         except IntegrityError as error:
             raise Violation(f"the depot's tables do not add up: {error}") from error
         index = server.index
@@ -931,6 +958,11 @@ class World:
                 if key in ABOVE and index.nodes.key_of(index.nodes.parent_of(node)) != ABOVE[key]:
                     raise Violation(f"chunk {NAMES[key]} follows another chunk than in its prompt")
         self._check_leases(server)
+        for session in ("agent-0", "agent-1"):
+            for tenant in ("tenant-0", "tenant-1"):
+                prefix = server.depot.agents.prefixes.find(tenant, session)
+                if prefix and not any(each.startswith(prefix) for each in self.remembered):
+                    raise Violation(f"{session} of {tenant} leads to a prefix that nobody named")
 
     def _check_leases(self, server: Server) -> None:
         """Fail unless everything leased is there; with quotas, leases yield to tenants within theirs."""
@@ -972,7 +1004,7 @@ class World:
             while self.do(("tier_begin", 0, 0, 0)) or self.do(("tier_end", 0, 0, 0)):
                 pass
         depot = server.depot
-        for _ in depot.pins.end(None):
+        for _ in depot.agents.pins.expire(float("inf")):
             pass
         operate(depot, o.Clear())
         for _ in range(10):

@@ -7,6 +7,7 @@ import pytest
 from kvdepot.config import format_size
 from kvdepot.errors import ConfigError, ErrorCode
 from kvdepot.index.eviction import POLICIES
+from kvdepot.index.pins import Pin
 from kvdepot.index.quotas import QuotaTable
 from kvdepot.index.restore import restore
 from kvdepot.server.state import MAXIMUM_ROWS
@@ -131,14 +132,13 @@ def test_a_lease_whose_chunk_has_left_ends_without_a_trace() -> None:
     bench.drain()
 
 
-def test_what_an_operator_pins_keeps_nobody_from_its_quota() -> None:
+def test_what_sessions_retain_keeps_nobody_from_its_quota() -> None:
     bench = Bench(pages=8, quotas={"a": 4})
     worker = bench.worker()
     worker.store(prompt(4, 1, "b"))
     worker.store(prompt(8, 1, "b"))
-    pinned = operate(bench.depot, o.Warm(tenant="b", digests=prompt(8, 1, "b").digests, pin_seconds=600.0))
-    bench.depot.background.work()
-    assert pinned.reply == m.Done(1, 8)
+    _, nodes = bench.index.match(bench.index.spaces[0], prompt(8, 1, "b").digests)
+    bench.depot.agents.pins.put(("b", "agent"), Pin(nodes, 0, 8 * PAGE, 600.0))
     assert fill(worker, "a", range(4)) == 0
     assert worker.lookup(prompt(8, 1, "b")).num_chunks == 4
 

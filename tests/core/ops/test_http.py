@@ -121,16 +121,29 @@ def test_changes_take_the_token(http: Http, peer: Peer, depot: DepotProcess) -> 
     assert http.post("/cache/clear")[0] == 400, "everything goes only on request"
     assert http.post("/cache/clear", {"all": True}) == (200, {"count": 3})
     assert depot.status().events[-1][1].startswith("cleared everything: 3 entries removed, asked by process ")
-    assert http.post("/cache/unpin") == (200, {"count": 0})
 
 
-def test_what_is_warmed_is_pinned(http: Http, peer: Peer, depot: DepotProcess) -> None:
+def test_a_session_is_kept_and_forgotten_by_its_name(http: Http, peer: Peer) -> None:
     peer.store(prompt(2, "a"))
-    digests = prompt(2, "a").digests
-    body = {"digests": [digests[:32].hex(), digests[32:].hex()], "pin_seconds": 60}
-    assert http.post("/cache/warm", body) == (200, {"count": 2})
-    assert http.metrics()["kvdepot_pins"] == 1
-    assert http.post("/cache/unpin") == (200, {"count": 1})
+    peer.ask(m.Hint(peer.context, "default", prompt(2, "a").digests, session="agent"))
+    assert http.post("/sessions/retain", {"session": "agent", "retain_seconds": 60}) == (200, {"count": 2})
+    assert http.metrics()["kvdepot_pins"] == http.metrics()["kvdepot_agent_sessions"] == 1
+    assert http.post("/cache/clear", {"all": True}) == (200, {"count": 0})
+    assert http.post("/sessions/prefetch", {"session": "agent"}) == (200, {"count": 2})
+    assert http.post("/sessions/demote", {"session": "agent"})[0] == 409, "there is no tier"
+    status, reply = http.post("/sessions/forget", {"session": "agent", "tenant": "another"})
+    assert status == 409
+    assert "no session agent of tenant another" in reply["error"]
+    assert http.post("/sessions/forget", {"session": "agent", "at_once": True}) == (200, {"count": 2})
+    assert http.metrics()["kvdepot_pins"] == http.metrics()["kvdepot_agent_sessions"] == 0
+    assert http.post("/sessions/forget", {"session": "agent"})[0] == 409
+
+
+def test_what_is_here_is_warm_without_an_engine(http: Http, peer: Peer, depot: DepotProcess) -> None:
+    peer.store(prompt(2, "a"))
+    peer.close()
+    wait_until(lambda: not depot.status().contexts)
+    assert http.post("/cache/warm", {"digests": hex_of(prompt(2, "a"))}) == (200, {"count": 2})
 
 
 @pytest.mark.parametrize(
@@ -503,15 +516,6 @@ def test_one_prefix_is_cleared_up_to_what_another_needs(http: Http, peer: Peer, 
     assert peer.find(prompt(6, "a")).num_chunks == 2
     assert peer.find(other).num_chunks == 4
     assert http.post("/cache/clear", {"digests": hex_of(other)}) == (200, {"count": 0}), "a lease holds it"
-
-
-def test_what_is_here_is_pinned_without_an_engine(http: Http, peer: Peer, depot: DepotProcess) -> None:
-    peer.store(prompt(2, "a"))
-    peer.close()
-    wait_until(lambda: not depot.status().contexts)
-    body = {"digests": hex_of(prompt(2, "a")), "pin_seconds": 60}
-    assert http.post("/cache/warm", body) == (200, {"count": 2})
-    assert http.post("/cache/clear", {"all": True}) == (200, {"count": 0})
 
 
 def test_a_quota_is_changed_at_runtime(http: Http, peer: Peer) -> None:

@@ -142,5 +142,20 @@ def test_settings_and_log_level(run: Run, depot: DepotProcess) -> None:
 def test_keys_come_by_standard_input_too(run: Run, peer: Peer, keys: str, monkeypatch: pytest.MonkeyPatch) -> None:
     peer.store(prompt(5, "a"))
     monkeypatch.setattr(sys, "stdin", io.StringIO(Path(keys).read_text()))
-    assert run("warm", "-", "--pin", "60")[1] == "5 of 6 chunks are in the pool and pinned\n"
-    assert run("unpin")[1] == "1 pin ended\n"
+    assert run("warm", "-")[1] == "5 of 6 chunks are in the pool\n"
+
+
+def test_a_session_by_its_name(run: Run, peer: Peer) -> None:
+    peer.store(prompt(2, "a"))
+    peer.ask(m.Hint(peer.context, "default", prompt(2, "a").digests, session="agent"))
+    assert run("session", "retain", "agent", "60")[1] == "2 chunks of agent are in the pool and stay for 60 s\n"
+    assert run("session", "retain", "agent", "0")[1] == "2 chunks of agent are in the pool\n"
+    assert run("session", "prefetch", "agent", "--retain", "5")[1] == "2 chunks of agent are in the pool\n"
+    code, _, error = run("session", "demote", "agent")
+    assert (code, "no tier is in use" in error) == (1, True)
+    code, _, error = run("session", "prefetch", "agent", "--tenant", "another")
+    assert (code, "no session agent of tenant another" in error) == (1, True)
+    assert run("session", "forget", "agent")[1] == "agent is forgotten; 2 chunks leave first\n"
+    assert run("session", "forget", "agent")[0] == 1
+    peer.ask(m.Hint(peer.context, "default", prompt(2, "a").digests, session="agent"))
+    assert run("session", "forget", "agent", "--now")[1] == "agent is forgotten; entries removed: 2\n"

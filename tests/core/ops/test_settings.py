@@ -58,7 +58,7 @@ def test_numbers_that_are_not_finite_are_refused_wherever_they_stand(
         ["serve", "--promote-seconds"],
         ["serve", "--mover-start-seconds"],
         ["serve", "--move-seconds"],
-        ["warm", "-", "--pin"],
+        ["session", "retain", "agent"],
         ["drain", "--wait"],
         ["top", "--interval"],
         ["replay", "x", "--session-ends"],

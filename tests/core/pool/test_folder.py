@@ -15,10 +15,11 @@ from kvdepot.pool.files import PoolFiles, open_pool
 from kvdepot.pool.folder import PoolFolder
 from kvdepot.pool.found import find_pools, look_at, remove_pool
 from kvdepot.pool.names import NamesFile
+from kvdepot.pool.prefixes import PrefixFile
 from kvdepot.pool.table import IndexTable
 
 SIZE = 1 << 20
-KINDS = ["pool", "index", "names", "tokens"]
+KINDS = ["pool", "index", "names", "tokens", "sessions"]
 
 
 def open_here(folder: Path, size_bytes: int = SIZE, *, fresh: bool = False) -> PoolFiles:
@@ -55,10 +56,13 @@ STEPS = [
     (os, "posix_fallocate", 1),
     (IndexTable, "create", 0),
     (NamesFile, "create", 0),
+    (PrefixFile, "create", 0),
     (NamesFile, "flush", 0),
     (PoolFolder, "give_name", 0),
     (PoolFolder, "give_name", 1),
     (PoolFolder, "give_name", 2),
+    (PoolFolder, "give_name", 3),
+    (PoolFolder, "give_name", 4),
 ]
 STEP_NAMES = [f"{owner.__name__}.{name} {number}" for owner, name, number in STEPS]
 

@@ -149,7 +149,7 @@ def test_what_fails_between_messages_is_counted_and_the_rest_goes_on(bench: Benc
     assert deferred.reply == m.Done(1, NUM_CHUNKS)
 
 
-@pytest.mark.parametrize("what", ["unpinning", "clearing", "a hint"])
+@pytest.mark.parametrize("what", ["clearing", "a hint", "a session"])
 def test_who_waits_for_what_fails_is_told(what: str, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(*_arguments: Any) -> Iterator[Any]:
         yield from [40] * 3
@@ -157,12 +157,12 @@ def test_who_waits_for_what_fails_is_told(what: str, bench: Bench, monkeypatch: 
 
     monkeypatch.setattr(bench.index.evictor, "clear", failing)
     monkeypatch.setattr(bench.index.priorities, "end_session", failing)
-    monkeypatch.setattr(bench.depot.pins, "end", failing)
     run = prompt(0)
+    bench.ask(m.Hint(bench.context, run.tenant, run.digests, session="agent"))
     deferred = {
-        "unpinning": lambda: operate(bench.depot, o.Unpin()),
         "clearing": lambda: operate(bench.depot, o.Clear()),
         "a hint": lambda: bench.ask(m.Hint(bench.context, run.tenant, run.digests, session_ended=True)),
+        "a session": lambda: operate(bench.depot, o.ForgetSession("agent", run.tenant)),
     }[what]()
     bench.depot.background.work()
     assert deferred.reply == m.ErrorReply(1, ErrorCode.INTERNAL, "RuntimeError: a mistake")
@@ -281,13 +281,12 @@ def test_what_must_not_wait_does_not_keep_operators_waiting_for_ever(bench: Benc
     assert len(bench.depot.leases) > 0
 
 
-def pin_very_often(bench: Bench) -> int:
+def pin_very_often(bench: Bench) -> None:
     bench.store(prompt(0, 8))
     _, nodes = bench.index.match(bench.index.spaces[0], prompt(0, 8).digests)
     for number in range(20_000):
-        bench.depot.pins.add(Pin("ab"[number % 2], nodes), bench.now + 10)
+        bench.depot.agents.pins.put(("a", str(number)), Pin(nodes, 0, 8, bench.now + 10))
     bench.depot.expire()
-    return 20_000
 
 
 @pytest.mark.promise(61)
@@ -298,18 +297,8 @@ def test_very_many_pins_that_expire() -> None:
     bench.now += 10
     bench.depot.expire()
     bench.depot.background.work()
-    assert len(bench.depot.pins) == 0
+    assert len(bench.depot.agents.pins) == bench.depot.agents.pins.bytes_of(0) == 0
     assert sum(commands.clear_pool(bench.depot, None)) == 8, "nothing holds them any more"
-
-
-@pytest.mark.promise(61)
-def test_very_many_pins_of_one_tenant_that_are_ended() -> None:
-    bench = Bench(filled=False)
-    num_pins = pin_very_often(bench)
-    ended = operate(bench.depot, o.Unpin("a"))
-    bench.depot.background.work()
-    assert ended.reply == m.Done(1, num_pins // 2)
-    assert len(bench.depot.pins) == num_pins // 2
 
 
 @pytest.mark.promise(61)
@@ -325,12 +314,11 @@ def test_a_prefix_is_warmed_in_many_caches_step_by_step() -> None:
     bench.store(run)
     bench.turn_until(lambda: not queue.queued_write_bytes and not queue.has_results)
     sum(commands.clear_pool(bench.depot, None))
-    warmed = operate(bench.depot, o.Warm(tenant=run.tenant, digests=run.digests, pin_seconds=60.0))
+    warmed = operate(bench.depot, o.Warm(tenant=run.tenant, digests=run.digests))
     bench.turn_until(lambda: warmed.reply is not None)
     assert warmed.reply == m.Done(1, run.num_chunks)
     assert bench.depot.state.tiering is not None
     assert bench.depot.state.tiering.counters["promotions"] == num_caches + 1
-    assert len(bench.depot.pins) == 1
     queue.close()
 
 

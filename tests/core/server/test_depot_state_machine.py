@@ -23,6 +23,8 @@ from kvdepot.server.depot import Depot
 from kvdepot.server.replies import Refused
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
+from kvdepot.wire import operations as o
+from support.operate import operate
 
 PAGE = 4096
 NUM_RECORDS = 48
@@ -99,6 +101,7 @@ class DepotMachine(RuleBasedStateMachine):
         self.orphans: list[Orphan] = []
         self.evictions = 0
         self.workers: list[Worker] = []
+        self.agents: dict[str, bytes] = {}  # last prefix of each tenant's session
         self.sessions = 0
         for place in SIZES if max(group.heads for group in self.groups) > 1 else ((2, 0), (2, 1)):
             self.join(place)
@@ -191,13 +194,47 @@ class DepotMachine(RuleBasedStateMachine):
         who=st.integers(0, 9),
         prompt=st.sampled_from(PROMPTS),
         length=st.integers(1, 8),
-        ended=st.booleans(),
+        session_ended=st.booleans(),
         priority=st.integers(0, m.MAXIMUM_PRIORITY),
         ttl_seconds=st.sampled_from([0.0, 5.0]),
+        session=st.sampled_from(["", "agent"]),
+        retain_seconds=st.sampled_from([0.0, 5.0]),
     )
-    def hint(self, who: int, prompt: KeyRun, length: int, ended: bool, priority: int, ttl_seconds: float) -> None:
+    def hint(self, who: int, prompt: KeyRun, length: int, **hints: Any) -> None:
         worker, run = self.worker(who), prompt.slice(0, length)
-        self.ask(worker, m.Hint(worker.context, run.tenant, run.digests, ended, priority, ttl_seconds))
+        self.ask(worker, m.Hint(worker.context, run.tenant, run.digests, **hints))
+        if hints["session"]:
+            self.agents[run.tenant] = b"" if hints["session_ended"] else run.digests
+
+    @rule(
+        tenant=st.sampled_from(["tenant-0", "tenant-1"]),
+        operation=st.sampled_from(["retain", "forget first", "forget at once"]),
+        seconds=st.sampled_from([0.0, 5.0]),
+    )
+    def name_a_session(self, tenant: str, operation: str, seconds: float) -> None:
+        """Nobody's quota is passed by what is retained, and an unknown session changes nothing."""
+        request: o.OperatorRequest = o.ForgetSession("agent", tenant, operation == "forget at once")
+        if operation == "retain":
+            request = o.RetainSession("agent", seconds, tenant)
+        try:
+            pending = operate(self.depot, request)
+        except Refused as error:
+            assert error.code is ErrorCode.OUT_OF_RANGE
+            assert not self.agents.get(tenant)
+            return
+        assert self.agents[tenant]
+        self.depot.background.work()
+        assert isinstance(pending.reply, m.Done)
+        if operation != "retain":
+            self.agents[tenant] = b""
+            self.sealed &= self.in_table(SEALED)
+
+    @invariant()
+    def sessions_are_known_by_their_last_prefix(self) -> None:
+        for tenant in ("tenant-0", "tenant-1"):
+            assert self.depot.agents.prefixes.find(tenant, "agent") == self.agents.get(tenant, b"")
+        for share, quota_bytes in enumerate(self.index.quotas.quota_bytes):
+            assert self.depot.agents.pins.bytes_of(share) <= quota_bytes / 2
 
     @rule(
         who=st.integers(0, 9),
@@ -445,6 +482,8 @@ class DepotMachine(RuleBasedStateMachine):
             self.depot.end_process(worker.writer)
         for orphan in self.orphans:
             self.depot.end_process(orphan.writer)
+        for _ in self.depot.agents.pins.expire(float("inf")):
+            pass
         sum(commands.clear_pool(self.depot, None))
         assert (self.index.extents.used_bytes, self.index.entries.num_sealed, len(self.index.nodes)) == (0, 0, 0)
         assert (len(self.depot.leases), len(self.depot.stores.tickets), len(self.depot.quarantine.held)) == (0, 0, 0)

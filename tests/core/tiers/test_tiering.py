@@ -1448,13 +1448,19 @@ def test_what_is_hot_in_the_pool_and_evicted_below_is_written_again(make: Maker)
     assert bench.lookup(hot) == 4, "from the tier"
 
 
-def test_what_is_warmed_is_in_the_pool_and_stays_while_it_is_pinned(make: Maker) -> None:
-    bench = make(pages=12)
-    bench.store(prompt(8))
-    bench.forget()
+def remembered(bench: Bench, run: KeyRun, session: str = "agent") -> None:
+    bench.ask(m.Hint(bench.contexts[0], run.tenant, run.digests, session=session))
+
+
+def test_a_session_is_brought_up_and_stays_for_a_time(make: Maker) -> None:
+    bench = make(pages=24)
     run = prompt(8)
-    assert bench.wait(operate(bench.depot, o.Warm(tenant=run.tenant, digests=run.digests, pin_seconds=60.0))).count == 8
-    for name in range(1, 6):
+    bench.store(run)
+    remembered(bench, run)
+    bench.forget()
+    prefetch = o.PrefetchSession("agent", run.tenant, 60.0)
+    assert bench.wait(operate(bench.depot, prefetch)).count == 8
+    for name in range(1, 9):
         bench.store(prompt(4, name=name))
         bench.settle()
     before = bench.tiers[0].num_calls
@@ -1463,24 +1469,65 @@ def test_what_is_warmed_is_in_the_pool_and_stays_while_it_is_pinned(make: Maker)
     bench.clock.now += 61.0
     bench.depot.expire()
     bench.depot.background.work()
-    for name in range(6, 10):
-        bench.store(prompt(4, name=name))
-        bench.settle()
-    assert bench.index.match(bench.index.spaces[0], run.digests)[0] < 8
-    assert not bench.depot.pins
+    sum(commands.clear_pool(bench.depot, None))
+    assert bench.index.match(bench.index.spaces[0], run.digests)[0] == 0
+    assert not bench.depot.agents.pins
+    bench.index.check_integrity()
 
 
-def test_pins_end_when_their_tenant_is_unpinned(make: Maker) -> None:
-    bench = make()
-    for tenant in ("a", "b"):
-        bench.store(prompt(2, tenant=tenant))
-        run = prompt(2, tenant=tenant)
-        assert bench.wait(operate(bench.depot, o.Warm(tenant=tenant, digests=run.digests, pin_seconds=60.0))).count == 2
-    assert bench.wait(operate(bench.depot, o.Unpin("a"))).count == 1
-    assert len(bench.depot.pins) == 1
-    assert bench.wait(operate(bench.depot, o.Unpin("a"))).count == 0
-    assert bench.wait(operate(bench.depot, o.Unpin())).count == 1
-    assert len(bench.depot.pins) == 0
+@pytest.mark.parametrize("demotion", list(Demotion))
+def test_a_session_that_is_demoted_leaves_the_pool_and_comes_back(make: Maker, demotion: Demotion) -> None:
+    bench = make(pages=80, demotion=demotion)
+    agent, other = prompt(70), prompt(4, name=1)
+    bench.store_long(agent)
+    bench.store(other)
+    bench.settle()
+    remembered(bench, agent)
+    assert bench.wait(operate(bench.depot, o.RetainSession("agent", 60.0, agent.tenant))).count == 40
+    assert bench.wait(operate(bench.depot, o.DemoteSession("agent", agent.tenant))).count == 70
+    bench.settle()
+    space = bench.index.spaces[0]
+    assert bench.index.match(space, agent.digests)[0] == 0
+    assert bench.index.match(space, other.digests)[0] == 4
+    assert bench.lookup(agent) == 70
+    bench.index.check_integrity()
+
+
+def test_the_beginning_that_others_need_is_not_demoted(make: Maker) -> None:
+    bench = make(pages=32)
+    agent = prompt(8)
+    branch = hash_prefix(Namespace("model", tenant="default"), 1, [0, 1, 2, 3, 4, 95, 96, 97])
+    for run in (agent, branch):
+        bench.store(run)
+    bench.settle()
+    remembered(bench, agent)
+    assert bench.wait(operate(bench.depot, o.DemoteSession("agent", agent.tenant))).count == 3
+    bench.settle()
+    space = bench.index.spaces[0]
+    assert (bench.index.match(space, agent.digests)[0], bench.index.match(space, branch.digests)[0]) == (5, 8)
+
+
+def test_a_chunk_that_no_tier_takes_stays(make: Maker) -> None:
+    bench = make(pages=32, demotion=Demotion.REUSE)
+    run = prompt(8)
+    bench.store(run)
+    remembered(bench, run)
+    bench.tiers[0].error = OSError("broken")
+    bench.wait(operate(bench.depot, o.DemoteSession("agent", run.tenant)))
+    bench.settle()
+    assert bench.index.match(bench.index.spaces[0], run.digests)[0] == 8
+
+
+def test_without_a_tier_in_use_nothing_is_demoted(make: Maker) -> None:
+    bench = make(pages=32)
+    run = prompt(8)
+    bench.store(run)
+    bench.settle()
+    remembered(bench, run)
+    assert bench.tiering.remove("tier-0")
+    reply = bench.wait(operate(bench.depot, o.DemoteSession("agent", run.tenant)))
+    assert reply.code is ErrorCode.TIER_UNAVAILABLE
+    assert bench.index.match(bench.index.spaces[0], run.digests)[0] == 8
 
 
 def test_what_any_model_of_a_space_has_in_tiers_is_warmed(make: Maker) -> None:

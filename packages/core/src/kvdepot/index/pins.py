@@ -1,38 +1,64 @@
-"""Pins, with which operators keep prefixes in the pool for a time. There may be very many, so all work is in steps."""
+"""Pins, which keep the prefixes of sessions in the pool for a time. There may be very many, so work is in steps."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
+from typing import Final
 
 from kvdepot.index.index import ChunkIndex
+
+Session = tuple[str, str]  # its tenant, its name
+
+_SPARE_EXPIRIES: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Pin:
     """The pinned nodes of one prefix."""
 
-    tenant: str
     nodes: tuple[int, ...]
+    share: int  # of the pool, which its chunks count against
+    num_bytes: int  # of the whole prefix, however many sessions have parts of it
+    expiry_seconds: float  # on the server's monotonic clock
 
 
 class PinTable:
-    """All pins. The number of an ended pin stays in the heap until its expiry."""
+    """At most one pin for each session."""
 
     def __init__(self, index: ChunkIndex) -> None:
         self._index = index
-        self._pins: dict[int, Pin] = {}
-        self._by_expiry: list[tuple[float, int]] = []  # heap
-        self._next = 0
+        self._pins: dict[Session, Pin] = {}
+        self._by_expiry: list[tuple[float, Session]] = []  # heap; an entry with another expiry than its pin is stale
+        self._share_bytes: dict[int, int] = {}
 
     def __len__(self) -> int:
         return len(self._pins)
 
-    def add(self, pin: Pin, expiry_seconds: float) -> None:
-        """Pin nodes until a time on the server's monotonic clock."""
+    def bytes_of(self, share: int) -> int:
+        """Return how many bytes the pins of a share keep."""
+        return self._share_bytes.get(share, 0)
+
+    def put(self, session: Session, pin: Pin) -> None:
+        """Pin nodes until their time, in place of an earlier pin of the session."""
         self._index.pin(pin.nodes)
-        self._pins[self._next] = pin
-        heappush(self._by_expiry, (expiry_seconds, self._next))
-        self._next += 1
+        self.end(session)
+        self._pins[session] = pin
+        self._share_bytes[pin.share] = self.bytes_of(pin.share) + pin.num_bytes
+        heappush(self._by_expiry, (pin.expiry_seconds, session))
+        if len(self._by_expiry) > 2 * len(self._pins) + _SPARE_EXPIRIES:
+            self._by_expiry = [(pin.expiry_seconds, session) for session, pin in self._pins.items()]
+            heapify(self._by_expiry)
+
+    def end(self, session: Session) -> bool:
+        """End the pin of a session. Return False if it has none."""
+        pin = self._pins.pop(session, None)
+        if pin is None:
+            return False
+        self._share_bytes[pin.share] -= pin.num_bytes
+        if not self._share_bytes[pin.share]:
+            del self._share_bytes[pin.share]
+        self._index.release(pin.nodes)
+        return True
 
     def has_expired(self, now: float) -> bool:
         """Whether `expire` has work."""
@@ -41,17 +67,6 @@ class PinTable:
     def expire(self, now: float) -> Iterator[int]:
         """End the expired pins. Yield the number of each step."""
         while self.has_expired(now):
-            yield self._end(heappop(self._by_expiry)[1], None)
-
-    def end(self, tenant: str | None) -> Iterator[int]:
-        """End the present pins of a tenant (None: of all tenants). Yield the number of each step."""
-        for number in list(self._pins):
-            yield self._end(number, tenant)
-
-    def _end(self, number: int, tenant: str | None) -> int:
-        pin = self._pins.get(number)
-        if pin is None or tenant not in (None, pin.tenant):
-            return 0
-        del self._pins[number]
-        self._index.release(pin.nodes)
-        return 1
+            expiry_seconds, session = heappop(self._by_expiry)
+            pin = self._pins.get(session)
+            yield int(pin is not None and pin.expiry_seconds == expiry_seconds and self.end(session))

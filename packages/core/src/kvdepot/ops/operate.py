@@ -23,10 +23,14 @@ from kvdepot.wire.operation import Argument, Command, Operation, R
 
 _POLL_SECONDS: Final = 0.2
 _GROUPS: Final = {
+    "session": (
+        "keep a session of an agent, or bring it back",
+        "Say what becomes of the last prefix of a session, which its requests named, while none of them runs.",
+    ),
     "tier": (
         "add a tier to a running depot, or remove one",
         "Add a tier to a running depot, or remove one, until the depot stops.",
-    )
+    ),
 }
 
 
@@ -179,9 +183,9 @@ def _clear(options: argparse.Namespace) -> int:
 def _warm(options: argparse.Namespace) -> int:
     found = asked = 0
     for tenant, digests in _prefixes_in(options.digests):
-        found += _ask(options, o.Warm(tenant=tenant, digests=digests, pin_seconds=options.pin_seconds)).count
+        found += _ask(options, o.Warm(tenant=tenant, digests=digests)).count
         asked += len(digests) // DIGEST_BYTES
-    print(f"{found:,} of {asked:,} chunks are in the pool{' and pinned' if options.pin_seconds else ''}")
+    print(f"{found:,} of {asked:,} chunks are in the pool")
     return 0
 
 

@@ -1,8 +1,8 @@
-"""The pool's files: KV bytes, the index table, the names that records refer to and tokens, in one folder on tmpfs.
+"""The pool's files: KV bytes, the index table, the names that records refer to, tokens and sessions, in one folder.
 
 The server owns them; workers get the descriptors when they open a session. A server that is started again in the same
-folder finds all of them. If they do not fit together, it refuses them and makes new ones. It never maps the pool:
-only copying processes do (`PoolMemory`).
+folder finds all of them. If they do not fit together, it refuses all and makes new ones. It never maps the pool: only
+copying processes do (`PoolMemory`).
 """
 
 import contextlib
@@ -21,9 +21,19 @@ from blake3 import blake3
 
 from kvdepot.config import format_size
 from kvdepot.errors import DepotBusy, PoolError
-from kvdepot.pool.folder import NAMES_FILE, POOL_FILE, POOL_MAGIC, TABLE_FILE, TOKENS_FILE, TRAILER_BYTES, PoolFolder
+from kvdepot.pool.folder import (
+    NAMES_FILE,
+    POOL_FILE,
+    POOL_MAGIC,
+    PREFIXES_FILE,
+    TABLE_FILE,
+    TOKENS_FILE,
+    TRAILER_BYTES,
+    PoolFolder,
+)
 from kvdepot.pool.names import NamesFile
 from kvdepot.pool.pace import Pace
+from kvdepot.pool.prefixes import PrefixFile
 from kvdepot.pool.table import HEADER_PAGE_BYTES, IndexTable, TableReader, holder_of
 from kvdepot.pool.tokens import TokensFile
 
@@ -57,6 +67,7 @@ class PoolFiles:
     table_fd: int  # read only, for workers
     names: NamesFile
     tokens: TokensFile
+    prefixes: PrefixFile
     is_new: bool
     unnamed: dict[str, str] = field(default_factory=dict[str, str])  # what new files are called until `take_place`
     earlier_fd: int | None = None  # locks the pool that new files replace
@@ -100,6 +111,7 @@ class PoolFiles:
         self.table.close()
         self.names.close()
         self.tokens.close()
+        self.prefixes.close()
         os.close(self.pool_fd)
         os.close(self.table_fd)
         with PoolFolder(self.directory, through_links=True) as folder:
@@ -291,11 +303,13 @@ def _reopen(folder: PoolFolder, size_bytes: int, lock_fd: int) -> PoolFiles:
             )
         names = NamesFile.open(folder.path / NAMES_FILE)
         undo.callback(names.close)
+        prefixes = PrefixFile.open(folder.path / PREFIXES_FILE)
+        undo.callback(prefixes.close)
         table_fd = folder.open(TABLE_FILE, os.O_RDONLY)
         undo.callback(os.close, table_fd)
         tokens = TokensFile.open(folder.path / TOKENS_FILE)
         undo.callback(tokens.close)
-        files = PoolFiles(folder.path, size_bytes, fd, lock_fd, table, table_fd, names, tokens, is_new=False)
+        files = PoolFiles(folder.path, size_bytes, fd, lock_fd, table, table_fd, names, tokens, prefixes, is_new=False)
         undo.pop_all()
     return files
 
@@ -319,13 +333,25 @@ def _create(folder: PoolFolder, size_bytes: int, num_records: int) -> PoolFiles:
         undo.callback(names.close)
         tokens = TokensFile.create(folder.path / unfinished[TOKENS_FILE])
         undo.callback(tokens.close)
+        prefixes = PrefixFile.create(folder.path / unfinished[PREFIXES_FILE])
+        undo.callback(prefixes.close)
         table_fd = folder.open(unfinished[TABLE_FILE], os.O_RDONLY)
         undo.callback(os.close, table_fd)
         os.fsync(fd)  # on a disk, a crash of the machine would otherwise leave files without a magic: nobody's
         os.fsync(table_fd)
         names.flush()
         files = PoolFiles(
-            folder.path, size_bytes, fd, lock_fd, table, table_fd, names, tokens, is_new=True, unnamed=unfinished
+            folder.path,
+            size_bytes,
+            fd,
+            lock_fd,
+            table,
+            table_fd,
+            names,
+            tokens,
+            prefixes,
+            is_new=True,
+            unnamed=unfinished,
         )
         undo.pop_all()
     return files

@@ -15,6 +15,7 @@ from typing import Final, Self
 
 from kvdepot.errors import PoolError
 from kvdepot.pool.names import MAGIC as NAMES_MAGIC
+from kvdepot.pool.prefixes import MAGIC as PREFIXES_MAGIC
 from kvdepot.pool.table import MAGIC as TABLE_MAGIC
 from kvdepot.pool.tokens import MAGIC as TOKENS_MAGIC
 
@@ -22,6 +23,7 @@ POOL_FILE: Final = "pool"
 TABLE_FILE: Final = "index"
 NAMES_FILE: Final = "names"
 TOKENS_FILE: Final = "tokens"
+PREFIXES_FILE: Final = "sessions"
 
 TRAILER_BYTES: Final = 4096  # behind the pool's last byte, in a page that no client maps
 POOL_MAGIC: Final = b"KVDEPOTP"
@@ -30,6 +32,7 @@ _MAGICS: Final = {
     TABLE_FILE: TABLE_MAGIC,
     NAMES_FILE: NAMES_MAGIC[:8],
     TOKENS_FILE: TOKENS_MAGIC[:8],
+    PREFIXES_FILE: PREFIXES_MAGIC[:8],
 }
 KINDS: Final = tuple(_MAGICS)
 _UNFINISHED: Final = re.compile(rf"\.({'|'.join(KINDS)})-[0-9a-f]{{16}}")

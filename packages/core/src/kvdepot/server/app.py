@@ -115,6 +115,7 @@ class DepotServer:
             clock=time.monotonic,
             verify=m.Verify(config.verify),
             holdings=Holdings(index, config.topic) if config.events else None,
+            prefixes=files.prefixes,
         )
 
     def _open_sockets(self, operators: Operators, undo: contextlib.ExitStack) -> Sockets:

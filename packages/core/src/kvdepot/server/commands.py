@@ -11,8 +11,8 @@ from typing import Any, Final, TypeAlias, TypeVar
 
 from kvdepot.config import ServerConfig, format_size, plain_settings
 from kvdepot.errors import ConfigError, ErrorCode, printable
-from kvdepot.index.pins import Pin
 from kvdepot.index.space import Space
+from kvdepot.keys import num_digests
 from kvdepot.server.background import MAXIMUM_OPERATIONS
 from kvdepot.server.depot import Depot
 from kvdepot.server.replies import Outcome, PendingReply, Refused, Steps, Wait, count_digests
@@ -195,22 +195,30 @@ def _clear_prefix(depot: Depot, request: o.Clear) -> Generator[Wait, bool, int]:
 
 @answers(o.Warm)
 def warm(depot: Depot, request: o.Warm, _who: Who) -> Steps:
-    """Bring a prefix up from the tiers, as far as they have it, and pin it if asked to.
+    """Bring a prefix up from the tiers, as far as they have it.
 
-    The reply counts the chunks that are in the pool then, of the space that has the most. Tiers are asked where
-    engines are registered, for every model that they named.
+    The reply counts the chunks that are in the pool then, of the space that has the most.
 
     Raises:
         Refused: the bytes are not whole digests, or very many commands wait.
     """
-    num_chunks = count_digests(request.digests)
-    index, turns = depot.index, depot.background.operators
+    count_digests(request.digests)
     yield from _first_turn(depot)
-    promoted: list[Outcome[()]] = []
-    for space in list(index.spaces):
-        yield turns.again
+    yield from _bring_up(depot, request.tenant, request.digests)
+    most = 0
+    for space in list(depot.index.spaces):
+        yield depot.background.operators.again
+        most = max(most, depot.index.match(space, request.digests)[0])
+    return m.Done(depot.state.epoch, most)
+
+
+def _bring_up(depot: Depot, tenant: str, digests: bytes) -> Generator[Wait, bool, None]:
+    """Promote a prefix from the tiers, where engines are registered, for every model that they named."""
+    num_chunks, promoted = num_digests(digests), list[Outcome[()]]()
+    for space in list(depot.index.spaces):
+        yield depot.background.operators.again
         for model in depot.contexts.models(space):
-            found, nodes = index.match(space, request.digests)
+            found, nodes = depot.index.match(space, digests)
             places, _ = depot.contexts.places(space)
             tiering = depot.state.tiering
             if tiering is None or not places or found == num_chunks:
@@ -218,37 +226,71 @@ def warm(depot: Depot, request: o.Warm, _who: Who) -> Steps:
             answer = Outcome[()]()
             if tiering.promote(
                 space,
-                request.digests,
+                digests,
                 places,
-                depot.labels.number_of(request.tenant, model),
+                depot.labels.number_of(tenant, model),
                 found=found,
                 pins=nodes,
                 wait_seconds=_PATIENT_SECONDS,
                 on_answer=answer.set,
             ):
                 promoted.append(answer)
-            yield turns.again
+            yield depot.background.operators.again
     for answer in promoted:
         yield from answer.wait()
-    most, best = 0, None
-    for space in list(index.spaces):
-        yield turns.again
-        found, _ = index.match(space, request.digests)
-        if found > most:
-            most, best = found, space
-    if best is not None:
-        most, nodes = index.match(best, request.digests)  # some of it may have left since
-        if most and request.pin_seconds:
-            depot.pins.add(Pin(request.tenant, nodes), depot.state.clock() + request.pin_seconds)
-    return m.Done(depot.state.epoch, most)
 
 
-@answers(o.Unpin)
-def unpin(depot: Depot, request: o.Unpin, _who: Who) -> Steps:
-    """End the pins of a tenant (None: of all); the reply counts them."""
+@answers(o.RetainSession)
+def retain_session(depot: Depot, request: o.RetainSession, _who: Who) -> Steps:
+    """Keep a session's prefix in the pool, as far as it is there; the reply counts its chunks.
+
+    Raises:
+        Refused: the tenant has no such session, or very many commands wait.
+    """
+    agents, named = depot.agents, (request.tenant, request.session)
+    digests = agents.prefix_of(named)
     yield from _first_turn(depot)
-    ended = yield from depot.background.operators.total(depot.pins.end(request.tenant))
-    return m.Done(depot.state.epoch, ended)
+    return m.Done(depot.state.epoch, (yield from agents.retain(named, digests, request.retain_seconds)))
+
+
+@answers(o.PrefetchSession)
+def prefetch_session(depot: Depot, request: o.PrefetchSession, _who: Who) -> Steps:
+    """Bring a session's prefix up from the tiers, and keep it; the reply counts its chunks in the pool.
+
+    Raises:
+        Refused: the tenant has no such session, or very many commands wait.
+    """
+    agents, named = depot.agents, (request.tenant, request.session)
+    digests = agents.prefix_of(named)
+    yield from _first_turn(depot)
+    yield from _bring_up(depot, request.tenant, digests)
+    return m.Done(depot.state.epoch, (yield from agents.retain(named, digests, request.retain_seconds)))
+
+
+@answers(o.DemoteSession)
+def demote_session(depot: Depot, request: o.DemoteSession, _who: Who) -> Steps:
+    """Have a session's chunks leave the pool as soon as a tier has them; the reply counts them.
+
+    Raises:
+        Refused: the tenant has no such session, no tier is in use, or very many commands wait.
+    """
+    agents, named = depot.agents, (request.tenant, request.session)
+    digests = agents.prefix_of(named)
+    yield from _first_turn(depot)
+    return m.Done(depot.state.epoch, (yield from agents.demote(named, digests)))
+
+
+@answers(o.ForgetSession)
+def forget_session(depot: Depot, request: o.ForgetSession, _who: Who) -> Steps:
+    """Forget a session, and evict its chunks first or now; the reply counts them.
+
+    Raises:
+        Refused: the tenant has no such session, or very many commands wait.
+    """
+    agents, named = depot.agents, (request.tenant, request.session)
+    digests = agents.prefix_of(named)
+    yield from _first_turn(depot)
+    return m.Done(depot.state.epoch, (yield from agents.forget(named, digests, at_once=request.at_once)))
 
 
 @answers(o.SetQuota)

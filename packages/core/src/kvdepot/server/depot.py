@@ -15,12 +15,13 @@ from kvdepot.counting import depot_counter
 from kvdepot.errors import ErrorCode
 from kvdepot.index.index import ChunkIndex
 from kvdepot.index.leases import LeaseTable
-from kvdepot.index.pins import PinTable
 from kvdepot.layout import Part
 from kvdepot.movers.protocol import Copy
 from kvdepot.movers.table import MoveRefused
 from kvdepot.operators.holdings import Holdings
+from kvdepot.pool.prefixes import PrefixFile
 from kvdepot.pool.table import Writer
+from kvdepot.server.agents import Agents
 from kvdepot.server.background import Task
 from kvdepot.server.blend import BlendLookups
 from kvdepot.server.contexts import Context, ContextTable
@@ -53,6 +54,7 @@ class Depot:
         clock: Callable[[], float],
         verify: m.Verify = m.Verify.OFF,
         holdings: Holdings | None = None,
+        prefixes: PrefixFile | None = None,
     ) -> None:
         self.index = index
         self.leases = LeaseTable(index, lease_seconds)
@@ -61,15 +63,16 @@ class Depot:
         self.state = DepotState(index, epoch, clock, verify, self.leases, self.labels, usage, holdings)
         self.counters = self.state.counters
         self.background = self.state.background
-        self.pins = PinTable(index)
         self.contexts = ContextTable(self.state)
+        self.agents = Agents(self.state, self.contexts, PrefixFile.in_memory() if prefixes is None else prefixes)
         self.quarantine = QuarantineTable(self.state)
         self.flights = FlightTable(self.state, self.contexts)
         self.stores = Stores(self.state, self.contexts, self.quarantine, self.flights)
         self.news = NewsDesk(self.state, self.contexts, holdings)
-        lookups, self.blends = Lookups(self.state, self.contexts, self.flights), BlendLookups(self.state)
+        lookups = Lookups(self.state, self.contexts, self.flights, self.agents)
+        self.blends = BlendLookups(self.state)
         self.status = StatusReport(
-            self.state, self.contexts, self.stores, self.flights, self.quarantine, self.pins, self.blends.contents
+            self.state, self.contexts, self.stores, self.flights, self.quarantine, self.agents, self.blends.contents
         )
         self._is_expiring = False
         self._handlers: dict[type, Callable[[Context, Any], frames.Reply | Steps]] = {
@@ -232,8 +235,8 @@ class Depot:
             background.urgent.add(self._expiring(now))
         if self.index.priorities.has_ended(now):
             background.endings.add(self.index.priorities.expire(now))
-        if self.pins.has_expired(now):
-            background.unpinnings.add(self.pins.expire(now))
+        if self.agents.pins.has_expired(now):
+            background.unpinnings.add(self.agents.pins.expire(now))
 
     def _expiring(self, now: float) -> Task:
         try:

@@ -10,6 +10,7 @@ from kvdepot.errors import ErrorCode
 from kvdepot.index.entries import pack_extent
 from kvdepot.index.space import Space
 from kvdepot.keys import DIGEST_BYTES, digest_at, num_digests
+from kvdepot.server.agents import Agents
 from kvdepot.server.background import Task
 from kvdepot.server.contexts import Context, ContextTable, check_covered
 from kvdepot.server.flights import Flight, FlightTable
@@ -51,7 +52,7 @@ _DEFAULT_TENANT: Final = "default"
 class Lookups:
     """Serves the lookups and hints of schedulers, and the retrieves of workers."""
 
-    def __init__(self, state: DepotState, contexts: ContextTable, flights: FlightTable) -> None:
+    def __init__(self, state: DepotState, contexts: ContextTable, flights: FlightTable, agents: Agents) -> None:
         self._state = state
         self._index = state.index
         self._leases = state.leases
@@ -59,6 +60,7 @@ class Lookups:
         self._usage = state.usage
         self._contexts = contexts
         self._flights = flights
+        self._agents = agents
 
     def lookup(self, context: Context, request: m.Lookup) -> frames.Reply | Steps:
         """Lease the prefix that is there; wait for more of it that is being computed, or ask the tiers for more."""
@@ -279,6 +281,8 @@ class Lookups:
         """Change when a prefix is evicted; the reply counts chunks."""
         count_digests(request.digests)
         index, names = self._index, self._state.labels.names
+        if request.session:
+            self._agents.hinted(context.space, request)
         found, nodes = index.match(context.space, request.digests)
         self._counters[_HINTS] += 1
         if not found:

@@ -6,6 +6,7 @@ The loop drives it in steps between messages. Stores are declined until it ends.
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import chain
 
 from kvdepot.index.restore import restore
 from kvdepot.pool.names import Names
@@ -39,7 +40,8 @@ class Restoring:
         self._depot = depot
         self._is_stopping = is_stopping
         self._on_end = on_end
-        self._steps = take_over(depot, restore(depot.index, names.spaces, len(names.labels)), await_death)
+        restored = restore(depot.index, names.spaces, len(names.labels))
+        self._steps = chain(depot.agents.prefixes.restore(), take_over(depot, restored, await_death))
         depot.state.is_restoring, depot.state.accepts_stores = True, False
         depot.labels.restore(names.labels)
 

@@ -7,8 +7,8 @@ import msgspec.structs
 
 from kvdepot.counting import depot_counter, tier_counter
 from kvdepot.index.contents import ContentIndex
-from kvdepot.index.pins import PinTable
 from kvdepot.layout import GroupKind, Part
+from kvdepot.server.agents import Agents
 from kvdepot.server.contexts import Context, ContextTable
 from kvdepot.server.flights import FlightTable
 from kvdepot.server.quarantine import QuarantineTable
@@ -40,7 +40,7 @@ class StatusReport:
         stores: Stores,
         flights: FlightTable,
         quarantine: QuarantineTable,
-        pins: PinTable,
+        agents: Agents,
         contents: ContentIndex,
     ) -> None:
         self._state = state
@@ -48,7 +48,7 @@ class StatusReport:
         self._stores = stores
         self._flights = flights
         self._quarantine = quarantine
-        self._pins = pins
+        self._agents = agents
         self._contents = contents
 
     def fields(self) -> dict[str, Any]:
@@ -63,7 +63,8 @@ class StatusReport:
             "pool_used_bytes": index.extents.used_bytes,
             "quarantined_bytes": self._quarantine.num_bytes + self._stores.num_late_bytes,
             "num_leases": len(state.leases),
-            "num_pins": len(self._pins),
+            "num_pins": len(self._agents.pins),
+            "num_agent_sessions": len(self._agents.prefixes),
             "draining": state.is_draining,
             "num_tickets": len(self._stores.tickets),
             "num_flights": len(self._flights),

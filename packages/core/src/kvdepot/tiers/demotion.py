@@ -5,14 +5,15 @@ more and more of the end of each prefix. Entries that are handed over to an engi
 the rule, and none of them is dropped before the queue is full.
 """
 
+import enum
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Final
 
 from kvdepot.config import Demotion
 from kvdepot.counting import Counts, depot_counter
-from kvdepot.index.eviction import NO_NODE
+from kvdepot.index.eviction import ENDED, NO_NODE
 from kvdepot.index.index import ChunkIndex
 from kvdepot.tiers.gathering import Gathering
 from kvdepot.tiers.jobs import Job, Operation, Part
@@ -30,6 +31,14 @@ _CHUNKS_A_STEP: Final = 32  # of one prefix
 _LEAST_VICTIMS: Final = 2  # per turn, each with the chunks before it, to keep up with stores
 _PRESSURE_BEGINS: Final = 0.5  # of the bytes that may wait to be written
 _RESERVE_SHARE: Final = 0.05  # of the pool, kept free with `--demote evict`
+
+
+class Leaves(enum.Enum):
+    """Whether entries leave the pool once they have been written."""
+
+    NEVER = enum.auto()
+    WRITTEN = enum.auto()  # if their session has ended and a tier has them
+    ANYWAY = enum.auto()
 
 
 class Demotions:
@@ -102,6 +111,51 @@ class Demotions:
             for tier in self._tiers:
                 self.refresher.begin(tier, node, Reason.USED)
 
+    def leave(self, node: int) -> Iterator[int]:
+        """Write a prefix whose session has ended to the tiers that lack it, and evict each chunk once a tier has it.
+
+        Begin with its end, and stop at the first chunk that has not ended. A chunk that no tier takes stays. Yield
+        after each step how many chunks left at once. Between two steps the index may be used for anything.
+        """
+        index, nodes = self._index, self._index.nodes.space_of(node).nodes
+        while self._has_ended(node):
+            path = list[int]()
+            while len(path) < _CHUNKS_A_STEP and self._has_ended(node):
+                path.append(node)
+                node = index.nodes.parent_of(node)
+            key = index.nodes.key_of(node) if node != NO_NODE else b""
+            missing = [
+                record
+                for each in path
+                for record in index.entries.sealed(each)
+                if not self._is_written(record, self._tiers)
+            ]
+            if missing:
+                self._write(missing, self._tiers, leaves=Leaves.WRITTEN)
+            num_before = index.evictor.num_evicted
+            self._evict_ended(path[0])
+            yield index.evictor.num_evicted - num_before
+            if nodes.get(key) != node:
+                return
+
+    def _has_ended(self, node: int) -> bool:
+        return node != NO_NODE and self._index.nodes.tree.priority[node] == ENDED
+
+    def _evict_ended(self, node: int) -> None:
+        """Evict chunks that have ended and that a tier has, from this one up to the first that cannot leave."""
+        for _ in range(_CHUNKS_A_STEP):
+            if not self._has_ended(node) or not self._is_in_a_tier(node):
+                break
+            above = self._index.nodes.parent_of(node)
+            if not self._index.evict(node):
+                break
+            node = above
+
+    def _is_in_a_tier(self, node: int) -> bool:
+        table, records = self._index.table, self._index.entries.sealed(node)
+        tiers = [tier for tier in self._tiers if not tier.queue.is_suspended]
+        return any(all(tier.has(record, table.header(record)) for record in records) for tier in tiers)
+
     def turn(self, is_over: Callable[[], bool]) -> None:
         """Do at least one step of each kind of pending work, then continue until `is_over`."""
         while (stored := self._gathering.next_over(self._clock())) is not None:
@@ -133,11 +187,16 @@ class Demotions:
         return all(tier.queue.is_suspended or tier.has(record, header) for tier in tiers)
 
     def _write(
-        self, records: Sequence[int], tiers: Sequence[TierState], *, evicts: bool = False, is_first: bool = False
+        self,
+        records: Sequence[int],
+        tiers: Sequence[TierState],
+        *,
+        leaves: Leaves = Leaves.NEVER,
+        is_first: bool = False,
     ) -> bool:
         """Write entries to every tier that lacks them, in their order. Return False if no tier takes any.
 
-        With `evicts`, evict them afterwards. With `is_first`, write them before those that wait.
+        Evict them afterwards as `leaves` says. With `is_first`, write them before those that wait.
         """
         index, table, is_taken = self._index, self._index.table, False
         for tier in tiers:
@@ -163,7 +222,7 @@ class Demotions:
                 self._counters[_DEMOTIONS_DROPPED] += len(missing)
                 continue
             entries = [(record, table.header(record), index.begin_reading(record)) for record in missing]
-            job.on_part = partial(self._wrote, tier, entries, evicts)
+            job.on_part = partial(self._wrote, tier, entries, leaves)
             is_taken = True
             for record, header, _ in entries:
                 tier.expect(record, header)
@@ -175,7 +234,7 @@ class Demotions:
         self._write(records, [tier], is_first=is_first)
         return self._counters[_DEMOTIONS_DROPPED] == num_dropped
 
-    def _wrote(self, tier: TierState, entries: Sequence[tuple[int, int, int]], evicts: bool, part: Part) -> None:
+    def _wrote(self, tier: TierState, entries: Sequence[tuple[int, int, int]], leaves: Leaves, part: Part) -> None:
         """Handle the outcomes of some entries of a job. `entries` has record, header and node of each."""
         now = self._clock()
         for (record, header, node), ok in zip(entries[part.first :], part.outcomes, strict=False):
@@ -184,8 +243,10 @@ class Demotions:
             elif tier.has(record, header):
                 tier.mark(record, header, now)
             self._index.end_reading(record, node)
-            if evicts:
+            if leaves is Leaves.ANYWAY:
                 self._index.evict(node)
+            elif leaves is Leaves.WRITTEN and ok:
+                self._evict_ended(node)
         for place in part.corrupt:
             record, header, _ = entries[place]
             if self._index.table.header(record) == header:
@@ -217,7 +278,11 @@ class Demotions:
                 nodes.append(node)
                 records += index.entries.sealed(node)
             records = [record for record in records if not self._is_written(record, self._tiers)]
-            if not self._is_long(nodes[0]) or not records or not self._write(records, self._tiers, evicts=True):
+            if (
+                not self._is_long(nodes[0])
+                or not records
+                or not self._write(records, self._tiers, leaves=Leaves.ANYWAY)
+            ):
                 for leaf in nodes:
                     leaving += sum(index.table.extent(record)[1] for record in index.entries.sealed(leaf))
                     if not index.evict(leaf):

@@ -199,6 +199,16 @@ class Tiering:
         if self._demotions.refresher.has_work:
             self.due = 0.0
 
+    @property
+    def can_write(self) -> bool:
+        """Whether a tier takes entries now."""
+        return any(not queue.is_suspended for queue in self.queues)
+
+    def leave(self, node: int) -> Iterator[int]:
+        """Have a prefix whose session has ended leave the pool as soon as a tier has it; see `Demotions.leave`."""
+        self.due = 0.0
+        return self._demotions.leave(node)
+
     def _demote(self, write: Callable[[T], None], subject: T) -> None:
         """Write entries. A failure is logged: the store or lookup that came before has succeeded."""
         try:

@@ -50,6 +50,7 @@ Label = Annotated[str, Meta(max_length=1024)]
 Count = Annotated[int, Meta(ge=0, le=_U32)]
 ChunkNumber = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]  # the index stores the last chunk of a run as u32
 Identifier = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+RetainSeconds = Annotated[float, Meta(ge=0.0, le=30 * 86400.0)]
 Digests = Annotated[bytes, Meta(max_length=MAXIMUM_CHUNKS * 32)]
 BatchDigests = Annotated[bytes, Meta(max_length=MAXIMUM_RETRIEVE_ENTRIES * 32)]
 Digest = Annotated[bytes, Meta(min_length=32, max_length=32)]
@@ -309,6 +310,10 @@ class Hint(Struct, array_like=True, tag="hint", frozen=True):
     `session_ended`: the prefix will not be used again, so evict it first within its quota share. `ttl_seconds` above
     0: the same after that time, unless the prefix is used before. `priority`: within its share, evict it after chunks
     of lower priority. A new hint replaces the old one. A use takes back everything but the priority.
+
+    `session`: the prefix is the last one of this session of the tenant, which operations name from now on; with
+    `session_ended` it is forgotten. `retain_seconds`: keep the session's prefix in the pool for that long, within the
+    tenant's quota.
     """
 
     context: Identifier
@@ -317,6 +322,8 @@ class Hint(Struct, array_like=True, tag="hint", frozen=True):
     session_ended: bool = False
     priority: Annotated[int, Meta(ge=0, le=MAXIMUM_PRIORITY)] = 0
     ttl_seconds: Annotated[float, Meta(ge=0, le=MAXIMUM_TTL_SECONDS)] = 0.0
+    session: Name = ""
+    retain_seconds: RetainSeconds = 0.0
 
 
 class NoteContents(Struct, array_like=True, tag="note_contents", frozen=True):

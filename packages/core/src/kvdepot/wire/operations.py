@@ -10,8 +10,9 @@ from typing import Annotated, Any, Final, Literal, cast
 from msgspec import Meta, Struct, field
 
 from kvdepot.config import counted, format_size, parse_number, parse_size
+from kvdepot.errors import printable
 from kvdepot.layout import GroupKind
-from kvdepot.wire.messages import Digests, Done, Identifier, Label, Name
+from kvdepot.wire.messages import Digests, Done, Identifier, Label, Name, RetainSeconds
 from kvdepot.wire.operation import Argument, Command, Endpoint, Operation, OperationReply
 
 _PATIENT_SECONDS: Final = 30.0  # for requests that take many steps
@@ -128,7 +129,8 @@ class DepotStatus(Struct, frozen=True, kw_only=True):
     pool_used_bytes: int
     quarantined_bytes: int
     num_leases: int
-    num_pins: int = 0  # prefixes pinned by operators
+    num_pins: int = 0  # agents' sessions whose prefix is retained
+    num_agent_sessions: int = 0  # agents' sessions whose last prefix is known
     num_tickets: int
     num_flights: int = 0  # prefixes that a lookup announced as being computed
     num_segments: int = 0  # names in the index of contents, which blends ask
@@ -266,37 +268,116 @@ class Clear(Operation[Done], tag="clear", frozen=True):
 
 
 class Warm(Operation[Done], tag="warm", frozen=True, kw_only=True):
-    """Promote a prefix from tiers, and pin it for `pin_seconds` unless that is 0."""
+    """Promote a prefix from tiers."""
 
     command = Command(
-        "warm", "load prefixes from the tiers, and pin them", "Load prefixes from the tiers into the pool." + _KEYS_HELP
+        "warm", "load prefixes from the tiers", "Load prefixes from the tiers into the pool." + _KEYS_HELP
     )
     seconds = 90.0  # for one prefix; the depot waits for a minute at most
-    endpoints = (Endpoint("POST", "/cache/warm", "Load a prefix from the tiers, and pin it"),)
+    endpoints = (Endpoint("POST", "/cache/warm", "Load a prefix from the tiers"),)
     needs_entries = True
 
     tenant: Name = "default"
     digests: Annotated[Digests, Argument(_FILE_HELP, _FILE)]
-    pin_seconds: Annotated[
-        float,
-        Meta(ge=0.0, le=30 * 86400.0),
-        Argument("keep them in the pool for this long", "SECONDS", "--pin", parse_number),
-    ] = 0.0
 
 
-class Unpin(Operation[Done], tag="unpin", frozen=True):
-    """End the pins made by `Warm`, of one tenant or of all."""
+SessionName = Annotated[str, Meta(min_length=1, max_length=256)]
+_SESSION: Final = Argument("as requests named it", "SESSION")
+_TENANT: Final = Argument("whose session it is (default: default)")
+
+
+class RetainSession(Operation[Done], tag="retain_session", frozen=True):
+    """Keep the last prefix of a tenant's session in the pool, as far as it is there and within the tenant's quota.
+
+    The reply counts its chunks. 0 seconds end an earlier request.
+    """
 
     command = Command(
-        "unpin",
-        "end pins set by warm --pin",
-        "End all pins that 'kvdepot warm --pin' set. The entries stay until the pool needs their space.",
-        lambda _, reply: f"{counted(reply.count, 'pin')} ended",
+        "session retain",
+        "keep a session in the pool for a time",
+        "Keep the last prefix of a session in the pool, for example while an agent's tool runs. All sessions of a"
+        " tenant together keep at most half of its quota.",
+        lambda request, reply: (
+            f"{counted(reply.count, 'chunk')} of {printable(request.session)} are in the pool"
+            + (f" and stay for {request.retain_seconds:g} s" if request.retain_seconds else "")
+        ),
+    )
+    endpoints = (Endpoint("POST", "/sessions/retain", "Keep a session in the pool for a time"),)
+    needs_entries = True
+
+    session: Annotated[SessionName, _SESSION]
+    retain_seconds: Annotated[
+        RetainSeconds, Argument("how long; 0 ends an earlier request", "SECONDS", read=parse_number)
+    ]
+    tenant: Annotated[Name, _TENANT] = "default"
+
+
+class PrefetchSession(Operation[Done], tag="prefetch_session", frozen=True):
+    """Promote the last prefix of a tenant's session from the tiers, and keep it for `retain_seconds`.
+
+    The reply comes when it is in the pool, and counts its chunks.
+    """
+
+    command = Command(
+        "session prefetch",
+        "load a session from the tiers, before it is used again",
+        "Load the last prefix of a session from the tiers into the pool, and keep it there for --retain seconds.",
+        lambda request, reply: f"{counted(reply.count, 'chunk')} of {printable(request.session)} are in the pool",
+    )
+    seconds = 90.0  # the depot waits for a minute at most
+    endpoints = (Endpoint("POST", "/sessions/prefetch", "Load a session from the tiers"),)
+    needs_entries = True
+
+    session: Annotated[SessionName, _SESSION]
+    tenant: Annotated[Name, _TENANT] = "default"
+    retain_seconds: Annotated[
+        RetainSeconds, Argument("keep it in the pool for this long (default 60)", "SECONDS", "--retain", parse_number)
+    ] = 60.0
+
+
+class DemoteSession(Operation[Done], tag="demote_session", frozen=True):
+    """Have the chunks that only a session needs leave the pool as soon as a tier has them; the reply counts them."""
+
+    command = Command(
+        "session demote",
+        "move a session from the pool to the tiers",
+        "Write the chunks that only this session needs to the tiers, and give their space in the pool to others.",
+        lambda request, reply: f"{counted(reply.count, 'chunk')} of {printable(request.session)} leave the pool",
     )
     seconds = _PATIENT_SECONDS
-    endpoints = (Endpoint("POST", "/cache/unpin", "End pins"),)
+    endpoints = (Endpoint("POST", "/sessions/demote", "Move a session from the pool to the tiers"),)
+    needs_entries = True
 
-    tenant: Annotated[Name | None, Argument("end only pins of this tenant")] = None
+    session: Annotated[SessionName, _SESSION]
+    tenant: Annotated[Name, _TENANT] = "default"
+
+
+class ForgetSession(Operation[Done], tag="forget_session", frozen=True):
+    """Forget a session, and evict the chunks that only it needs before all others, or `at_once`; the reply counts them.
+
+    Tiers keep what they have.
+    """
+
+    command = Command(
+        "session forget",
+        "evict a session that has ended",
+        "Forget a session, and evict the chunks that only it needs before all others, or at once. Tiers keep theirs.",
+        lambda request, reply: (
+            f"{printable(request.session)} is forgotten; "
+            + (
+                f"entries removed: {reply.count:,}"
+                if request.at_once
+                else f"{counted(reply.count, 'chunk')} leave first"
+            )
+        ),
+    )
+    seconds = _PATIENT_SECONDS
+    endpoints = (Endpoint("POST", "/sessions/forget", "Evict a session that has ended"),)
+    needs_entries = True
+
+    session: Annotated[SessionName, _SESSION]
+    tenant: Annotated[Name, _TENANT] = "default"
+    at_once: Annotated[bool, Argument("remove them now", flag="--now")] = False
 
 
 class SetQuota(Operation[Done], tag="set_quota", frozen=True):

@@ -1,0 +1,158 @@
+"""Agents' sessions: conversations by name, each with the prefix that it used last.
+
+An engine names the session of a request, and tells its prefix once the request's chunks are stored (`Hint`). From then
+on anybody who knows the name can have the prefix kept, brought up from the tiers, sent down to them or forgotten, while
+no request runs and without its keys. The names outlive the server (`kvdepot.pool.prefixes`), pins do not.
+"""
+
+from collections.abc import Generator
+from typing import Final
+
+from kvdepot.errors import ErrorCode, printable
+from kvdepot.index.pins import Pin, PinTable, Session
+from kvdepot.index.space import Space
+from kvdepot.keys import first_digests
+from kvdepot.pool.prefixes import PrefixFile
+from kvdepot.server.contexts import ContextTable
+from kvdepot.server.replies import Refused, Wait
+from kvdepot.server.state import DepotState
+from kvdepot.wire import messages as m
+
+_MOST_RETAINED: Final = 0.5  # of a tenant's quota, so that its stores find room
+
+Counting = Generator[Wait, bool, int]
+"""Part of a handler, which takes turns and returns how many chunks or entries it affected."""
+
+
+class Agents:
+    """The sessions of all agents.
+
+    Args:
+        state: of the depot.
+        contexts: of the depot.
+        prefixes: of the sessions; kept by the caller.
+    """
+
+    def __init__(self, state: DepotState, contexts: ContextTable, prefixes: PrefixFile) -> None:
+        self.prefixes = prefixes
+        self.pins = PinTable(state.index)
+        self._state = state
+        self._index = state.index
+        self._contexts = contexts
+        self._turns = state.background.operators
+
+    def hinted(self, space: Space, hint: m.Hint) -> None:
+        """Note the last prefix of a session, unless an earlier server's sessions are still being read."""
+        if self._state.is_restoring:
+            return
+        named = hint.tenant, hint.session
+        if hint.session_ended:
+            self.prefixes.forget(*named)
+            self.pins.end(named)
+            return
+        self.prefixes.remember(*named, hint.digests)
+        if hint.retain_seconds:
+            self._pin(space, named, hint.digests, hint.retain_seconds)
+
+    def prefix_of(self, named: Session) -> bytes:
+        """Return the digests of a session's last prefix.
+
+        Raises:
+            Refused: the tenant has no such session.
+        """
+        digests = self.prefixes.find(*named)
+        if not digests:
+            tenant, session = map(printable, named)
+            raise Refused(
+                ErrorCode.OUT_OF_RANGE, f"no session {session} of tenant {tenant}: it was never named, or is forgotten"
+            )
+        return digests
+
+    def retain(self, named: Session, digests: bytes, seconds: float) -> Counting:
+        """Keep in the pool what it has of a prefix, for a time; return its chunks. 0 seconds end that.
+
+        All sessions of a tenant together keep half of its quota: of a prefix that does not fit, the beginning is kept.
+        """
+        found, best = 0, None
+        for space in list(self._index.spaces):
+            yield self._turns.again
+            here, _ = self._match(space, named, digests)
+            if here > found:
+                found, best = here, space
+        if best is None or not seconds:
+            self.pins.end(named)
+            return found
+        return self._pin(best, named, digests, seconds)
+
+    def _match(self, space: Space, named: Session, digests: bytes) -> tuple[int, tuple[int, ...]]:
+        """Find the longest usable prefix in a space, as `ChunkIndex.match` does; nothing if it is another tenant's."""
+        found, nodes = self._index.match(space, digests)
+        is_own = found and self._state.labels.names[self._index.nodes.label_of(nodes[-1])][0] == named[0]
+        return (found, nodes) if is_own else (0, ())
+
+    def _pin(self, space: Space, named: Session, digests: bytes, seconds: float) -> int:
+        """Do what `retain` does, in one space."""
+        index = self._index
+        self.pins.end(named)
+        found, nodes = self._match(space, named, digests)
+        places, _ = self._contexts.places(space)
+        if not found or not places:
+            return 0  # some of it has left since, or no engine is here that could use it
+        share = index.nodes.share_of(nodes[-1])
+        in_each = sum(place.num_bytes for place in places if space.full_mask & 1 << place.group)
+        at_end = sum(place.num_bytes * space.chunks_needed[place.group] for place in places)
+        room = int(index.quotas.quota_bytes[share] * _MOST_RETAINED) - self.pins.bytes_of(share) - at_end
+        fitting = max(0, room // in_each) if in_each else found * (room >= 0)
+        found, nodes = index.match(space, first_digests(digests, min(found, fitting)))
+        if found:
+            self.pins.put(named, Pin(nodes, share, found * in_each + at_end, self._state.clock() + seconds))
+        return found
+
+    def demote(self, named: Session, digests: bytes) -> Counting:
+        """Have the chunks that only this prefix needs leave the pool as soon as a tier has them; return their number.
+
+        Raises:
+            Refused: no tier is in use.
+        """
+        tiering = self._state.tiering
+        if tiering is None or not tiering.can_write:
+            raise Refused(ErrorCode.TIER_UNAVAILABLE, "no tier is in use: nothing was changed")
+        count = yield from self._end(named, digests)
+        for space in list(self._index.spaces):
+            yield self._turns.again
+            found, nodes = self._match(space, named, digests)
+            if found:
+                yield from self._turns.total(tiering.leave(nodes[-1]))
+        return count
+
+    def forget(self, named: Session, digests: bytes, *, at_once: bool) -> Counting:
+        """Forget a session, and have the chunks that only its prefix needs leave first, or now.
+
+        Return the number of chunks that leave first, or of entries that left.
+        """
+        self.prefixes.forget(*named)
+        if not at_once:
+            return (yield from self._end(named, digests))
+        self.pins.end(named)
+        count = 0
+        for space in list(self._index.spaces):
+            yield self._turns.again
+            found, nodes = self._match(space, named, digests)
+            if found:
+                count += yield from self._turns.total(self._index.evictor.clear_end(nodes[-1]))
+        return count
+
+    def _end(self, named: Session, digests: bytes) -> Counting:
+        """Have the chunks that only this prefix needs leave before all others."""
+        names, tenant, count = self._state.labels.names, named[0], 0
+
+        def is_own(label: int) -> bool:
+            return names[label][0] == tenant
+
+        self.pins.end(named)
+        for space in list(self._index.spaces):
+            yield self._turns.again
+            found, nodes = self._match(space, named, digests)
+            if found:
+                count += yield from self._turns.total(self._index.priorities.end_session(nodes[-1], is_own))
+        return count

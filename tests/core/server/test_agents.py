@@ -1,0 +1,246 @@
+"""Sessions of agents: by their name alone their prefix is kept, let go or forgotten, by their own tenant only."""
+
+import mmap
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from kvdepot.errors import ErrorCode
+from kvdepot.index.eviction import ENDED
+from kvdepot.index.priorities import Priorities
+from kvdepot.keys import KeyRun, Namespace, hash_prefix
+from kvdepot.pool.prefixes import PrefixFile
+from kvdepot.server.depot import Depot
+from kvdepot.server.replies import Refused
+from kvdepot.wire import messages as m
+from kvdepot.wire import operations as o
+from support.index import HYBRID, PAGE, Bench, Worker, prompt
+from support.integrity import ranks_of
+from support.operate import operate
+
+
+def remember(worker: Worker, run: KeyRun, session: str = "agent", **hints: float) -> None:
+    worker.ask(m.Hint(worker.context, run.tenant, run.digests, session=session, **hints))  # type: ignore[arg-type]
+
+
+def operated(bench: Bench, request: o.OperatorRequest) -> int:
+    pending = operate(bench.depot, request)
+    bench.depot.background.work()
+    assert isinstance(pending.reply, m.Done), pending.reply
+    return pending.reply.count
+
+
+def fill(worker: Worker, names: range, tenant: str = "default") -> None:
+    for name in names:
+        worker.store(prompt(1, name, tenant))
+
+
+def found(bench: Bench, run: KeyRun) -> int:
+    return bench.index.match(bench.index.spaces[0], run.digests)[0]
+
+
+@pytest.mark.parametrize("how", ["an operation", "a hint"])
+def test_a_retained_session_stays_until_its_time_is_over(how: str) -> None:
+    bench = Bench(pages=16)
+    worker, run = bench.worker(), prompt(8)
+    worker.store(run)
+    if how == "a hint":
+        remember(worker, run, retain_seconds=60.0)
+    else:
+        remember(worker, run)
+        assert operated(bench, o.RetainSession("agent", 60.0)) == 8
+    fill(worker, range(1, 40))
+    assert found(bench, run) == 8
+    bench.now += 60.0
+    bench.depot.expire()
+    bench.depot.background.work()
+    fill(worker, range(40, 80))
+    assert found(bench, run) < 8
+    bench.index.check_integrity()
+    bench.drain()
+
+
+def test_a_session_that_is_retained_again_has_the_new_time_and_0_ends_it() -> None:
+    bench = Bench(pages=16)
+    worker, run = bench.worker(), prompt(4)
+    worker.store(run)
+    remember(worker, run)
+    operated(bench, o.RetainSession("agent", 1000.0))
+    operated(bench, o.RetainSession("agent", 10.0))
+    assert len(bench.depot.agents.pins) == 1
+    bench.now += 11.0
+    bench.depot.expire()
+    bench.depot.background.work()
+    assert len(bench.depot.agents.pins) == 0
+    operated(bench, o.RetainSession("agent", 1000.0))
+    assert operated(bench, o.RetainSession("agent", 0.0)) == 4
+    assert len(bench.depot.agents.pins) == bench.depot.agents.pins.bytes_of(0) == 0
+    bench.drain()
+
+
+def test_very_many_requests_to_retain_one_session_leave_one_pin_and_little_behind() -> None:
+    bench = Bench()
+    worker, run = bench.worker(), prompt(4)
+    worker.store(run)
+    for number in range(5000):
+        remember(worker, run, retain_seconds=86400.0 + number)
+    pins = bench.depot.agents.pins
+    assert len(pins) == 1
+    bench.now += 86400.0 + 4000
+    num_steps = sum(1 for _ in pins.expire(bench.now))
+    assert num_steps < 2048, "most of what is over was thrown away"
+    assert len(pins) == 1
+
+
+@pytest.mark.promise(71)
+def test_a_greedy_session_keeps_half_of_its_tenant_s_quota_and_nothing_of_others() -> None:
+    bench = Bench(pages=64, num_records=128, quotas={"greedy": 24, "other": 20})
+    worker = bench.worker()
+    worker.store(prompt(20, 1, "greedy"))
+    worker.store(prompt(4, 2, "greedy"))
+    for name in (1, 2):
+        remember(worker, prompt(20 if name == 1 else 4, name, "greedy"), f"agent-{name}")
+    assert operated(bench, o.RetainSession("agent-1", 600.0, "greedy")) == 12
+    assert operated(bench, o.RetainSession("agent-2", 600.0, "greedy")) == 0, "its tenant keeps enough"
+    assert bench.depot.agents.pins.bytes_of(1) == 12 * PAGE
+    fill(worker, range(3, 40), "other")
+    fill(worker, range(40, 80), "greedy")
+    assert sum(found(bench, prompt(1, name, "other")) for name in range(3, 40)) >= 20
+    assert found(bench, prompt(20, 1, "greedy")) >= 12
+    assert bench.index.quotas.used_bytes[1] >= 24 * PAGE, "the other half takes its stores"
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        o.RetainSession("agent", 60.0, "b"),
+        o.PrefetchSession("agent", "b"),
+        o.DemoteSession("agent", "b"),
+        o.ForgetSession("agent", "b"),
+    ],
+    ids=lambda operation: type(operation).__name__,
+)
+def test_a_session_of_another_tenant_is_unknown(operation: o.OperatorRequest) -> None:
+    bench = Bench()
+    worker = bench.worker()
+    worker.store(prompt(4, tenant="a"))
+    remember(worker, prompt(4, tenant="a"))
+    with pytest.raises(Refused, match="no session agent of tenant b") as caught:
+        operate(bench.depot, operation)
+    assert caught.value.code is ErrorCode.OUT_OF_RANGE
+    assert found(bench, prompt(4, tenant="a")) == 4
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_keys_of_another_tenant_under_a_session_s_name_move_nothing_of_it(at_once: bool) -> None:
+    """An engine that lies about its keys, which it would have to know."""
+    bench = Bench()
+    worker, secret = bench.worker(), prompt(4, tenant="a")
+    worker.store(secret)
+    worker.ask(m.Hint(worker.context, "b", secret.digests, session="thief"))
+    assert operated(bench, o.RetainSession("thief", 60.0, "b")) == 0
+    assert operated(bench, o.ForgetSession("thief", "b", at_once)) == 0
+    assert found(bench, secret) == 4
+    assert ENDED not in ranks_of(bench.index)
+
+
+def test_a_session_is_forgotten_first_or_at_once_as_far_as_no_other_needs_it() -> None:
+    bench = Bench()
+    worker, run = bench.worker(), prompt(8)
+    branch = hash_prefix(Namespace("model", tenant="default"), 1, [0, 1, 2, 3, 4, 95, 96, 97])
+    for each in (run, branch):
+        worker.store(each)
+    remember(worker, run)
+    operated(bench, o.RetainSession("agent", 60.0))
+    assert operated(bench, o.ForgetSession("agent")) == 3
+    assert ranks_of(bench.index).count(ENDED) == 3
+    remember(worker, run)
+    assert operated(bench, o.ForgetSession("agent", at_once=True)) == 3
+    assert (found(bench, run), found(bench, branch)) == (5, 8)
+    assert not len(bench.depot.agents.prefixes)
+    bench.drain()
+
+
+def test_a_hint_that_ends_a_session_forgets_it() -> None:
+    bench = Bench()
+    worker, run = bench.worker(), prompt(8)
+    worker.store(run)
+    remember(worker, run, retain_seconds=60.0)
+    remember(worker, run, session_ended=True)
+    assert ranks_of(bench.index).count(ENDED) == 8
+    assert not len(bench.depot.agents.prefixes)
+    assert not len(bench.depot.agents.pins)
+
+
+def test_a_session_of_a_model_with_windows_and_states_is_kept_whole() -> None:
+    bench = Bench(HYBRID, pages=128)
+    worker, run = bench.worker(), prompt(8)
+    worker.store(run)
+    remember(worker, run)
+    assert operated(bench, o.RetainSession("agent", 60.0)) == 8
+    assert bench.depot.agents.pins.bytes_of(0) == (8 + 2 + 1) * PAGE
+    fill(worker, range(1, 90))
+    assert worker.lookup(run).num_chunks == 8
+
+
+def test_without_an_engine_of_its_cache_nothing_is_kept() -> None:
+    bench = Bench()
+    worker, run = bench.worker(), prompt(8)
+    worker.store(run)
+    remember(worker, run)
+    bench.depot.end_session(worker.session)
+    assert operated(bench, o.RetainSession("agent", 60.0)) == 0
+
+
+@pytest.mark.promise(23)
+def test_sessions_are_known_to_the_next_server_and_pins_are_not() -> None:
+    bench, memory = Bench(), mmap.mmap(-1, 64 * 1024)
+    bench.depot = Depot(bench.index, epoch=1, lease_seconds=10.0, clock=lambda: bench.now, prefixes=PrefixFile(memory))
+    worker, run = bench.worker(), prompt(8)
+    worker.store(run)
+    remember(worker, run, retain_seconds=60.0)
+    prefixes = PrefixFile(memory)
+    for _ in prefixes.restore():
+        pass
+    index = bench.successor()
+    depot = Depot(index, epoch=2, lease_seconds=10.0, clock=lambda: bench.now, prefixes=prefixes)
+    assert depot.agents.prefix_of(("default", "agent")) == run.digests
+    assert not len(depot.agents.pins)
+
+
+def test_nothing_is_remembered_while_an_earlier_server_s_sessions_are_read() -> None:
+    bench = Bench()
+    worker, run = bench.worker(), prompt(8)
+    worker.store(run)
+    bench.depot.state.is_restoring = True
+    remember(worker, run)
+    assert not len(bench.depot.agents.prefixes)
+
+
+@pytest.mark.promise(61)
+@pytest.mark.slow
+def test_operations_take_a_millisecond_among_100_000_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(pages=4096, num_records=4096)
+    worker, run = bench.worker(), prompt(1500)
+    for start in range(0, 1500, m.MAXIMUM_STORE_ENTRIES):
+        worker.store(run.slice(start, min(1500, start + m.MAXIMUM_STORE_ENTRIES)))
+    for name in range(100_000):
+        bench.depot.agents.prefixes.remember(f"tenant-{name % 9}", f"{name}", run.digests[name % 40 * 32 :][:32])
+
+    def in_one_step(*_arguments: object) -> Iterator[int]:
+        yield 1
+
+    monkeypatch.setattr(Priorities, "end_session", in_one_step)  # its steps are measured elsewhere
+    times = dict[str, list[float]]()
+    for _ in range(20):
+        for name, act in {
+            "hint": lambda: remember(worker, run, retain_seconds=60.0),
+            "retain": lambda: operated(bench, o.RetainSession("agent", 60.0)),
+            "forget": lambda: operated(bench, o.ForgetSession("agent")),
+        }.items():
+            began = time.perf_counter()
+            act()
+            times.setdefault(name, []).append(time.perf_counter() - began)
+    middles = {name: sorted(each)[10] for name, each in times.items()}
+    assert max(middles.values()) < 0.001, middles
