@@ -1,6 +1,7 @@
 """Runs in an object store: prompts find what others wrote, whatever they share, with few requests."""
 
 import contextlib
+import os
 import random
 import re
 import select
@@ -14,12 +15,15 @@ from typing import TYPE_CHECKING
 
 import obstore
 import pytest
+from obstore.store import LocalStore
 
 from kvdepot.keys import KeyRun, Namespace, digest_at, hash_prefix
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.layout import GroupKind
+from kvdepot.ops.cli import main
 from kvdepot.testing.tier import content, make_pool, read_from, write_to
 from kvdepot.tiers.base import TierPool
+from kvdepot.tiers.collecting import collect
 from kvdepot.tiers.keys import KEY_BYTES, RUN_BYTES, chunks_a_run, label_of, place_of, tier_key
 from kvdepot.tiers.object import ObjectTier
 from kvdepot.tiers.url import TierUrl, open_tier
@@ -76,6 +80,13 @@ class Node:
         for key, (offset, size) in zip(keys, extents, strict=False):
             assert self.pool.view[offset : offset + size] == content(key[:KEY_BYTES], size)
         return found
+
+    def find_some(self, keys: Sequence[bytes]) -> None:
+        """Read chunks that may leave at any time: the bytes of those that arrive are right."""
+        extents = [(number * 4096, SIZE) for number in range(len(keys))]
+        arrived = read_from(self.tier, self.pool, keys, extents)
+        for key, (offset, size), is_here in zip(keys, extents, arrived, strict=True):
+            assert not is_here or self.pool.view[offset : offset + size] == content(key[:KEY_BYTES], size)
 
     def names(self) -> list[str]:
         pages: Iterable[Sequence[ObjectMeta]] = obstore.list(self.tier.store)  # pyright: ignore[reportUnknownMemberType]
@@ -158,6 +169,60 @@ def test_a_run_has_a_power_of_two_of_chunks_and_at_most_16_mib() -> None:
     assert [chunks_a_run(size) for size in (1, 128 << 10, (128 << 10) + 1, 2 << 20, 3 << 20, 16 << 20, 1 << 30)] == [
         128, 128, 64, 8, 4, 1, 1,
     ]  # fmt: skip
+
+
+def test_a_share_under_two_writers_stays_at_its_size_and_readers_see_misses_only(
+    nodes: list[Node], tmp_path: Path
+) -> None:
+    capacity, is_over, failed = 300_000, threading.Event(), list[BaseException]()
+
+    def work(node: Node, seed: int) -> None:
+        chance = random.Random(seed)
+        try:
+            while not is_over.is_set():
+                node.store(keys_of([chance.randrange(40), *range(20)]))
+                node.find_some(keys_of([chance.randrange(40), *range(20)]))
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(node, seed)) for seed, node in enumerate(nodes)]
+    for thread in threads:
+        thread.start()
+    try:
+        removed = 0
+        while removed < 2 * capacity and not failed:
+            done = collect(LocalStore(tmp_path), time.time(), capacity_bytes=capacity)
+            removed += done.removed_bytes
+            assert done.num_bytes.total() - done.removed_bytes <= capacity
+    finally:
+        is_over.set()
+        for thread in threads:
+            thread.join()
+    assert not failed
+
+
+def collect_there(folder: Path, *options: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["tier", "gc", f"file://{folder}", *options])
+    assert ended.value.code == 0
+
+
+def test_gc_removes_by_age_and_by_format_and_leaves_others_alone(
+    nodes: list[Node], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nodes[0].store(keys_of(range(16)))
+    old = f"{'0' * 16}/{'0' * 16}/00/{'0' * 94}"
+    for name in (old, "notes"):
+        obstore.put(nodes[0].tier.store, name, b"x")
+    collect_there(tmp_path)
+    assert capsys.readouterr().out.splitlines()[:2] == ["entries: 1 objects, 1 B", "runs: 2 objects, 18.3 KiB"]
+    collect_there(tmp_path, "--format", "entries")
+    assert old not in nodes[0].names()
+    assert nodes[1].find(keys_of(range(16))) == 16
+    os.utime(tmp_path / nodes[0].names()[0], (0, 0))
+    collect_there(tmp_path, "--older-than", "7d")
+    assert nodes[1].find(keys_of(range(16))) < 16
+    assert "notes" in nodes[0].names()
 
 
 class Counting:

@@ -93,7 +93,7 @@ def make_parser(benches: Mapping[str, DeviceBench | BackendUnavailable] | None =
 
     add_serve(commands)
     add_status(commands, client, json_output)
-    add_commands(commands, client, json_output)
+    add_commands(commands, common, client, json_output)
     pools.add_commands(commands, common, json_output)
 
     backends = commands.add_parser(

@@ -17,6 +17,7 @@ from kvdepot.config import counted, exact_size, format_size
 from kvdepot.errors import ConfigError, printable, reason_of
 from kvdepot.keys import DIGEST_BYTES, Namespace, hash_prefix
 from kvdepot.layout import MINIMUM_CHUNK_TOKENS
+from kvdepot.ops.collect import add_tier_gc
 from kvdepot.ops.settings import as_argument
 from kvdepot.wire import operations as o
 from kvdepot.wire.operation import Argument, Command, Operation, R
@@ -28,17 +29,23 @@ _GROUPS: Final = {
         "Say what becomes of the last prefix of a session, which its requests named, while none of them runs.",
     ),
     "tier": (
-        "add a tier to a running depot, or remove one",
-        "Add a tier to a running depot, or remove one, until the depot stops.",
+        "add a tier to a running depot, remove one, or remove old objects from one",
+        "Add a tier to a running depot, or remove one, until the depot stops; or remove old objects from a store.",
     ),
 }
 
 
-def add_commands(commands: Any, client: argparse.ArgumentParser, json_output: argparse.ArgumentParser) -> None:
+def add_commands(
+    commands: Any,
+    common: argparse.ArgumentParser,
+    client: argparse.ArgumentParser,
+    json_output: argparse.ArgumentParser,
+) -> None:
     """Add the commands of operations to the subparsers of `kvdepot`.
 
     Args:
         commands: what `add_subparsers` returned.
+        common: has `--log-level`.
         client: has the options that name a depot.
         json_output: has `--json`.
     """
@@ -67,6 +74,7 @@ def add_commands(commands: Any, client: argparse.ArgumentParser, json_output: ar
                 if isinstance(argument, Argument):
                     choices = get_args(kind) if get_origin(kind) is Literal else None
                     _add_argument(parser, each.name, argument, each.default, choices)
+    add_tier_gc(groups["tier"], common)
 
 
 def _add_argument(

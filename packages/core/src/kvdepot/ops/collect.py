@@ -1,0 +1,73 @@
+"""`kvdepot tier gc`: removes objects from the store of a tier, beside the depots that use it."""
+
+import argparse
+import re
+import time
+from typing import Any, Final
+
+from kvdepot.config import format_size
+from kvdepot.errors import ConfigError, reason_of
+from kvdepot.ops.settings import as_argument, size_argument
+from kvdepot.tiers.base import TierPool
+from kvdepot.tiers.url import TierUrl, open_tier
+
+_DURATION: Final = re.compile(r"(\d{1,9})([smhd])")
+_SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_FORMATS: Final = ("runs", "entries")
+
+
+def _duration(text: str) -> float:
+    found = _DURATION.fullmatch(text)
+    if found is None:
+        raise ConfigError(f"{text}: write for example 90s, 12h or 7d")
+    return float(found[1]) * _SECONDS[found[2]]
+
+
+def add_tier_gc(commands: Any, common: argparse.ArgumentParser) -> None:
+    """Add `gc` to the subparsers of `kvdepot tier`; `common` has `--log-level`."""
+    parser = commands.add_parser(
+        "gc",
+        parents=[common],
+        help="remove old objects from an object store",
+        description=(
+            "Remove objects from the store of a tier (s3, gs, az, file), the oldest first, and print what is there by"
+            " format. It is safe beside depots that use the store: they see misses. Without an option it only counts."
+        ),
+    )
+    parser.add_argument("url", help="the tier, as in serve --tier")
+    parser.add_argument(
+        "--capacity", type=size_argument, default=0, metavar="SIZE", help="remove the oldest objects beyond this size"
+    )
+    parser.add_argument(
+        "--older-than", type=as_argument(_duration), default=0.0, metavar="TIME", help="remove older ones, e.g. 7d"
+    )
+    parser.add_argument(
+        "--format", choices=_FORMATS, default="", help="remove all objects of a format that no depot reads any more"
+    )
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    url = TierUrl.parse(options.url)
+    if url.scheme not in ("s3", "gs", "az", "file"):
+        raise ConfigError(f"{url.name}: only object stores and shared files need this; other tiers evict by themselves")
+    url.options.setdefault("deadline", "60")
+    tier: Any = open_tier(url, TierPool(-1, memoryview(bytearray())))
+    from kvdepot.tiers.collecting import collect  # obstore is there if the tier could be opened
+
+    try:
+        done = collect(
+            tier.patient,
+            time.time(),
+            capacity_bytes=options.capacity,
+            older_than_seconds=options.older_than,
+            format_name=options.format,
+        )
+    except Exception as error:
+        raise ConfigError(f"{url.name}: {reason_of(error)}") from error
+    finally:
+        tier.close()
+    for name in sorted(done.num_objects):
+        print(f"{name}: {done.num_objects[name]:,} objects, {format_size(done.num_bytes[name])}")
+    print(f"removed: {done.num_removed:,} objects, {format_size(done.removed_bytes)}")
+    return 0
