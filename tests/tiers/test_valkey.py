@@ -32,7 +32,8 @@ from kvdepot.tiers.url import TierUrl, open_tier
 from kvdepot.tiers.valkey.connections import Connection, Server
 from kvdepot.tiers.valkey.resp import Reply, ReplyError
 from kvdepot.tiers.valkey.tier import PART_BYTES, ValkeyTier, head_name, part_name
-from support.peer import Peer, find, prompt
+from kvdepot.wire import messages as m
+from support.peer import Peer, find, prompt, registration
 from support.tiers.kept import KEPT_KEY, KEPT_SEAL
 from support.tiers.servers import ValkeyServer, listening, make_certificate, tls_in_front_of, valkey_program
 from support.tools import needs_tool
@@ -436,3 +437,31 @@ def test_a_server_that_came_back_empty_gets_again_what_a_pool_is_asked_for(own_s
         while find(second, run) < 16:
             assert find(first, run) == 16, "from its pool; it asks the tier a second after it wrote"
             assert time.monotonic() < began + 2.0
+
+
+@pytest.mark.slow
+@pytest.mark.promise(78)
+def test_a_full_server_keeps_what_a_pool_is_asked_for(tmp_path: Path) -> None:
+    """Prompts of 4 MiB come each half second, twice as many as fit; the server's clock of uses has whole seconds."""
+    options = ("--maxmemory", "50mb", "--maxmemory-policy", "allkeys-lru", "--maxmemory-samples", "64")
+    server = ValkeyServer(tmp_path, *options)
+    registered = registration(details=(m.GroupDetail(page_sizes_bytes=(16384,), num_blocks=8),))
+    hot, others = prompt(64, "hot"), [prompt(64, f"{number}") for number in range(24)]
+    try:
+        with (
+            DepotProcess("--tier", server.url()) as one,
+            DepotProcess("--tier", server.url(options="deadline=10"), "--promote-seconds", "10") as two,
+            contextlib.closing(Peer(one, registered)) as first,
+            contextlib.closing(Peer(two, registered)) as second,
+        ):
+            due = time.monotonic()
+            for run in (hot, *others):
+                for chunk in range(0, 64, 16):
+                    first.store(run.slice(chunk, chunk + 16))
+                due += 0.5
+                wait_until(lambda until=due: time.monotonic() >= until, what="the next prompt")
+                assert find(first, hot) == 64
+            settle(one)
+            assert find(second, hot) == 64
+    finally:
+        server.kill()
