@@ -16,6 +16,9 @@
  * not: runs of 2 KiB take .5 to .8 of memcpy's time, of 1 KiB .7 to .9, of 512 bytes .9 to 1.4. */
 #define SMALLEST_STREAMED 1024
 #define SMALLEST_SPLIT 65536   /* a run without three others is cut into four parts from here on */
+/* Runs up to here end before the processor has begun to fetch ahead: the next four are fetched while four are copied.
+ * Rows of 2 KiB, every other one: .76 of a large memcpy without, .86 with it; of 1 KiB .58 and .67 (AMD EPYC). */
+#define LARGEST_FETCHED 8192
 #define STEP 128               /* bytes that one stream copies at a time: two lines */
 
 #if defined(__x86_64__)
@@ -43,6 +46,8 @@ __attribute__((target("avx2"))) static inline void stream_step(char *target, con
 static void align(run *r)
 {
     size_t head = -(uintptr_t)r->target & (STEP - 1);
+    if (head == 0)
+        return;
     memcpy(r->target, r->source, head);
     *r = (run){r->target + head, r->source + head, r->bytes - head};
 }
@@ -56,8 +61,9 @@ __attribute__((target("avx2"))) static void copy_one(run r)
     memcpy(r.target + body, r.source + body, r.bytes - body);
 }
 
-/* Copy four runs side by side as far as the shortest reaches, then the rest of each. */
-__attribute__((target("avx2"))) static void copy_four(run *runs)
+/* Copy four runs side by side as far as the shortest reaches, then the rest of each. `next` are the sources of the four
+ * after them, NULL if there are not as many. */
+__attribute__((target("avx2"))) static void copy_four(run *runs, const uint64_t *next)
 {
     size_t body = SIZE_MAX;
     for (int i = 0; i < STREAMS; i++) {
@@ -66,11 +72,19 @@ __attribute__((target("avx2"))) static void copy_four(run *runs)
             body = runs[i].bytes;
     }
     body &= ~(size_t)(STEP - 1);
+    if (body > LARGEST_FETCHED)
+        next = NULL;
     for (size_t at = 0; at < body; at += STEP)
-        for (int i = 0; i < STREAMS; i++)
+        for (int i = 0; i < STREAMS; i++) {
+            if (next) {
+                _mm_prefetch((const char *)(uintptr_t)next[i] + at, _MM_HINT_T0);
+                _mm_prefetch((const char *)(uintptr_t)next[i] + at + 64, _MM_HINT_T0);
+            }
             stream_step(runs[i].target + at, runs[i].source + at);
+        }
     for (int i = 0; i < STREAMS; i++)
-        copy_one((run){runs[i].target + body, runs[i].source + body, runs[i].bytes - body});
+        if (runs[i].bytes > body)
+            copy_one((run){runs[i].target + body, runs[i].source + body, runs[i].bytes - body});
 }
 
 static void copy_split(run r)
@@ -79,7 +93,7 @@ static void copy_split(run r)
     run parts[STREAMS];
     for (int i = 0; i < STREAMS; i++)
         parts[i] = (run){r.target + i * part, r.source + i * part, i < STREAMS - 1 ? part : r.bytes - i * part};
-    copy_four(parts);
+    copy_four(parts, NULL);
 }
 #endif
 
@@ -100,7 +114,7 @@ void kvdepot_copy_runs(const uint64_t *sources, const uint64_t *targets, const u
         }
         waiting[num_waiting++] = r;
         if (num_waiting == STREAMS) {
-            copy_four(waiting);
+            copy_four(waiting, i + STREAMS < count ? sources + i + 1 : NULL);
             num_waiting = 0;
         }
     }
