@@ -49,7 +49,7 @@ def _configurations() -> dict[str, Any]:
         "gqa": lambda: t.LlamaConfig(intermediate_size=512, num_hidden_layers=4, head_dim=64, **_SMALL),
         "eight-heads": lambda: t.LlamaConfig(
             intermediate_size=512,
-            num_hidden_layers=4,
+            num_hidden_layers=2,
             head_dim=64,
             **{**_SMALL, "num_attention_heads": 8, "num_key_value_heads": 8},
         ),
