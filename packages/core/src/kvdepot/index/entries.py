@@ -252,8 +252,9 @@ class Entries:
         self, run: NewRun, nodes: Sequence[int], wanted: Sequence[Wanted], records: Sequence[int], offsets: list[int]
     ) -> list[Begun]:
         """Fill a record for each wanted entry of a run, whose chunks have nodes."""
-        tree, labels, begun = self._nodes.tree, self._nodes.label, list[Begun]()
-        used = Counter[tuple[int, int]]()  # bytes by label and share, which are those of a chunk's first entry
+        tree, labels = self._nodes.tree, self._nodes.label
+        begun: list[Begun] = []
+        used: dict[tuple[int, int], int] = {}  # bytes by label and share, which are those of a chunk's first entry
         for (chunk, place), record, offset in zip(wanted, records, offsets, strict=True):
             node, num_bytes = nodes[chunk], place.num_bytes
             key, parent, share, size = tree.keys[node], tree.parent[node], tree.share[node], extent_size(num_bytes)
@@ -275,7 +276,8 @@ class Entries:
             )
             self._link(record, node)
             self._begin_writing(record, share, size)
-            used[labels[node], share] += size
+            account = labels[node], share
+            used[account] = used.get(account, 0) + size
             begun.append(Begun(chunk, place, (record, header, offset, num_bytes)))
         for (label, share), num_bytes in used.items():
             self._quotas.account(label, share, num_bytes)
@@ -287,7 +289,8 @@ class Entries:
         Returns:
             of each its node, whether it is the first sealed entry there, and the bit of its group if that is whole.
         """
-        table, sealed = self._table, list[tuple[int, bool, int]]()
+        table = self._table
+        sealed: list[tuple[int, bool, int]] = []
         for place, record in enumerate(records):
             node = self._node_of[record]
             is_alone = self._first[node] == record and self._next[record] == NO_RECORD  # the common case

@@ -96,7 +96,7 @@ class ChunkIndex:
         try:
             records, offsets = self._take_room(run, nodes, missing, end_store)
             missing = missing[: len(records)]
-            self._add_nodes(run, keys, nodes, (chunk for chunk, _ in missing))
+            self._add_nodes(run, keys, nodes, [chunk for chunk, _ in missing])
             for chunk, _ in missing:
                 tree.holds[nodes[chunk]] += 1
             begun = self.entries.begin(run, nodes, missing, records, offsets)
@@ -233,7 +233,7 @@ class ChunkIndex:
             self.num_over_share += 1
             del sizes[num_writable:]
         offsets, records = self.extents.allocate_all(sizes), self.entries.take_records(len(sizes))
-        new = list(dict.fromkeys(chunk for chunk, _ in wanted[: len(sizes)] if nodes[chunk] == NO_NODE))
+        new = list(dict.fromkeys([chunk for chunk, _ in wanted[: len(sizes)] if nodes[chunk] == NO_NODE]))
         count = 0
         try:
             if min(len(offsets), len(records)) < len(sizes) or len(new) > self.nodes.num_left:
