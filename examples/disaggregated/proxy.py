@@ -30,6 +30,8 @@ class Proxy:
     async def complete(self, request: web.Request) -> web.StreamResponse:
         """Serve a completion or a chat completion."""
         body = await request.json()
+        if session := request.headers.get("X-Session-ID"):
+            body.setdefault("session_id", session)  # both engines name it to the depot
         if not self._concurrent:
             params = await self._prefilled(request.path, body)
             return await self._pass_on(request, {**body, "kv_transfer_params": params})

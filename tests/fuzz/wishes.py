@@ -3,6 +3,7 @@
 
 import json
 from contextlib import suppress
+from dataclasses import astuple
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -12,7 +13,7 @@ from kvdepot.keys import DIGEST_BYTES, Namespace, hash_prefix
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 from kvdepot_vllm.hand_over import HandOver, asks_for_hand_over, handed_over
-from kvdepot_vllm.params import BlendParams, Hints, request_params
+from kvdepot_vllm.params import BlendParams, Hints, SharedHead, request_params, session_operations
 from kvdepot_vllm.settings import Settings
 
 if TYPE_CHECKING:
@@ -46,8 +47,12 @@ def parse(data: bytes) -> None:
     wishes = request_params(request)
     hints = Hints.parse(wishes)
     if hints is not None:
-        hint = m.Hint(1, "tenant", _KEY.digests, hints.session_ended, hints.priority, hints.ttl_seconds)
+        hint = m.Hint(1, "tenant", _KEY.digests, *astuple(hints))
         assert frames.decode_request(bytes(frames.encode_frame(0, hint))) == hint
+    for operation in session_operations(wishes, "tenant"):
+        assert frames.decode_request(bytes(frames.encode_frame(0, operation))) == operation
+    head = SharedHead.parse(wishes)
+    assert head is None or head.num_tokens > 0
     blend = BlendParams.parse(settings, wishes)
     if blend is not None:
         assert 0 <= blend.ratio <= 1
@@ -58,6 +63,7 @@ class _Request:
     """A request of vLLM, as far as its wishes go."""
 
     kv_hints = None
+    session_id = None
 
     def __init__(self, params: Any) -> None:
         self.kv_transfer_params = params

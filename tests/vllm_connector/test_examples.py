@@ -58,3 +58,29 @@ def test_documents_in_another_order_are_blended(model: MakeModel, tmp_path: Path
         **SERVE,
     )
     assert re.search(r"^blended +first token after +\d+ ms  \{.*'reused_tokens': \d{3,}", output, re.MULTILINE)
+
+
+def test_an_agent_s_session_leaves_the_pool_during_a_long_tool_and_is_back_before_it_returns(model: MakeModel) -> None:
+    flags = [f"--{key.replace('_', '-')}={value}" for key, value in OPTIONS.items() if key != "enforce_eager"]
+    with tempfile.TemporaryDirectory(prefix="kvd-") as folder:
+        output = run(
+            "bash",
+            str(EXAMPLES / "agents" / "serve.sh"),
+            str(model("gqa")),
+            *flags,
+            "--enforce-eager",
+            PORT=str(free_port()),
+            POOL_SIZE="128MiB",
+            TMPDIR=folder,
+            TOOL_SECONDS="0.5 4",
+            **SERVE,
+        )
+    found: list[tuple[str, str]] = re.findall(r"turn: (\d+) of (\d+) prompt", output)
+    turns = [(int(cached), int(tokens)) for cached, tokens in found]
+    assert len(turns) == 3
+    assert turns[0][0] == 0
+    assert all(tokens - cached < 128 for cached, tokens in turns[1:])
+    moved: list[tuple[str, str]] = re.findall(r"(\d+) chunks of \S+ (leave|are)", output)
+    assert [verb for _, verb in moved] == ["leave", "are"]
+    assert moved[0][0] == moved[1][0] != "0"
+    assert "is forgotten" in output

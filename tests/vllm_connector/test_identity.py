@@ -18,6 +18,7 @@ from kvdepot.engines.fingerprint import fingerprint
 from kvdepot.keys import PrefixHasher
 from kvdepot.lab.processes import DepotProcess
 from kvdepot_vllm.identity import RequestIdentity, engine_namespace
+from kvdepot_vllm.params import SharedHead
 from kvdepot_vllm.settings import Settings
 from support.vllm.engines import Engine, MakeModel, cached, connector, prompts, tokens
 from support.vllm.identity import Config, digest, vllm_config
@@ -270,10 +271,9 @@ def item(identifier: str, offset: int, modality: str = "image") -> Any:
     )
 
 
-def keys_of(weights: Path, **changes: Any) -> bytes:
-    hasher = PrefixHasher(
-        engine_namespace(vllm_config(weights), Settings()), 16, RequestIdentity().extra_keys(request(**changes))
-    )
+def keys_of(weights: Path, head: SharedHead | None = None, **changes: Any) -> bytes:
+    extra = RequestIdentity().extra_keys(request(**changes), head)
+    hasher = PrefixHasher(engine_namespace(vllm_config(weights), Settings()), 16, extra)
     hasher.extend(range(160))
     return hasher.run().digests
 
@@ -293,6 +293,37 @@ def test_requests_that_differ_never_share(weights: Path, tmp_path: Path) -> None
     }
     first = {name: digests[:32] for name, digests in found.items()}
     assert len(set(first.values())) == len(first), "already the first chunk differs"
+
+
+@pytest.mark.promise(19)
+def test_users_with_salts_of_their_own_share_the_head_that_they_name_and_nothing_behind_it(weights: Path) -> None:
+    head = SharedHead(70)
+    plain = keys_of(weights)
+    a, b = (keys_of(weights, head, cache_salt=salt) for salt in "ab")
+    assert a[: 4 * 32] == b[: 4 * 32] == plain[: 4 * 32], "64 tokens: the fifth chunk reaches beyond the head"
+    assert len({each[place : place + 32] for each in (a, b, plain) for place in range(4 * 32, 320, 32)}) == 3 * 6
+    assert keys_of(weights, SharedHead(80), cache_salt="a")[: 5 * 32] == plain[: 5 * 32]
+
+
+@pytest.mark.promise(19)
+def test_only_users_who_agree_on_a_salt_share_a_head_that_has_one(weights: Path) -> None:
+    a, b = (keys_of(weights, SharedHead(64, "team"), cache_salt=salt) for salt in "ab")
+    others = [
+        keys_of(weights),
+        keys_of(weights, SharedHead(64, "other"), cache_salt="a"),
+        keys_of(weights, cache_salt="a"),
+    ]
+    assert a[: 4 * 32] == b[: 4 * 32]
+    assert a[4 * 32 :] != b[4 * 32 :]
+    assert all(a[:32] != other[:32] for other in others)
+
+
+@pytest.mark.parametrize(
+    "wishes",
+    [{}, {"shared_tokens": 0}, {"shared_tokens": "9"}, {"shared_tokens": True}, {"shared_tokens": 9, "shared_salt": 1}],
+)
+def test_a_wrong_head_shares_nothing(wishes: dict[str, Any]) -> None:
+    assert SharedHead.parse(wishes) is None
 
 
 def test_an_image_matters_from_where_it_begins(weights: Path) -> None:

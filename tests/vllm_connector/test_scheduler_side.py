@@ -13,6 +13,7 @@ from kvdepot.backends import NO_BLOCK
 from kvdepot.client.answers import Lease
 from kvdepot.keys import KeyRun, Namespace, PrefixHasher
 from kvdepot.layout import GroupKind
+from kvdepot.wire import operations as o
 from kvdepot_vllm import loads, stores
 from kvdepot_vllm.groups import EngineCache, EngineGroup
 from kvdepot_vllm.jobs import StepPlan, WorkerReport
@@ -33,6 +34,7 @@ class Client:
     answers: bool = True
     asked: list[int] = field(default_factory=list[int])
     released: list[Lease] = field(default_factory=list[Lease])
+    operations: list[o.OperatorRequest] = field(default_factory=list[o.OperatorRequest])
     hints: list[tuple[int, dict[str, Any]]] = field(default_factory=list[tuple[int, dict[str, Any]]])
     cancelled: int = 0
     token_seconds: float = 0.0
@@ -78,6 +80,9 @@ class Client:
 
     def end_request(self, request_id: str) -> None:
         self.ended.append(request_id)
+
+    def operate(self, operation: o.OperatorRequest) -> None:
+        self.operations.append(operation)
 
     def hint(self, key: KeyRun, **hints: Any) -> None:
         self.hints.append((key.num_chunks, hints))
@@ -134,6 +139,7 @@ class Scene:
             "kv_transfer_params": None,
             "kv_hints": None,
             "cache_salt": None,
+            "session_id": None,
             "lora_request": None,
             "mm_features": [],
             "prompt_embeds": None,
@@ -437,7 +443,53 @@ def test_hints_go_to_the_depot_when_all_of_the_request_is_there(scene: Callable[
     it.side.finished(request, (blocks(1, 3),))
     assert it.client.hints == []
     it.report(plan)
-    assert it.client.hints == [(2, {"session_ended": True, "priority": 2, "ttl_seconds": 600.0})]
+    no_session = {"session": "", "retain_seconds": 0.0}
+    assert it.client.hints == [(2, {"session_ended": True, "priority": 2, "ttl_seconds": 600.0, **no_session})]
+
+
+@pytest.mark.parametrize("names", [{"session_id": "agent"}, {"kv_transfer_params": {"kvdepot": {"session": "agent"}}}])
+def test_the_last_prefix_of_a_session_is_told_when_all_of_it_is_there(
+    names: dict[str, Any], scene: Callable[..., Scene]
+) -> None:
+    it = scene()
+    request = it.request(40, **names)
+    it.side.matched_tokens(request, 0)
+    plan = it.step(request, 40, (blocks(1, 3),))
+    it.side.finished(request, (blocks(1, 3),))
+    it.report(plan)
+    assert [(num_chunks, hints["session"]) for num_chunks, hints in it.client.hints] == [(2, "agent")]
+
+
+def test_a_session_is_retained_by_the_request_that_ends_before_the_pause(scene: Callable[..., Scene]) -> None:
+    it = scene()
+    own = {"kvdepot": {"retain_seconds": 90}}
+    request = it.request(40, session_id="agent", kv_transfer_params=own)
+    it.report(it.step(request, 40, (blocks(1, 3),)))
+    it.side.finished(request, (blocks(1, 3),))
+    assert (it.client.hints[-1][1]["session"], it.client.hints[-1][1]["retain_seconds"]) == ("agent", 90.0)
+
+
+def test_a_request_names_sessions_that_are_moved_when_it_arrives(scene: Callable[..., Scene]) -> None:
+    it = scene()
+    wishes = {"retain": {"a": 60}, "prefetch": ["b"], "demote": ["c", "d"], "forget": ["e"]}
+    it.request(40, kv_transfer_params={"kvdepot": wishes})
+    tenant = "default"
+    assert it.client.operations == [
+        o.RetainSession("a", 60.0, tenant),
+        o.PrefetchSession("b", tenant),
+        o.DemoteSession("c", tenant),
+        o.DemoteSession("d", tenant),
+        o.ForgetSession("e", tenant),
+    ]
+
+
+@pytest.mark.parametrize(
+    "wishes", [{"retain": ["a"]}, {"retain": {"a": -1}}, {"prefetch": "a"}, {"forget": [""]}, {"demote": ["a"] * 65}]
+)
+def test_wrong_names_of_sessions_move_none(wishes: dict[str, Any], scene: Callable[..., Scene]) -> None:
+    it = scene()
+    it.request(40, kv_transfer_params={"kvdepot": wishes})
+    assert it.client.operations == []
 
 
 @pytest.mark.parametrize(
@@ -455,7 +507,7 @@ def test_a_bad_hint_is_one_line_in_the_log(
     other = it.request(40, "other", kv_transfer_params={"kvdepot": {**wishes, "priority": 1}})
     it.report(it.step(other, 40, (blocks(1, 3),)))
     it.side.finished(other, (blocks(1, 3),))
-    assert it.client.hints == [(2, {"session_ended": False, "priority": 1, "ttl_seconds": 0.0})]
+    assert [hints["priority"] for _, hints in it.client.hints] == [1]
 
 
 def test_a_store_that_goes_wrong_stops_nothing_but_itself(scene: Callable[..., Scene]) -> None:

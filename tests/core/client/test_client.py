@@ -15,6 +15,7 @@ from kvdepot.client.connection import Connection
 from kvdepot.errors import DepotUnavailable, ErrorCode, KVDepotError, RemoteError
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.wire import messages as m
+from kvdepot.wire import operations as o
 from support.peer import SPEC, Peer, prompt, registration
 
 DEADLINE = 0.5
@@ -103,6 +104,15 @@ def test_a_hint_reaches_the_depot_and_nothing_waits_for_it(client: SchedulerClie
     client.hint(prompt(3), session_ended=True)
     client.hint(prompt(0), session_ended=True)
     wait_until(lambda: depot.status().counters.get("hints", 0) == before + 1, 1.0)
+
+
+def test_a_session_is_named_and_moved_without_waiting(client: SchedulerClient, depot: DepotProcess) -> None:
+    client.hint(prompt(3), session="agent", retain_seconds=60.0)
+    wait_until(lambda: depot.status().num_agent_sessions == 1, 1.0)
+    client.operate(o.ForgetSession("nobody's"))
+    client.operate(o.ForgetSession("agent"))
+    wait_until(lambda: depot.status().num_agent_sessions == 0, 1.0)
+    assert client.lookup("r", prompt(3)).num_chunks == 3
 
 
 def test_a_pending_lookup_is_polled_without_waiting(client: SchedulerClient) -> None:

@@ -14,6 +14,7 @@ from blake3 import blake3
 from kvdepot.engines.identity import commit_of, config_digest, config_values, digest_of, weights_in
 from kvdepot.keys import Namespace
 from kvdepot_vllm.engine import EngineRequest
+from kvdepot_vllm.params import SharedHead
 from kvdepot_vllm.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -154,13 +155,19 @@ class RequestIdentity:
     def __init__(self) -> None:
         self._adapters: dict[tuple[str, str, int], bytes] = {}  # by name, path, and vLLM's number of this loading
 
-    def extra_keys(self, request: EngineRequest) -> list[tuple[int, int, bytes]]:
-        """Return `(first token, end, key)` for the adapter, cache salt, multimodal items and prompt embeddings."""
+    def extra_keys(self, request: EngineRequest, head: SharedHead | None = None) -> list[tuple[int, int, bytes]]:
+        """Return `(first token, end, key)` for the adapter, cache salt, multimodal items and prompt embeddings.
+
+        The cache salt does not cover a shared `head` of the prompt; the salt of that does.
+        """
         found: list[tuple[int, int, bytes]] = []
         if request.lora_request is not None:
             found.append((0, _WHOLE_PROMPT, self._adapter(request.lora_request)))
         if request.cache_salt:
-            found.append((0, _WHOLE_PROMPT, msgspec.msgpack.encode(("salt", request.cache_salt))))
+            first = head.num_tokens if head is not None else 0
+            found.append((first, _WHOLE_PROMPT, msgspec.msgpack.encode(("salt", request.cache_salt))))
+            if head is not None and head.salt:
+                found.append((0, first, msgspec.msgpack.encode(("shared salt", head.salt))))
         if request.prompt_embeds is not None:
             found.append((0, _WHOLE_PROMPT, msgspec.msgpack.encode(("embeds", _tensor_digest(request.prompt_embeds)))))
         for item in request.mm_features:

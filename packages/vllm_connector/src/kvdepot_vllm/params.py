@@ -8,13 +8,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
-from kvdepot.wire.messages import MAXIMUM_PRIORITY, MAXIMUM_TTL_SECONDS
+from kvdepot.wire import operations as o
+from kvdepot.wire.messages import MAXIMUM_PRIORITY, MAXIMUM_RETAIN_SECONDS, MAXIMUM_TTL_SECONDS
 from kvdepot_vllm.engine import EngineRequest
 from kvdepot_vllm.settings import BLEND_POLICIES, Settings
 
 logger = logging.getLogger(__name__)
 
 _OURS: Final = "kvdepot"  # the key of what is meant for us
+_LONGEST_SESSION: Final = 256
+_MOST_SESSIONS: Final = 64  # that one request names
+_A_SESSION: Final = f"a name of 1 to {_LONGEST_SESSION} characters"
+_A_TIME_TO_RETAIN: Final = f"a number from 0 to {MAXIMUM_RETAIN_SECONDS:g}"
 EVERYTHING: Final = "all"  # recomputes all tokens: slower than no reuse, for tests
 
 
@@ -58,10 +63,16 @@ class Hints:
     session_ended: bool = False
     priority: int = 0
     ttl_seconds: float = 0.0
+    session: str = ""
+    retain_seconds: float = 0.0
 
     @classmethod
-    def parse(cls, params: Mapping[str, Any]) -> "Hints | None":
-        """Return the hints of a request, None if it gives none."""
+    def parse(cls, params: Mapping[str, Any], session_id: str | None = None) -> "Hints | None":
+        """Return the hints of a request, None if it gives none. vLLM's `session_id` names its session, too."""
+        session = checked(params, "session", _is_session, _A_SESSION)
+        if session is None and session_id:
+            session = checked({"session_id": session_id}, "session_id", _is_session, _A_SESSION)
+        retain = checked(params, "retain_seconds", _is_time_to_retain, _A_TIME_TO_RETAIN)
         end = checked(params, "session_end", lambda value: type(value) is bool, "true or false")
         priority = checked(
             params,
@@ -75,7 +86,64 @@ class Hints:
             lambda value: is_number(value) and 0 < value <= MAXIMUM_TTL_SECONDS,
             f"a number above 0, at most {MAXIMUM_TTL_SECONDS:g}",
         )
-        return None if end is priority is ttl is None else cls(bool(end), priority or 0, float(ttl or 0))
+        if end is priority is ttl is session is None:
+            return None
+        return cls(bool(end), priority or 0, float(ttl or 0), session or "", float(retain or 0))
+
+
+def session_operations(params: Mapping[str, Any], tenant: str) -> list[o.OperatorRequest]:
+    """Return what a request asks for sessions of its tenant, its own and others: to be done when it arrives."""
+    operations = list[o.OperatorRequest]()
+    expected = f"{{session: seconds}}, at most {_MOST_SESSIONS}"
+    retained: dict[str, float] = checked(params, "retain", _are_times_to_retain, expected) or {}
+    operations += [o.RetainSession(name, float(seconds), tenant) for name, seconds in retained.items()]
+    expected = f"a list of at most {_MOST_SESSIONS} names of sessions"
+    for key, kind in (("prefetch", o.PrefetchSession), ("demote", o.DemoteSession), ("forget", o.ForgetSession)):
+        names: list[str] = checked(params, key, _are_sessions, expected) or []
+        operations += [kind(name, tenant) for name in names]
+    return operations
+
+
+def _is_session(value: Any) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= _LONGEST_SESSION
+
+
+def _are_sessions(value: Any) -> bool:
+    names = cast("list[Any]", value) if isinstance(value, list) else [None]
+    return len(names) <= _MOST_SESSIONS and all(map(_is_session, names))
+
+
+def _are_times_to_retain(value: Any) -> bool:
+    times = cast("dict[Any, Any]", value) if isinstance(value, dict) else {None: 0}
+    return _are_sessions(list(times)) and all(map(_is_time_to_retain, times.values()))
+
+
+def _is_time_to_retain(value: Any) -> bool:
+    return is_number(value) and 0 <= value <= MAXIMUM_RETAIN_SECONDS
+
+
+@dataclass(frozen=True, slots=True)
+class SharedHead:
+    """The beginning of a prompt that its `cache_salt` does not cover.
+
+    Attributes:
+        num_tokens: of the beginning; a chunk that reaches beyond is private.
+        salt: covers the beginning instead, so that only those who know it share; "" for all of the tenant.
+    """
+
+    num_tokens: int
+    salt: str = ""
+
+    @classmethod
+    def parse(cls, params: Mapping[str, Any]) -> "SharedHead | None":
+        """Return the shared beginning of a request's prompt, None if it has none: a wrong value shares nothing."""
+        num_tokens = checked(
+            params, "shared_tokens", lambda value: type(value) is int and value > 0, "a whole number above 0"
+        )
+        salt = checked(params, "shared_salt", lambda value: isinstance(value, str), "a text")
+        if num_tokens is None or (salt is None and params.get("shared_salt") is not None):
+            return None
+        return cls(num_tokens, salt or "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from kvdepot_vllm.identity import RequestIdentity
 from kvdepot_vllm.jobs import StepPlan, WorkerReport
 from kvdepot_vllm.loads import Loads
 from kvdepot_vllm.lookups import Lookups
-from kvdepot_vllm.params import Hints, request_params
+from kvdepot_vllm.params import Hints, SharedHead, request_params, session_operations
 from kvdepot_vllm.prefill_cost import PrefillCost
 from kvdepot_vllm.settings import Settings
 from kvdepot_vllm.state import Outcome, RequestState
@@ -116,19 +116,21 @@ class SchedulerSide:
         hands_over = hand_over is not None or asks_for_hand_over(request.kv_transfer_params)
         state = RequestState(
             request,
-            PrefixHasher(self._namespace, chunk_tokens, self._identity.extra_keys(request)),
+            PrefixHasher(self._namespace, chunk_tokens, self._identity.extra_keys(request, SharedHead.parse(params))),
             chunk_tokens,
             prompt_tail_end=self._cache.tail_end(request.num_prompt_tokens) if hands_over else 0,
             may_load=self._settings.load and params.get("load") is not False and not request.resumable,
             may_store=self._settings.store != "none" and params.get("store") is not False and not request.resumable,
             must_note=self._blends.can_blend,
-            hints=Hints.parse(params),
+            hints=Hints.parse(params, request.session_id),
             hand_over=hand_over,
         )
         stale = self._requests.pop(state.request_id, None)
         if stale is not None:
             self._forget(stale)
         self._requests[state.request_id] = state
+        for operation in session_operations(params, self._namespace.tenant):
+            self._client.operate(operation)
         if state.may_load and not request.skip_reading_prefix_cache:
             self._lookups.ask(state)
             self._blends.begin(state, self._namespace, params)

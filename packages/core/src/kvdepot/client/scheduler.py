@@ -18,6 +18,7 @@ from kvdepot.errors import DepotTimeout, DepotUnavailable, ErrorCode, KVDepotErr
 from kvdepot.keys import KeyRun
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
+from kvdepot.wire import operations as o
 
 if TYPE_CHECKING:
     from kvdepot.client.segments import Segments  # it loads numpy
@@ -259,7 +260,23 @@ class SchedulerClient:
             if channel is not None:
                 self._post(channel.link, m.EndRequest(channel.link.context, request_id))
 
-    def hint(self, key: KeyRun, *, session_ended: bool = False, priority: int = 0, ttl_seconds: float = 0.0) -> None:
+    def operate(self, operation: o.OperatorRequest) -> None:
+        """Send an operation, for example on a session. There is no reply; a depot that is away gets none."""
+        with self._lock:
+            channel = self._current()
+            if channel is not None:
+                self._post(channel.link, operation)
+
+    def hint(
+        self,
+        key: KeyRun,
+        *,
+        session_ended: bool = False,
+        priority: int = 0,
+        ttl_seconds: float = 0.0,
+        session: str = "",
+        retain_seconds: float = 0.0,
+    ) -> None:
         """Tell the depot how long the chunks of `key` (a run from chunk 0 on) are worth keeping; see `messages.Hint`.
 
         There is no reply. A depot that is away, or does not know hints, gets none.
@@ -268,10 +285,17 @@ class SchedulerClient:
             channel = self._current()
             if channel is not None and key.digests:
                 context = channel.link.context
-                self._post(
-                    channel.link,
-                    m.Hint(context, key.tenant, key.digests, session_ended, priority, ttl_seconds),
+                hint = m.Hint(
+                    context,
+                    key.tenant,
+                    key.digests,
+                    session_ended,
+                    priority,
+                    ttl_seconds,
+                    session,
+                    retain_seconds,
                 )
+                self._post(channel.link, hint)
 
     def close(self) -> None:
         """Leave the depot, which ends every lease. Twice is harmless."""

@@ -44,13 +44,14 @@ of the source u32, chunks u32, and where their digests begin among those of the 
 MAXIMUM_DESCRIBED_CHUNKS: Final = 256  # per request
 MAXIMUM_DESCRIBED_TOKENS: Final = 1 << 16  # per request, unless one chunk has more
 
+MAXIMUM_RETAIN_SECONDS: Final = 30 * 86400.0
 _U32 = (1 << 32) - 1
 Name = Annotated[str, Meta(max_length=256)]
 Label = Annotated[str, Meta(max_length=1024)]
 Count = Annotated[int, Meta(ge=0, le=_U32)]
 ChunkNumber = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]  # the index stores the last chunk of a run as u32
 Identifier = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
-RetainSeconds = Annotated[float, Meta(ge=0.0, le=30 * 86400.0)]
+RetainSeconds = Annotated[float, Meta(ge=0.0, le=MAXIMUM_RETAIN_SECONDS)]
 Digests = Annotated[bytes, Meta(max_length=MAXIMUM_CHUNKS * 32)]
 BatchDigests = Annotated[bytes, Meta(max_length=MAXIMUM_RETRIEVE_ENTRIES * 32)]
 Digest = Annotated[bytes, Meta(min_length=32, max_length=32)]
