@@ -75,5 +75,6 @@ def test_states_of_another_size_are_a_miss(depot: DepotProcess, model: MakeModel
     with Engine(model("recurrent"), connector(depot.url), **options) as engine:
         generate_until_stored(engine, PROMPTS[:1], depot, 1)
     with Engine(model("recurrent"), connector(depot.url), **options, **options_of(2)) as engine:
-        wait_until_stored(engine, depot, seed=980)
+        num_chunks = depot.status().num_chunks
+        generate_until_stored(engine, prompts(1, 1500, seed=980), depot, num_chunks + 1)  # it is connected
         assert cached(engine.generate(PROMPTS[:1])) == [0]
