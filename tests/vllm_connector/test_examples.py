@@ -79,7 +79,7 @@ def test_an_agent_s_session_leaves_the_pool_during_a_long_tool_and_is_back_befor
     turns = [(int(cached), int(tokens)) for cached, tokens in found]
     assert len(turns) == 3
     assert turns[0][0] == 0
-    assert all(tokens - cached < 128 for cached, tokens in turns[1:])
+    assert all(tokens - cached < 128 + 72 for cached, tokens in turns[1:]), "an incomplete chunk, and what is new"
     moved: list[tuple[str, str]] = re.findall(r"(\d+) chunks of \S+ (leave|are)", output)
     assert [verb for _, verb in moved] == ["leave", "are"]
     assert moved[0][0] == moved[1][0] != "0"
