@@ -126,3 +126,16 @@ def test_a_reader_finds_its_heads_in_the_entries_of_any_other_split(
                 assert not memory[block, -8:].any()
                 rest[block] = False
         assert not memory[rest].any(), "blocks that nobody named were written"
+
+
+def test_numbers_of_runs_lie_in_a_row_for_code_that_takes_their_address() -> None:
+    """One page, whole chunks of it: the sizes are all the same number."""
+    pages = (PageLayout(1 << 20, 8, 4096, 4096),)
+    layout = CacheLayout((LayerGroup(GroupKind.FULL_ATTENTION, BLOCK_TOKENS, pages),), 2 * BLOCK_TOKENS, "uint8")
+    extents = b"".join(EXTENT.pack(chunk, 0, 0, 0, 0, 0, chunk * 8192, 8192) for chunk in range(2))
+    mapping: Any = SimpleNamespace(address=0, size_bytes=1 << 20)
+    batch = CopyBatch(mapping, extents, [[0, 1, 2, 3]], (0,), (0,))
+    runs = BatchRuns(layout).of(batch)
+    assert runs.sizes.tolist() == [4096] * 4
+    for each in (runs.blocks, runs.offsets, runs.sizes):
+        assert each.flags.c_contiguous

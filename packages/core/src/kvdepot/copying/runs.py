@@ -206,6 +206,7 @@ class _GroupAddresses:
         shape: Any = blocks.shape
         sizes = np.broadcast_to(self.page_sizes[:, None], shape)
         if wanted.all():  # a mask takes longer than all the rest
-            return Runs(blocks.reshape(-1), offsets.reshape(-1), sizes.reshape(-1))
+            # With one page, reshaping `sizes` leaves one number and a step of 0; compiled copies need them in a row.
+            return Runs(blocks.reshape(-1), offsets.reshape(-1), np.ascontiguousarray(sizes.reshape(-1)))
         chosen = np.broadcast_to(wanted[:, None, :], shape)
         return Runs(blocks[chosen], offsets[chosen], sizes[chosen])
