@@ -11,6 +11,7 @@ import pytest
 
 from kvdepot.backends import NO_BLOCK
 from kvdepot.client.answers import Lease
+from kvdepot.engines.generation import Generation
 from kvdepot.keys import KeyRun, Namespace, PrefixHasher
 from kvdepot.layout import GroupKind
 from kvdepot.wire import operations as o
@@ -194,7 +195,7 @@ def scene() -> Callable[..., Scene]:
         client, pool = Client(num_chunks), Pool(64)
         side = SchedulerSide(
             cache,
-            Namespace("m"),
+            Generation(Namespace("m"), workers),
             Settings(**settings),
             client,  # type: ignore[arg-type]
             workers,  # type: ignore[arg-type]

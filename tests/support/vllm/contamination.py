@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from kvdepot.client.answers import MISS, BlendHit, BlendRun, Lease
+from kvdepot.engines.generation import Generation
 from kvdepot.keys import DIGEST_BYTES, KeyRun, Namespace
 from kvdepot.layout import GroupKind
 from kvdepot.wire import messages as m
@@ -238,7 +239,9 @@ class World:
         cache = EngineCache((group,), 1, BLOCK, 1, "float32", "format")
         client: Any = Client(self)
         self.namespace = Namespace("model")
-        self.side = SchedulerSide(cache, self.namespace, settings, client, 2, can_blend=True, clock=lambda: 0.0)
+        self.side = SchedulerSide(
+            cache, Generation(self.namespace, 2), settings, client, 2, can_blend=True, clock=lambda: 0.0
+        )
         self.side.bind_block_pool(self.scheduler.kv_cache_manager.block_pool)
         self.scheduler.connector._scheduler = self.side
         self.scheduler.connector.get_kv_connector_stats = lambda: None  # it would take the counters

@@ -201,6 +201,44 @@ class Child:
     def reset(self, *, connector: bool = False) -> Any:
         return {"done": self.llm.reset_prefix_cache(reset_connector=connector)}
 
+    @property
+    def _core(self) -> Any:
+        return self.llm.llm_engine.engine_core.engine_core
+
+    def update_weights(self, seed: int) -> Any:
+        """Write other weights into the engine, as a trainer does."""
+        import torch
+
+        generator = torch.Generator().manual_seed(seed)
+        model = self._core.model_executor.driver_worker.worker.model_runner.get_model()
+        for name, parameter in sorted(model.named_parameters()):
+            if parameter.dim() >= 2 and "norm" not in name:
+                parameter.data.normal_(0, 0.06, generator=generator)
+        return {}
+
+    def sleep(self, level: int, mode: str) -> Any:
+        """Fall asleep as vLLM 0.33 does on a device; until `wake_up` a touch of the cache ends this process."""
+        from vllm.v1.worker.cpu_worker import CPUWorker
+
+        from support.vllm import sleeping
+
+        CPUWorker.sleep, CPUWorker.wake_up = sleeping.sleep, sleeping.wake_up
+        if mode == "abort":  # a core in this process neither tells whom it aborts nor waits for their transfers
+            self.llm.llm_engine.abort_request([*self.llm.llm_engine.output_processor.request_states], internal=True)
+            self.drain()
+        self._core.sleep(level, mode)
+        return {}
+
+    def wake_up(self, tags: list[str] | None = None) -> Any:
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        self._core.wake_up(tags)
+        if tags is None or "kv_cache" in tags:  # then 0.33 collects the workers' metadata once more
+            told = get_kv_transfer_group().get_handshake_metadata()
+            self._core.scheduler.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): told} if told else {})
+            self._wait_for_the_depot()
+        return {}
+
     def metrics(self) -> Any:
         return {metric.name: metric.value for metric in self.llm.get_metrics() if hasattr(metric, "value")}
 

@@ -34,6 +34,7 @@ from kvdepot.errors import DepotUnavailable, KVDepotError
 from kvdepot_vllm.events import Announcer
 from kvdepot_vllm.groups import EngineCache, wished_layout
 from kvdepot_vllm.jobs import StepPlan, WorkerReport
+from kvdepot_vllm.runner import find_version
 from kvdepot_vllm.scheduler import SchedulerSide
 from kvdepot_vllm.settings import Settings, set_failure_policy
 from kvdepot_vllm.setup import Start, WorkerFormat, name_of_engine
@@ -108,6 +109,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER and events is not None and events.enable_kv_cache_events:
             self._announcer = Announcer()
             self._announcer.watch_publisher()
+        self._version = find_version() if role is KVConnectorRole.SCHEDULER else lambda: ""
         self._start = Start(vllm_config, kv_cache_config, self._settings, name_of_engine(vllm_config))
         self._cache: EngineCache | None = self._start.find_cache()
         if self._cache is not None and role is KVConnectorRole.SCHEDULER:
@@ -183,7 +185,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         if self._cache is None or self._scheduler is not None or not told:
             return
         cache, self._cache = self._cache, None
-        self._scheduler = self._start.open_scheduler(cache, told, self._announcer)
+        self._scheduler = self._start.open_scheduler(cache, told, self._announcer, self._version)
         if self._scheduler is None:
             return
         self._cache = cache
@@ -343,7 +345,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_never_raises(_nothing)
     def reset_cache(self) -> bool | None:
-        """Begin a new generation of keys. Other engines keep their entries."""
+        """Begin a new generation of keys, named by the weights. Other engines keep their entries."""
         if self._scheduler is not None:
             self._scheduler.reset()
         return True

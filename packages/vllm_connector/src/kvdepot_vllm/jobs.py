@@ -100,6 +100,7 @@ class StepPlan:
     blends: tuple[BlendJob, ...] = ()
     slice_of: str | None = None  # the request whose blend computes its next slice, on all workers in this step
     given_up: tuple[str, ...] = ()  # requests whose blends end as failed
+    asks_for_weights: int = 0  # the number of a question: all workers tell what their weights are; 0: none
 
 
 @dataclass(slots=True)
@@ -111,12 +112,16 @@ class WorkerReport:
         formats: `WorkerFormat` of the workers; each reports its own once.
         blends_loaded: for each request to blend, how many workers ended its retrieves and whether all succeeded.
         blended: figures of blends that ended.
+        weights: by worker, the number of the question and a digest of its weights, "" if it cannot tell.
+        has_slept: whether one of these workers slept since it last told.
     """
 
     ended: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
     formats: tuple[Any, ...] = ()
     blends_loaded: dict[str, tuple[int, bool]] = field(default_factory=dict[str, tuple[int, bool]])
     blended: dict[str, BlendFigures] = field(default_factory=dict[str, BlendFigures])
+    weights: dict[int, tuple[int, str]] = field(default_factory=dict[int, tuple[int, str]])
+    has_slept: bool = False
 
     def merge(self, other: "WorkerReport") -> "WorkerReport":
         """Return the report of both."""
@@ -128,4 +133,11 @@ class WorkerReport:
         for request_id, (count, is_whole) in other.blends_loaded.items():
             known_count, was_whole = loaded.get(request_id, (0, True))
             loaded[request_id] = (known_count + count, was_whole and is_whole)
-        return WorkerReport(merged, self.formats + other.formats, loaded, self.blended | other.blended)
+        return WorkerReport(
+            merged,
+            self.formats + other.formats,
+            loaded,
+            self.blended | other.blended,
+            self.weights | other.weights,
+            self.has_slept or other.has_slept,
+        )

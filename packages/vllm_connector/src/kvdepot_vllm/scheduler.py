@@ -7,7 +7,6 @@ lookup is sent when the request arrives, and its answer is polled.
 import contextlib
 import logging
 import time
-import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvdepot.client.news import NewsFeed
 from kvdepot.client.scheduler import SchedulerClient
+from kvdepot.engines.generation import Generation
 from kvdepot.errors import KVDepotError
 from kvdepot.keys import Namespace, PrefixHasher
 from kvdepot.wire.messages import MAXIMUM_CHUNKS
@@ -49,20 +49,21 @@ class SchedulerSide:
 
     Args:
         cache: the engine's cache.
-        namespace: decides which engines share.
+        generation: its namespace decides which engines share.
         settings: the user's.
         client: asks the depot; closed with this side.
         num_workers: workers that report each store.
         announcer: tells routers what the depot holds; None if the engine publishes no events.
         describer: of the chunks that this engine stores or finds; None without `announcer`.
         can_blend: whether all workers can blend.
+        version: returns the name that people gave the engine's weights, "" if they gave none.
         clock: seconds, monotonic.
     """
 
     def __init__(
         self,
         cache: EngineCache,
-        namespace: Namespace,
+        generation: Generation,
         settings: Settings,
         client: SchedulerClient,
         num_workers: int,
@@ -70,16 +71,20 @@ class SchedulerSide:
         announcer: "Announcer | None" = None,
         describer: "Describer | None" = None,
         can_blend: bool = False,
+        version: Callable[[], str] = lambda: "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cache = cache
-        self._namespace = namespace
+        self._generation = generation
+        self._version = version
+        self._unnamed: dict[str, EngineRequest] = {}  # requests that wait for a name of the weights
+        self._needs_name = False  # vLLM would run one of them
         self._settings = settings
         self._client = client
         self._describer = describer
         self._feed: NewsFeed | None = None
         if announcer is not None:
-            digest = namespace.digest(cache.chunk_tokens)
+            digest = generation.namespace.digest(cache.chunk_tokens)
             self._feed = client.follow(digest, announcer.on_news, announcer.on_lost)
         self._clock = clock
         self._identity = RequestIdentity()
@@ -109,7 +114,14 @@ class SchedulerSide:
     # --- admission ------------------------------------------------------------------------------------------------
 
     def begin(self, request: EngineRequest) -> None:
-        """Send the lookup of a request that arrived, so that the answer is here when it is first scheduled."""
+        """Send the lookup of a request that arrived, so that the answer is here when it is first scheduled.
+
+        After a reset that waits until the weights have a name.
+        """
+        self._look_at_version()
+        if not self._generation.is_known:
+            self._unnamed[request.request_id] = request
+            return
         params = request_params(request)
         chunk_tokens = self._cache.chunk_tokens
         hand_over = HandOver.parse(request.kv_transfer_params)
@@ -142,6 +154,10 @@ class SchedulerSide:
 
         A load is offered once for each admission: after a failed load the request is recomputed.
         """
+        if request.request_id in self._unnamed:
+            self._needs_name = True
+            may_load = self._settings.load and not request.skip_reading_prefix_cache and not request.resumable
+            return (None if may_load else 0), False
         state = self._requests.get(request.request_id)
         if state is None:
             return 0, False
@@ -196,6 +212,8 @@ class SchedulerSide:
             if request_id in self._requests:
                 self._lookups.withdraw(self._requests[request_id])
         self._stores.plan_put_off()  # before others fill the room: vLLM may take these blocks in any step
+        self._look_at_version()
+        asks_for_weights, self._needs_name = self._generation.ask() if self._needs_name else 0, False
         for request_id, num_tokens in step.num_scheduled_tokens.items():
             state = self._requests.get(request_id)
             if state is None or not num_tokens:
@@ -211,7 +229,13 @@ class SchedulerSide:
         is_idle = self._lookups.may_idle = not step.num_scheduled_tokens
         self._prefill_cost.planned(self._clock(), sum(step.num_scheduled_tokens.values()))
         self._client.token_seconds = min(self._prefill_cost.token_seconds, _SLOWEST_TOKEN_SECONDS)
-        return StepPlan(self._loads.take_planned(), self._stores.take_planned(), is_idle, *self._blends.take_planned())
+        return StepPlan(
+            self._loads.take_planned(),
+            self._stores.take_planned(),
+            is_idle,
+            *self._blends.take_planned(),
+            asks_for_weights=asks_for_weights,
+        )
 
     def workers_reported(
         self, report: WorkerReport, finished: Collection[str], failed: Collection[str], invalid_blocks: set[int]
@@ -225,6 +249,8 @@ class SchedulerSide:
             invalid_blocks: blocks that loads, ended or not, left unfilled (one group).
         """
         self._prefill_cost.reported(self._clock())
+        if self._generation.tell(report.weights, has_slept=report.has_slept):
+            self._named()
         self._stores.report(report.ended)
         self._blends.loaded(report.blends_loaded)
         self._blends.computed(report.blended)
@@ -308,6 +334,7 @@ class SchedulerSide:
         Returns:
             `kv_transfer_params` for the decode engine, if the request asks for them.
         """
+        self._unnamed.pop(request.request_id, None)
         state = self._requests.pop(request.request_id, None)
         if state is None:
             return None
@@ -352,20 +379,35 @@ class SchedulerSide:
             self._blends.forget(state)
 
     def reset(self) -> None:
-        """Begin a new generation of keys, as the weights may have changed: none of it is shared with older entries."""
+        """Begin a new generation of keys, as the weights may have changed: the workers tell what they are.
+
+        Requests under way are neither loaded nor stored any more.
+        """
         if self._settings.keep_after_reset:
             return
-        extra = tuple(item for item in self._namespace.extra if item[0] != "generation")
-        self._namespace = replace(self._namespace, extra=(*extra, ("generation", uuid.uuid4().hex)))
-        if self._feed is not None:
-            self._feed.namespace = self._namespace.digest(self._cache.chunk_tokens)
+        self._generation.reset()
         for state in self._requests.values():
             state.may_load = state.may_store = False
             self._lookups.drop(state)
             self._lookups.withdraw(state)
             state.must_note = False  # its chunks are of the generation before
             self._blends.forget(state)
-        logger.info("the prefix cache was reset: this engine begins a new generation of keys")
+
+    def _look_at_version(self) -> None:
+        if self._generation.set_version(self._version()):
+            self.reset()
+
+    def _named(self) -> None:
+        """Begin the requests that waited for a name of the weights."""
+        if self._feed is not None:
+            self._feed.namespace = self._namespace.digest(self._cache.chunk_tokens)
+        unnamed, self._unnamed = self._unnamed, {}
+        for request in unnamed.values():
+            self.begin(request)
+
+    @property
+    def _namespace(self) -> Namespace:
+        return self._generation.namespace
 
     def close(self) -> None:
         """Leave the depot. Twice is harmless."""

@@ -8,7 +8,7 @@ engine runs without a depot. Nothing here is used after the start.
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
@@ -21,11 +21,13 @@ from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
 from kvdepot.backends import EngineTraits, KVCache, get_backend
 from kvdepot.client.scheduler import SchedulerClient
 from kvdepot.config import directory_of_url
+from kvdepot.engines.generation import Generation
 from kvdepot.layout import GroupKind, Plane
 from kvdepot_vllm.device import device_of_bytes, permit_tiles
 from kvdepot_vllm.events import Announcer, Describer
 from kvdepot_vllm.groups import EngineCache, Unsupported, engine_cache, on_device, worker_groups
 from kvdepot_vllm.identity import engine_namespace
+from kvdepot_vllm.runner import digest_of_weights, find_runner
 from kvdepot_vllm.scheduler import SchedulerSide
 from kvdepot_vllm.settings import Settings
 from kvdepot_vllm.worker import WorkerSide
@@ -62,6 +64,7 @@ class WorkerFormat(KVConnectorHandshakeMetadata):
     can_blend: bool = False
     blend: str = ""
     planes: tuple[Plane, ...] = ()  # by group
+    weights: tuple[int, str] = (0, "")  # the worker's number and a digest of its weights, "" if there is none
 
 
 @dataclass(frozen=True)
@@ -153,6 +156,14 @@ class Start:
             **options,
         )
         context = open_context()
+        rank, runner = pp_rank * parallel.tensor_parallel_size + tp_rank, find_runner()
+
+        def tell_weights() -> tuple[int, str]:
+            return rank, digest_of_weights(runner)
+
+        # Only after a sleep does it matter whether the weights are those that were loaded.
+        can_sleep = bool(getattr(self.vllm_config.model_config, "enable_sleep_mode", False))
+        loaded = tell_weights() if can_sleep else (rank, "")
         only = cache.groups[0] if cache.num_groups == 1 else None
         block_tokens = only.block_tokens if only is not None and only.kind is not GroupKind.RECURRENT else 0
         blends, text = None, ""
@@ -160,8 +171,8 @@ class Start:
             from kvdepot_vllm.blend.setup import start_blending
 
             blends, text = start_blending(self.vllm_config, self.kv_cache_config, self.settings, context)
-        return WorkerSide(context, cache.chunk_tokens, block_tokens, blends, open_context), WorkerFormat(
-            cache.format, blends is not None, text, tuple(group.plane for group in groups)
+        return WorkerSide(context, cache.chunk_tokens, block_tokens, blends, open_context, tell_weights), WorkerFormat(
+            cache.format, blends is not None, text, tuple(group.plane for group in groups), loaded
         )
 
     def open_scheduler(
@@ -169,6 +180,7 @@ class Start:
         cache: EngineCache,
         told: Sequence[WorkerFormat],
         announcer: Announcer | None,
+        version: Callable[[], str],
     ) -> SchedulerSide | None:
         """Open the scheduler's side with the format that all workers registered. It blends if all of them can.
 
@@ -176,6 +188,7 @@ class Start:
             cache: of the engine.
             told: by all workers.
             announcer: tells routers what the depot holds; None if the engine publishes no events.
+            version: returns the name that people gave the engine's weights, "" if they gave none.
 
         Returns:
             None, with a log line, if a worker uses no depot or the workers' formats differ.
@@ -201,15 +214,17 @@ class Start:
             blend=min(told, key=lambda each: each.can_blend).blend,
             served_model=served_model(config) if announcer is not None else "",
         )
+        num_workers = config.parallel_config.world_size
         scheduler = SchedulerSide(
             cache,
-            namespace,
+            Generation(namespace, num_workers, dict(each.weights for each in told)),
             settings,
             client,
-            config.parallel_config.world_size,
+            num_workers,
             announcer=announcer,
             describer=Describer(cache, self.kv_cache_config) if announcer is not None else None,
             can_blend=all(each.can_blend for each in told),
+            version=version,
         )
         logger.info(
             "model %s, tenant %s, namespace %s, chunks of %d tokens: %s %s the depot in %s",

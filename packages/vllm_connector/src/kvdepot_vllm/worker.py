@@ -88,6 +88,7 @@ class WorkerSide:
         block_tokens: of the only layer group; 0 if there are several, and failures are then reported by request.
         blends: of this worker; None if it does not blend.
         open_context: makes another context after the memory was away.
+        tell_weights: returns this worker's number and a digest of its weights, "" if there is none.
     """
 
     def __init__(
@@ -97,9 +98,13 @@ class WorkerSide:
         block_tokens: int,
         blends: NoBlends | None = None,
         open_context: Callable[[], TransferContext] | None = None,
+        tell_weights: Callable[[], tuple[int, str]] = lambda: (0, ""),
     ) -> None:
         self._context = context
         self._open_context = open_context
+        self._tell_weights = tell_weights
+        self._weights: dict[int, tuple[int, str]] = {}  # to be reported
+        self._has_slept = False
         self._blends = blends or NoBlends()
         self._chunk_tokens = chunk_tokens
         self._block_tokens = block_tokens
@@ -120,6 +125,9 @@ class WorkerSide:
                 logger.error("request %s is being loaded already", job.request_id)
             self._loads[job.request_id] = _Load(job, self._submit_load(job))
         self._blends.start(plan)
+        if plan.asks_for_weights:
+            worker, weights = self._tell_weights()
+            self._weights = {worker: (plan.asks_for_weights, weights)}
 
     def _submit_load(self, job: LoadJob) -> TransferFuture[bool] | None:
         if self._context is None or not job.key.num_chunks:
@@ -196,9 +204,13 @@ class WorkerSide:
             self._count(_STORES, future)
             self._ended[number] = (1, future.num_chunks)
         loaded, figures = self._blends.take_reports()
-        if not (self._ended or loaded or figures):
+        if not (self._ended or loaded or figures or self._weights):
             return None
-        report, self._ended = WorkerReport(self._ended, blends_loaded=loaded, blended=figures), {}
+        report = WorkerReport(self._ended, blends_loaded=loaded, blended=figures)
+        self._ended = {}
+        if self._weights:
+            report.weights, report.has_slept = self._weights, self._has_slept
+            self._weights, self._has_slept = {}, False
         return report
 
     @property
@@ -214,6 +226,7 @@ class WorkerSide:
         at once.
         """
         context, self._context = self._context, None
+        self._has_slept = True
         self._loads = {request_id: replace(load, is_lost=True) for request_id, load in self._loads.items()}
         self._blends.lose()
         if context is not None:

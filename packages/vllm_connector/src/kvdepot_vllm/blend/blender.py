@@ -14,7 +14,6 @@ With several ranks, each must make the same calls in the same step, because the 
 Tokens, positions and tables are int64 tensors on the CPU.
 """
 
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
@@ -32,26 +31,11 @@ from kvdepot_vllm.blend.scores import ModelScores
 _DEFAULT_BUDGET: Final = Budget()
 
 
-def find_model() -> Any | None:
-    """Return the model of the runner that is calling, None if no runner is found.
-
-    vLLM's runners call `register_kv_caches`, so one of the frames below it has the runner.
-    """
-    frame = sys._getframe(1)  # noqa: SLF001
-    while frame is not None:
-        runner = frame.f_locals.get("self")
-        if all(hasattr(runner, name) for name in ("get_model", "model", "kv_cache_config")):
-            assert runner is not None
-            return runner.get_model()
-        frame = frame.f_back
-    return None
-
-
 class Blender:
     """Blends prompts in the KV cache of one worker, which has one group of full attention.
 
     Args:
-        model: the model that the engine runs, as `find_model` returns it.
+        model: the model that the engine runs, of its runner.
         vllm_config: `VllmConfig`.
         kv_cache_config: `KVCacheConfig`.
         scratch_block: a block that no request has yet; its bytes are overwritten and restored.

@@ -7,10 +7,11 @@ from typing import Any
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
 
 from kvdepot.backends import TransferContext
-from kvdepot_vllm.blend.blender import Blender, find_model
+from kvdepot_vllm.blend.blender import Blender
 from kvdepot_vllm.blend.self_test import blocks_needed, self_test
 from kvdepot_vllm.blend.supported import why_not
 from kvdepot_vllm.blend.worker import BlendWorker
+from kvdepot_vllm.runner import find_runner
 from kvdepot_vllm.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -22,11 +23,11 @@ def start_blending(
     """Return the worker's side of blends, None if this worker does not blend, and one line for operators."""
     try:
         reason = why_not(vllm_config, kv_cache_config, lambda spec: get_kv_cache_spec_kind(spec).value)
-        model = find_model() if reason is None else None
-        if reason is None and model is None:
+        runner = find_runner() if reason is None else None
+        if reason is None and runner is None:
             reason = "vLLM's runner does not show its model"
-        if reason is None:
-            blender = Blender(model, vllm_config, kv_cache_config, move_tokens=context.move_tokens)
+        if reason is None and runner is not None:
+            blender = Blender(runner.get_model(), vllm_config, kv_cache_config, move_tokens=context.move_tokens)
             model_config = vllm_config.model_config
             blocks = range(1, 1 + blocks_needed(blender.block_tokens))  # no request has any block yet
             result = self_test(blender, blocks, model_config.get_vocab_size(), model_config.max_model_len)

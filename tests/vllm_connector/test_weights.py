@@ -1,0 +1,125 @@
+"""Weights that are updated in running engines: never stale tokens, and replicas with equal weights share at once."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from kvdepot.lab.processes import DepotProcess
+from support.vllm.engines import Engine, MakeModel, Prompt, RunCode, cached, connector, prompts, tokens
+
+pytestmark = pytest.mark.slow
+
+PROMPTS = prompts(2, 500, seed=70)
+PRIVATE = {"kvdepot": {"load": False, "store": False}}
+
+
+@pytest.fixture(scope="module")
+def replicas(depot: DepotProcess, model: MakeModel) -> Iterator[tuple[Engine, Engine]]:
+    with Engine(model("gqa"), connector(depot.url)) as first, Engine(model("gqa"), connector(depot.url)) as second:
+        yield first, second
+
+
+def answers(engine: Engine, wanted: list[Prompt]) -> tuple[list[list[int]], list[int]]:
+    """Return the tokens and how many of each prompt came from the depot."""
+    outputs = engine.generate(wanted)
+    engine.reset()
+    return tokens(outputs), cached(outputs)
+
+
+def computed(engine: Engine, wanted: list[Prompt]) -> list[list[int]]:
+    """Return the tokens of the engine's present weights, without the depot."""
+    outputs = engine.generate(wanted, params=PRIVATE)
+    engine.reset()
+    assert cached(outputs) == [0, 0]
+    return tokens(outputs)
+
+
+def update(engine: Engine, version: int) -> None:
+    """Write weights, and reset the caches before or after, as trainers do."""
+    if version % 2:
+        engine.reset(connector=True)
+    engine.ask("update_weights", seed=version)
+    if not version % 2:
+        engine.reset(connector=True)
+
+
+@pytest.mark.promise(80)
+def test_after_each_of_twenty_updates_replicas_share_and_one_that_is_behind_does_not(
+    replicas: tuple[Engine, Engine],
+) -> None:
+    first, second = replicas
+    seen: set[str] = set()
+    for version in range(20):
+        update(first, version)
+        expected = computed(first, PROMPTS)
+        assert answers(first, PROMPTS) == (expected, [0, 0])
+        assert answers(first, PROMPTS) == (expected, [384, 384])
+        others = prompts(2, 500, seed=100 + version)
+        behind = computed(second, others)
+        answers(first, others)
+        assert answers(second, others) == (behind, [0, 0]), "the second has the weights before"
+        update(second, version)
+        assert answers(second, PROMPTS) == (expected, [384, 384])
+        seen.add(str(expected))
+    assert len(seen) == 20, "the updates change nothing: the test shows nothing"
+
+
+@pytest.mark.promise(80)
+def test_a_version_that_people_give_is_an_update_even_without_a_reset(replicas: tuple[Engine, Engine]) -> None:
+    for engine in replicas:
+        engine.ask("update_weights", seed=100)
+        engine.execute("child._core.set_weight_version('step 100')")
+        engine.reset()
+    first, second = replicas
+    expected = computed(first, PROMPTS)
+    assert answers(first, PROMPTS) == (expected, [0, 0])
+    assert answers(second, PROMPTS) == (expected, [384, 384])
+    first.execute("child._core.set_weight_version('step 101')")
+    assert answers(first, PROMPTS) == (expected, [0, 0])
+
+
+@pytest.mark.promise(80)
+def test_a_reset_without_an_update_finds_nothing_from_before(replicas: tuple[Engine, Engine]) -> None:
+    first, second = replicas
+    expected = computed(first, PROMPTS)
+    for _ in range(2):
+        first.reset(connector=True)
+        assert answers(first, PROMPTS) == (expected, [0, 0])
+        assert answers(first, PROMPTS) == (expected, [384, 384])
+    assert answers(second, PROMPTS) == (expected, [384, 384])
+
+
+DIGESTS = """
+import torch
+from kvdepot.engines.weights import content_of, weights_digest
+
+def said(tensors):
+    return weights_digest(tensors.items())
+
+def sums(tensor):
+    return b"".join(content_of(tensor, by_sums=True))
+
+for kind in (torch.float32, torch.bfloat16, torch.int8):
+    base = {"b": torch.arange(3 << 20).to(kind).reshape(3, -1), "a": torch.ones(5, dtype=kind), "empty": torch.ones(0)}
+    known, summed = said(base), sums(base["b"])
+    print("order", said(dict(reversed(base.items()))) == known == said({k: v.clone() for k, v in base.items()}))
+    print("shape", said({**base, "b": base["b"].reshape(-1)}) != known, said({**base, "c": base["a"]}) != known)
+    print("strides", said({**base, "b": base["b"].t().contiguous().t()}) == known)
+    for place in (0, 12345, (1 << 20) + 1, (3 << 20) - 1):
+        other = base["b"].clone()
+        other.view(torch.uint8).view(-1)[place * other.element_size()] ^= 1
+        print("one bit", said({**base, "b": other}) != known, sums(other) != summed, sums(other.clone()) == sums(other))
+    swapped = base["b"].clone()
+    swapped[0, 1], swapped[0, 2] = base["b"][0, 2], base["b"][0, 1]
+    print("swapped", said({**base, "b": swapped}) != known, sums(swapped) != summed)
+    print("short", sums(torch.ones(3, dtype=torch.int8)) != sums(torch.zeros(3, dtype=torch.int8)))
+flipped = torch.zeros(4096, dtype=torch.int32)
+flipped[[7, 9]] = -(1 << 31)
+print("signs", sums(flipped) != sums(torch.zeros_like(flipped)))
+"""
+
+
+def test_every_value_counts_whether_bytes_or_sums_are_taken(run_code: RunCode) -> None:
+    said = [line.split() for line in run_code(DIGESTS).splitlines() if line.endswith(("True", "False"))]
+    assert len(said) == 3 * 9 + 1
+    assert [line for line in said if "False" in line] == []
