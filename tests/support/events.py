@@ -52,6 +52,7 @@ class View:
 
     def __init__(self) -> None:
         self.found: set[int] = set()
+        self.in_tier: set[int] = set()  # and not in the pool
         self.tokens: dict[int, tuple[int, ...]] = {}
         self.parents: dict[int, int | None] = {}
         self.next = 0
@@ -68,20 +69,23 @@ class View:
     def take(self, event: dict[str, Any]) -> None:
         if event["type"] == "AllBlocksCleared":
             self.found.clear()
+            self.in_tier.clear()
             self.num_clears += 1
             return
-        assert (event["medium"], event["locality"]) == ("CPU", "LOCAL")
+        assert event["locality"] == "LOCAL"
         ids, size = event["block_hashes"], event.get("block_size", 0)
+        here = {"CPU": self.found, "STORAGE": self.in_tier}[event["medium"]]
         if event["type"] == "BlockRemoved":
-            self.found.difference_update(ids)
+            assert here.issuperset(ids) or event["medium"] == "CPU"
+            here.difference_update(ids)
             return
         before = event["parent_block_hash"]
-        assert before is None or before in self.found
+        assert before is None or before in self.found | self.in_tier
         assert len(event["token_ids"]) == size * len(ids)
         for place, each in enumerate(ids):
             self.tokens[each] = tuple(event["token_ids"][place * size : (place + 1) * size])
             self.parents[each], before = before, each
-        self.found |= set(ids)
+        here.update(ids)
 
     def reached(self) -> set[int]:
         """The blocks that a prefix of its prompt leads to."""

@@ -14,7 +14,6 @@ from typing import Any, Final
 
 import msgspec
 from vllm.distributed.kv_events import (
-    MEDIUM_CPU,
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
@@ -29,6 +28,8 @@ from kvdepot.keys import KeyRun
 from kvdepot.layout import GroupKind
 from kvdepot.wire import messages as m
 from kvdepot_vllm.groups import EngineCache
+
+_Place = tuple[int | None, str | None]  # group and medium
 
 _ZMQ: Final = "zmq"  # vLLM's only publisher that publishes
 _ID_BITS: Final = (1 << 64) - 1
@@ -112,8 +113,8 @@ class Announcer:
         self._kept: list[Any] = []  # until somebody takes them
         self._heard_at = 0.0  # by then subscribers of an earlier engine are connected again
         self._lock = threading.Lock()
-        self._announced: dict[int | None, set[int]] = {}  # ids by group
-        self._fresh: dict[int | None, set[int]] | None = None  # told since the news began; None once that is over
+        self._announced: dict[_Place, set[int]] = {}  # ids
+        self._fresh: dict[_Place, set[int]] | None = None  # told since the news began; None once that is over
         self._decoder = msgspec.msgpack.Decoder(list[BlockStored | BlockRemoved | AllBlocksCleared])
 
     def on_news(self, news: m.News) -> None:
@@ -124,28 +125,29 @@ class Announcer:
         for event in self._decoder.decode(news.events) if news.events else ():
             if isinstance(event, AllBlocksCleared):
                 continue  # it would take back the blocks in the device's memory, too
-            ids, announced = event.block_hashes, self._announced.setdefault(event.group_idx, set())
+            place = event.group_idx, event.medium
+            ids, announced = event.block_hashes, self._announced.setdefault(place, set())
             if isinstance(event, BlockRemoved):
                 announced.difference_update(ids)
             else:
                 if self._fresh is not None:
-                    self._fresh.setdefault(event.group_idx, set()).update(ids)
+                    self._fresh.setdefault(place, set()).update(ids)
                 if announced.issuperset(ids):
                     continue
                 announced.update(ids)
             events.append(event)
         if self._fresh is not None and not news.has_more:
             fresh, self._fresh = self._fresh, None
-            for group, announced in self._announced.items():
-                gone = announced - fresh.get(group, set())
+            for place, announced in self._announced.items():
+                gone = announced - fresh.get(place, set())
                 announced -= gone
-                events += _removals(group, sorted(gone))
+                events += _removals(place, sorted(gone))
         self._give(events)
 
     def on_lost(self) -> None:
         """Take everything back: the depot is away."""
         announced, self._announced = self._announced, {}
-        self._give([event for group, ids in announced.items() for event in _removals(group, sorted(ids))])
+        self._give([event for place, ids in announced.items() for event in _removals(place, sorted(ids))])
 
     def _give(self, events: list[Any]) -> None:
         if events and self.publish is not None:
@@ -180,8 +182,9 @@ class Announcer:
         registry[_ZMQ] = make_and_keep
 
 
-def _removals(group: int | None, ids: Sequence[int]) -> list[BlockRemoved]:
+def _removals(place: _Place, ids: Sequence[int]) -> list[BlockRemoved]:
+    group, medium = place
     return [
-        BlockRemoved(list(ids[start : start + _MOST_BLOCKS]), medium=MEDIUM_CPU, group_idx=group, locality="LOCAL")
+        BlockRemoved(list(ids[start : start + _MOST_BLOCKS]), medium=medium, group_idx=group, locality="LOCAL")
         for start in range(0, len(ids), _MOST_BLOCKS)
     ]

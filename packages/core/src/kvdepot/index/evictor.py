@@ -44,6 +44,7 @@ class Evictor:
         entries: Entries,
         shares: Shares,
         priorities: Priorities,
+        on_evicted: Callable[[int], object],
     ) -> None:
         self.num_evicted = 0
         self.num_leased_evicted = 0  # of these, those with a lease
@@ -51,6 +52,7 @@ class Evictor:
         self.is_frozen = False  # nothing leaves while the index is being rebuilt
         self.eviction_ages = Histogram(1.0)  # seconds since the last use of evicted chunks
         self._on_victim: Callable[[], None] | None = None
+        self._on_evicted = on_evicted
         self._nodes = nodes
         self._visibility = visibility
         self._entries = entries
@@ -196,6 +198,7 @@ class Evictor:
     def _evict(self, node: int) -> None:
         self.num_evicted += 1
         self.eviction_ages.add(self._nodes.idle_seconds(node))
+        self._on_evicted(node)
         self._remove(node)
 
     def _remove(self, node: int) -> int:

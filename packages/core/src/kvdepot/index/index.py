@@ -42,8 +42,10 @@ class ChunkIndex:
         self.num_over_share = 0  # entries that were declined because their share has enough unfinished ones
         self.num_not_ready = 0  # entries that were declined because the pool was still growing
         self.num_restore_errors = 0
-        # Two observers, each set by the part that is built over the index and watches it: called with each node that
-        # lookups no longer find (`Holdings`), and with the key of each chunk whose session ended (`ShadowIndex`).
+        # Observers, each set by the part that is built over the index and watches it: called with each node that is
+        # about to be evicted for room, with each that lookups no longer find (both `Holdings`), and with the key of
+        # each chunk whose session ended (`ShadowIndex`).
+        self.on_evicted: Callable[[int], object] = lambda _node: None
         self.on_hidden: Callable[[int], object] = lambda _node: None
         self.on_ended: Callable[[bytes], object] = lambda _key: None
         self._space_by_spec: dict[bytes, Space] = {}
@@ -57,7 +59,9 @@ class ChunkIndex:
         self.entries = Entries(nodes, self.table, self.extents, self.quotas)
         self.shares = Shares(nodes, self.entries, self.quotas, self._make_policy)
         self.priorities = Priorities(nodes, self.shares, lambda key: self.on_ended(key))
-        self.evictor = Evictor(nodes, self.visibility, self.entries, self.shares, self.priorities)
+        self.evictor = Evictor(
+            nodes, self.visibility, self.entries, self.shares, self.priorities, lambda node: self.on_evicted(node)
+        )
 
     def _make_policy(self, tree: ChunkTree) -> EvictionPolicy:
         return POLICIES[self._policy](tree, self.preference)

@@ -2,6 +2,7 @@
 
 Engines describe their chunks (`m.DescribeChunks`) after a store, and after a hit on chunks that nobody has described.
 A chunk that is described appears as soon as lookups find it, and leaves with the index's word that they no longer do.
+If it is evicted and a tier has it, it appears there, until it is described in the pool again, or a lookup misses it.
 Each change is appended to the log of its topic. Readers, the published stream and attached engines, follow the log; one
 that is new or too far behind first scans everything that is held. A scan may take its time: the changes since its
 begin follow it, and telling one twice does no harm.
@@ -31,6 +32,8 @@ _MODEL: Final = "{model}"
 _ID_BYTES: Final = 8
 _TOKEN_BYTES: Final = 4
 _MOST_BYTES: Final = 320 << 20  # of tokens and ids: 64 million tokens in blocks of 16 or more
+_MOST_IN_TIER: Final = 65_536  # chunks that only a tier has
+_TIER_SHARE: Final = 4  # of `_MOST_BYTES`: one part in so many beside it for these
 _MOST_TOPICS: Final = 1024
 _LONGEST_LOG: Final = 65_536  # changes; a reader further behind scans
 _SCANNED_AT_ONCE: Final = 1024  # nodes
@@ -119,9 +122,10 @@ class Described(msgspec.Struct, gc=False):
 
 
 class Change(NamedTuple):
-    """A chunk came or left."""
+    """A chunk came to a medium or left it."""
 
     chunk: Described
+    medium: str
     is_stored: bool
     is_public: bool  # false if a chunk with the same ids, of another tenant, is still there or was there before
 
@@ -133,25 +137,28 @@ class Shelf:
     topic: str
     log: list[Change] = field(default_factory=list[Change])
     first: int = 1  # position of `log[0]`
-    counts: dict[int, int] = field(default_factory=dict[int, int])  # chunks, by the id of their last block
+    # chunks, by the id of their last block and whether they are in a tier
+    counts: dict[int, int] = field(default_factory=dict[int, int])
 
     @property
     def end(self) -> int:
         """The position of the next change."""
         return self.first + len(self.log)
 
-    def show(self, chunk: Described) -> None:
-        """Note that a chunk came."""
-        count = self.counts.get(chunk.last_id, 0)
-        self.counts[chunk.last_id] = count + 1
-        self._append(Change(chunk, True, not count))
+    def show(self, chunk: Described, medium: str) -> None:
+        """Note that a chunk came to a medium."""
+        name = chunk.last_id << 1 | (medium == TIER)
+        count = self.counts.get(name, 0)
+        self.counts[name] = count + 1
+        self._append(Change(chunk, medium, True, not count))
 
-    def hide(self, chunk: Described) -> None:
-        """Note that a chunk left."""
-        count = self.counts.pop(chunk.last_id) - 1
+    def hide(self, chunk: Described, medium: str) -> None:
+        """Note that a chunk left a medium."""
+        name = chunk.last_id << 1 | (medium == TIER)
+        count = self.counts.pop(name) - 1
         if count:
-            self.counts[chunk.last_id] = count
-        self._append(Change(chunk, False, not count))
+            self.counts[name] = count
+        self._append(Change(chunk, medium, False, not count))
 
     def forget(self) -> None:
         """Have every reader scan again."""
@@ -177,6 +184,7 @@ class Holdings:
         num_changes: so far, of all topics.
         on_described: called with each message that was taken, to keep it for the next server.
         on_change: called after each change.
+        is_in_tier: whether a tier has a node that is about to be evicted.
     """
 
     def __init__(self, index: ChunkIndex, topic: str = "", most_bytes: int = _MOST_BYTES) -> None:
@@ -186,13 +194,16 @@ class Holdings:
         self.num_declined = 0  # chunks, for lack of room
         self.on_described: Callable[[Space, str, m.DescribeChunks], None] = lambda _space, _model, _request: None
         self.on_change: Callable[[], None] = lambda: None
+        self.is_in_tier: Callable[[int], bool] = lambda _node: False
         self._index = index
         self._topic = topic
         self._most_bytes = most_bytes
         self._by_node: list[Described | None] = []  # of visible nodes
+        self._in_tier: dict[tuple[int, bytes], Described] = {}  # and not in the pool; the first that was evicted first
+        self._num_tier_bytes = 0
         self._broken: set[int] = set()  # nodes that were hidden in front of others
         self._families: dict[Family, Family] = {}
-        index.on_hidden = self._on_hidden
+        index.on_evicted, index.on_hidden = self._on_evicted, self._on_hidden
         if _MODEL not in topic:
             self.shelf_of("")
 
@@ -270,7 +281,8 @@ class Holdings:
             self._by_node.extend([None] * (node + 1 - len(self._by_node)))
         self._by_node[node] = chunk
         self.num_bytes += len(chunk.content)
-        chunk.shelf.show(chunk)
+        self._leave_tier((chunk.family.space, self._index.nodes.key_of(node)))
+        chunk.shelf.show(chunk, POOL)
         if node in self._broken:
             self._broken.remove(node)
             chunk.shelf.forget()  # scans passed over the chunks behind it
@@ -284,15 +296,43 @@ class Holdings:
                 self.num_bytes -= len(chunk.content)
                 if self._index.nodes.num_children(node):
                     self._broken.add(node)
-                chunk.shelf.hide(chunk)
+                chunk.shelf.hide(chunk, POOL)
                 self._count()
+
+    def _on_evicted(self, node: int) -> None:
+        if not self.is_described(node) or not self.is_in_tier(node):
+            return
+        chunk, name = self._by_node[node], (self._index.nodes.space_number[node], self._index.nodes.key_of(node))
+        assert chunk is not None
+        self._in_tier[name] = chunk
+        self._num_tier_bytes += len(chunk.content)
+        chunk.shelf.show(chunk, TIER)
+        while len(self._in_tier) > _MOST_IN_TIER or self._num_tier_bytes > self._most_bytes // _TIER_SHARE:
+            self._leave_tier(next(iter(self._in_tier)))
+        self._count()
+
+    def _leave_tier(self, name: tuple[int, bytes]) -> bool:
+        chunk = self._in_tier.pop(name, None)
+        if chunk is None:
+            return False
+        self._num_tier_bytes -= len(chunk.content)
+        chunk.shelf.hide(chunk, TIER)
+        self._count()
+        return True
+
+    def missed(self, space: Space, digests: bytes, first: int) -> None:
+        """Note that no tier brought the chunks from `first` on for a lookup: take them back."""
+        if self._in_tier:
+            for chunk in range(first, num_digests(digests)):
+                if not self._leave_tier((space.number, digest_at(digests, chunk))):
+                    return
 
     def _count(self) -> None:
         self.num_changes += 1
         self.on_change()
 
-    def scan(self, shelf: Shelf, is_wanted: Callable[[Described], bool]) -> Iterator[Described | None]:
-        """Yield what a shelf has, each chunk behind the one before it, and None now and then.
+    def scan(self, shelf: Shelf, is_wanted: Callable[[Described], bool]) -> Iterator[tuple[Described, str] | None]:
+        """Yield what a shelf has and where, each chunk behind the one before it, and None now and then.
 
         Chunks behind one that was removed because its bytes were wrong are left out, as lookups end there.
         """
@@ -312,7 +352,12 @@ class Holdings:
                 seen[node] = _TOLD if is_told else _PASSED_OVER
                 chunk = by_node[node]
                 if is_told and chunk is not None and chunk.shelf is shelf and is_wanted(chunk):
-                    yield chunk
+                    yield chunk, POOL
+        for number, chunk in enumerate(reversed(list(self._in_tier.values()))):  # the last of a prompt is evicted first
+            if number % _SCANNED_AT_ONCE == 0:
+                yield None
+            if chunk.shelf is shelf and is_wanted(chunk):
+                yield chunk, TIER
 
     def check_integrity(self) -> None:
         """Check that every described chunk can be found.
@@ -324,7 +369,9 @@ class Holdings:
             assert chunk is None or self._index.visibility.is_visible[node], f"node {node} is not visible"
         held = [chunk for chunk in self._by_node if chunk is not None]
         assert self.num_bytes == sum(len(chunk.content) for chunk in held), "the bytes are miscounted"
-        assert sum(sum(shelf.counts.values()) for shelf in self.shelves.values()) == len(held)
+        in_tier = self._in_tier.values()
+        assert self._num_tier_bytes == sum(len(chunk.content) for chunk in in_tier), "the bytes in tiers are miscounted"
+        assert sum(sum(shelf.counts.values()) for shelf in self.shelves.values()) == len(held) + len(in_tier)
 
 
 class Reader:
@@ -345,7 +392,7 @@ class Reader:
         self.position = 0
         self.is_starting = True
         self._holdings = holdings
-        self._scan: Iterator[Described | None] | None = None
+        self._scan: Iterator[tuple[Described, str] | None] | None = None
 
     def restart(self) -> None:
         """Begin again with everything."""
@@ -368,10 +415,10 @@ class Reader:
             self._scan = self._holdings.scan(self.shelf, self._is_wanted)
             return [AllBlocksCleared()]
         if self._scan is not None:
-            for chunk in self._scan:
-                if chunk is None:
+            for found in self._scan:
+                if found is None:
                     break
-                told.add(chunk, is_stored=True)
+                told.add(*found, is_stored=True)
                 if told.num_tokens >= most_tokens:
                     break
             else:
@@ -381,7 +428,7 @@ class Reader:
         for change in self.shelf.log[start : start + _TAKEN_AT_ONCE]:
             self.position += 1
             if change.is_public if self.namespace is None else self._is_wanted(change.chunk):
-                told.add(change.chunk, is_stored=change.is_stored)
+                told.add(change.chunk, change.medium, is_stored=change.is_stored)
                 if told.num_tokens >= most_tokens:
                     break
         return told.events
@@ -399,13 +446,15 @@ class _Telling:
         self._last: Described | None = None  # of the last events, which `_open` are
         self._open: list[Any] = []
         self._is_stored = False
+        self._medium = ""
 
-    def add(self, chunk: Described, *, is_stored: bool) -> None:
-        """Tell of a chunk."""
+    def add(self, chunk: Described, medium: str, *, is_stored: bool) -> None:
+        """Tell of a chunk in a medium."""
         last = self._last
         is_next = (
             last is not None
             and self._is_stored is is_stored
+            and self._medium == medium
             and last.family is chunk.family
             and (
                 not is_stored
@@ -419,7 +468,7 @@ class _Telling:
         ids = chunk.block_ids
         if not is_next:
             groups = chunk.family.groups or (None,)
-            self._open = [(_stored if is_stored else _removed)(chunk, group) for group in groups]
+            self._open = [(_stored if is_stored else _removed)(chunk, medium, group) for group in groups]
             self.events += self._open
         tokens = chunk.tokens if is_stored else ()
         for event in self._open:
@@ -428,18 +477,18 @@ class _Telling:
                 event.token_ids.extend(tokens)
                 if chunk.extra_keys:
                     event.extra_keys.extend(chunk.extra_keys)
-        self._last, self._is_stored = chunk, is_stored
+        self._last, self._is_stored, self._medium = chunk, is_stored, medium
         self.num_tokens += len(tokens) or len(ids)
 
 
-def _stored(chunk: Described, group: m.DescribedGroup | None) -> BlockStored:
+def _stored(chunk: Described, medium: str, group: m.DescribedGroup | None) -> BlockStored:
     event = BlockStored(
         [],
         chunk.parent_id,
         [],
         chunk.family.block_tokens,
         None,
-        POOL,
+        medium,
         chunk.lora_name,
         [] if chunk.extra_keys else None,
         locality=LOCAL,
@@ -451,5 +500,5 @@ def _stored(chunk: Described, group: m.DescribedGroup | None) -> BlockStored:
     return event
 
 
-def _removed(_chunk: Described, group: m.DescribedGroup | None) -> BlockRemoved:
-    return BlockRemoved([], POOL, None if group is None else group.number, LOCAL)
+def _removed(_chunk: Described, medium: str, group: m.DescribedGroup | None) -> BlockRemoved:
+    return BlockRemoved([], medium, None if group is None else group.number, LOCAL)

@@ -104,6 +104,8 @@ class Lookups:
         if self._is_gone(context):
             return self._gone(context)
         query.refresh(self._index)
+        if self._state.holdings is not None and not query.is_whole:
+            self._state.holdings.missed(context.space, query.digests, query.found)
         return self._found(query, self._state.clock() - began)
 
     def _is_gone(self, context: Context) -> bool:

@@ -57,6 +57,7 @@ class NewsDesk:
         self._is_reading = False  # the file, which has these descriptions already
         if holdings is not None:
             holdings.on_change = self._tell_soon
+            holdings.is_in_tier = lambda node: state.tiering is not None and state.tiering.holds(node)
 
     def describe(self, context: Context, request: m.DescribeChunks) -> m.Done:
         """Take the tokens of chunks; the reply counts those that nobody had described.

@@ -178,6 +178,14 @@ class Demotions:
     def _is_missing(self, node: int, tiers: Sequence[TierState]) -> bool:
         return any(not self._is_written(record, tiers) for record in self._index.entries.sealed(node))
 
+    def holds(self, node: int) -> bool:
+        """Whether a tier that is not suspended has all sealed entries of a chunk, or they are on their way there."""
+        table, records = self._index.table, self._index.entries.sealed(node)
+        return any(
+            not tier.queue.is_suspended and all(tier.has(record, table.header(record)) for record in records)
+            for tier in self._tiers
+        )
+
     def _is_long(self, node: int) -> bool:
         index = self._index
         return (index.nodes.depth_of(node) + 1) * index.nodes.space_of(node).spec.chunk_tokens >= self._least_tokens

@@ -209,6 +209,10 @@ class Tiering:
         self.due = 0.0
         return self._demotions.leave(node)
 
+    def holds(self, node: int) -> bool:
+        """Whether a tier that answers has all entries of a chunk, or they are on their way there."""
+        return self._demotions.holds(node)
+
     def _demote(self, write: Callable[[T], None], subject: T) -> None:
         """Write entries. A failure is logged: the store or lookup that came before has succeeded."""
         try:
