@@ -59,12 +59,21 @@ class Turns:
 
     def add(self, task: Task) -> bool:
         """Run a chore; False if as many wait as may."""
+        return self.enter(_Chore(self, task))
 
-        def step() -> None:
-            if next(task, self) is not self:
-                self.again(step)
 
-        return self.enter(step)
+class _Chore:
+    """Iterates in turns of one queue. A closure that names itself would keep what it held until it is collected."""
+
+    __slots__ = ("_task", "_turns")
+
+    def __init__(self, turns: Turns, task: Task) -> None:
+        self._turns = turns
+        self._task = task
+
+    def __call__(self) -> None:
+        if next(self._task, self) is not self:
+            self._turns.again(self)
 
 
 class Background:

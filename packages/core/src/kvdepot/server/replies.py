@@ -80,24 +80,47 @@ def run(steps: Steps, on_error: Callable[[Exception], frames.Reply]) -> frames.R
 
     An exception before its first wait goes to the caller. `on_error` makes the reply of any later one.
     """
-    pending = PendingReply()
+    try:
+        wait = next(steps)
+    except StopIteration as end:
+        return end.value
+    waiting = _Waiting(steps, on_error)
+    waiting.go_on(wait)
+    return waiting.pending.reply or waiting.pending
 
-    def go_on(has_waited: bool | None) -> None:
+
+class _Waiting:
+    """A handler that has not replied yet.
+
+    An object and not two closures that name each other: those are a cycle, which keeps the bytes of a request that has
+    ended until the collector comes by.
+    """
+
+    __slots__ = ("_on_error", "_steps", "pending")
+
+    def __init__(self, steps: Steps, on_error: Callable[[Exception], frames.Reply]) -> None:
+        self.pending = PendingReply()
+        self._steps = steps
+        self._on_error = on_error
+
+    def go_on(self, wait: Wait) -> None:
+        """Wait as the handler wants, or have it go on at once."""
         try:
-            wait = steps.send(has_waited)  # type: ignore[arg-type]
-            while not wait(resume):
-                wait = steps.send(False)
+            while not wait(self._resume):
+                wait = self._steps.send(False)
         except StopIteration as end:
-            pending.send(end.value)
+            self.pending.send(end.value)
 
-    def resume() -> None:
+    def _resume(self) -> None:
         try:
-            go_on(True)
+            try:
+                wait = self._steps.send(True)
+            except StopIteration as end:
+                self.pending.send(end.value)
+            else:
+                self.go_on(wait)
         except Exception as error:
-            pending.send(on_error(error))
-
-    go_on(None)
-    return pending.reply or pending
+            self.pending.send(self._on_error(error))
 
 
 def error_reply(epoch: int, counters: Counts, error: Exception) -> m.ErrorReply:
