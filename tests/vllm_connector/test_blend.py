@@ -113,7 +113,7 @@ def test_a_depot_that_is_killed_costs_time_and_no_answer(model: MakeModel, engin
 def test_two_ranks_choose_and_compute_the_same(model: MakeModel, depot: DepotProcess) -> None:
     with Engine(
         model("gqa"),
-        connector(depot.url, blend="always"),
+        connector(depot.url, blend="always", namespace="two ranks"),  # what one rank stored would be found
         max_num_seqs=32,
         tensor_parallel_size=2,
         multiprocessing=True,

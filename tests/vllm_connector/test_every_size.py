@@ -44,15 +44,16 @@ def entries_of(status: DepotStatus, before: DepotStatus) -> tuple[int, int]:
 def test_an_engine_of_another_size_loads_every_prompt(
     stored_by: int, loaded_by: int, name: str, depot: DepotProcess, model: MakeModel
 ) -> None:
+    mine = prompts(3, 1500, seed=70 + stored_by)  # the depot has those of other pairs
     with Engine(model(name), connector(depot.url), **options_of(stored_by)) as engine:
-        wait_until_stored(engine, depot, seed=900)
+        wait_until_stored(engine, depot, seed=900 + stored_by)
         before = depot.status()
-        generate_until_stored(engine, PROMPTS, depot, before.num_chunks + REUSE // 128 * len(PROMPTS))
-    with Engine(model(name), connector(depot.url), reference=PROMPTS, **options_of(loaded_by)) as engine:
-        wait_until_stored(engine, depot, seed=950)
+        generate_until_stored(engine, mine, depot, before.num_chunks + REUSE // 128 * len(mine))
+    with Engine(model(name), connector(depot.url), reference=mine, **options_of(loaded_by)) as engine:
+        wait_until_stored(engine, depot, seed=950 + stored_by)
         before = depot.status()
-        outputs = engine.generate(PROMPTS)
-        assert cached(outputs) == [REUSE] * len(PROMPTS)
+        outputs = engine.generate(mine)
+        assert cached(outputs) == [REUSE] * len(mine)
         assert tokens(outputs) == engine.reference
         wait_until(lambda: depot.status().num_tickets == depot.status().num_leases == 0)
         assert depot.status().num_entries == before.num_entries, "what is there is not stored again"
@@ -60,7 +61,7 @@ def test_an_engine_of_another_size_loads_every_prompt(
 
 def test_ranks_beyond_the_heads_store_each_head_once(depot: DepotProcess, model: MakeModel) -> None:
     with Engine(model("gqa"), connector(depot.url), reference=PROMPTS[:1], **options_of(4)) as engine:
-        wait_until_stored(engine, depot, seed=950)
+        wait_until_stored(engine, depot, seed=960)
         before = depot.status()
         outputs, status = generate_until_stored(engine, PROMPTS[:1], depot, before.num_chunks + REUSE // 128)
         num_entries, num_chunks = entries_of(status, before)
