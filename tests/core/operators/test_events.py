@@ -453,7 +453,7 @@ def test_chunks_that_only_a_tier_has_are_announced_there(tmp_path: Path, context
     with DepotProcess(*flags, pool_size="1MiB") as depot:
         engine, router, run = Engine(depot), Router(depot, context), prompt(5, "a")
         engine.store(run)
-        wait_until(lambda: depot.status().tiers[0].counters["written_entries"] >= 5)
+        wait_until(lambda: depot.status().tiers[0].counters.get("written_entries", 0) >= 5)
         others = iter(range(1000))
 
         def is_only_in_tier() -> bool:
