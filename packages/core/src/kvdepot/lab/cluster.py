@@ -112,7 +112,7 @@ class ClusterRow:
 
 @dataclass(frozen=True, slots=True)
 class ClusterTable:
-    """What routing and a shared tier are worth: with it a user plans N nodes."""
+    """Hit rates and times by routing and shared tier: with them a user plans N nodes."""
 
     fleet: Fleet
     num_requests: int

@@ -4,7 +4,7 @@ A prefix is cut where the number of a chunk is a multiple of `keys.chunks_a_run`
 chunks that one store brought, and others follow behind them. **The walk** finds them. It begins with the object that is
 named after the cut. The next object is named after the first chunk of the prefix that the objects before it lack, and
 so on, until there is no such object. Prompts that part between two cuts share the objects before that, and each finds
-its own behind them. Who writes takes the same walk and adds an object at its end. Objects never change, so a walk only
+its own behind them. A writer takes the same walk and adds an object at its end. Objects never change, so a walk only
 becomes longer; when one of them is removed, the next writer puts another one in its place.
 
 An object begins with its **head**: for each chunk its key, its seal, and the place of its payload.
