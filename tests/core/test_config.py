@@ -19,7 +19,7 @@ from kvdepot.config import (
 )
 from kvdepot.errors import ConfigError
 from kvdepot.index.eviction import POLICIES
-from kvdepot.pool.room import resolve_pool_size
+from kvdepot.pool.size import resolve_pool_size
 from kvdepot.wire.messages import Verify
 
 

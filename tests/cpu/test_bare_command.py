@@ -15,7 +15,7 @@ from kvdepot.errors import DepotUnavailable
 from kvdepot.keys import Namespace, hash_prefix
 from kvdepot.lab.processes import wait_until
 from kvdepot.ops.cli import main
-from kvdepot.pool.found import find_pools
+from kvdepot.pool.inventory import find_pools
 from kvdepot.wire import operations as o
 from kvdepot_cpu.context import CpuOptions, CpuTransferContext
 

@@ -13,8 +13,8 @@ from kvdepot.backends import CacheGroup, KVCache
 from kvdepot.lab.processes import DepotProcess
 from kvdepot.testing.backend import WorkerPlan
 from kvdepot.testing.faults import FaultSuite
-from kvdepot_cuda.carrier import CudaOptions
 from kvdepot_cuda.context import CudaTransferContext
+from kvdepot_cuda.copy_route import CudaOptions
 from support.cuda.device_worker import DeviceWorker
 from support.cuda.fake import DEFAULT_STREAM, FakeDriver, FakeEvent
 from support.cuda.fake_worker import FakeWorker

@@ -343,7 +343,7 @@ def test_a_worker_that_fell_back_lets_go_of_the_pool_of_the_depot_that_had_its_m
     worker = cache()
     assert worker.store(prompt(3))
     made: Any = worker.context
-    made.carrier.fall_back("a test")
+    made.copy_route.fall_back("a test")
     worker.context.wait_until_connected(WAIT_SECONDS)
     for salt in range(2):
         depot.kill()
@@ -386,7 +386,7 @@ def test_a_depot_that_is_restarted_while_its_mover_is_waited_for_is_waited_for(
         waits.append(wait_seconds)
         await_mover(channel, wait_seconds, deadline_seconds)
 
-    monkeypatch.setattr("kvdepot_cuda.carrier.await_mover", await_after_a_restart)
+    monkeypatch.setattr("kvdepot_cuda.copy_route.await_mover", await_after_a_restart)
     worker.context.wait_until_connected(WAIT_SECONDS)
     assert len(waits) > 1
     wait_until(lambda: not depot.status().recovering, WAIT_SECONDS)

@@ -15,8 +15,8 @@ import pytest
 from kvdepot.backends import CacheGroup, KVCache, ReadyEvent
 from kvdepot.lab.processes import DepotProcess
 from kvdepot_cuda.availability import why_unavailable
-from kvdepot_cuda.carrier import CudaOptions
 from kvdepot_cuda.context import CudaTransferContext
+from kvdepot_cuda.copy_route import CudaOptions
 from support.cuda.order import BATCH_BYTES, NUM_BLOCKS, NUM_LAYERS, PAGE_BYTES, OrderSuite
 
 REASON = why_unavailable()

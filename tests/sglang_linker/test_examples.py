@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvdepot.pool.found import find_pools
+from kvdepot.pool.inventory import find_pools
 from support.sglang.engines import ENVIRONMENT
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "sglang" / "serve.sh"

@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 from kvdepot.lab.processes import DepotProcess
-from kvdepot.pool.found import find_pools
+from kvdepot.pool.inventory import find_pools
 from support.vllm.engines import MakeModel, prompts
 from support.vllm.examples import EXAMPLES, OPTIONS, SERVE, free_port, run
 

@@ -11,7 +11,7 @@ import pytest
 
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.ops.cli import make_parser
-from kvdepot.pool.room import MEMORY_FILE_SYSTEMS, file_system_of
+from kvdepot.pool.size import MEMORY_FILE_SYSTEMS, file_system_of
 
 _COMMAND = [sys.executable, "-m", "kvdepot"]
 _SMALL_SHM = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=64m none /dev/shm && exec "$@"', "sh"]

@@ -11,7 +11,7 @@ from kvdepot.lab.processes import DepotProcess
 from kvdepot.ops import pools
 from kvdepot.ops.cli import main
 from kvdepot.pool.files import open_pool
-from kvdepot.pool.found import find_pools
+from kvdepot.pool.inventory import find_pools
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:

@@ -13,7 +13,7 @@ from kvdepot.errors import DepotBusy, PoolError
 from kvdepot.pool import files as pool_files
 from kvdepot.pool.files import PoolFiles, open_pool
 from kvdepot.pool.folder import PoolFolder
-from kvdepot.pool.found import find_pools, look_at, remove_pool
+from kvdepot.pool.inventory import find_pools, look_at, remove_pool
 from kvdepot.pool.names import NamesFile
 from kvdepot.pool.prefixes import PrefixFile
 from kvdepot.pool.table import IndexTable

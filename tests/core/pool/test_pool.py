@@ -12,7 +12,7 @@ import pytest
 from kvdepot.errors import DepotBusy, PoolError
 from kvdepot.layout import GroupKind
 from kvdepot.pool.files import PoolFiles, allocate_first, allocate_in_background, is_locked, open_pool, open_with_lock
-from kvdepot.pool.found import find_pools, look_at, remove_pool
+from kvdepot.pool.inventory import find_pools, look_at, remove_pool
 from kvdepot.pool.names import MAGIC, Names, NamesFile, decode_names
 from kvdepot.wire import messages as m
 

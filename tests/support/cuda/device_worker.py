@@ -13,8 +13,8 @@ import numpy as np
 
 from kvdepot.lab.processes import wait_until
 from kvdepot.testing.backend import WorkerPlan
-from kvdepot_cuda.carrier import CudaOptions
 from kvdepot_cuda.context import CudaTransferContext
+from kvdepot_cuda.copy_route import CudaOptions
 from kvdepot_cuda.driver import CopyKind, Driver, OpenDriver
 from kvdepot_cuda.nvidia import CudaDriver
 from support.cuda.fake import DEFAULT_STREAM, FakeTensor

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from kvdepot.testing.backend import WorkerPlan
-from kvdepot_cuda.carrier import CudaOptions
 from kvdepot_cuda.context import CudaTransferContext
+from kvdepot_cuda.copy_route import CudaOptions
 from support.cuda.fake import DEFAULT_STREAM, FakeDriver
 
 POOL_BYTES = 64 << 20  # of the suite

@@ -270,7 +270,7 @@ class Demotion(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """Every setting of a server; `kvdepot.pool.room.resolve_pool_size` chooses a pool size if none is given."""
+    """Every setting of a server; `kvdepot.pool.size.resolve_pool_size` chooses a pool size if none is given."""
 
     directory: Path = setting(
         default_directory,

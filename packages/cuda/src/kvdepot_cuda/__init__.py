@@ -47,8 +47,8 @@ class CudaBackend:
         reason = self.why_unavailable()
         if reason is not None:
             raise BackendUnavailable(f"backend 'cuda': {reason}")
-        from kvdepot_cuda.carrier import CudaOptions
         from kvdepot_cuda.context import CudaTransferContext
+        from kvdepot_cuda.copy_route import CudaOptions
 
         return CudaTransferContext(cache, CudaOptions(url=url, deadline_seconds=deadline_seconds, **options))
 

@@ -6,7 +6,7 @@ of the depot, its mover, copies on streams of its own. `kvdepot.client.transfers
 `kvdepot.movers.client` with the mover; `kvdepot_cuda.copy` makes the copies of both modes. If `ipc` turns out to be
 impossible, the worker registers again as `direct`, with the reason.
 
-`kvdepot_cuda.carrier` has the order with the engine's stream.
+`kvdepot_cuda.copy_route` has the order with the engine's stream.
 """
 
 import importlib
@@ -25,8 +25,8 @@ from kvdepot.errors import BackendUnavailable, DepotUnavailable, ErrorCode, Remo
 from kvdepot.layout import CacheLayout
 from kvdepot.wire import messages as m
 from kvdepot_cuda import watchdog
-from kvdepot_cuda.carrier import DIRECT, IPC, CudaCopier, CudaOptions, MoverCarrier
 from kvdepot_cuda.copy import CopyEngine
+from kvdepot_cuda.copy_route import DIRECT, IPC, CudaCopier, CudaOptions, MoverRoute
 from kvdepot_cuda.driver import Driver, DriverError
 from kvdepot_cuda.export import offer_of
 
@@ -55,10 +55,10 @@ class CudaTransferContext(WorkerTransfers):
             self._engine.close()
             raise
         copier = CudaCopier(self._engine, stream)
-        self.carrier: Final = MoverCarrier(
+        self.copy_route: Final = MoverRoute(
             copier, registration, options.deadline_seconds, lambda changed: self.connection.register_as(changed)
         )
-        super().__init__(registration, layout, copier, options, self.carrier)
+        super().__init__(registration, layout, copier, options, self.copy_route)
         self._engine.watch(self.device_hangs, watchdog.HANG_SECONDS)
 
     @property
@@ -77,12 +77,12 @@ class CudaTransferContext(WorkerTransfers):
 
         A mover reports this with each copy.
         """
-        return self._engine.is_settled if self.transfer_mode == DIRECT else self.carrier.is_mover_settled
+        return self._engine.is_settled if self.transfer_mode == DIRECT else self.copy_route.is_mover_settled
 
     @property
     def transfer_mode(self) -> str:
         """The mode in force: "direct" (the worker copies) or "ipc" (a mover does)."""
-        return self.carrier.transfer_mode
+        return self.copy_route.transfer_mode
 
     def wait_until_connected(self, timeout_seconds: float) -> None:
         """Wait for the depot, and in mode `ipc` for its mover.
@@ -93,11 +93,11 @@ class CudaTransferContext(WorkerTransfers):
         end = time.monotonic() + timeout_seconds
         while True:
             link = self.connection.wait_until_open(max(0.0, end - time.monotonic()))
-            if self.carrier.is_ready(link):
+            if self.copy_route.is_ready(link):
                 return
             channel = self.connection.channel(link)
             try:
-                self.carrier.wait_for_mover(channel, max(0.0, end - time.monotonic()))
+                self.copy_route.wait_for_mover(channel, max(0.0, end - time.monotonic()))
             except (DepotUnavailable, RemoteError) as error:  # the session may have ended in the meantime
                 is_over = isinstance(error, RemoteError) and error.code not in (
                     ErrorCode.UNKNOWN_SESSION,
@@ -114,7 +114,7 @@ class CudaTransferContext(WorkerTransfers):
         No other process has the device's memory open after that: freeing it before would be undefined.
         """
         super().close()
-        self.carrier.end_movers()
+        self.copy_route.end_movers()
 
 
 def _open(ordinal: int, cache: KVCache, layout: CacheLayout, options: CudaOptions) -> tuple[Driver, CopyEngine]:

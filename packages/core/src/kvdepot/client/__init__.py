@@ -4,14 +4,14 @@
 - `scheduler`: lookups and leases. `segments`: names of a prompt's pieces, for blends; it loads
   numpy, so it is imported separately.
 - `transfers`: a `TransferContext` made of a backend's copier. It uses `transfer_queue` (threads), `exchange` (the
-  protocol of one store or retrieve), `carrier` (which process copies), `verify` (checks after the copy) and `jobs`.
+  protocol of one store or retrieve), `copy_route` (which process copies), `verify` (checks after the copy) and `jobs`.
 - `operator`: one request without a session.
 """
 
 from kvdepot.client.answers import BlendHit, BlendRun, Lease
-from kvdepot.client.carrier import Carrier
 from kvdepot.client.channel import Channel
 from kvdepot.client.connection import Connection
+from kvdepot.client.copy_route import CopyRoute
 from kvdepot.client.link import Link
 from kvdepot.client.operator import ask_depot
 from kvdepot.client.scheduler import PendingBlendLookup, PendingLookup, SchedulerClient
@@ -20,9 +20,9 @@ from kvdepot.client.transfers import TransferOptions, WorkerTransfers
 __all__ = [
     "BlendHit",
     "BlendRun",
-    "Carrier",
     "Channel",
     "Connection",
+    "CopyRoute",
     "Lease",
     "Link",
     "PendingBlendLookup",

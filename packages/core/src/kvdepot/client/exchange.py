@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvdepot.backends import CopyBatch, Direction
-from kvdepot.client.carrier import Carrier
 from kvdepot.client.channel import Channel
 from kvdepot.client.connection import Connection
+from kvdepot.client.copy_route import CopyRoute
 from kvdepot.client.jobs import TransferJob
 from kvdepot.client.verify import Verifier
 from kvdepot.errors import DepotTimeout, DepotUnavailable, KVDepotError, LayoutError
@@ -58,14 +58,14 @@ class Exchange:
 
     Args:
         layout: of the worker's cache.
-        carrier: copies the batches.
+        copy_route: copies the batches.
         verifier: checks them.
         batch_bytes: how much of a run is asked for at once.
     """
 
-    def __init__(self, layout: CacheLayout, carrier: Carrier, verifier: Verifier, batch_bytes: int) -> None:
+    def __init__(self, layout: CacheLayout, copy_route: CopyRoute, verifier: Verifier, batch_bytes: int) -> None:
         self._layout = layout
-        self._carrier = carrier
+        self._copy_route = copy_route
         self._verifier = verifier
         self._batch_chunks = tuple(
             max(1, min(most // len(layout.groups), batch_bytes // sum(layout.chunk_sizes_bytes)))
@@ -90,7 +90,7 @@ class Exchange:
     def store(self, connection: Connection, channel: Channel, job: TransferJob) -> bool:
         """Store a run; return whether the depot took all of it."""
         if job.ready is not None:
-            self._carrier.copier.wait_for(Direction.STORE, job.ready)
+            self._copy_route.copier.wait_for(Direction.STORE, job.ready)
         commits: list[tuple[int, int]] = []
         complete = True
         with contextlib.ExitStack() as undo:
@@ -105,7 +105,7 @@ class Exchange:
                         with self._copy_locks[Direction.STORE]:
                             if connection.link is not channel.link:
                                 return False
-                            checksums = self._carrier.store(channel, copies)
+                            checksums = self._copy_route.store(channel, copies)
                         undo_ticket.pop_all()
                     job.transfer.num_bytes += self._num_bytes(plan.extents)
                     if checksums is None:
@@ -130,7 +130,7 @@ class Exchange:
         The copy of a batch begins before the one before it is waited for, so that the device has no gap between them.
         """
         if job.ready is not None:
-            self._carrier.copier.wait_for(Direction.RETRIEVE, job.ready)
+            self._copy_route.copier.wait_for(Direction.RETRIEVE, job.ready)
         first = job.skip_tokens // self._layout.chunk_tokens
         job.transfer.num_chunks = first
         with contextlib.ExitStack() as undo:
@@ -160,7 +160,7 @@ class Exchange:
             undo.enter_context(self._copy_locks[Direction.RETRIEVE])
             if connection.link is not channel.link:
                 return False
-            wait = self._carrier.begin_retrieve(channel, copies)
+            wait = self._copy_route.begin_retrieve(channel, copies)
             if wait is not None:
                 undo.callback(wait)
                 retrieval.copying = undo.pop_all()

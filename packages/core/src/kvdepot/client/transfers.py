@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvdepot.backends import BlockIds, Copier, Direction, ReadyEvent, TransferFuture
-from kvdepot.client.carrier import Carrier
 from kvdepot.client.channel import Channel
 from kvdepot.client.connection import Connection
+from kvdepot.client.copy_route import CopyRoute
 from kvdepot.client.exchange import Exchange
 from kvdepot.client.jobs import Transfer, TransferJob
 from kvdepot.client.link import Link
@@ -62,7 +62,7 @@ class WorkerTransfers:
         layout: where its blocks lie, from `KVCache.layout`.
         copier: moves the bytes; owned by this object from now on.
         options: of the context.
-        carrier: has the batches copied; None to have this process copy all of them.
+        copy_route: has the batches copied; None to have this process copy all of them.
     """
 
     move_tokens: MoveTokens | None = None  # a backend that has one sets it
@@ -73,15 +73,15 @@ class WorkerTransfers:
         layout: CacheLayout,
         copier: Copier,
         options: TransferOptions,
-        carrier: Carrier | None = None,
+        copy_route: CopyRoute | None = None,
     ) -> None:
         self.spec: Final = registration.spec
         self.layout: Final = layout
         self.copier: Final = copier
-        self._carrier = carrier or Carrier(copier)
+        self._copy_route = copy_route or CopyRoute(copier)
         self._synchronous = options.synchronous
         self._verifier = Verifier()
-        self._exchange = Exchange(layout, self._carrier, self._verifier, options.batch_bytes)
+        self._exchange = Exchange(layout, self._copy_route, self._verifier, options.batch_bytes)
         self._mapping: PoolMapping | None = None  # the last one that was attached
         self._closed = False
         self._failures: set[str] = set()  # that were logged
@@ -221,7 +221,7 @@ class WorkerTransfers:
                 if channel is not None:
                     channel.close()
                 channel = self.connection.channel(link)
-            self._carrier.prepare(channel)
+            self._copy_route.prepare(channel)
             ok = work(self.connection, channel, job)
         except DepotTimeout:
             self.connection.suspend(job.link)
@@ -283,10 +283,10 @@ class WorkerTransfers:
     def _on_open(self, link: Link) -> None:
         for each in self._queues:
             each.drain_soon()
-        self._carrier.opened(link)
+        self._copy_route.opened(link)
         self._verifier.warn_if_impossible(link)
         mapping = link.mapping
-        if mapping is not None and mapping is not self._mapping and self._carrier.copies_here(link):
+        if mapping is not None and mapping is not self._mapping and self._copy_route.copies_here(link):
             self._mapping = mapping
             thread = threading.Thread(
                 target=mapping.populate, args=(lambda: self._closed,), name="kvdepot-populate", daemon=True

@@ -152,7 +152,7 @@ class _Ghosts:
 
     It remembers about as many of each as the caller says there are chunks. They are words in a table, where a key has
     a set of four: four bytes of the key, the number of the eviction (31 bits) and whether it had been seen again. Keys
-    are told apart by their last eight bytes, because those of a sample (`ShadowIndex`) begin alike.
+    are told apart by their last eight bytes, because those of a sample (`HitRateCurve`) begin alike.
     """
 
     def __init__(self) -> None:

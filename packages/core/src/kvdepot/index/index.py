@@ -44,7 +44,7 @@ class ChunkIndex:
         self.num_restore_errors = 0
         # Observers, each set by the part that is built over the index and watches it: called with each node that is
         # about to be evicted for room, with each that lookups no longer find (both `Holdings`), and with the key of
-        # each chunk whose session ended (`ShadowIndex`).
+        # each chunk whose session ended (`HitRateCurve`).
         self.on_evicted: Callable[[int], object] = lambda _node: None
         self.on_hidden: Callable[[int], object] = lambda _node: None
         self.on_ended: Callable[[bytes], object] = lambda _key: None

@@ -28,7 +28,7 @@ from kvdepot.lab.engine_model import GEOMETRY_8B, EngineModel, Geometry
 from kvdepot.lab.filler import ENTRY_BYTES, IndexFiller, filler_spec, prompt_key
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.processes.children import interrupts_blocked
-from kvdepot.server.shadow import ShadowIndex
+from kvdepot.server.hit_rate_curve import HitRateCurve
 from kvdepot.wire import operations as o
 from kvdepot.wire.histogram import Histogram
 
@@ -387,7 +387,7 @@ def bench_server(
         )
         say(f"{per_second:,.0f} one-chunk lookups a second from {_NUM_CLIENTS} clients, {cpu:.2f} cores of the server")
         say(
-            f"of {result['server_us_per_lookup']:.1f} us of the server a lookup, histograms and shadow index take"
+            f"of {result['server_us_per_lookup']:.1f} us of the server a lookup, histograms and hit rate curve take"
             f" {result['observing_us_per_lookup']:.2f} us ({result['observing_share']:.1%})"
         )
         small = _ClientTask(depot.url, 64, (0,), 1000, seconds)
@@ -432,7 +432,7 @@ def _seconds_of(work: Callable[[], object]) -> float:
 
 def _observing_seconds(num_lookups: int = 20_000, rounds: int = 7) -> float:
     """Return what counting a one-chunk lookup takes in the server: its share of a sample, tokens and a histogram."""
-    shadow, histogram = ShadowIndex(1 << 30), Histogram(0.000016)
+    hit_rates, histogram = HitRateCurve(1 << 30), Histogram(0.000016)
     keys = [prompt_key(prompt, 1).digests for prompt in _one_chunk_prompts()]
     tokens = {"default": [0, 0, 0]}
 
@@ -440,7 +440,7 @@ def _observing_seconds(num_lookups: int = 20_000, rounds: int = 7) -> float:
         began = time.monotonic()
         for _ in range(num_lookups // len(keys)):
             for key in keys:
-                shadow.looked_up(key, 1 << 20)
+                hit_rates.looked_up(key, 1 << 20)
                 row = tokens.get("default") or [0]
                 row[0] += 64
                 row[1] += 64

@@ -20,7 +20,7 @@ from kvdepot.lab.fleet import EngineProcess, Fleet, Prompt
 from kvdepot.lab.processes import wait_until
 from kvdepot.lab.view import Lane, View, live_view
 from kvdepot.pool.files import ENLARGE_TMPFS
-from kvdepot.pool.room import available_memory_bytes
+from kvdepot.pool.size import available_memory_bytes
 
 _SEED: Final = 20261121
 _LEAST_POOL_BYTES: Final = 64 << 20

@@ -22,7 +22,7 @@ from kvdepot.index.eviction import AUTO
 from kvdepot.keys import Namespace
 from kvdepot.lab.engine_model import EngineModel, Geometry, RequestReport
 from kvdepot.lab.processes import DepotProcess
-from kvdepot.pool.room import available_memory_bytes
+from kvdepot.pool.size import available_memory_bytes
 from kvdepot.processes.children import be_a_child, interrupts_blocked
 
 _START_SECONDS: Final = 30.0

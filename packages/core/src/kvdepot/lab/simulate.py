@@ -24,7 +24,7 @@ from kvdepot.keys import DIGEST_BYTES
 from kvdepot.lab.plot import curves_as_svg
 from kvdepot.lab.trace import BLOCK_TOKENS, TraceRequest
 from kvdepot.pool.extents import extent_size
-from kvdepot.server.shadow import ShadowIndex
+from kvdepot.server.hit_rate_curve import HitRateCurve
 
 LADDER: Final = (0.05, 0.1, 0.2, 0.4, 0.8)  # default pool sizes, of what an unlimited pool would hold
 BYTES_PER_TOKEN: Final = 32 * 8 * 128 * 2 * 2  # 8B GQA model: layers, KV heads, head size, K and V, bf16
@@ -316,18 +316,18 @@ def replay(workload: Workload, policy_name: str, capacity_chunks: int, ends: byt
     tree = nodes.tree
     tree.keys.extend([None] * num_chunks)
     preference = Preference()
-    shadow = ShadowIndex(max(1, capacity_chunks), preference, (1.0,)) if policy_name == AUTO else None
+    hit_rates = HitRateCurve(max(1, capacity_chunks), preference, (1.0,)) if policy_name == AUTO else None
     prioritized = None
     if any(ends):
-        on_ended: Callable[[bytes], object] = shadow.ended if shadow is not None else lambda _key: None
+        on_ended: Callable[[bytes], object] = hit_rates.ended if hit_rates is not None else lambda _key: None
         prioritized = _Prioritized(nodes, lambda tree: POLICIES[policy_name](tree, preference), on_ended)
     policy = prioritized or POLICIES[policy_name](tree, preference)
     keys, parents, children, holds = tree.keys, tree.parent, tree.num_children, tree.holds
     found: list[int] = []
     num_kept = evictions = 0
     for request, path in enumerate(workload.paths):
-        if shadow is not None:
-            shadow.looked_up(workload.packed[request], 1)
+        if hit_rates is not None:
+            hit_rates.looked_up(workload.packed[request], 1)
         hits = 0
         for node in path:
             if keys[node] is None:

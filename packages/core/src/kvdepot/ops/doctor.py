@@ -23,8 +23,8 @@ from kvdepot.config import ServerConfig, counted, format_size
 from kvdepot.errors import KVDepotError, printable
 from kvdepot.ops.nodes import Nodes, read_nodes
 from kvdepot.pool.files import ENLARGE_TMPFS
-from kvdepot.pool.found import find_pools
-from kvdepot.pool.room import MEMORY_FILE_SYSTEMS, SHARE_OF_FREE_MEMORY, available_memory_bytes, file_system_of
+from kvdepot.pool.inventory import find_pools
+from kvdepot.pool.size import MEMORY_FILE_SYSTEMS, SHARE_OF_FREE_MEMORY, available_memory_bytes, file_system_of
 from kvdepot.processes.descriptors import reserve_of
 from kvdepot.wire import operations as o
 

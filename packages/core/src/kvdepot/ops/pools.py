@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from kvdepot.config import format_size
 from kvdepot.errors import PoolError, printable
-from kvdepot.pool.found import SHARED_MEMORY, FoundPool, find_pools, look_at, remove_pool
+from kvdepot.pool.inventory import SHARED_MEMORY, FoundPool, find_pools, look_at, remove_pool
 
 # A depot that is restarted leaves its pool for so long at most: Kubernetes' back-off ends at 5 minutes, and a node that
 # pulls a new image takes about as long. Whoever names a pool decides himself.

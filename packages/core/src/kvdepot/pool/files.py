@@ -32,9 +32,9 @@ from kvdepot.pool.folder import (
     PoolFolder,
 )
 from kvdepot.pool.names import NamesFile
-from kvdepot.pool.pace import Pace
 from kvdepot.pool.prefixes import PrefixFile
 from kvdepot.pool.table import HEADER_PAGE_BYTES, IndexTable, TableReader, holder_of
+from kvdepot.pool.throttle import Throttle
 from kvdepot.pool.tokens import TokensFile
 
 logger = logging.getLogger(__name__)
@@ -413,7 +413,7 @@ def allocate_in_background(
     """
 
     def work() -> None:
-        pace = Pace()
+        throttle = Throttle()
         for start in range(start_bytes, size_bytes, _ALLOCATION_STEP_BYTES):
             length = min(_ALLOCATION_STEP_BYTES, size_bytes - start)
             try:
@@ -422,7 +422,7 @@ def allocate_in_background(
                 on_failure(error)
                 return
             on_progress(start + length)
-            pace.rest(is_urgent)
+            throttle.rest(is_urgent)
 
     thread = threading.Thread(target=work, name="kvdepot-allocate", daemon=True)
     thread.start()
@@ -440,17 +440,17 @@ class PoolMemory:
     def populate(self, should_stop: Callable[[], bool] = lambda: False) -> None:
         """Touch every page of the mapping, so that the first copy is as fast as later ones. Releases the GIL.
 
-        Rests between two steps: see `Pace`.
+        Rests between two steps: see `Throttle`.
         """
         libc = ctypes.CDLL(None, use_errno=True)
         madvise = libc.madvise
         madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-        pace = Pace()
+        throttle = Throttle()
         for start in range(0, self.size_bytes, _POPULATE_STEP_BYTES):
             length = min(_POPULATE_STEP_BYTES, self.size_bytes - start)
             if should_stop() or madvise(self.address + start, length, _MADV_POPULATE_WRITE):
                 return  # an old kernel or a full tmpfs: pages come as they are touched
-            pace.rest(should_stop)
+            throttle.rest(should_stop)
 
 
 class PoolMapping(PoolMemory):

@@ -26,7 +26,7 @@ from kvdepot.operators.zeromq import Listeners
 from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.files import PoolFiles, allocate_first, is_locked, open_pool, open_with_lock
 from kvdepot.pool.names import Names
-from kvdepot.pool.room import resolve_pool_size
+from kvdepot.pool.size import resolve_pool_size
 from kvdepot.pool.table import Writer, table_size_bytes
 from kvdepot.server.access import Access, make_room, open_lock
 from kvdepot.server.commands import Operators, Who, add_tier, log_level, settings_of
@@ -37,7 +37,7 @@ from kvdepot.server.registration import check_version
 from kvdepot.server.requests import Requests
 from kvdepot.server.restoring import Restoring
 from kvdepot.server.sessions import Session, SessionTable
-from kvdepot.server.waking import ThreadResults, Waker
+from kvdepot.server.wakeup import ThreadResults, Waker
 from kvdepot.tiers.opening import TierOpener
 from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.tiering import Tiering, TieringSettings

@@ -24,7 +24,7 @@ from kvdepot.server.connections import ConnectionTable
 from kvdepot.server.depot import Depot
 from kvdepot.server.restoring import Restoring
 from kvdepot.server.sessions import SessionTable
-from kvdepot.server.waking import ThreadResults
+from kvdepot.server.wakeup import ThreadResults
 from kvdepot.wire.histogram import SHORTEST_SECONDS, Histogram
 
 logger = logging.getLogger(__name__)

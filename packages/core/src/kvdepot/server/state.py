@@ -14,9 +14,9 @@ from kvdepot.index.leases import LeaseTable
 from kvdepot.movers.table import MoverTable
 from kvdepot.operators.holdings import Holdings
 from kvdepot.server.background import Background
+from kvdepot.server.hit_rate_curve import HitRateCurve
 from kvdepot.server.labels import LabelTable
 from kvdepot.server.replies import PendingReply, Steps, error_reply, run
-from kvdepot.server.shadow import ShadowIndex
 from kvdepot.tiers.tiering import Tiering
 from kvdepot.timers import Timers
 from kvdepot.wire import frames
@@ -36,8 +36,8 @@ class Usage:
     """Counts what engines store, retrieve and look up."""
 
     def __init__(self, index: ChunkIndex) -> None:
-        self.shadow = ShadowIndex(index.extents.capacity_bytes, index.preference)
-        index.on_ended = self.shadow.ended
+        self.hit_rates = HitRateCurve(index.extents.capacity_bytes, index.preference)
+        index.on_ended = self.hit_rates.ended
         self.store_seconds = Histogram(0.0001)  # from plan to commit
         self.moved_bytes: dict[str, list[int]] = {}  # stored and retrieved, by device
         self.tenant_tokens: dict[str, list[int]] = {}  # asked for, found in the pool, found in tiers

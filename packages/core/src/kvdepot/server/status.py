@@ -91,9 +91,9 @@ class StatusReport:
                 for name, (stored, retrieved) in usage.moved_bytes.items()
             },
             "eviction_ages": index.evictor.eviction_ages.status(),
-            "estimates": usage.shadow.estimates(),
-            "estimated_chunks": usage.shadow.num_chunks,
-            "estimate_rate": usage.shadow.rate,
+            "estimates": usage.hit_rates.estimates(),
+            "estimated_chunks": usage.hit_rates.num_chunks,
+            "estimate_rate": usage.hit_rates.rate,
             "pool_regions": list(index.extents.region_bytes),
             "events": [(state.clock() - at, text) for at, text in state.events],
         }

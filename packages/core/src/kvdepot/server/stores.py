@@ -114,7 +114,7 @@ class Stores:
         counters[_STORE_ENTRIES_DECLINED] += num_declined
         if not begun:
             return m.StorePlan(state.epoch, 0, b"", num_present, num_declined)
-        state.usage.shadow.stored(request.digests, self._contexts.chunk_bytes[space.number])
+        state.usage.hit_rates.stored(request.digests, self._contexts.chunk_bytes[space.number])
         packed = b"".join([pack_extent(each.chunk, each.place.group, each.place.part, each.extent) for each in begun])
         ticket = Ticket(
             next(state.numbers),

@@ -17,8 +17,8 @@ from kvdepot.counting import Counts, tier_counter
 from kvdepot.errors import ConfigError
 from kvdepot.tiers.base import Extents, TierPool, TierUsage
 from kvdepot.tiers.disk import listing
+from kvdepot.tiers.disk.capacity import Capacity
 from kvdepot.tiers.disk.files import NO_ROOM, NOT_WRITABLE, PAGE, STORAGE_AWAY, Folder, round_up, size_on_disk
-from kvdepot.tiers.disk.room import Room
 from kvdepot.tiers.seal import SEAL_BYTES
 from kvdepot.tiers.url import DEFAULT_THREADS, TierUrl
 
@@ -57,7 +57,7 @@ class DiskTier:
         # Writes share the drive's rate and so end together. If all of them then renamed files and waited for the next
         # checksums, the drive would idle. Therefore one write fewer moves bytes than are running.
         self._folder = Folder(directory, max(_LEAST_SLOTS, num_threads - 2))
-        self._room = Room(self._folder, self._entries, capacity_bytes, self._remove, self._counters)
+        self._capacity = Capacity(self._folder, self._entries, capacity_bytes, self._remove, self._counters)
         self._naming = threading.Lock()  # held while a file and the index change together
         self._opening = threading.Lock()  # guards the next three
         self._closed = False
@@ -68,7 +68,7 @@ class DiskTier:
             if error.errno not in STORAGE_AWAY:
                 words = "it is not a folder" if isinstance(error, FileExistsError) else error.strerror
                 raise ConfigError(f"--tier disk://{directory}: {words}") from error
-            self._room.decline(f"it cannot be made: {error.strerror}")
+            self._capacity.decline(f"it cannot be made: {error.strerror}")
 
     @property
     def is_listed(self) -> bool:
@@ -122,7 +122,7 @@ class DiskTier:
 
     def probe(self) -> None:
         """See `Tier`."""
-        with self._room.lock:
+        with self._capacity.lock:
             if self._folder.root < 0:
                 self._open_folder()
         try:
@@ -130,14 +130,16 @@ class DiskTier:
         except OSError as error:
             if error.errno not in (*NO_ROOM, *NOT_WRITABLE):
                 raise
-            self._room.decline(f"it cannot be written: {error.strerror}")
+            self._capacity.decline(f"it cannot be written: {error.strerror}")
             newest = self._entries.newest()
             if newest is not None:
                 self._folder.probe_read(newest)
 
     def usage(self) -> TierUsage:
         """See `Tier`."""
-        return TierUsage(len(self._entries), self._entries.used_bytes, self._room.capacity_bytes, dict(self._counters))
+        return TierUsage(
+            len(self._entries), self._entries.used_bytes, self._capacity.capacity_bytes, dict(self._counters)
+        )
 
     def close(self) -> None:
         """See `Tier`."""
@@ -164,31 +166,31 @@ class DiskTier:
             try:
                 self._write_file(key, seal, offset, num_bytes)
             finally:
-                self._room.release(size)
+                self._capacity.release(size)
         except OSError as error:
             if error.errno in NO_ROOM:
-                self._room.no_space(size)
+                self._capacity.no_space(size)
             elif error.errno in NOT_WRITABLE:
                 self._counters[_NOT_WRITABLE] += 1
-                self._room.decline(f"it cannot be written: {error.strerror}")
+                self._capacity.decline(f"it cannot be written: {error.strerror}")
             else:
                 raise
             return False
-        self._room.was_written()
+        self._capacity.was_written()
         if not self._folder.knows_direct:  # the folder could not be written before
-            with self._room.lock, contextlib.suppress(OSError):
+            with self._capacity.lock, contextlib.suppress(OSError):
                 if not self._folder.knows_direct:
                     self._folder.find_direct(self._folder.root)
         return True
 
     def _make_room(self, size: int) -> bool:
         """Open the folder if it is not open, and reserve room in it."""
-        if size > self._room.capacity_bytes:
+        if size > self._capacity.capacity_bytes:
             return False
-        with self._room.lock:
+        with self._capacity.lock:
             if self._folder.root < 0:
                 self._open_folder()
-            return self._room.reserve(size)
+            return self._capacity.reserve(size)
 
     def _write_file(self, key: bytes, seal: bytes, offset: int, num_bytes: int) -> None:
         temporary = self._folder.write(key, self._pool.view[offset : offset + round_up(num_bytes)], seal)
@@ -246,7 +248,7 @@ class DiskTier:
         """
         root, error = self._folder.open()
         if error is not None:
-            self._room.decline(f"it cannot be written: {error.strerror}")
+            self._capacity.decline(f"it cannot be written: {error.strerror}")
         with self._opening:
             if not self._closed:
                 self._folder.root = root
@@ -263,7 +265,7 @@ class DiskTier:
             used = format_size(self._entries.used_bytes)
             logger.info("%s: %d entries, %s", self._folder.path, len(self._entries), used)
             with contextlib.suppress(OSError):  # the next write reports it
-                self._room.shrink()
+                self._capacity.shrink()
 
 
 def open_tier(url: TierUrl, pool: TierPool) -> DiskTier:

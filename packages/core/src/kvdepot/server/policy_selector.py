@@ -1,6 +1,6 @@
 """Compares LRU and ARC on a sample of the chunks: which of them finds more of the present traffic?
 
-`ShadowIndex` takes the sample and keeps LRU for a pool of the present size in its segments, so only ARC is here: the
+`HitRateCurve` takes the sample and keeps LRU for a pool of the present size in its segments, so only ARC is here: the
 index's own policy, over chunks without prefixes. Both see the same chunks. The rule that found more of them lately
 should choose the victims, but only if its lead is significant: each change of the rule spoils the lists that ARC needs.
 The sample ignores prefixes, which hardly changes the hits of either rule.
@@ -19,7 +19,7 @@ _MEMORY: Final = 8  # pools of lookups until the score has forgotten most of a d
 _SURE: Final = 2.0  # standard deviations by which a rule has to lead before it is taken
 
 
-class Duel:
+class PolicySelector:
     """ARC on at most `capacity` sampled chunks, and a score against LRU."""
 
     def __init__(self, capacity: int) -> None:

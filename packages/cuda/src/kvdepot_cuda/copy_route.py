@@ -1,6 +1,6 @@
 """Makes the copies of a CUDA worker, in its own process or by a mover of the depot.
 
-`CudaCopier` is the worker's own copier. `MoverCarrier` asks a mover instead, as long as the registration offers the
+`CudaCopier` is the worker's own copier. `MoverRoute` asks a mover instead, as long as the registration offers the
 worker's memory to one, and falls back to the copier if no mover can copy.
 
 Order: a store reads its blocks after `ready`, or, if none is given, after what the engine's stream has at the time of
@@ -19,8 +19,8 @@ from typing import Final, TypeVar
 import msgspec.structs
 
 from kvdepot.backends import Copier, CopyBarrier, CopyBatch, Direction, ReadyEvent
-from kvdepot.client.carrier import Carrier
 from kvdepot.client.channel import Channel
+from kvdepot.client.copy_route import CopyRoute
 from kvdepot.client.link import Link
 from kvdepot.client.transfers import TransferOptions
 from kvdepot.errors import ConfigError, DepotUnavailable
@@ -117,7 +117,7 @@ class CudaCopier(Copier):
         self._engine.close()
 
 
-class MoverCarrier(Carrier):
+class MoverRoute(CopyRoute):
     """Has batches copied by a mover of the depot, as long as the registration offers the worker's memory to one.
 
     Args:
@@ -188,11 +188,11 @@ class MoverCarrier(Carrier):
             link.end_movers()
 
     def copies_here(self, link: Link) -> bool:
-        """See `Carrier`."""
+        """See `CopyRoute`."""
         return not (isinstance(link.registration, m.RegisterKVCache) and link.registration.offer is not None)
 
     def opened(self, link: Link) -> None:
-        """See `Carrier`."""
+        """See `CopyRoute`."""
         earlier = [moved for moved in self._moved_links if moved is not link and moved.has_movers()]
         if self.copies_here(link):
             self._moved_links, self._ready_link = earlier, None  # a link keeps its pool mapped
@@ -201,7 +201,7 @@ class MoverCarrier(Carrier):
             self._patient_until = time.monotonic() + self._deadline_seconds
 
     def prepare(self, channel: Channel) -> None:
-        """See `Carrier`."""
+        """See `CopyRoute`."""
         if self.copies_here(channel.link) or self._ready_link is channel.link:
             return
         wait_seconds = max(0.0, self._patient_until - time.monotonic())
@@ -209,14 +209,14 @@ class MoverCarrier(Carrier):
         self._ready_link = channel.link
 
     def store(self, channel: Channel, batch: CopyBatch) -> bytes | None:
-        """See `Carrier`."""
+        """See `CopyRoute`."""
         if self.copies_here(channel.link):
             return super().store(channel, batch)
         self._move(Direction.STORE, channel, batch)
         return None
 
     def begin_retrieve(self, channel: Channel, batch: CopyBatch) -> Callable[[], None] | None:
-        """See `Carrier`. A mover has one retrieve at a time, so with one this returns when the copy has ended."""
+        """See `CopyRoute`. A mover has one retrieve at a time, so with one this returns when the copy has ended."""
         if self.copies_here(channel.link):
             return super().begin_retrieve(channel, batch)
         self._move(Direction.RETRIEVE, channel, batch)

@@ -1,4 +1,4 @@
-"""`Carrier`: decides for `WorkerTransfers` which process copies a batch."""
+"""`CopyRoute`: decides for `WorkerTransfers` which process copies a batch."""
 
 from collections.abc import Callable
 from typing import Final
@@ -8,7 +8,7 @@ from kvdepot.client.channel import Channel
 from kvdepot.client.link import Link
 
 
-class Carrier:
+class CopyRoute:
     """Has every batch copied by the copier of this process.
 
     A backend whose copies can also be made by a mover of the depot overrides these methods.

@@ -12,7 +12,7 @@ from kvdepot.index.index import MOST_EVICTED, ChunkIndex
 from kvdepot.layout import GroupKind
 from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.table import IndexTable
-from kvdepot.server.shadow import SCALES, ShadowIndex
+from kvdepot.server.hit_rate_curve import SCALES, HitRateCurve
 from kvdepot.wire.histogram import NUM_BUCKETS, Histogram
 from kvdepot.wire.messages import CacheSpec, GroupShape
 
@@ -64,60 +64,60 @@ def found_in(num_chunks: int, prompts: list[bytes]) -> float:
 @pytest.mark.promise(57)
 def test_estimates_are_what_pools_of_those_sizes_find() -> None:
     prompts = list(traffic(4000))
-    shadow = ShadowIndex(4096 * CHUNK)
+    hit_rates = HitRateCurve(4096 * CHUNK)
     for digests in prompts:
-        shadow.looked_up(digests, CHUNK)
-        shadow.stored(digests, CHUNK)
-    rates = [estimate.hit_chunks / shadow.num_chunks for estimate in shadow.estimates()]
+        hit_rates.looked_up(digests, CHUNK)
+        hit_rates.stored(digests, CHUNK)
+    rates = [estimate.hit_chunks / hit_rates.num_chunks for estimate in hit_rates.estimates()]
     real = [found_in(int(scale * 4096), prompts) for scale in SCALES]
     assert real[-1] - real[0] > 0.2, "sizes matter in this traffic"
     assert rates == sorted(rates)
     for estimated, exact in zip(rates, real, strict=True):
         assert abs(estimated - exact) < 0.05, (rates, real)
     asked = sum(len(digests) // 32 for digests in prompts)
-    assert abs(shadow.num_chunks / asked - 1) < 0.1
+    assert abs(hit_rates.num_chunks / asked - 1) < 0.1
 
 
 def test_memory_is_bounded_by_a_lower_rate() -> None:
-    shadow = ShadowIndex(100_000 * CHUNK, budget=500)
-    before = shadow.rate
+    hit_rates = HitRateCurve(100_000 * CHUNK, budget=500)
+    before = hit_rates.rate
     rng = random.Random(2)
     for _ in range(3000):
-        shadow.looked_up(rng.randbytes(32 * 100), CHUNK)
-        assert len(shadow.segment_of) <= 500 + 100
-    assert 0 < shadow.rate < 1 / 64
+        hit_rates.looked_up(rng.randbytes(32 * 100), CHUNK)
+        assert len(hit_rates.segment_of) <= 500 + 100
+    assert 0 < hit_rates.rate < 1 / 64
     assert before == 0
-    assert shadow.num_chunks == pytest.approx(300_000, rel=0.15)
-    assert [estimate.hit_chunks for estimate in shadow.estimates()] == [0] * len(SCALES), "nothing came twice"
+    assert hit_rates.num_chunks == pytest.approx(300_000, rel=0.15)
+    assert [estimate.hit_chunks for estimate in hit_rates.estimates()] == [0] * len(SCALES), "nothing came twice"
 
 
 def test_what_was_only_stored_is_found_and_not_counted_as_asked() -> None:
-    shadow = ShadowIndex(4096 * CHUNK)
+    hit_rates = HitRateCurve(4096 * CHUNK)
     digests = random.Random(3).randbytes(32 * 800)
-    shadow.stored(digests, CHUNK)
-    assert shadow.num_chunks == 0
-    shadow.looked_up(digests, CHUNK)
-    assert shadow.num_chunks > 0
-    assert shadow.estimates()[0].hit_chunks == shadow.num_chunks
+    hit_rates.stored(digests, CHUNK)
+    assert hit_rates.num_chunks == 0
+    hit_rates.looked_up(digests, CHUNK)
+    assert hit_rates.num_chunks > 0
+    assert hit_rates.estimates()[0].hit_chunks == hit_rates.num_chunks
 
 
 def test_chunks_whose_session_ended_are_not_found() -> None:
-    shadow = ShadowIndex(4096 * CHUNK)
+    hit_rates = HitRateCurve(4096 * CHUNK)
     digests = random.Random(5).randbytes(32 * 800)
-    shadow.looked_up(digests, CHUNK)
-    assert len(shadow.segment_of) > 0
+    hit_rates.looked_up(digests, CHUNK)
+    assert len(hit_rates.segment_of) > 0
     for place in range(0, len(digests), 32):
-        shadow.ended(digests[place : place + 32])
-    assert len(shadow.segment_of) == 0
-    shadow.looked_up(digests, CHUNK)
-    assert [estimate.hit_chunks for estimate in shadow.estimates()] == [0] * len(SCALES)
-    shadow.looked_up(digests, CHUNK)
-    assert shadow.estimates()[0].hit_chunks > 0, "a use takes the end back"
+        hit_rates.ended(digests[place : place + 32])
+    assert len(hit_rates.segment_of) == 0
+    hit_rates.looked_up(digests, CHUNK)
+    assert [estimate.hit_chunks for estimate in hit_rates.estimates()] == [0] * len(SCALES)
+    hit_rates.looked_up(digests, CHUNK)
+    assert hit_rates.estimates()[0].hit_chunks > 0, "a use takes the end back"
 
 
 def test_one_chunk_at_a_time_is_sampled_as_a_run_is() -> None:
     digests = random.Random(4).randbytes(32 * 2000)
-    whole, single = ShadowIndex(4096 * CHUNK), ShadowIndex(4096 * CHUNK)
+    whole, single = HitRateCurve(4096 * CHUNK), HitRateCurve(4096 * CHUNK)
     whole.looked_up(digests, CHUNK)
     for place in range(0, len(digests), 32):
         single.looked_up(digests[place : place + 32], CHUNK)

@@ -13,7 +13,7 @@ _SHARE_OF_CORES: Final = 0.01  # measured: at 0.05, first requests beside a new 
 _LOOK_SECONDS: Final = 0.02  # between two looks whether the rest is over early
 
 
-class Pace:
+class Throttle:
     """Holds the calling thread at a hundredth of the cores that it may use, and at one core at most.
 
     Args:

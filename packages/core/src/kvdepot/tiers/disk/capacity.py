@@ -33,7 +33,7 @@ _VICTIMS_AT_ONCE: Final = 64
 _MOST_STUCK: Final = 16  # entries that cannot be removed, while making room for one
 
 
-class Room:
+class Capacity:
     """Makes room for files.
 
     Args:

@@ -6,7 +6,7 @@ sampling rate, would end: the segment in which a chunk is found again says which
 is LRU's stack distance, as exactly as is needed. A prefix is used from its end to its start, so the chunks before a
 chunk are never colder. Stored chunks count as used; only lookups count as asked. A chunk whose session ended leaves the
 sample, because it leaves every full pool first. The sample ignores other priorities. It also decides between LRU and
-ARC (`Duel`).
+ARC (`PolicySelector`).
 
 The rate begins where it suits the pool and is halved whenever the sample outgrows its budget, so memory is bounded,
 and a lookup costs a slice of its digests and a few operations on dictionaries. Pools of some hundred chunks are too
@@ -18,7 +18,7 @@ from typing import Final
 
 from kvdepot.index.eviction import Preference
 from kvdepot.keys import DIGEST_BYTES, digest_at
-from kvdepot.server.duel import Duel
+from kvdepot.server.policy_selector import PolicySelector
 from kvdepot.wire.operations import PoolEstimate
 
 SCALES: Final = (0.25, 0.5, 1.0, 2.0, 4.0)  # of the pool
@@ -30,7 +30,7 @@ _BUDGET: Final = 8192  # sampled chunks in all segments
 _WANTED: Final = 1024  # of them in a pool of the present size
 
 
-class ShadowIndex:
+class HitRateCurve:
     """The sample of one depot.
 
     Args:
@@ -52,7 +52,7 @@ class ShadowIndex:
         self._pool_bytes = pool_bytes
         self._scales = scales
         self._budget = budget
-        self._duel = Duel(budget)
+        self._duel = PolicySelector(budget)
         self._own = scales.index(1.0)  # the last segment of a pool of the present size
         self._hits = [0] * len(scales)  # by segment
         self._segments: list[OrderedDict[bytes, int]] = [OrderedDict() for _ in scales]  # key -> bytes

@@ -11,8 +11,8 @@ from blake3 import blake3
 from kvdepot.index.eviction import Preference
 from kvdepot.lab.simulate import simulate
 from kvdepot.lab.trace import BLOCK_TOKENS, TraceRequest
-from kvdepot.server.duel import Duel
-from kvdepot.server.shadow import ShadowIndex
+from kvdepot.server.hit_rate_curve import HitRateCurve
+from kvdepot.server.policy_selector import PolicySelector
 from support.index import Bench
 
 POOL = 2000
@@ -69,51 +69,53 @@ def test_lead_of_a_few_chunks_does_not_change_the_rule() -> None:
 
 
 def test_chunk_whose_session_ended_is_a_miss() -> None:
-    duel = Duel(2 * POOL)
-    duel.keep(10, lambda _key: True)
-    duel.looked_up([b"once", b"again"], 1, 0)
-    duel.looked_up([b"again"], 1, 1)
+    selector = PolicySelector(2 * POOL)
+    selector.keep(10, lambda _key: True)
+    selector.looked_up([b"once", b"again"], 1, 0)
+    selector.looked_up([b"again"], 1, 1)
     for key in (b"once", b"again", b"unknown"):
-        duel.ended(key)
-    duel.looked_up([b"once", b"again"], 1, 0)
-    assert duel.score == 0
+        selector.ended(key)
+    selector.looked_up([b"once", b"again"], 1, 0)
+    assert selector.score == 0
 
 
 @pytest.mark.parametrize("traffic", [popular, soon_again])
 def test_arc_of_the_duel_finds_what_the_policy_finds(traffic: Traffic) -> None:
-    duel, hits, count = Duel(2 * POOL), 0.0, 0
-    duel.keep(POOL, lambda _key: True)
+    selector, hits, count = PolicySelector(2 * POOL), 0.0, 0
+    selector.keep(POOL, lambda _key: True)
     for number in traffic(random.Random(1)):
-        duel.score = 0.0
-        duel.looked_up([bytes(2) + blake3(number.to_bytes(8, "little")).digest()[2:]], 1, 0)  # a sample begins alike
-        hits, count = hits + duel.score, count + 1
+        selector.score = 0.0
+        selector.looked_up(
+            [bytes(2) + blake3(number.to_bytes(8, "little")).digest()[2:]], 1, 0
+        )  # a sample begins alike
+        hits, count = hits + selector.score, count + 1
     assert hits / count == pytest.approx(found(traffic)["arc"], abs=0.01)
 
 
 def test_preference_follows_traffic_that_changes() -> None:
     preference, rng = Preference(), random.Random(2)
-    shadow = ShadowIndex(POOL * CHUNK, preference)
+    hit_rates = HitRateCurve(POOL * CHUNK, preference)
     shares: list[float] = []  # of the lookups before which LRU was preferred
     for traffic in (popular, soon_again):
         preferred: list[bool] = []
         for number in traffic(rng):
             preferred.append(preference.lru)
-            shadow.looked_up(blake3(number.to_bytes(8, "little")).digest(), CHUNK)
+            hit_rates.looked_up(blake3(number.to_bytes(8, "little")).digest(), CHUNK)
         shares.append(sum(preferred) / len(preferred))
     assert shares[0] < 0.3
     assert shares[1] > 0.5
 
 
 def test_chunks_larger_than_the_sampled_pool_are_misses() -> None:
-    duel = Duel(2 * POOL)
-    duel.keep(10, lambda _key: True)
+    selector = PolicySelector(2 * POOL)
+    selector.keep(10, lambda _key: True)
     for _ in range(1000):
-        duel.looked_up([b"key"], 1000, 1)
-    assert -2 < duel.score < 0
+        selector.looked_up([b"key"], 1000, 1)
+    assert -2 < selector.score < 0
 
 
 def test_depot_and_its_index_tell_each_other() -> None:
     bench = Bench(pages=4)
-    shadow = bench.depot.state.usage.shadow
-    assert shadow.preference is bench.index.preference
-    assert bench.index.on_ended == shadow.ended
+    hit_rates = bench.depot.state.usage.hit_rates
+    assert hit_rates.preference is bench.index.preference
+    assert bench.index.on_ended == hit_rates.ended
