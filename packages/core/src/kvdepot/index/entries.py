@@ -7,7 +7,7 @@ extent) or lingering (removed while a tier copies it).
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from kvdepot.errors import require
 from kvdepot.index.columns import make_column
@@ -41,8 +41,7 @@ Extent: TypeAlias = tuple[int, int, int, int]  # record, header once sealed, off
 Wanted: TypeAlias = tuple[int, PartPlace]  # an entry: its chunk within a run, and its place
 
 
-@dataclass(frozen=True, slots=True)
-class NewRun:
+class NewRun(NamedTuple):
     """Consecutive chunks of which one process is about to write entries."""
 
     space: Space
@@ -50,12 +49,11 @@ class NewRun:
     first_chunk: int = 0
     parent: int = NO_NODE  # node of the chunk before the first
     label: int = 0  # number of the tenant and model that they belong to
-    writer: Writer = Writer()  # noqa: RUF009 - it is frozen
+    writer: Writer = Writer()
     owner: bytes = bytes(OWNER_BYTES)
 
 
-@dataclass(frozen=True, slots=True)
-class Begun:
+class Begun(NamedTuple):
     """An entry that is being written."""
 
     chunk: int  # within its run
@@ -68,8 +66,7 @@ class Begun:
         return self.extent[0]
 
 
-@dataclass(frozen=True, slots=True)
-class Reserved:
+class Reserved(NamedTuple):
     """The wanted entries of a run: begun, here or being written, and those without room."""
 
     begun: list[Begun]
@@ -139,15 +136,13 @@ class Entries:
 
     def has(self, node: int, group: int, part: int) -> bool:
         """Whether all cells of a part are here or being written, in one entry or in several."""
-        place, heads, here = (group, part), self._nodes.space_of(node).heads[group], 0
-        record = self._first[node]
-        while record != NO_RECORD:
-            other = self._table.place_of(record)
-            if other == place:
-                return True
-            if other[0] == group:
-                here |= mask_of(other[1], heads)
-            record = self._next[record]
+        if self.find(node, group, part) is not None:
+            return True
+        heads, here = self._nodes.space_of(node).heads[group], 0
+        for record in self.of(node):
+            number, other = self._table.place_of(record)
+            if number == group:
+                here |= mask_of(other, heads)
         return here != 0 and not mask_of(part, heads) & ~here
 
     def missing(self, space: Space, nodes: Sequence[int], wanted: Sequence[Wanted]) -> tuple[list[Wanted], int]:

@@ -94,6 +94,8 @@ class ChunkIndex:
         keys = split_digests(run.digests)
         nodes = self.nodes.find_run(run.space, keys, run.first_chunk)
         missing, num_present = self.entries.missing(run.space, nodes, wanted)
+        if not missing:  # the usual answer to a prompt that another engine stored
+            return Reserved([], num_present, len(wanted) - num_present)
         tree, held = self.nodes.tree, [node for node in (run.parent, *nodes) if node != NO_NODE]
         for node in held:  # none of them, nor a chunk before them, leaves to make room
             tree.holds[node] += 1
