@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 
 from kvdepot.errors import LayoutError
 
-MINIMUM_CHUNK_TOKENS = 64
+MINIMUM_CHUNK_TOKENS = 64  # smaller chunks cost more messages and records than they find
 MAXIMUM_HEADS = 256  # of a plane: a part's number has 8 bits for its first head
 MAXIMUM_CELLS = 65_536  # of a plane
 

@@ -35,7 +35,7 @@ _LONG_IDLE_SECONDS: Final = 0.010
 # A request waits for others at most so many times what its own engine would take, and a little: the depot answers it by
 # the same rule (`kvdepot.server.flights`).
 _PATIENCE: Final = 2.0
-_SLACK_SECONDS: Final = 0.05
+_SLACK_SECONDS: Final = 0.05  # the same as the server's, `kvdepot.server.flights`
 
 
 class Lookups:

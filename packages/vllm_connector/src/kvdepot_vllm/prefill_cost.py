@@ -11,7 +11,7 @@ from typing import Final
 
 _LEAST_TOKENS: Final = 128  # of the larger steps: below, nothing can be told from noise
 _STEPS: Final = 5  # of each size; the median of them forgives two that waited for something else
-_LEAST_STEPS: Final = 3
+_LEAST_STEPS: Final = 3  # of one size: the first often compiles
 
 
 class PrefillCost:

@@ -28,7 +28,7 @@ _LOADS: Final = (
     engine_counter("load_seconds", "Seconds spent on loads, beside the engine's steps"),
 )
 
-_IDLE_SECONDS: Final = 0.002
+_IDLE_SECONDS: Final = 0.002  # little beside a load, which takes 10 ms and more
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ from kvdepot.errors import DepotTimeout, DepotUnavailable, RemoteError
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 
-_READ_BYTES: Final = 64 << 10
-_MOST_REPLY_BYTES: Final = 64 << 20
+_READ_BYTES: Final = 64 << 10  # at once: most replies fit; the plan of 4,096 extents takes three
+_MOST_REPLY_BYTES: Final = 64 << 20  # far beyond any reply: more means that the stream is out of step
 _MOST_UNSENT_BYTES: Final = 16 << 20  # kept by a channel for a depot that does not take requests now
 _TIMEVAL: Final = struct.Struct("ll")
 

@@ -32,16 +32,16 @@ from kvdepot.wire import messages as m
 
 logger = logging.getLogger(__name__)
 
-_FIRST_RETRY_SECONDS: Final = 0.05
-_LAST_RETRY_SECONDS: Final = 1.0
-_REFUSED_RETRY_SECONDS: Final = 10.0
-SLOW_WAITS_TO_SUSPEND: Final = 5
+_FIRST_RETRY_SECONDS: Final = 0.05  # a depot starts in 0.3 s
+_LAST_RETRY_SECONDS: Final = 1.0  # so engines find a depot that was away long at most this late
+_REFUSED_RETRY_SECONDS: Final = 10.0  # the depot answered and said no: that changes only when somebody changes settings
+SLOW_WAITS_TO_SUSPEND: Final = 5  # in a row: a garbage collection or a slow disk delays one or two
 _QUICK_WEIGHT: Final = 0.25  # of a short wait against a long one
 _SLOW_SHARE: Final = 1 / 8  # of a deadline: longer waits are slow
-_FIRST_PROBE_SECONDS: Final = 0.05
-_LAST_PROBE_SECONDS: Final = 1.0
-_FIRST_REAP_SECONDS: Final = 0.005
-_LAST_REAP_SECONDS: Final = 0.5
+_FIRST_PROBE_SECONDS: Final = 0.05  # a depot that was stopped for an instant serves again soon
+_LAST_PROBE_SECONDS: Final = 1.0  # one ping a second costs a depot that hangs nothing
+_FIRST_REAP_SECONDS: Final = 0.005  # a mover that is told to end mostly does so at once
+_LAST_REAP_SECONDS: Final = 0.5  # one that hangs in its driver may take minutes
 
 
 class Connection:

@@ -15,7 +15,7 @@ from kvdepot.wire import messages as m
 
 logger = logging.getLogger(__name__)
 
-_MOVER_GRACE_SECONDS: Final = 10.0
+_MOVER_GRACE_SECONDS: Final = 10.0  # between two lines of the log about one that does not end
 
 
 class Link:

@@ -17,7 +17,7 @@ from kvdepot.wire import messages as m
 logger = logging.getLogger(__name__)
 
 _WAIT_SECONDS: Final = 5.0  # of one request, so that a new namespace is asked for soon
-_PAUSE_SECONDS: Final = 0.5
+_PAUSE_SECONDS: Final = 0.5  # between two tries: a depot without events is asked twice a second, cheaply
 _AWAY_SECONDS: Final = 10.0  # a depot that is restarted keeps its chunks, one that stays away has none
 
 

@@ -19,7 +19,7 @@ from kvdepot.errors import ConfigError
 from kvdepot.index.eviction import NORMAL, ChunkTree, EvictionPolicy, ShareTree
 from kvdepot.index.tree import Nodes
 
-MAXIMUM_QUOTAS: Final = 64
+MAXIMUM_QUOTAS: Final = 64  # each eviction looks at every share
 _LEAST_WRITING: Final = 1 / 16  # of the pool, for unfinished entries of tenants without a quota
 _MOVE_STEP: Final = 40  # chunks that change their share
 _SCAN_STEP: Final = 500  # chunks that keep it

@@ -35,7 +35,7 @@ from kvdepot.pool.files import PoolMemory
 from kvdepot.processes.children import be_a_child
 from kvdepot.processes.logs import set_up_logs
 
-_MAXIMUM_TEXT: Final = 1000
+_MAXIMUM_TEXT: Final = 1000  # characters of an error: a driver's text may be long, an answer may not
 _TRACE_SECONDS: Final = 20.0  # less than the depot waits
 
 CopyNow: TypeAlias = Callable[[Copy], bool | None]

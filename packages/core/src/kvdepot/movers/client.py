@@ -18,8 +18,8 @@ from kvdepot.wire import messages as m
 
 assert array("i").itemsize == 4
 
-_MOST_WAIT_SECONDS: Final = 60.0
-_FOR_EVER_SECONDS: Final = 1e6
+_MOST_WAIT_SECONDS: Final = 60.0  # the bound of `wait_seconds` in every message
+_FOR_EVER_SECONDS: Final = 1e6  # nobody can end this mover, and blocks that it may write must not be used again
 
 
 class MoveFailed(DepotUnavailable):

@@ -15,8 +15,8 @@ from msgspec import Struct
 from kvdepot.errors import KVDepotError
 from kvdepot.wire.messages import RegisterKVCache
 
-MAXIMUM_FRAME_BYTES: Final = 8 << 20
-MAXIMUM_ANSWER_BYTES: Final = 1 << 16
+MAXIMUM_FRAME_BYTES: Final = 8 << 20  # the extents of a batch, and 1 MiB of block ids for each layer group
+MAXIMUM_ANSWER_BYTES: Final = 1 << 16  # a mover opens foreign memory: its answers are short, and not trusted
 
 
 class MoverError(KVDepotError):

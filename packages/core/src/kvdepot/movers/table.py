@@ -38,13 +38,13 @@ _MOVERS_LOST: Final = depot_counter("movers_lost", "Movers that died or hung")
 _MOVES_FAILED: Final = depot_counter("moves_failed", "Copies that a mover did not finish")
 _MOVERS_GIVEN_UP: Final = depot_counter("movers_given_up", "Workers whose mover was given up")
 
-MAXIMUM_MOVERS: Final = 64
-START_SECONDS: Final = 30.0
-MOVE_SECONDS: Final = 5.0
+MAXIMUM_MOVERS: Final = 64  # of a node: four for each of 16 devices
+START_SECONDS: Final = 30.0  # making a driver's context takes seconds, more while other processes make theirs
+MOVE_SECONDS: Final = 5.0  # beside the request's deadline; a batch is copied in milliseconds
 _MOST_LOST: Final = 2  # in a row
-_LONG_LIFE_SECONDS: Final = 60.0
-_MAXIMUM_WAITING: Final = 8
-_CLOSE_SECONDS: Final = 5.0
+_LONG_LIFE_SECONDS: Final = 60.0  # a mover that lived so long did not fail at its start
+_MAXIMUM_WAITING: Final = 8  # a worker has one store and one retrieve at a time, and may have given up earlier ones
+_CLOSE_SECONDS: Final = 5.0  # then movers are killed
 
 OnMoved = Callable[[MoveOutcome, str], None]
 

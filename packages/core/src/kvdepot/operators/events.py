@@ -29,15 +29,15 @@ from kvdepot.operators.zeromq import Listener, MessageReader
 END: Final = (-1).to_bytes(8, "big", signed=True)
 
 EVENT_BATCHES: Final = depot_counter("event_batches", "Batches of KV events published")
-_KEPT_BATCHES: Final = 4095
-_KEPT_BYTES: Final = 32 << 20
+_KEPT_BATCHES: Final = 4095  # as a whole replay and its end fit into one queue of 4,096
+_KEPT_BYTES: Final = 32 << 20  # or fewer batches, if prompts are long
 _BATCH_TOKENS: Final = 8192  # 0.4 ms to encode
 _QUEUED_MESSAGES: Final = _KEPT_BATCHES + 1  # per subscriber before it misses some: a whole replay and its end
 _MOST_QUESTIONS: Final = 16  # unread requests of one subscriber
 _MOST_NOTICES: Final = 64  # subscriptions taken in at once
 _MOST_SUBSCRIPTIONS: Final = 4096  # different prefixes of topics
-_HANDSHAKE_MILLISECONDS: Final = 2000
-_REPLAY_STEP: Final = 64
+_HANDSHAKE_MILLISECONDS: Final = 2000  # a connection that says nothing is closed
+_REPLAY_STEP: Final = 64  # batches between two looks at other work
 _MOST_WAITING: Final = 1024  # subscribers waiting for a replay
 _SNAPSHOT_SECONDS: Final = 1.0  # between the beginnings of two snapshots of a topic
 _SUBSCRIBED: Final = 1

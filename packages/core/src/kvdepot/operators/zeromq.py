@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 LOOK_MILLISECONDS: Final = 50  # between two checks of the descriptors
 
-_SECONDS_BETWEEN_WARNINGS: Final = 10.0
+_SECONDS_BETWEEN_WARNINGS: Final = 10.0  # clients that are kept out try again and again
 _TAKEN_AT_ONCE: Final = 256  # frames
 _IPC: Final = "ipc://"
 # From Linux's asm-generic/socket.h and filter.h: a program of one instruction, "return 0", which drops every packet.

@@ -29,7 +29,7 @@ from kvdepot.processes.descriptors import reserve_of
 from kvdepot.wire import operations as o
 
 KERNEL_POPULATE: Final = (5, 14)  # MADV_POPULATE_WRITE
-LEAST_DESCRIPTORS: Final = 4096
+LEAST_DESCRIPTORS: Final = 4096  # enough for 350 engines of one worker
 DESCRIPTORS_OF_SCHEDULER: Final = 3  # its session, its process, its connection
 DESCRIPTORS_OF_WORKER: Final = 7  # its session, its process, two connections, a temporary one, its mover (two)
 DESCRIPTORS_OF_DEPOT: Final = 64  # its files, and those of its tiers

@@ -56,9 +56,9 @@ from kvdepot.wire.operation import Endpoint, Operation, R
 logger = logging.getLogger(__name__)
 
 HEALTH_SECONDS: Final = 1.0  # a healthy loop answers within this
-_LARGEST_BODY_BYTES: Final = 8 << 20
-_STOP_SECONDS: Final = 5.0
-_MOST_CONNECTIONS: Final = 256
+_LARGEST_BODY_BYTES: Final = 8 << 20  # 65,536 keys in hexadecimal take 4 MiB
+_STOP_SECONDS: Final = 5.0  # for requests under way, before the process leaves
+_MOST_CONNECTIONS: Final = 256  # dashboards and scrapers hold a few each; more are told to come back
 _BACKLOG: Final = 128  # connections waiting to be accepted
 _HOST: Final = re.compile(r"(?:\[(?P<address>[^\[\]]*)\]|(?P<name>[^:]*))(?::\d*)?")
 

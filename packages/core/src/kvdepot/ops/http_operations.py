@@ -11,8 +11,8 @@ from msgspec.structs import astuple, fields
 from kvdepot.wire import operations as o
 from kvdepot.wire.operation import Endpoint, Operation, R
 
-STATUS_SECONDS: Final = 5.0
-CHANGE_SECONDS: Final = 90.0
+STATUS_SECONDS: Final = 5.0  # less than the ten of a Prometheus scrape
+CHANGE_SECONDS: Final = 90.0  # a large cache is cleared in turns with the requests of engines
 
 
 class Ask(Protocol):

@@ -25,11 +25,11 @@ from kvdepot.errors import ConfigError, reason_of
 
 logger = logging.getLogger(__name__)
 
-_SHORTEST_TOKEN: Final = 16
+_SHORTEST_TOKEN: Final = 16  # characters: 64 bits of hexadecimal, too many to try
 _NEEDED: Final = ("uvicorn", "starlette", "prometheus_client")
 _BACKLOG: Final = 128
 _PAUSE_SECONDS: Final = 1.0  # before a restart
-_STOP_SECONDS: Final = 10.0
+_STOP_SECONDS: Final = 10.0  # twice what the process allows itself
 
 
 @dataclass(frozen=True, slots=True)

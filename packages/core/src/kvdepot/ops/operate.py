@@ -22,7 +22,7 @@ from kvdepot.ops.settings import as_argument
 from kvdepot.wire import operations as o
 from kvdepot.wire.operation import Argument, Command, Operation, R
 
-_POLL_SECONDS: Final = 0.2
+_POLL_SECONDS: Final = 0.2  # a person who waits for a depot does not notice it
 _GROUPS: Final = {
     "session": (
         "keep a session of an agent, or bring it back",

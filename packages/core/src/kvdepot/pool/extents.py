@@ -12,7 +12,7 @@ from typing import Final
 
 from kvdepot.errors import require
 
-EXTENT_ALIGNMENT_BYTES: Final = 4096
+EXTENT_ALIGNMENT_BYTES: Final = 4096  # a page: direct I/O and the registration of memory need whole ones
 NUM_REGIONS: Final = 96  # of the pool's map
 _RESTORE_STEP: Final = 2_000  # extents between two pauses
 _SORT_STEP: Final = 20_000  # numbers that are sorted at once

@@ -30,7 +30,7 @@ MAXIMUM_TENANTS: Final = 1024
 MAXIMUM_CHUNKS: Final = 16_384  # of one prefix; the rest of a longer one is not remembered
 
 _HEADER: Final = struct.Struct("<8s16sHHI")  # tenant, session, place in the prefix, digests, crc32
-_BLOCK_BYTES: Final = 1024
+_BLOCK_BYTES: Final = 1024  # 31 digests: a session of 2,000 tokens in chunks of 64 takes one
 _BLOCK_DIGESTS: Final = (_BLOCK_BYTES - _HEADER.size) // DIGEST_BYTES
 _CRC: Final = struct.Struct("<I")
 _CRC_AT: Final = _HEADER.size - _CRC.size

@@ -13,7 +13,7 @@ from kvdepot.pool.files import ENLARGE_TMPFS, allocated_bytes, size_of_pool
 
 logger = logging.getLogger(__name__)
 
-SHARE_OF_FREE_MEMORY: Final = 0.25
+SHARE_OF_FREE_MEMORY: Final = 0.25  # the default leaves room for engines that start later
 MEMORY_FILE_SYSTEMS: Final = frozenset({"tmpfs", "hugetlbfs", "ramfs"})
 
 

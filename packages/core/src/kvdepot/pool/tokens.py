@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 MAGIC: Final = b"KVDEPOTT\x01\x00\x00\x00"  # with the version of the file
 _FRAME: Final = struct.Struct("<II")  # bytes of the body, its crc32
-_LARGEST_FRAME: Final = 16 << 20
+_LARGEST_FRAME: Final = 16 << 20  # far beyond any message: a larger length is damage
 
 
 class TokensFile:

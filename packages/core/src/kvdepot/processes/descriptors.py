@@ -13,7 +13,7 @@ from typing import Final
 EXHAUSTED: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 _MAXIMUM_DESCRIPTORS: Final = 65_536
-_RESERVE: Final = 256
+_RESERVE: Final = 256  # for files of tiers, pidfds and replies, so that a full table refuses only newcomers
 _RESERVE_SHARE: Final = 8  # a small limit reserves one descriptor in 8
 
 

@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 _BYTES_PER_ENTRY: Final = 64 << 10  # the smallest chunk that the default number of entries reckons with
 _MINIMUM_ENTRIES: Final = 65_536
 _MAXIMUM_ENTRIES: Final = 4_194_304
-_DRAIN_SECONDS: Final = 2.0
+_DRAIN_SECONDS: Final = 2.0  # for writes to tiers: a container gets ten from its first signal to its end
 
 
 class DepotServer:

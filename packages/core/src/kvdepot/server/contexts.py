@@ -25,7 +25,7 @@ _WORKERS_FALLEN_BACK: Final = depot_counter("workers_fallen_back", "Workers that
 Fence = tuple[Writer, bytes]  # a process, and which worker in it
 
 MAXIMUM_CONTEXTS: Final = 64  # of one session
-MAXIMUM_HAND_OVERS: Final = 4096
+MAXIMUM_HAND_OVERS: Final = 4096  # requests of all engines that another node waits for; more are stored in their turn
 
 
 @dataclass(slots=True)

@@ -40,7 +40,7 @@ _FLIGHTS_JOINED: Final = depot_counter(
 )
 _FLIGHTS_FAILED: Final = depot_counter("flights_failed", "Announced prefixes that did not arrive whole")
 
-MAXIMUM_FLIGHTS: Final = 1024
+MAXIMUM_FLIGHTS: Final = 1024  # of all owners, who share them fairly: requests that compute at one time on a node
 MAXIMUM_WAITING: Final = 4096  # lookups of all flights
 MAXIMUM_WAITING_FOR_ONE: Final = 64  # lookups of one flight
 MAXIMUM_DIGEST_BYTES: Final = 32 << 20  # of all flights

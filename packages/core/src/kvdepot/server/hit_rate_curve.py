@@ -25,7 +25,7 @@ SCALES: Final = (0.25, 0.5, 1.0, 2.0, 4.0)  # of the pool
 
 _KEYS: Final = 1 << 16  # that two bytes can be
 _LARGEST_THRESHOLD: Final = _KEYS // 8
-_SMALLEST_THRESHOLD: Final = 8
+_SMALLEST_THRESHOLD: Final = 8  # one chunk of 8,192: fewer would say nothing
 _BUDGET: Final = 8192  # sampled chunks in all segments
 _WANTED: Final = 1024  # of them in a pool of the present size
 

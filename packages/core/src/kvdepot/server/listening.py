@@ -14,8 +14,8 @@ from kvdepot.server.access import PRIVATE_UMASK, Access, peer_credentials
 
 logger = logging.getLogger(__name__)
 
-_BACKLOG: Final = 1024
-_SECONDS_BETWEEN_WARNINGS: Final = 10.0
+_BACKLOG: Final = 1024  # every engine of a node reconnects at once after a restart
+_SECONDS_BETWEEN_WARNINGS: Final = 10.0  # processes that are refused try again at once
 
 
 class Warnings:

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 _TIERS_FAILED: Final = depot_counter("tiers_failed", "Turns of the tiers that failed because of a bug")
 
 SLOW_TURN_SECONDS: Final = 0.020  # the promise of docs/architecture.md for requests of engines
-_SWEEP_SECONDS: Final = 0.5
+_SWEEP_SECONDS: Final = 0.5  # between two looks at sockets that say nothing and at processes that left
 _SWEEP_MILLISECONDS: Final = 500
 # Of a turn. Work that is left then continues in the next turn; a request that has begun is served.
 _MESSAGE_SECONDS: Final = 0.0008

@@ -27,7 +27,7 @@ _DESCRIPTIONS_DECLINED: Final = depot_counter(
     "descriptions_declined", "Chunks that routers are not told of, for lack of room for their tokens"
 )
 
-_LARGE_FILE_BYTES: Final = 64 << 20
+_LARGE_FILE_BYTES: Final = 64 << 20  # a smaller file is not worth writing anew
 _MOST_WASTE: Final = 3  # times what is described
 _COALESCE_SECONDS: Final = 0.02  # changes that come this soon after the first are told together
 _NEWS_TOKENS: Final = 4096  # of one reply: 0.2 ms to encode

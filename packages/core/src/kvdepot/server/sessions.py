@@ -27,7 +27,7 @@ from kvdepot.wire import messages as m
 
 logger = logging.getLogger(__name__)
 
-MAXIMUM_SESSIONS: Final = 4096
+MAXIMUM_SESSIONS: Final = 4096  # each takes a descriptor for its socket and one for its process
 
 _SO_PEERPIDFD: Final = 77  # Linux 6.5
 _FIRST_LOCK: Final = 1 << 61  # behind the end of any pool

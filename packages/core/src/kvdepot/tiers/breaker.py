@@ -26,9 +26,9 @@ _BREAKER_OPENED: Final = tier_counter("breaker_opened", "Times the tier was susp
 
 ERRORS_TO_SUSPEND: Final = 3  # calls in a row that raise
 MAXIMUM_HUNG_CALLS: Final = 16  # or as many as there are threads; beyond that the tier stays suspended
-_MOST_HUNG_PROBES: Final = 16
-_FIRST_RETRY_SECONDS: Final = 0.5
-_LAST_RETRY_SECONDS: Final = 30.0
+_MOST_HUNG_PROBES: Final = 16  # each keeps a thread
+_FIRST_RETRY_SECONDS: Final = 0.5  # a server that is restarted is back soon
+_LAST_RETRY_SECONDS: Final = 30.0  # a tier that was away is used again at most this late
 _LATE_TO_SUSPEND: Final = 3  # lookups in a row that got nothing in time
 
 

@@ -13,11 +13,11 @@ from typing import Final
 from kvdepot.index.eviction import NO_NODE
 from kvdepot.index.tree import Nodes
 
-_FEW_CHUNKS: Final = 8
+_FEW_CHUNKS: Final = 8  # a run with fewer waits longest: the next ones of its prompt make it worth a request
 _IDLE_SECONDS: Final = (0.05, 0.25, 2.0)  # after a piece that another node waits for, another, and few chunks
 _LEAST_SECONDS: Final = 1.0  # before a complete run goes: each is a question of its own
-_MOST_SECONDS: Final = 10.0
-_MOST_WAITING: Final = 1024
+_MOST_SECONDS: Final = 10.0  # then an incomplete run goes, too
+_MOST_WAITING: Final = 1024  # chunks, then no run waits: they are pinned in the pool
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,8 @@ LABEL_BYTES: Final = 8
 PLACE_BYTES: Final = 16
 KEY_BYTES: Final = 2 * LABEL_BYTES + PLACE_BYTES + DIGEST_BYTES  # tenant, model, place, chunk
 RUN_BYTES: Final = 8  # behind a key, for tiers that keep runs: the first chunk of the run that the chunk is in
-MOST_CHUNKS_A_RUN: Final = 128
-_MOST_BYTES_A_RUN: Final = 16 << 20
+MOST_CHUNKS_A_RUN: Final = 128  # 2,048 tokens in chunks of 16
+_MOST_BYTES_A_RUN: Final = 16 << 20  # at 1 GB/s 16 ms: a request's own cost is small beside it
 
 
 def label_of(name: str) -> bytes:

@@ -54,13 +54,13 @@ T = TypeVar("T")
 NAME: Final = re.compile(r"[0-9a-f]{16}/[0-9a-f]{16}/[0-9a-f]{2}/(?:[0-9a-f]{64}|[0-9a-f]{94})")
 """An object of this format, or of the first one, which had one chunk in each."""
 _NOTHING: Final = "kvdepot-probe"  # a prefix without objects
-_QUESTIONS_AT_ONCE: Final = 64
+_QUESTIONS_AT_ONCE: Final = 64  # requests of one call that are under way at a time
 _MOST_STEPS: Final = 32  # of a walk
 _MOST_TRIES: Final = 4  # to add an object at the end of a walk that others add to
 _MOST_KNOWN: Final = 256  # runs
-_KNOWN_SECONDS: Final = 10.0
+_KNOWN_SECONDS: Final = 10.0  # another depot may have written a longer run since
 _COPIED_AT_ONCE: Final = 1 << 20  # bytes: about a tenth of a millisecond
-_DELETES_A_REQUEST: Final = 250
+_DELETES_A_REQUEST: Final = 250  # Azure allows 256, S3 1,000
 _CLOSE_SECONDS: Final = 1.8  # less than the limit of TierQueue
 _LAST_STEPS_SECONDS: Final = 0.1  # of the client's threads in Python after a request
 _BEYOND_END: Final = re.compile("416 |InvalidRange|Invalid range")  # the client has no class for it

@@ -37,9 +37,9 @@ _FAILED_READS: Final = tier_counter("failed_reads", "Entries that were missing o
 _CORRUPT: Final = tier_counter("corrupt", "Entries whose checksum did not match")
 _ERRORS: Final = tier_counter("errors", "Failed calls")
 
-_CLOSE_SECONDS: Final = 2.0
-_QUESTIONS_A_CALL: Final = 512
-_BYTES_A_CALL: Final = 16 << 20
+_CLOSE_SECONDS: Final = 2.0  # for calls under way; a thread that hangs in its storage is left behind
+_QUESTIONS_A_CALL: Final = 512  # keys: several threads share a longer question
+_BYTES_A_CALL: Final = 16 << 20  # so that several threads share a long prompt
 _DROPPED_A_STEP: Final = 256  # calls that are looked at, of each kind
 
 

@@ -8,10 +8,10 @@ from kvdepot.index.columns import make_column
 from kvdepot.tiers.queue import TierQueue
 
 _PACES: Final = 15  # promotions; their median is the pace of a tier
-_LEAST_PACES: Final = 3
+_LEAST_PACES: Final = 3  # fewer promotions say too little about a tier's pace
 _TRY_ANYWAY: Final = 16  # one promotion in this many reads from a slow tier anyway, to notice that it has become faster
 _TICKS: Final = 8  # a second
-_FRESH_TICKS: Final = 8
+_FRESH_TICKS: Final = 8  # a second: a prefix in use is asked for at most so often
 _IN_FLIGHT: Final = 0xFFFFFFFF
 
 

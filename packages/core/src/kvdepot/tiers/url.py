@@ -22,7 +22,7 @@ KNOWN_TIERS: Final = {
 DEADLINE_SECONDS: Final = 1.0  # unless the URL says otherwise
 DEFAULT_THREADS: Final = 4  # likewise
 PATIENCE: Final = 10  # deadlines that a write or a step of a clear may take
-_MOST_THREADS: Final = 256
+_MOST_THREADS: Final = 256  # all are threads of the server and take turns at the interpreter
 _MOST: Final = 1_000_000.0  # seconds: in milliseconds they fit into 32 bits
 _REQUEST_SHARE: Final = 0.75  # of the deadline, for one request
 

@@ -16,7 +16,7 @@ from kvdepot.wire import operations as o
 from kvdepot.wire.messages import Count, Name
 from kvdepot.wire.operation import OperationReply
 
-MAXIMUM_FRAME_BYTES: Final = 4 << 20
+MAXIMUM_FRAME_BYTES: Final = 4 << 20  # 65,536 digests take 2 MiB
 
 
 _EngineRequest = (

@@ -32,7 +32,7 @@ of the part u32, header u64 (the record's generation and state while the extent 
 payload bytes u64. `kvdepot.layout.Part` has heads and layers in the lower 16 and upper 32 bits of its number."""
 
 MAXIMUM_SEGMENTS: Final = 8192  # per request, of about 24 tokens each
-MAXIMUM_SEGMENT_TOKENS: Final = 1024
+MAXIMUM_SEGMENT_TOKENS: Final = 1024  # a paragraph; longer text is cut into several
 SEGMENT_NAME_BYTES: Final = 16
 SEGMENT: Final = struct.Struct(f"<{SEGMENT_NAME_BYTES}sII")
 """One segment of a prompt, 24 bytes: its name, its first token u32, its tokens u32."""
@@ -44,6 +44,7 @@ of the source u32, chunks u32, and where their digests begin among those of the 
 MAXIMUM_DESCRIBED_CHUNKS: Final = 256  # per request
 MAXIMUM_DESCRIBED_TOKENS: Final = 1 << 16  # per request, unless one chunk has more
 
+# A month: a session that pauses longer is found again in a tier, or computed.
 MAXIMUM_RETAIN_SECONDS: Final = 30 * 86400.0
 _U32 = (1 << 32) - 1
 Name = Annotated[str, Meta(max_length=256)]
@@ -67,9 +68,9 @@ class Verify(enum.StrEnum):
     ALL = "all"
 
 
-VERIFY_ONE_IN: Final = 16
+VERIFY_ONE_IN: Final = 16  # damage of a whole region is found at once, at a sixteenth of the cost
 MAXIMUM_PRIORITY: Final = 3
-MAXIMUM_TTL_SECONDS: Final = 1e9
+MAXIMUM_TTL_SECONDS: Final = 1e9  # thirty years: a number that any clock can add
 CHECKSUM_BYTES: Final = 16  # XXH3-128 of an extent's payload; zeros for none
 
 

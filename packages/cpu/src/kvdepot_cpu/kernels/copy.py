@@ -20,7 +20,7 @@ from kvdepot.copying.runs import EXTENT_DTYPE, Addresses, BatchRuns
 from kvdepot.layout import CacheLayout
 from kvdepot.wire.messages import CHECKSUM_BYTES
 
-_BYTES_WORTH_A_THREAD: Final = 8 << 20
+_BYTES_WORTH_A_THREAD: Final = 8 << 20  # 0.6 ms at 13 GB/s, many times what waking a thread takes
 _BYTES_WORTH_STREAMING: Final = 1 << 20  # smaller copies stay in the caches for the next reader
 
 CopyRuns = Callable[[Addresses, Addresses, Addresses], None]

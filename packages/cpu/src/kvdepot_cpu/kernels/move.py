@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from kvdepot.kvcache import MoveTokens, TokenLayout
 
-_BYTES_WORTH_A_THREAD: Final = 8 << 20
+_BYTES_WORTH_A_THREAD: Final = 8 << 20  # as in `copy`
 
 
 def native_move_tokens(num_threads: int) -> MoveTokens | None:

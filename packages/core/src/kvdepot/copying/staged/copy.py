@@ -32,7 +32,7 @@ from kvdepot.layout import CacheLayout
 logger = logging.getLogger(__name__)
 
 STAGING_BYTES: Final = 64 << 20  # of one of the four slots, at most, unless one block is larger
-_NUM_SLOTS: Final = 2
+_NUM_SLOTS: Final = 2  # one is filled while the device copies the other; a third would only wait
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,10 +26,10 @@ _NO_SPACE: Final = tier_counter("no_space", "Entries not written because the sto
 _NOT_EVICTED: Final = tier_counter("not_evicted", "Entries that could not be removed to make room")
 
 HIGH_WATERMARK: Final = 1.0  # of the capacity: above it, entries leave
-LOW_WATERMARK: Final = 0.9
+LOW_WATERMARK: Final = 0.9  # down to here, so that most writes find room without evicting
 _PATIENCE_SECONDS: Final = 10.0  # before the next try, after evicting freed no space in the file system
 _QUIET_SECONDS: Final = 60.0  # between two log lines about declined writes
-_VICTIMS_AT_ONCE: Final = 64
+_VICTIMS_AT_ONCE: Final = 64  # files; between two pieces other threads get the lock
 _MOST_STUCK: Final = 16  # entries that cannot be removed, while making room for one
 
 

@@ -49,7 +49,7 @@ from kvdepot.tiers.seal import SEAL_BYTES
 
 _SEAL_SLOT_BYTES: Final = 128
 _FULL_PAUSES: Final = (0.01, 0.02)  # seconds; the master evicts in the background within some milliseconds
-_LEAVE_SECONDS: Final = 0.5
+_LEAVE_SECONDS: Final = 0.5  # for calls under way, when the depot closes the connection
 
 # Codes of the SDK (mooncake-store/include/types.h).
 _OK: Final = 0

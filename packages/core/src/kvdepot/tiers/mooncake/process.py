@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 _CHILD_MODULE: Final = "kvdepot.tiers.mooncake.child"
 _WAIT_SECONDS: Final = 1.0  # the wait of a call for a starting child
 _LEAVE_SECONDS: Final = 1.5  # for a child to leave the cluster
-_DIE_SECONDS: Final = 1.0
+_DIE_SECONDS: Final = 1.0  # after SIGKILL: the kernel takes some time for a large mapping
 
 T = TypeVar("T")
 
