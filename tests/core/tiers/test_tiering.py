@@ -535,6 +535,25 @@ def test_a_lookup_during_a_promotion_waits_for_what_is_on_its_way_and_gets_all_o
     assert bench.tiering.counters["entries_promoted"] == 40 * len(bench.contexts), "each is read once"
 
 
+@pytest.mark.parametrize("num_turns", range(8))
+def test_an_engine_that_begins_to_write_during_a_promotion_leaves_no_gap(num_turns: int, make: Maker) -> None:
+    bench, run = make(), prompt(8)
+    bench.store(run)
+    bench.forget()
+    pending = bench.begin_lookup(run)
+    for _ in range(num_turns):
+        wait_until(lambda: bench.tiering.queues[0].num_calls == 0 or bench.tiering.queues[0].has_results, what="a call")
+        bench.tiering.turn(lambda: True)
+    plan = bench.ask(m.PrepareStore(bench.contexts[0], "w", run.tenant, run.slice(0, 1).digests, 0, b"", (1,)))
+    assert bench.wait(pending).num_chunks == (0 if plan.ticket else 8), "all, unless the engine writes the first one"
+    bench.finish_promotions()
+    for _, _, _, _, _, _, offset, size in m.EXTENT.iter_unpack(plan.extents):
+        bench.pool.view[offset : offset + size] = content(run, 0, 0, bench.part(0, 0))
+    if plan.ticket:
+        bench.ask(m.CommitStore(bench.contexts[0], plan.ticket))
+    assert bench.lookup(run) == 8
+
+
 def test_a_lookup_waits_no_longer_than_it_wants_and_what_comes_later_is_kept(make: Maker) -> None:
     bench = make()
     bench.store(prompt(8))

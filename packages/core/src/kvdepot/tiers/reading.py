@@ -249,8 +249,8 @@ class Reading:
     def _make_flights(self, is_over: IsOver) -> list[tuple[_Flight, bytes]]:
         """Give extents to the next wanted entries, at least to a few; return them with their keys.
 
-        Skip entries that are in the pool by now, and wait for those on their way. If no more can be read, clear the
-        wanted ones.
+        Skip entries that are in the pool by now or that an engine has begun to write since the tier was asked, and wait
+        for those on their way. If no more can be read, clear the wanted ones.
         """
         index, context, prefix, space, wanted = (
             self._index,
@@ -279,13 +279,9 @@ class Reading:
             if record is None:
                 if node is None or not index.entries.has(node, place.group, place.part):
                     batch.append((chunk, place))
-                elif not index.entries.cover(node, place):
-                    wanted.clear()  # engines with other parts are writing it
             elif context.is_coming[record]:
                 context.awaited.setdefault(record, []).append(self)
                 self.num_awaited += 1
-            elif not context.is_sealed(record):
-                wanted.clear()  # an engine is writing it, or a tier that hangs
         if not batch:
             return flights
         first, last = batch[0][0], batch[-1][0]
