@@ -247,6 +247,27 @@ def test_nobody_waits_for_a_store_that_was_given_up(end: str) -> None:
     assert other.found is None, "it waits for a request whose store goes on"
 
 
+def test_nobody_waits_for_chunks_that_find_no_room() -> None:
+    """Regression: lookups waited until the flight's deadline for the chunks that the store was declined."""
+    bench = Bench(pages=6)
+    first, second = bench.worker(), bench.worker()
+    Asked(first, prompt(8), token_seconds=PACE)
+    waiting = Asked(second, prompt(8), wait_seconds=60.0, token_seconds=1.0)
+    plan = first.prepare(prompt(8))
+    assert (plan.num_declined, waiting.found) == (2, None)
+    late = Asked(second, prompt(8), "late", wait_seconds=60.0, token_seconds=1.0)
+    first.commit(plan)
+    assert (waiting.found, late.found) == (6, 6)
+    assert second.lookup(prompt(8)).lease
+    Asked(first, prompt(8), "again", token_seconds=PACE)
+    waiting = Asked(second, prompt(8), "other", wait_seconds=60.0, token_seconds=1.0)
+    assert waiting.found is None
+    first.ask(
+        m.PrepareStore(first.context, "again", "default", prompt(8).slice(6).digests, 6, prompt(6).digests[-32:], (2,))
+    )
+    assert waiting.found == 6
+
+
 @pytest.mark.slow
 def test_what_has_ended_holds_no_bytes() -> None:
     """Announcements that were withdrawn and lookups that were answered, long before their deadlines."""

@@ -39,6 +39,7 @@ _FLIGHTS_JOINED: Final = depot_counter(
     "flights_joined", "Lookups that waited for chunks that another request was computing"
 )
 _FLIGHTS_FAILED: Final = depot_counter("flights_failed", "Announced prefixes that did not arrive whole")
+_FLIGHTS_CUT: Final = depot_counter("flights_cut", "Announced prefixes whose end found no room in the pool")
 
 MAXIMUM_FLIGHTS: Final = 1024  # of all owners, who share them fairly: requests that compute at one time on a node
 MAXIMUM_WAITING: Final = 4096  # lookups of all flights
@@ -93,7 +94,7 @@ class Flight:
 
     def stop_of(self, digests: bytes, found: int) -> int:
         """Return up to which chunk a lookup, `found` of whose chunks are here, can wait for this flight."""
-        stop = common_chunks(self.digests, digests, found)
+        stop = max(found, min(self.stop, common_chunks(self.digests, digests, found)))
         return found if self.context.space.windows and stop < self.stop else stop
 
     @property
@@ -333,13 +334,20 @@ class FlightTable:
         if flight is not None:
             self._fail(flight)
 
-    def end_store(self, worker: Context, request_id: str) -> None:
-        """End the flight of a request that a worker has given up storing."""
+    def cut(self, worker: Context, request_id: str, stop: int = 0) -> None:
+        """End the flight of a request before a chunk that a worker will not store; it stores none from there on."""
         for flight in list(self._by_request.values()):
             of = flight.context
             is_same = flight.request_id == request_id and of.instance == worker.instance and of.space is worker.space
-            if is_same and not flight.is_remote:
+            if not is_same or flight.is_remote or flight.stop <= stop:
+                continue
+            if flight.position >= stop or of.space.windows:  # windows are complete at the end of the prefix alone
                 self._fail(flight)
+                continue
+            flight.stop = stop
+            self._counters[_FLIGHTS_CUT] += 1
+            for waiting in flight.waiting:
+                waiting.stop = min(waiting.stop, stop)
 
     def end_context(self, context: Context) -> None:
         """End the flights of a scheduler that leaves, and answer its lookups."""

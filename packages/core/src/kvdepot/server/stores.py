@@ -85,18 +85,18 @@ class Stores:
         counters[_STORE_CHUNKS] += num_chunks
         writer = self._writer_of(context)
         if not state.accepts_stores or state.is_draining:
-            return self._decline(request, "stores are declined: the depot restores, drains or stops")
+            return self._decline(context, request, "stores are declined: the depot restores, drains or stops")
         if writer is None:
-            return self._decline(request, "its mover is not ready")
+            return self._decline(context, request, "its mover is not ready")
         if context.writing_bytes > index.extents.capacity_bytes // 2:
             counters[_STORES_WITHOUT_COMMIT] += 1
-            return self._decline(request, "its worker holds half of the pool in unfinished stores")
+            return self._decline(context, request, "its worker holds half of the pool in unfinished stores")
         parent = NO_NODE
         if request.first_chunk:
             above = index.nodes.find(space, request.parent, request.first_chunk - 1)
             if above is None and space.full_mask:
                 # No lookup could ever find these chunks.
-                return self._decline(request, "the chunk before it was evicted")
+                return self._decline(context, request, "the chunk before it was evicted")
             parent = NO_NODE if above is None else above
         label, num_steps = state.labels.number_of(request.tenant, context.model), index.evictor.num_steps
         run = NewRun(space, request.digests, request.first_chunk, parent, label, writer, context.owner)
@@ -112,6 +112,8 @@ class Stores:
         )
         counters[_STORE_ENTRIES_PRESENT] += num_present
         counters[_STORE_ENTRIES_DECLINED] += num_declined
+        if num_declined:
+            self._flights.cut(context, request.request_id, request.first_chunk + (begun[-1].chunk + 1 if begun else 0))
         if not begun:
             return m.StorePlan(state.epoch, 0, b"", num_present, num_declined)
         state.usage.hit_rates.stored(request.digests, self._contexts.chunk_bytes[space.number])
@@ -135,8 +137,9 @@ class Stores:
             return context.writer
         return None if self._state.movers is None else self._state.movers.writer_of(context.number)
 
-    def _decline(self, request: m.PrepareStore, why: str) -> m.StorePlan:
+    def _decline(self, context: Context, request: m.PrepareStore, why: str) -> m.StorePlan:
         num_declined = sum(request.covered)
+        self._flights.cut(context, request.request_id, request.first_chunk)
         logger.debug("store of %s: all %d entries declined: %s", request.request_id, num_declined, why)
         self._counters[_STORE_ENTRIES_DECLINED] += num_declined
         return m.StorePlan(self._state.epoch, 0, b"", 0, num_declined)
@@ -214,7 +217,7 @@ class Stores:
         """End the single flight of a request whose chunks will not be here."""
         context = self._contexts.by_number.get(ticket.context)
         if context is not None:
-            self._flights.end_store(context, ticket.request_id)
+            self._flights.cut(context, ticket.request_id)
 
     def _drop(self, ticket: Ticket) -> None:
         if self.tickets.pop(ticket.number, None) is None:
