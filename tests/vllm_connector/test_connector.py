@@ -27,11 +27,11 @@ def backend(create):
                            why_unsuited=lambda engine: None, cuts_pages=lambda row_tokens, **k: True)
 
 good = {
-    "engine_cache": lambda *_: EngineCache((group,), 1, 16, 1, "bfloat16", "base"),
+    "engine_cache": lambda *_: EngineCache((group,), 1, 16, 1, "bfloat16"),
     "worker_groups": lambda *_, **__: [Space(plane=(1, 1))],
     "get_backend": backend(lambda cache, **k: Space(format=cache.format, close=lambda: None)),
     "engine_namespace": lambda *_, **__: Namespace("m"),
-    "on_device": setup.on_device,
+    "named_format": setup.named_format,
 }
 
 def use(**changes):
@@ -84,7 +84,7 @@ def serves(made):
 
 errors = [RuntimeError("a bug"), MemoryError(), TypeError("another"), BackendUnavailable("gone"), LayoutError("no")]
 for error in errors:
-    for place in ("get_backend", "worker_groups", "on_device"):
+    for place in ("get_backend", "worker_groups", "named_format"):
         use(**{place: raising(error)})
         made = worker()
         told = made.get_handshake_metadata()
@@ -201,7 +201,7 @@ def create_context(*_, **options):
 for device in ("cpu", "cuda"):
     platforms._current_platform = Space(device_type=device, device_name=device, is_rocm=lambda: False)
     calls.clear()
-    use(get_backend=backend(create_context), on_device=lambda cache, *_: cache)
+    use(get_backend=backend(create_context), named_format=lambda *_: "format")
     made = worker()
     made.register_kv_caches({})
     print("registered", calls == ["create0True", "close0", "create1True"])
@@ -241,7 +241,7 @@ for device, has_tiles, granted in CASES:
     torch.cpu._is_amx_tile_supported = lambda: has_tiles
     torch.cpu._init_amx = lambda: calls.append("ask") or granted
     calls.clear()
-    use(get_backend=backend(create_context), on_device=lambda cache, *_: cache)
+    use(get_backend=backend(create_context), named_format=lambda *_: "format")
     worker()
     asked = ["ask"] if device == "cpu" and has_tiles else []
     print("order", [call for call in calls if len(call) < 8] == [*asked, "create"])

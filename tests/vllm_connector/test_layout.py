@@ -10,7 +10,7 @@ import pytest
 from kvdepot.backends import Capability
 from kvdepot.errors import ConfigError
 from kvdepot.layout import GroupKind
-from kvdepot_vllm.groups import EngineCache, EngineGroup, Unsupported, on_device, wished_layout
+from kvdepot_vllm.groups import EngineCache, EngineGroup, Unsupported, named_format, wished_layout
 from kvdepot_vllm.settings import Settings
 from support.vllm.engines import RunCode
 
@@ -165,9 +165,8 @@ def layer(backend: str = "FlashAttentionBackend", isa: str | None = None) -> Any
     return SimpleNamespace(get_attn_backend=lambda: type(backend, (), {}), **attributes)
 
 
-def formatted(device: str, *groups: EngineGroup, **layers: Any) -> str:
-    cache = EngineCache(groups or (FULL,), 1, 16, 1, "bfloat16", "vllm 0.32 LBHNC tp1 pp1")
-    return on_device(cache, layers, device).format
+def formatted(device: str, *groups: EngineGroup, version: str = "0.32.0", layout: str = "LBHNC", **layers: Any) -> str:
+    return named_format(EngineCache(groups or (FULL,), 1, 16, 1, "bfloat16", layout=layout), layers, device, version)
 
 
 @pytest.mark.promise(70)
@@ -186,10 +185,12 @@ def test_engines_that_pack_blocks_otherwise_have_other_formats() -> None:
         formatted("cuda", a=plain, b=triton),
         formatted("cuda", FULL, WINDOW, a=plain, b=plain, c=triton),
         formatted("cuda", FULL, WINDOW, a=triton, b=triton, c=plain),
+        formatted("cuda", a=plain, b=plain, version="0.33.0"),
+        formatted("cuda", a=plain, b=plain, layout="LBNHC"),
     ]
     assert len(set(found)) == len(found)
-    assert found[0] == "vllm 0.32 LBHNC tp1 pp1 cpu CPUAttentionBackend/amx"
-    assert formatted("cuda", FULL, WINDOW, a=plain, b=plain, c=plain) == found[3], "one backend is named once"
+    assert found[0].startswith("vllm 0.32 pp1 named ")
+    assert formatted("cuda", a=plain, b=plain, version="0.32.1") == found[3]
 
 
 @pytest.mark.promise(70)
@@ -198,12 +199,3 @@ def test_a_layer_that_does_not_say_what_packs_it_is_refused() -> None:
         with pytest.raises(Unsupported, match="does not say"):
             formatted("cpu", **layers)
     formatted("cpu", LATENT, a=layer("CPUMLABackend"), b=layer("CPUMLABackend"))  # never packed
-
-
-def test_a_format_of_many_groups_fits_into_a_message() -> None:
-    groups = [EngineGroup(n, GroupKind.FULL_ATTENTION, 16, 0, (f"l{n}",), False, False) for n in range(60)]
-    one, other = (
-        formatted("cuda", *groups, **{f"l{n}": layer(f"Backend{n * step}") for n in range(60)}) for step in (1, 2)
-    )
-    assert one != other
-    assert len(one) < 256

@@ -17,7 +17,6 @@ from kvdepot_vllm.settings import ASK_VLLM, LEAVE_IT_TO_VLLM
 BLOCK_OUTERMOST: Final = "BLNHC"  # in memory: block, layer, token, head, content
 HEADS_BEFORE_TOKENS: Final = "BLHNC"  # likewise, for attention backends that take nothing else
 _BLACKWELL: Final = 10  # compute capability
-_LONGEST_FORMAT: Final = 200  # characters, of the 256 that a name in a message may have
 _LEAST_CHUNK_WITH_TAIL: Final = 128  # tokens
 _LARGEST_KERNEL_BLOCK: Final = 64  # tokens that kernels of every attention backend take in one block
 
@@ -49,7 +48,7 @@ class EngineCache:
     chunk_tokens: int
     num_ranks: int  # of a pipeline stage
     dtype: str
-    format: str
+    format: str = ""  # only the workers know it
     volatile_tokens: int = 0  # the last computed tokens, whose KV a draft model may still write again
     state_step: int = 0  # recurrent: vLLM keeps the state at the last multiple of this before the end of a prompt
     num_stages: int = 1  # of the pipeline
@@ -92,7 +91,7 @@ class EngineCache:
 
 
 def engine_cache(
-    vllm_config: Any, kv_cache_config: Any, kind_of: Callable[[Any], str], chunk_tokens: int | None, version: str
+    vllm_config: Any, kv_cache_config: Any, kind_of: Callable[[Any], str], chunk_tokens: int | None
 ) -> EngineCache:
     """Return the cache of an engine.
 
@@ -101,7 +100,6 @@ def engine_cache(
         kv_cache_config: `KVCacheConfig`, of the scheduler or of any worker.
         kind_of: vLLM's name for the kind of a KV cache spec.
         chunk_tokens: None for the smallest size that all groups support.
-        version: of vLLM; another minor version may lay out blocks differently.
 
     Raises:
         Unsupported: with the reason.
@@ -129,7 +127,6 @@ def engine_cache(
         chunk_tokens=chunk_tokens,
         num_ranks=parallel.tensor_parallel_size,
         dtype=_dtype(vllm_config),
-        format=_format(vllm_config, kv_cache_config, version),
         volatile_tokens=_volatile_tokens(vllm_config, kv_cache_config),
         state_step=state_step,
         num_stages=parallel.pipeline_parallel_size,
@@ -218,27 +215,18 @@ def _dtype(vllm_config: Any) -> str:
     return str(vllm_config.model_config.dtype).removeprefix("torch.") if cache_dtype == "auto" else cache_dtype
 
 
-def _format(vllm_config: Any, kv_cache_config: Any, version: str) -> str:
-    """Name everything that decides how bytes lie within a block, except for the parts that `on_device` adds."""
-    parallel = vllm_config.parallel_config
-    parts = [
-        "vllm " + ".".join(version.split(".")[:2]),
-        str(kv_cache_config.kv_cache_layout),
-        f"pp{parallel.pipeline_parallel_size}",
-    ]
-    return " ".join(parts)
+def named_format(cache: EngineCache, layers: Mapping[str, Any], device: str, version: str) -> str:
+    """Return a worker's format, made of the names of everything that decides how bytes lie within a block.
 
-
-def on_device(cache: EngineCache, layers: Mapping[str, Any], device: str) -> EngineCache:
-    """Return the cache with a worker's format, which also names the device and the code that packs a block's bytes.
-
-    This code is the attention backend that vLLM chose for each layer and, on CPU, the instruction set whose kernels
-    pack the keys. The scheduler's process knows neither, so it takes the format from its workers.
+    Among them is the code that packs a block's bytes: the attention backend that vLLM chose for each layer and, on CPU,
+    the instruction set whose kernels pack the keys. The scheduler's process knows neither, so it takes the format from
+    its workers.
 
     Args:
         cache: the engine's.
         layers: vLLM's attention layers by name, in the worker's process.
         device: the kind of device, with everything else about it that changes the bytes.
+        version: of vLLM; another minor version may lay out blocks differently.
 
     Raises:
         Unsupported: a layer does not name its attention backend or instruction set.
@@ -246,13 +234,9 @@ def on_device(cache: EngineCache, layers: Mapping[str, Any], device: str) -> Eng
     packers = [
         "+".join(sorted({_packer(group, name, layers, device) for name in group.layer_names})) for group in cache.groups
     ]
-    if len(set(packers)) == 1:
-        packers = packers[:1]
-    text = " ".join([cache.format, device, *packers])
-    if len(text) > _LONGEST_FORMAT:
-        digest = blake3(text.encode(), derive_key_context="kvdepot 2026-11 format").hexdigest()[:32]
-        text = f"{cache.format} {device} {digest}"
-    return replace(cache, format=text)
+    minor, digest = ".".join(version.split(".")[:2]), blake3(derive_key_context="kvdepot 2026-11 format")
+    digest.update(repr((cache.layout, device, packers)).encode())
+    return f"vllm {minor} pp{cache.num_stages} named {digest.hexdigest()[:32]}"
 
 
 def _packer(group: EngineGroup, name: str, layers: Mapping[str, Any], device: str) -> str:

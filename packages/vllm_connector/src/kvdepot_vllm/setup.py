@@ -8,7 +8,7 @@ engine runs without a depot. Nothing here is used after the start.
 
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
@@ -18,14 +18,14 @@ from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
 
-from kvdepot.backends import EngineTraits, KVCache, get_backend
+from kvdepot.backends import CacheGroup, EngineTraits, KVCache, get_backend
 from kvdepot.client.scheduler import SchedulerClient
 from kvdepot.config import directory_of_url
 from kvdepot.engines.generation import Generation
 from kvdepot.layout import GroupKind, Plane
 from kvdepot_vllm.device import device_of_bytes, permit_tiles
 from kvdepot_vllm.events import Announcer, Describer
-from kvdepot_vllm.groups import EngineCache, Unsupported, engine_cache, on_device, worker_groups
+from kvdepot_vllm.groups import EngineCache, Unsupported, engine_cache, named_format, worker_groups
 from kvdepot_vllm.identity import engine_namespace
 from kvdepot_vllm.runner import digest_of_weights, find_runner
 from kvdepot_vllm.scheduler import SchedulerSide
@@ -86,9 +86,7 @@ class Start:
     def find_cache(self) -> EngineCache | None:
         """Return the engine's cache; None, with a log line, if kvdepot cannot keep it."""
         try:
-            return engine_cache(
-                self.vllm_config, self.kv_cache_config, _kind_of, self.settings.chunk_tokens, vllm.__version__
-            )
+            return engine_cache(self.vllm_config, self.kv_cache_config, _kind_of, self.settings.chunk_tokens)
         except Unsupported as reason:
             logger.error("kvdepot is not used: %s", reason)
         except Exception:
@@ -127,7 +125,6 @@ class Start:
         if reason is not None:
             raise Unsupported(reason)
         layers = self.vllm_config.compilation_config.static_forward_context
-        cache = on_device(cache, layers, device_of_bytes(cache.dtype))
         options = self.settings.backend_options(backend)
         groups = worker_groups(
             cache,
@@ -137,6 +134,7 @@ class Start:
             pp_rank,
             cuts_pages=lambda row_tokens: backend.cuts_pages(row_tokens, **options),
         )
+        cache = replace(cache, format=_format_of(cache, groups, layers))
         open_context = partial(
             backend.create_context,
             KVCache(
@@ -237,6 +235,18 @@ class Start:
             directory_of_url(settings.url),
         )
         return scheduler
+
+
+def _format_of(cache: EngineCache, groups: Sequence[CacheGroup], layers: Mapping[str, Any]) -> str:
+    """Return the format of a worker's cache, by looking at its pages if that is possible, else by names."""
+    try:
+        from kvdepot_vllm.encoding import seen_format
+
+        return seen_format(cache, groups, layers, vllm.__version__)
+    except Exception as reason:  # whatever a kernel raises, names tell caches apart
+        logger.debug("the pages were not looked at", exc_info=True)
+        logger.info("pages are shared only with engines of the same vLLM, attention backend and device: %s", reason)
+    return named_format(cache, layers, device_of_bytes(cache.dtype), vllm.__version__)
 
 
 def _kind_of(spec: Any) -> str:

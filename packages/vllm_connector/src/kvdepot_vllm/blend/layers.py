@@ -1,21 +1,19 @@
 # pyright: basic, reportMissingImports=false
 """Attention layers as a blender sees them: where K and V of a token lie, and how K turns with its position.
 
-Neither is known beforehand. The places are found by writing numbers through the attention backend's own kernel into a
-block that is restored afterwards; it copies values verbatim, unless the cache is quantized. The rotation comes from the
+Neither is known beforehand. The places are found by looking (`kvdepot_vllm.encoding`). The rotation comes from the
 layer's rotary embedding, computed again in float32: the engine keeps its table in the precision of the model.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 
 from kvdepot.errors import LayoutError
 from kvdepot_vllm.blend.strides import Strides
-
-_BASE: Final = 100  # digits 1 to 100 are exact in every floating type
+from kvdepot_vllm.encoding import find_places, layout_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +92,7 @@ class Layer:
         self.is_latent = hasattr(module, "kv_lora_rank")
         cache = module.kv_cache
         if twin is None:
-            k_shape, v_shape = self._shapes()
-            self.k_index = self._find(k_shape, v_shape, scratch_block, of_k=True)
-            self.v_index = self._find(k_shape, v_shape, scratch_block, of_k=False)
+            self.k_index, self.v_index = find_places(module, block_tokens, scratch_block)
         else:
             self.k_index, self.v_index = twin.k_index, twin.v_index
         self.k, self.v = Strides.of(cache, self.k_index), Strides.of(cache, self.v_index)
@@ -141,66 +137,6 @@ class Layer:
             return query.view(len(query), module.num_heads, -1)
         plain, turned = query.split([module.qk_nope_head_dim, module.qk_rope_head_dim], -1)
         return torch.cat([torch.einsum("qhp,hpl->qhl", plain, module.W_UK_T), turned], -1)
-
-    def _shapes(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-        tokens, module = self.block_tokens, self.module
-        if self.is_latent:
-            return (tokens, 1, module.qk_rope_head_dim), (tokens, 1, module.kv_lora_rank)
-        return (tokens, module.num_kv_heads, module.head_size), (tokens, module.num_kv_heads, module.head_size_v)
-
-    def _find(self, k_shape: Any, v_shape: Any, block: int, *, of_k: bool) -> Any:
-        """Return where each element of K or V of a block lies, as `Strides.of` takes it."""
-        cache = self.module.kv_cache
-        page = cache[block]
-        saved = page.clone()
-        shape = k_shape if of_k else v_shape
-        ids = torch.arange(shape[0] * shape[1] * shape[2])
-        found, seen = torch.zeros(page.numel(), dtype=torch.int64), None
-        try:
-            power = 1
-            while power < len(ids):
-                numbers = (ids // power % _BASE + 1).to(cache.device, cache.dtype).view(shape)
-                zeros = [torch.zeros(each, device=cache.device, dtype=cache.dtype) for each in (k_shape, v_shape)]
-                page.zero_()
-                self._write(block, *((numbers, zeros[1]) if of_k else (zeros[0], numbers)))
-                got = page.flatten().to("cpu", torch.float32).round().long()
-                seen = got > 0 if seen is None else seen
-                found += (got - 1).clamp(min=0) * power
-                power *= _BASE
-        finally:
-            page.copy_(saved)
-        assert seen is not None
-        where = seen.nonzero().squeeze(1)
-        if sorted(found[where].tolist()) != ids.tolist():
-            raise LayoutError(f"the attention backend's pages do not hold {'K' if of_k else 'V'} as it was written")
-        memory = torch.zeros(page.shape, dtype=torch.int64)  # where each element of a block lies, from its start
-        for axis, (size, stride) in enumerate(zip(page.shape, page.stride(), strict=True)):
-            memory += (torch.arange(size) * stride).view(-1, *(1 for _ in page.shape[axis + 1 :]))
-        index = torch.empty(len(ids), dtype=torch.int64)
-        index[found[where]] = memory.flatten()[where]
-        return index.view(shape)
-
-    def _write(self, block: int, k: Any, v: Any) -> None:
-        """Write a block of K and V, `(block_tokens, heads, dim)` each, as the engine would."""
-        module = self.module
-        slots = torch.arange(block * self.block_tokens, (block + 1) * self.block_tokens, device=k.device)
-        if self.is_latent:
-            module.impl.do_kv_cache_update(
-                v.squeeze(1),
-                k,
-                module.kv_cache,
-                slots,
-                module.kv_cache_dtype,
-                module._k_scale,  # noqa: SLF001
-            )
-        else:
-            module.impl.do_kv_cache_update(module, k, v, module.kv_cache, slots)
-
-
-def layout_of(module: Any) -> tuple[Any, ...]:
-    """Return a value that is equal for attention layers with the same layout of pages."""
-    cache = module.kv_cache
-    return type(module.impl), cache.shape, cache.stride(), cache.dtype
 
 
 def layers_of(model: Any, modules: Iterable[Any], num_slots: int, scratch_block: int) -> list[Layer]:

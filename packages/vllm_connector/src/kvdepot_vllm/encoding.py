@@ -1,0 +1,161 @@
+# pyright: basic, reportMissingImports=false
+"""Finds where an attention backend writes K and V in its pages, by writing numbers through its own kernel.
+
+A digest of these places is the encoding of a cache. Engines whose kernels do the same share pages, whatever their
+backends, devices and minor versions are called. A kernel that does not copy values verbatim has no encoding, nor have
+recurrent states: `groups.named_format` names everything that may decide how such bytes lie.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from blake3 import blake3
+
+from kvdepot.backends import CacheGroup
+from kvdepot.errors import LayoutError
+from kvdepot.layout import GroupKind
+from kvdepot_vllm.groups import EngineCache
+
+_BASE: Final = 100  # digits 1 to 100 are exact in every floating type
+_VERBATIM: Final = ("float32", "float16", "bfloat16")
+_CONTEXT: Final = "kvdepot 2026-11 encoding"
+
+
+def seen_format(cache: EngineCache, groups: Sequence[CacheGroup], layers: Mapping[str, Any], version: str) -> str:
+    """Return the format of a cache whose pages were looked at. Their last block is overwritten and restored.
+
+    It contains the major version of vLLM: places do not show what is written there, such as K before its rotation.
+
+    Args:
+        cache: of the engine.
+        groups: as this worker registers them.
+        layers: vLLM's attention layers by name, whose `kv_cache` no request uses yet.
+        version: of vLLM.
+
+    Raises:
+        LayoutError: the pages have no encoding; the text says why.
+    """
+    if cache.dtype not in _VERBATIM:
+        raise LayoutError(f"values are written as {cache.dtype}")
+    if cache.num_stages > 1:
+        raise LayoutError("a stage of a pipeline does not see the layers of the others")
+    if any(group.kind is GroupKind.RECURRENT for group in cache.groups):
+        raise LayoutError("recurrent states are not written by an attention backend")
+    digest = blake3(derive_key_context=_CONTEXT)
+    for ours, group in zip(cache.groups, groups, strict=True):
+        tokens = group.physical_block_tokens or group.block_tokens
+        rows = max(1, group.rows * tokens // group.block_tokens)
+        # Of every layer: the kernels of one attention backend may differ, as on CPU with AMX and without.
+        found = {_encoding(layers[name], tokens, rows, group.part.num_heads) for name in ours.layer_names}
+        digest.update(b"".join([len(found).to_bytes(4, "little"), *sorted(found)]))
+    return f"vllm {version.split('.', 1)[0]} seen {digest.hexdigest()[:32]}"
+
+
+def layout_of(module: Any) -> tuple[Any, ...]:
+    """Return a value that is equal for attention layers with the same layout of pages."""
+    cache = module.kv_cache
+    return type(module.impl), cache.shape, cache.stride(), cache.dtype
+
+
+def find_places(module: Any, block_tokens: int, scratch_block: int) -> tuple[Any, Any]:
+    """Return where each element of K and V of a block lies.
+
+    With latent attention (MLA) "K" is the part with a rotation, which all heads share, and "V" the latent vector.
+
+    Args:
+        module: vLLM's `Attention` or `MLAAttention`.
+        block_tokens: of a block of `module.kv_cache`.
+        scratch_block: its contents are overwritten and restored.
+
+    Returns:
+        `(block_tokens, heads, dim)` each, int64 on the CPU: in elements from the start of the block in memory.
+
+    Raises:
+        LayoutError: the pages do not hold K and V as they were written.
+    """
+    shapes = _shapes(module, block_tokens)
+    return _find(module, shapes, scratch_block, 0), _find(module, shapes, scratch_block, 1)
+
+
+def _encoding(module: Any, block_tokens: int, rows: int, heads: int) -> bytes:
+    """Return a digest of the places of one head in its own rows; of all heads if they are not those of the part."""
+    cache = module.kv_cache
+    block = cache.shape[0] - 1
+    places, size = find_places(module, block_tokens, block), cache[block].numel()
+    digest = blake3(derive_key_context=_CONTEXT)
+    digest.update(f"{cache.dtype} {rows}".encode())
+    for place in places:
+        if heads == place.shape[1]:
+            place = _of_one_head(place, size, rows)
+        digest.update(f" {tuple(place.shape)} ".encode())
+        digest.update(place.contiguous().numpy().tobytes())
+    return digest.digest(16)
+
+
+def _of_one_head(places: Any, size: int, rows: int) -> Any:
+    """Return the places of a head, `(block_tokens, dim)`, in a page that has no other.
+
+    Raises:
+        LayoutError: the page is not `rows` rows of heads, or the heads differ.
+    """
+    heads = places.shape[1]
+    piece, rest = divmod(size, rows * heads)
+    head, within = places // piece % heads, places // (piece * heads) * piece + places % piece
+    if rest or bool((head != torch.arange(heads).view(1, -1, 1)).any()) or bool((within != within[:, :1]).any()):
+        raise LayoutError("the heads of a page do not lie apart")
+    return within[:, 0]
+
+
+def _shapes(module: Any, tokens: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    if hasattr(module, "kv_lora_rank"):
+        return (tokens, 1, module.qk_rope_head_dim), (tokens, 1, module.kv_lora_rank)
+    return (tokens, module.num_kv_heads, module.head_size), (tokens, module.num_kv_heads, module.head_size_v)
+
+
+def _find(module: Any, shapes: Sequence[tuple[int, int, int]], block: int, which: int) -> Any:
+    cache = module.kv_cache
+    page = cache[block]
+    saved = page.clone()
+    shape = shapes[which]
+    ids = torch.arange(shape[0] * shape[1] * shape[2])
+    found, seen = torch.zeros(page.numel(), dtype=torch.int64), None
+    try:
+        power = 1
+        while power < len(ids):
+            written = [torch.zeros(each, device=cache.device, dtype=cache.dtype) for each in shapes]
+            written[which] = (ids // power % _BASE + 1).to(cache.device, cache.dtype).view(shape)
+            page.zero_()
+            _write(module, block, *written)
+            got = page.flatten().to("cpu", torch.float32).round().long()
+            seen = got > 0 if seen is None else seen
+            found += (got - 1).clamp(min=0) * power
+            power *= _BASE
+    finally:
+        page.copy_(saved)
+    assert seen is not None
+    where = seen.nonzero().squeeze(1)
+    if not torch.equal(found[where].sort().values, ids):
+        raise LayoutError(f"the attention backend's pages do not hold {'KV'[which]} as it was written")
+    memory = torch.zeros(page.shape, dtype=torch.int64)  # where each element of a block lies, from its start
+    for axis, (size, stride) in enumerate(zip(page.shape, page.stride(), strict=True)):
+        memory += (torch.arange(size) * stride).view(-1, *(1 for _ in page.shape[axis + 1 :]))
+    index = torch.empty(len(ids), dtype=torch.int64)
+    index[found[where]] = memory.flatten()[where]
+    return index.view(shape)
+
+
+def _write(module: Any, block: int, k: Any, v: Any) -> None:
+    """Write a block of K and V, `(block_tokens, heads, dim)` each, as the engine would."""
+    slots = torch.arange(block * len(k), (block + 1) * len(k), device=k.device)
+    if hasattr(module, "kv_lora_rank"):
+        module.impl.do_kv_cache_update(
+            v.squeeze(1),
+            k,
+            module.kv_cache,
+            slots,
+            module.kv_cache_dtype,
+            module._k_scale,  # noqa: SLF001
+        )
+    else:
+        module.impl.do_kv_cache_update(module, k, v, module.kv_cache, slots)
