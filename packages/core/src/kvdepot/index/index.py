@@ -6,6 +6,7 @@ else is asked of one part: `index.nodes`, `index.visibility`, `index.entries`, `
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from kvdepot.index.entries import Entries, NewRun, Reserved, Wanted
@@ -23,6 +24,20 @@ from kvdepot.wire.messages import CacheSpec
 
 MOST_EVICTED: Final = 80  # chunks, to make room for one request: two milliseconds, with ARC four
 _SPARE_NODES: Final = 1024  # beyond twice the records, for ghosts
+
+
+@dataclass(slots=True)
+class _Room:
+    """Extents of some sizes, and as many records, as far as they were found."""
+
+    sizes: list[int]
+    offsets: list[int]
+    records: list[int]
+
+    @property
+    def is_enough(self) -> bool:
+        """Whether each size has an extent and a record."""
+        return len(self.offsets) == len(self.sizes) <= len(self.records)
 
 
 class ChunkIndex:
@@ -238,34 +253,27 @@ class ChunkIndex:
         if num_writable < len(sizes):
             self.num_over_share += 1
             del sizes[num_writable:]
-        offsets, records = self.extents.allocate_all(sizes), self.entries.take_records(len(sizes))
+        room = _Room(sizes, self.extents.allocate_all(sizes), self.entries.take_records(len(sizes)))
+        if room.is_enough and nodes.count(NO_NODE) <= self.nodes.num_left:
+            return room.records, room.offsets
         new = list(dict.fromkeys([chunk for chunk, _ in wanted[: len(sizes)] if nodes[chunk] == NO_NODE]))
         count = 0
         try:
-            if min(len(offsets), len(records)) < len(sizes) or len(new) > self.nodes.num_left:
-                self._make_room(run.label, sizes, len(new), offsets, records, end_store)
-            count = min(len(offsets), len(records))
+            self._make_room(room, len(new), run.label, share, end_store)
+            count = min(len(room.offsets), len(room.records))
             if len(new) > self.nodes.num_left:  # ghosts have the others
                 count = min(count, [chunk for chunk, _ in wanted].index(new[self.nodes.num_left]))
         finally:
-            for offset, size in zip(offsets[count:], sizes[count:], strict=False):
+            for offset, size in zip(room.offsets[count:], sizes[count:], strict=False):
                 self.extents.free(offset, size)
-            for record in records[count:]:
+            for record in room.records[count:]:
                 self.entries.give_back(record)
-        return records[:count], offsets[:count]
+        return room.records[:count], room.offsets[:count]
 
-    def _make_room(
-        self,
-        label: int,
-        sizes: list[int],
-        num_new: int,
-        offsets: list[int],
-        records: list[int],
-        end_store: EndStore,
-    ) -> None:
-        """Evict chunks until extents of some sizes, as many records, and new nodes are there; append them."""
-        extents, quotas, evictor = self.extents, self.quotas, self.evictor
-        share, most_steps = quotas.share_of(label), evictor.num_steps + MOST_EVICTED
+    def _make_room(self, room: _Room, num_new: int, label: int, share: int, end_store: EndStore) -> None:
+        """Evict chunks until the room is enough and new nodes are there."""
+        extents, quotas, evictor, sizes, offsets = self.extents, self.quotas, self.evictor, room.sizes, room.offsets
+        most_steps = evictor.num_steps + MOST_EVICTED
         counted = sum(sizes[: len(offsets)])
         quotas.account(label, share, counted)  # what was taken decides whose chunks leave
         try:
@@ -274,13 +282,13 @@ class ChunkIndex:
                 if place < len(sizes) and (extents.is_growing or sizes[place] > extents.ready_bytes):
                     self.num_not_ready += extents.is_growing  # its space comes soon: nothing needs to leave for it
                     del sizes[place:]
-                if place == len(sizes) <= len(records) and num_new <= self.nodes.num_left:
+                if room.is_enough and num_new <= self.nodes.num_left:
                     break
                 size = sizes[place] if place < len(sizes) else 0
                 if not evictor.evict_one(share, end_store, is_owed=quotas.is_owed(share, size)):
                     break
                 offsets += extents.allocate_all(sizes[place:])
-                records += self.entries.take_records(len(sizes) - len(records))
+                room.records += self.entries.take_records(len(sizes) - len(room.records))
                 more = sum(sizes[place : len(offsets)])
                 quotas.account(label, share, more)
                 counted += more

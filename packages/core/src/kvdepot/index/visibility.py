@@ -101,7 +101,19 @@ class Visibility:
 
     def longest_prefix(self, space: Space, digests: bytes) -> Match:
         """Find the longest usable prefix; see `ChunkIndex.match`."""
-        limit, has = self._unbroken(space, digests), self._has(space, digests)
+        limit, nodes = self.full_prefix(space, digests), space.nodes
+        if space.windows:
+            limit = self._last_whole_window(space, digests, limit)
+        if not limit:
+            return Match(0, ())
+        if space.full_mask:
+            return Match(limit, (nodes[digests[(limit - 1) * DIGEST_BYTES : limit * DIGEST_BYTES]],))
+        start = max(0, limit - space.windows[-1][1])
+        found = (self.find(space, digest_at(digests, chunk), chunk) for chunk in range(start, limit))
+        return Match(limit, tuple(node for node in found if node is not None))
+
+    def _last_whole_window(self, space: Space, digests: bytes, limit: int) -> int:
+        """Return the length of the longest prefix, of at most `limit` visible chunks, whose windows are whole."""
         nodes, is_visible, depths, sealed = space.nodes, self.is_visible, self._nodes.depth, self.sealed_groups
 
         def last_boundary(limit: int, lowest: int) -> int:
@@ -112,14 +124,8 @@ class Visibility:
                     return chunk + 1
             return 0
 
-        limit = usable_prefix(limit, has, space.full, space.windows, is_closed=True, last_boundary=last_boundary)
-        if not limit:
-            return Match(0, ())
-        if space.full_mask:
-            return Match(limit, (nodes[digests[(limit - 1) * DIGEST_BYTES : limit * DIGEST_BYTES]],))
-        start = max(0, limit - space.windows[-1][1])
-        found = (self.find(space, digest_at(digests, chunk), chunk) for chunk in range(start, limit))
-        return Match(limit, tuple(node for node in found if node is not None))
+        has = self._has(space, digests)
+        return usable_prefix(limit, has, windows=space.windows, last_boundary=last_boundary)
 
     def full_prefix(self, space: Space, digests: bytes) -> int:
         """Return how many leading chunks are visible: those of a usable prefix, and of one without its windows."""

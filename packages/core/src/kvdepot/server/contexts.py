@@ -3,7 +3,7 @@
 import logging
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from kvdepot.counting import depot_counter
@@ -45,16 +45,16 @@ class Context:
     blend: str = ""  # of a scheduler: whether its engine blends
     served_model: str = ""  # of a scheduler: the model's name in requests
     status: o.ContextStatus | None = None  # as it was last
+    owner: bytes = field(init=False)  # which worker of its process this is
+
+    def __post_init__(self) -> None:
+        rank = self.registration.rank if self.registration else -1
+        self.owner = digest_of((self.instance, rank))[:OWNER_BYTES]
 
     @property
     def device(self) -> str:
         """The kind of device that its blocks lie on."""
         return self.registration.device.partition(":")[0] if self.registration else ""
-
-    @property
-    def owner(self) -> bytes:
-        """Which worker of its process this is."""
-        return digest_of((self.instance, self.registration.rank if self.registration else -1))[:OWNER_BYTES]
 
     @property
     def fence(self) -> Fence:
@@ -282,7 +282,7 @@ def check_covered(context: Context, covered: tuple[int, ...], num_chunks: int, m
         raise Refused(
             ErrorCode.UNKNOWN_CONTEXT, f"context {context.number} is a scheduler: only a worker has blocks to move"
         )
-    if len(covered) != len(context.groups) or any(count > num_chunks for count in covered):
+    if len(covered) != len(context.groups) or max(covered, default=0) > num_chunks:
         raise Refused(ErrorCode.BAD_LAYOUT, f"{covered} of {num_chunks} chunks for {len(context.groups)} layer groups")
     if sum(covered) > max(most_entries, len(covered)):
         raise Refused(
@@ -293,9 +293,6 @@ def check_covered(context: Context, covered: tuple[int, ...], num_chunks: int, m
 
 def wanted_of(groups: tuple[PartPlace, ...], covered: tuple[int, ...], num_chunks: int) -> list[Wanted]:
     """Return the entries of a run that a worker stores: the last `covered[g]` chunks of group `g`, chunk by chunk."""
-    return [
-        (chunk, place)
-        for chunk in range(num_chunks - max(covered, default=0), num_chunks)
-        for place, count in zip(groups, covered, strict=True)
-        if num_chunks - chunk <= count
-    ]
+    starts = [(num_chunks - count, place) for place, count in zip(groups, covered, strict=True)]
+    first = num_chunks - max(covered, default=0)
+    return [(chunk, place) for chunk in range(first, num_chunks) for start, place in starts if chunk >= start]
