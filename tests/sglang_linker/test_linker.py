@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvdepot.client.operator import ask_depot
 from kvdepot.client.transfers import WorkerTransfers
 from kvdepot.errors import ConfigError
 from kvdepot.lab.processes import DepotProcess, wait_until
+from kvdepot.wire import operations as o
 from kvdepot_sglang import places, stats
 from kvdepot_sglang.pools import Unsupported
 from support.sglang import stand_in
@@ -44,9 +46,10 @@ def engine(depot: DepotProcess) -> Iterator[MakeEngine]:
     made: list[Any] = []
     with stand_in.installed() as module:
 
-        def make(pool: Any = None, arguments: Any = None, **settings: Any) -> Scheduler:
+        def make(pool: Any = None, arguments: Any = None, components: Any = None, **settings: Any) -> Scheduler:
             pool = pool or stand_in.MHATokenToKVPool()
-            components = {Component.FULL, Component.SWA} if isinstance(pool, stand_in.SWAKVPool) else {Component.FULL}
+            windows = {Component.SWA} if isinstance(pool, stand_in.SWAKVPool) else set()
+            components = components or {Component.FULL, *windows}
             params = SimpleNamespace(
                 page_size=PAGE,
                 token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: pool),
@@ -120,6 +123,23 @@ def test_no_lease_is_kept_for_what_the_device_has(engine: MakeEngine, depot: Dep
     assert one.store(names, one.slots(0, 4))
     assert one.look_up("r", [*names, *names_of(2, 6)[4:]], on_device=4) == 0
     wait_until(lambda: depot.status().num_leases == 0)
+
+
+def test_a_prompt_that_the_device_has_is_used_in_the_depot_too(engine: MakeEngine, depot: DepotProcess) -> None:
+    """SGLang asks for nothing then. Else the prefixes in greatest use would leave the depot first."""
+    one, names = engine(), names_of(1, 4)
+    assert one.store(names, one.slots(0, 4))
+    assert [one.look_up("r", names, on_device=4) for _ in range(10)] == [0] * 10
+    assert depot.status().counters["lookups"] == 1
+    wait_until(lambda: depot.status().num_leases == 0)
+    assert one.linker.stats.counts[stats.LOOKUP_MICROSECONDS] > 0
+
+
+def test_the_depot_knows_a_session_by_its_name(engine: MakeEngine, depot: DepotProcess) -> None:
+    one, names = engine(), names_of(1, 4)
+    assert one.store(names[:2], one.slots(0, 2), session="chat")
+    assert one.store(names, one.slots(0, 4), first=2, session="chat")
+    wait_until(lambda: ask_depot(o.RetainSession("chat", 60.0), depot.url, 5.0).count == 4)
 
 
 def test_a_load_gives_its_lease_back(engine: MakeEngine, depot: DepotProcess) -> None:
@@ -262,6 +282,11 @@ def test_a_pool_that_cannot_be_kept_is_refused(change: dict[str, Any], text: str
     pool.__dict__.update(change)
     with pytest.raises(Unsupported, match=text):
         engine(pool)
+
+
+def test_a_model_with_states_is_refused(engine: MakeEngine) -> None:
+    with pytest.raises(Unsupported, match="Mamba"):
+        engine(components={Component.FULL, Component.MAMBA})
 
 
 def test_an_unknown_pool_is_refused_by_its_name(engine: MakeEngine) -> None:

@@ -214,7 +214,9 @@ class Scheduler:
 
     # --- what a scheduler does
 
-    def store(self, names: list[str], slots: Any, first: int = 0, window_pages: int = 0) -> bool:
+    def store(
+        self, names: list[str], slots: Any, first: int = 0, window_pages: int = 0, session: str | None = None
+    ) -> bool:
         """Store pages `first` on of a prompt in `slots`; wait, and return whether that left all in the depot."""
         node = len(self._nodes)
         self._nodes[node] = names, first, slots
@@ -223,7 +225,7 @@ class Scheduler:
         def original(_: Any, node_ids: Any) -> None:
             assert list(node_ids) == [node]
             given = self.transfers(names[first:], slots[first * PAGE :], window_pages)
-            queued.append(self.linker.offload(given, session_id="s"))
+            queued.append(self.linker.offload(given, session_id=session))
 
         self._hooks.around_offload_nodes(original, self, [node])
         assert queued == [True]
@@ -231,18 +233,19 @@ class Scheduler:
         return self.linker.pop_completed_offload()
 
     def look_up(self, rid: str, names: list[str], on_device: int = 0, window_pages: int = 0) -> int:
-        """Return how many pages behind those on the device can be loaded."""
+        """Return how many pages behind those on the device can be loaded. SGLang asks for whole pages only."""
         node = len(self._nodes)
         self._nodes[node] = names[:on_device], 0, None
         found: list[list[int]] = []
 
         def original(*_: Any) -> None:
-            given = self.transfers(names[on_device:], None, window_pages)
-            found.append(self.linker.lookup(rid, given))
+            if names[on_device:]:
+                found.append(self.linker.lookup(rid, self.transfers(names[on_device:], None, window_pages)))
 
         result = SimpleNamespace(device_prefix_len=on_device * PAGE, last_device_node=node)
-        self._hooks.around_match(original, self, None, None, result)
-        return max(found[0], default=0)
+        key = range(len(names) * PAGE + 1)  # the token behind them is computed anyway
+        self._hooks.around_match(original, self, key, SimpleNamespace(rid=rid), result)
+        return max(found[0], default=0) if found else 0
 
     def load(self, rid: str, names: list[str], slots: Any, window_pages: int = 0) -> bool:
         """Load pages; if they are refused, nothing is queued."""

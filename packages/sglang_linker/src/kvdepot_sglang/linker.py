@@ -13,7 +13,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 import sglang
@@ -40,6 +40,7 @@ from kvdepot_sglang.settings import Settings
 logger = logging.getLogger(__name__)
 
 _START_SECONDS: Final = 1.0  # a starting engine waits this long for a depot
+_LONGEST_SESSION: Final = 256  # characters of a name that the depot takes
 _NO_LOAD: Final = -1  # SGLang's number for a batch without loads
 
 Call = TypeVar("Call", bound=Callable[..., Any])
@@ -60,6 +61,14 @@ def _never_raises(default: Callable[[], Any]) -> Callable[[Call], Call]:
         return guarded  # type: ignore[return-value]
 
     return decorate
+
+
+class _Offload(NamedTuple):
+    """A store under way, and the session that it belongs to, "" for none."""
+
+    job: TransferFuture[bool]
+    key: KeyRun
+    session: str
 
 
 class _Events:
@@ -144,7 +153,7 @@ class KVDepotLinker(Placed, UnifiedCacheLinker):
         )
         self._asking = Asking(self._client, settings.tier_seconds)
         self._landed: set[str] = set()  # requests whose load is in place, until their batch starts
-        self._offloads: deque[TransferFuture[bool]] = deque()
+        self._offloads: deque[_Offload] = deque()
         self.stats = stats.Stats(ranks.rank, exports=bool(getattr(server_args, "enable_metrics", False)))
         self._say_hello(backend, device)
 
@@ -181,14 +190,25 @@ class KVDepotLinker(Placed, UnifiedCacheLinker):
     @_never_raises(list)
     def lookup(self, rid: str, transfers: list[Any]) -> list[int]:
         """Return the lengths, in pages, of the prefixes of a prompt's tail that can be loaded."""
-        first = len(self.before)
-        found = self._asking.ask(rid, self._key([*self.before, *transfers[0].keys]), first)
-        self.stats.add(stats.LOOKUPS)
-        self.stats.add(stats.FOUND_PAGES, found)
-        self.stats.log_now_and_then()
+        found = self._ask(rid, transfers[0].keys)
         if not found:
             return []
         return list(range(1, found + 1)) if len(self.pools) == 1 else [found]  # a shorter one may lack its window
+
+    @_never_raises(type(None))
+    def keep_warm(self, rid: str) -> None:
+        """Use the pages before a request's tail in the depot, as SGLang asks for nothing behind them."""
+        self._ask(rid, ())
+
+    def _ask(self, rid: str, tail: Sequence[str]) -> int:
+        """Look up the device's pages of a prompt and those behind them. Return how many of these the depot has."""
+        began = time.perf_counter()
+        found = self._asking.ask(rid, self._key([*self.before, *tail]), len(self.before))
+        self.stats.add(stats.LOOKUPS)
+        self.stats.add(stats.LOOKUP_MICROSECONDS, round((time.perf_counter() - began) * 1e6))
+        self.stats.add(stats.FOUND_PAGES, found)
+        self.stats.log_now_and_then()
+        return found
 
     def load(self, rid: str, transfers: list[Any]) -> bool:
         """Fill the slots of a request; False if that failed on any rank, and SGLang computes the tokens."""
@@ -251,29 +271,38 @@ class KVDepotLinker(Placed, UnifiedCacheLinker):
         if start < first:
             pages[0] = pages_of(self.slots_before(), self.page_size)[start:] + pages[0]
         ready = _Events(self.record_offload_ready())
-        self._offloads.append(self._worker.submit_store(session_id or "", key.slice(start), pages, ready))
+        session = (session_id or "")[:_LONGEST_SESSION]
+        self._offloads.append(
+            _Offload(self._worker.submit_store(session, key.slice(start), pages, ready), key, session)
+        )
         return True
 
     def num_completed_offloads(self) -> int:
         """Return how many stores have ended, of those that began first."""
         count = 0
-        for job in self._offloads:
-            if not job.query():
+        for offload in self._offloads:
+            if not offload.job.query():
                 break
             count += 1
         return count
 
     def pop_completed_offload(self) -> bool:
-        """Return whether the oldest store that has ended left all of its pages in the depot."""
-        job = self._offloads.popleft()
+        """Return whether the oldest store that has ended left all of its pages in the depot.
+
+        The prefix is its session's last one then, for an operator or an agent who names the session to the depot.
+        """
+        job, key, session = self._offloads.popleft()
         self.stats.add(stats.STORES)
         self.stats.add(stats.STORE_BYTES, job.num_bytes)
-        return job.result()
+        is_stored = job.result()
+        if session and is_stored and self._ranks.rank == 0:
+            self._client.hint(key, session=session)
+        return is_stored
 
     def reset(self) -> None:
         """End every transfer, and begin a new generation of keys: SGLang flushes its cache after weights changed."""
-        for job in self._offloads:
-            job.result()
+        for offload in self._offloads:
+            offload.job.result()
         self._offloads.clear()
         self._landed.clear()
         self._asking.drop_all()

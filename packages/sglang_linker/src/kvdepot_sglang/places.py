@@ -20,6 +20,10 @@ class Placed:
     before: Sequence[str] = ()  # in the prompt, from its first page on
     slots_before: Callable[[], Any]  # returns the device's slots of these pages; valid during a call of `offload`
 
+    def keep_warm(self, rid: str) -> None:
+        """Use the device's pages of a prompt in the depot, too. SGLang asks for nothing behind them."""
+        raise NotImplementedError
+
 
 def around_match(original: Callable[..., Any], wrapper: Any, key: Any, req: Any, result: Any) -> Any:
     """Tell the linker which pages of the prompt the device has. Without them there is no lookup."""
@@ -34,6 +38,8 @@ def around_match(original: Callable[..., Any], wrapper: Any, key: Any, req: Any,
             if len(before) * linker.page_size != result.device_prefix_len:
                 return result
         linker.before = before
+        if before and len(key) - result.device_prefix_len < linker.page_size:
+            linker.keep_warm(req.rid)
     return original(wrapper, key, req, result)
 
 

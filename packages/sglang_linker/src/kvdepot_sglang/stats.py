@@ -13,6 +13,7 @@ logger = logging.getLogger(__name__)
 linker_counter: Final = CounterGroup()  # `sglang:kvdepot_NAME_total`
 
 LOOKUPS: Final = linker_counter("lookups", "Prefixes that were looked up, repeated answers included")
+LOOKUP_MICROSECONDS: Final = linker_counter("lookup_microseconds", "Time for which the scheduler waited for lookups")
 FOUND_PAGES: Final = linker_counter("found_pages", "Pages that the depot had and the device had not")
 LOADS: Final = linker_counter("loads", "Loads that ended in place")
 REFUSED_LOADS: Final = linker_counter("refused_loads", "Loads that failed: their tokens were computed")
@@ -55,10 +56,11 @@ class Stats:
         self._logged = Counts(self.counts)
         if any(new.values()):
             logger.info(
-                "in %.0f s: %d lookups found %d pages; %d loads of %.1f MB in %.0f ms, %d refused;"
+                "in %.0f s: %d lookups in %.0f ms found %d pages; %d loads of %.1f MB in %.0f ms, %d refused;"
                 " %d stores of %.1f MB",
                 _LOG_SECONDS,
                 new[LOOKUPS],
+                new[LOOKUP_MICROSECONDS] / 1e3,
                 new[FOUND_PAGES],
                 new[LOADS],
                 new[LOAD_BYTES] / 1e6,
