@@ -18,6 +18,8 @@ from kvdepot.lab.processes import wait_until
 
 Prompt = list[int]
 
+TESTS = Path(__file__).parents[2]
+
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "CUDA_VISIBLE_DEVICES": "",
@@ -62,15 +64,25 @@ class Answer:
 
 
 class Engine:
-    """An SGLang engine on CPU. `options` are those of `sglang.Engine`."""
+    """An SGLang engine on CPU.
 
-    def __init__(self, model: Path, **options: Any) -> None:
+    Args:
+        model: its folder.
+        plugin: a module with a further plugin of SGLang, besides those that are installed.
+        options: those of `sglang.Engine`.
+    """
+
+    def __init__(self, model: Path, *, plugin: str = "", **options: Any) -> None:
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the engine
+        self._plugins = tempfile.TemporaryDirectory(prefix="kvd-")
         read, write = os.pipe()
         environment = {**os.environ, **ENVIRONMENT}
         if options.get("tp_size", 1) > 1:
             environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(options["tp_size"])))
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
+        if plugin:
+            _install(plugin, Path(self._plugins.name))
+            environment["PYTHONPATH"] = os.pathsep.join([self._plugins.name, str(TESTS)])
         self._process = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("engine_child.py")), str(write)],
             stdin=subprocess.PIPE,
@@ -147,6 +159,15 @@ class Engine:
             self._process.stdin.close()
         self._answers.close()
         self._log.close()
+        self._plugins.cleanup()
+
+
+def _install(plugin: str, folder: Path) -> None:
+    """Let SGLang find a plugin in a folder on `PYTHONPATH`."""
+    facts = folder / f"{plugin.replace('.', '_')}-0.dist-info"
+    facts.mkdir()
+    (facts / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {plugin}\nVersion: 0\n")
+    (facts / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{plugin} = {plugin}:register\n")
 
 
 def _free_port() -> int:
