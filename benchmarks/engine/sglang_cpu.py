@@ -28,6 +28,7 @@ def main() -> None:
     parser.add_argument("--model", default="large-kv")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--plain", action="store_true", help="also an engine without a linker")
+    parser.add_argument("--wait", action="store_true", help="for a line on standard input, before the first prompt")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(MODELS), folder, options.model, "0"]
@@ -47,6 +48,9 @@ def measure(model: Path, options: argparse.Namespace) -> None:
         for engine in (linked, plain):
             if engine is not None:
                 engine.wait_until_ready().each(prompts(2, num_tokens, seed=99))
+        if options.wait:
+            print("ready", flush=True)
+            sys.stdin.readline()
         same = 0
         for prompt in prompts(count, num_tokens, seed=7):
             answers = {
