@@ -78,6 +78,10 @@ class CrashingNames(NamesFile):
 
     fuse: Fuse
 
+    @property
+    def size_bytes(self) -> int:
+        return self._size_bytes
+
     def _append(self, frame: bytes) -> None:
         if self.fuse.burn():
             os.pwrite(self._fd, frame[: self.fuse.torn], self._size_bytes)
@@ -145,12 +149,14 @@ class Memory:
         """Open the names as a server that starts does.
 
         Raises:
-            Violation: a server could not start with them.
+            Violation: a server could not start with them, or the next one could read what a crash has left.
         """
         try:
             names = CrashingNames.open(Path(f"/proc/self/fd/{self.names_fd}"))
         except PoolError as error:
             raise Violation(f"the names of an earlier server cannot be read: {error}") from error
+        if os.fstat(self.names_fd).st_size > names.size_bytes:  # a shorter name would leave its end behind the new one
+            raise Violation("the names keep a part of a name behind their end")
         names.fuse = fuse
         return names
 

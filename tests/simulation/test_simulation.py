@@ -1,6 +1,8 @@
 """Each test breaks one rule of the server, and some history fails."""
 
 import logging
+import os
+from pathlib import Path
 from unittest.mock import Mock
 from weakref import WeakKeyDictionary
 
@@ -10,11 +12,13 @@ from kvdepot.index.contents import ContentIndex, SourceRun
 from kvdepot.index.entries import Entries, Extent, PartPlace
 from kvdepot.index.space import Space
 from kvdepot.index.visibility import Visibility
+from kvdepot.pool.names import decode_names
 from kvdepot.pool.table import IndexTable
 from kvdepot.server.contexts import Fence
 from kvdepot.server.depot import Depot
 from kvdepot.server.quarantine import QuarantineTable
 from simulation.history import replay, run_seed, shrink, story
+from simulation.memory import CrashingNames
 from simulation.setup import Setup
 from simulation.world import World
 
@@ -129,6 +133,15 @@ def test_a_record_that_is_sealed_before_its_body_is_written_is_found(monkeypatch
 
     monkeypatch.setattr(IndexTable, "write", write_sealed)
     assert first_failure() >= 0
+
+
+def test_a_part_of_a_name_that_stays_in_the_file_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def open_as_it_is(path: Path) -> CrashingNames:
+        names, size_bytes = decode_names(path.read_bytes())
+        return CrashingNames(os.open(path, os.O_RDWR), names, size_bytes)
+
+    monkeypatch.setattr(CrashingNames, "open", open_as_it_is)
+    assert "a part of a name" in story(first_failure())
 
 
 def test_a_failing_history_shrinks_to_one_that_fails_alike(monkeypatch: pytest.MonkeyPatch) -> None:
