@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 
+import msgspec
 import pytest
 
 from kvdepot.index.index import ChunkIndex
@@ -178,6 +179,47 @@ def test_many_leases_that_expire_and_sessions_that_end_at_once(full: FullDepot) 
 
     gate(full, ENGINE_SECONDS, work)
     assert len(full.depot.leases) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.promise(61)
+def test_lookups_that_wait_and_flights_that_end_at_once(full: FullDepot) -> None:
+    """Every flight and every waiting lookup that the bounds allow has the same deadline."""
+    depot, timers = full.depot, full.depot.state.timers
+
+    def expire() -> None:
+        until = time.perf_counter() + TASK_SECONDS
+        timers.expire(full.now, lambda: time.perf_counter() >= until)
+
+    schedulers = [
+        depot.handle(number, Writer(number, 1), m.RegisterScheduler(m.PROTOCOL_VERSION, "engine", "model", SPEC))
+        for number in range(2, 10)
+    ]
+
+    def ask(number: int, request: m.Lookup) -> object:
+        scheduler = schedulers[number % 8]
+        assert isinstance(scheduler, m.Registered)
+        named = msgspec.structs.replace(request, context=scheduler.context)
+        return full.turn(lambda: depot.handle(number % 8 + 2, Writer(number % 8 + 2, 1), named))
+
+    def work(number: int) -> None:
+        rng, waiting = random.Random(number), 0
+        for flight in range(80):
+            digests = rng.randbytes(400 * DIGEST_BYTES)
+            ask(flight, m.Lookup(0, f"{flight}", digests, token_seconds=0.001, announces=True))
+            for each in range(64):
+                request = m.Lookup(0, f"{flight} {each}", digests, "", 30.0, 1.0, joins=True)
+                waiting += isinstance(ask(flight, request), PendingReply)
+        for each in range(20):
+            ask(each, m.Lookup(0, "long", rng.randbytes(65_536 * DIGEST_BYTES), announces=True))
+        assert waiting > 3000
+        full.now += 100
+        while timers.due <= full.now:
+            full.turn(expire)
+        full.drain()
+        assert len(depot.flights) == 0
+
+    gate(full, ENGINE_SECONDS, work)
 
 
 @pytest.mark.promise(61)
