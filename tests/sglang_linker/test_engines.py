@@ -154,20 +154,25 @@ def test_two_ranks_share_with_one(engines: tuple[Engine, Engine], shared_depot: 
         assert tokens(back) == tokens(mine)
 
 
-def test_windows_in_a_pool_of_their_own_are_loaded(shared_depot: DepotProcess, model: MakeModel) -> None:
-    """Over flush and restart. `support.sglang.window_reads` says what it mends in SGLang."""
+@pytest.mark.parametrize(
+    ("name", "plugin", "said"),
+    [("window-pool", "window_reads", "SWAKVPool"), ("mla-dense", "latent_reads", "type=DeepseekV2ForCausalLM")],
+)
+def test_windows_and_latent_attention_are_loaded(
+    name: str, plugin: str, said: str, shared_depot: DepotProcess, model: MakeModel
+) -> None:
+    """Over flush and restart. The modules of the plugins say what they mend in SGLang."""
     wanted = prompts(8, 700, seed=4, shared=256)
     settings = linker(shared_depot.url, keep_after_reset=True)
-    mended = "support.sglang.window_reads"
-    with Engine(model("window-pool"), plugin=mended) as plain:
+    with Engine(model(name), plugin=f"support.sglang.{plugin}") as plain:
         plain.wait_until_ready()
         wanted_tokens = tokens(plain.each(wanted))
-    with Engine(model("window-pool"), plugin=mended, **settings) as engine:
+    with Engine(model(name), plugin=f"support.sglang.{plugin}", **settings) as engine:
         cold = engine.wait_until_ready().each(wanted)
-        assert "SWA" in engine.log()
+        assert said in engine.log()
         engine.flush()
         warm = engine.each(wanted)
-    with Engine(model("window-pool"), plugin=mended, **settings) as engine:
+    with Engine(model(name), plugin=f"support.sglang.{plugin}", **settings) as engine:
         restarted = engine.wait_until_ready().generate(*wanted)
     for answers in (cold, warm, restarted):
         assert tokens(answers) == wanted_tokens

@@ -71,6 +71,12 @@ def _configurations() -> dict[str, Any]:
             **{**_SMALL, "hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3},
         ),
         "mla": lambda: t.DeepseekV2Config(**_MLA),
+        # as SGLang runs it on every CPU: without experts, with YaRN
+        "mla-dense": lambda: t.DeepseekV2Config(
+            moe_layer_freq=1,
+            rope_parameters={"rope_theta": 1e4, "mscale": 0.7, "mscale_all_dim": 0.7, **_YARN},
+            **{**_MLA, "first_k_dense_replace": 3},
+        ),
         "mla-yarn": lambda: t.DeepseekV2Config(
             rope_parameters={"rope_theta": 1e4, "mscale": 0.7, "mscale_all_dim": 0.7, **_YARN}, **_MLA
         ),
