@@ -1,11 +1,14 @@
 """Prefixes that come from disk: the same tokens, and every byte loaded is the byte stored, for each kind of cache."""
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvdepot.lab.processes import DepotProcess, wait_until
+from kvdepot.ops.cli import main
 from support.vllm.engines import Engine, MakeModel, cached, connector, prompts, tokens
 
 PROMPTS = prompts(2, 1500) + prompts(2, 1000, seed=1, shared=600)
@@ -52,3 +55,38 @@ def test_what_left_the_pool_comes_back_from_disk(case: str, model: MakeModel, tm
         assert watched["loaded"] >= 10
         assert (watched["wrong"], watched["unknown"]) == (0, 0)
         assert depot.status().counters["entries_promoted"] > 0
+
+
+def test_prompts_are_warmed_by_their_tokens_before_an_engine_asks(
+    model: MakeModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tier = f"disk://{tmp_path}/tier?capacity=4GiB"
+    with (
+        DepotProcess("--tier", tier, pool_size="512MiB", new_session=True) as depot,
+        Engine(model("gqa"), connector(depot.url), reference=PROMPTS, kv_cache_memory_bytes=128 << 20) as engine,
+    ):
+        engine.generate(PROMPTS, together=False)
+        wait_until(lambda: not depot.status().num_tickets)
+        wait_until(lambda: not depot.status().tiers[0].queued_write_bytes, 60)
+        depot.kill()
+        for path in depot.pool_directory.glob("*"):
+            path.unlink()
+        depot.start()
+        wait_until(lambda: len(depot.status().contexts) == 2, 60)
+        (said,) = re.findall(r'beside "tokens": (\{.*\})', engine.log())
+        file = tmp_path / "prompts"
+        file.write_text("".join(json.dumps({"tokens": prompt, **json.loads(said)}) + "\n" for prompt in PROMPTS))
+
+        with pytest.raises(SystemExit) as ended:
+            main(["warm", str(file), "--url", depot.url])
+        assert not ended.value.code
+        chunk = json.loads(said)["chunk_tokens"]
+        asked = sum(len(prompt) // chunk for prompt in PROMPTS)
+        assert capsys.readouterr().out == f"{asked:,} of {asked:,} chunks are in the pool\n"
+        promoted = depot.status().counters["entries_promoted"]
+        assert promoted > 0
+        engine.reset()
+        warm = engine.generate(PROMPTS, together=False)
+        assert tokens(warm) == engine.reference
+        assert cached(warm) == [1408, 1408, 896, 896]
+        assert depot.status().counters["entries_promoted"] == promoted, "the engine waited for no tier"

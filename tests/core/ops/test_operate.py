@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kvdepot.keys import Namespace, hash_prefix
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.ops.cli import main
 from kvdepot.wire import messages as m
@@ -54,6 +55,19 @@ def test_find_says_what_is_here(run: Run, peer: Peer, keys: str) -> None:
     assert "2: nothing of 1 chunks" in out
     found = json.loads(run("find", keys, "--json")[1])
     assert [len(prefix["found"]) for prefix in found] == [1, 0]
+
+
+def test_a_prompt_is_found_by_the_digest_of_its_namespace(run: Run, peer: Peer, tmp_path: Path) -> None:
+    namespace, tokens = Namespace("model", tenant="acme", tenant_salt="secret"), list(range(200))
+    peer.store(hash_prefix(namespace, 64, tokens))
+    named = {"namespace": namespace.digest(64).hex(), "chunk_tokens": 64, "tenant": "acme"}
+    file = tmp_path / "prompts"
+    file.write_text(json.dumps({"tokens": tokens, **named}))
+    assert "1: 3 of 3 chunks (192 tokens), tenant acme" in run("find", str(file))[1]
+    assert run("warm", str(file))[1] == "3 of 3 chunks are in the pool\n"
+    file.write_text(json.dumps({"tokens": tokens, **named, "namespace": "9f"}))
+    code, _, error = run("find", str(file))
+    assert (code, "a namespace's digest of 1 bytes: it has 32" in error) == (1, True)
 
 
 def test_a_prefix_is_cleared(run: Run, peer: Peer, keys: str, depot: DepotProcess) -> None:

@@ -49,6 +49,22 @@ class Namespace:
         return blake3(msgspec.msgpack.encode(fields), derive_key_context=_NAMESPACE_CONTEXT).digest()
 
 
+@dataclass(frozen=True, slots=True)
+class NamespaceDigest:
+    """A namespace of which only the digest is known: enough to compute keys, for chunks of one size."""
+
+    value: bytes
+    tenant: str = "default"
+
+    def __post_init__(self) -> None:
+        if len(self.value) != DIGEST_BYTES:
+            raise KeyFormatError(f"a namespace's digest of {len(self.value)} bytes: it has {DIGEST_BYTES}")
+
+    def digest(self, chunk_tokens: int) -> bytes:
+        """Return the 32 bytes."""
+        return self.value
+
+
 def num_digests(digests: bytes | bytearray) -> int:
     """Return how many digests are in packed ones, `(num_chunks, 32)`."""
     return len(digests) // DIGEST_BYTES
@@ -109,7 +125,7 @@ class PrefixHasher:
     """Computes the key of one growing prompt and hashes each token once.
 
     Args:
-        namespace: the namespace of the prompt.
+        namespace: the namespace of the prompt, or its digest for chunks of this size.
         chunk_tokens: tokens per chunk.
         extra_keys: `(first token, end, key)` for each further input to the KV: a LoRA adapter covers the whole prompt,
             a multimodal item its placeholder tokens. The digest of every chunk that overlaps the range contains the
@@ -117,7 +133,10 @@ class PrefixHasher:
     """
 
     def __init__(
-        self, namespace: Namespace, chunk_tokens: int, extra_keys: Sequence[tuple[int, int, bytes]] = ()
+        self,
+        namespace: Namespace | NamespaceDigest,
+        chunk_tokens: int,
+        extra_keys: Sequence[tuple[int, int, bytes]] = (),
     ) -> None:
         if chunk_tokens <= 0:
             raise KeyFormatError(f"chunks of {chunk_tokens} tokens")
@@ -183,7 +202,7 @@ class PrefixHasher:
         return blake3(last + data + self._extra_of(chunk, len(tokens)), derive_key_context=_TAIL_CONTEXT).digest()
 
 
-def hash_prefix(namespace: Namespace, chunk_tokens: int, tokens: Sequence[int]) -> KeyRun:
+def hash_prefix(namespace: Namespace | NamespaceDigest, chunk_tokens: int, tokens: Sequence[int]) -> KeyRun:
     """Return the key of the complete chunks of `tokens`."""
     hasher = PrefixHasher(namespace, chunk_tokens)
     hasher.extend(tokens)

@@ -15,7 +15,7 @@ from msgspec.structs import fields
 from kvdepot.client.operator import ask_depot
 from kvdepot.config import counted, exact_size, format_size
 from kvdepot.errors import ConfigError, printable, reason_of
-from kvdepot.keys import DIGEST_BYTES, Namespace, hash_prefix
+from kvdepot.keys import DIGEST_BYTES, Namespace, NamespaceDigest, hash_prefix
 from kvdepot.layout import MINIMUM_CHUNK_TOKENS
 from kvdepot.ops.collect import add_tier_gc
 from kvdepot.ops.settings import as_argument
@@ -115,14 +115,21 @@ class _Keys(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Traced(msgspec.Struct, forbid_unknown_fields=True):
-    """One line of a trace: a prompt, from which the keys are computed."""
+    """One line of a trace: a prompt, from which the keys are computed.
+
+    The namespace is given in full or, as a running engine logs it, by its digest.
+    """
 
     tokens: list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]]
-    namespace: Namespace
+    namespace: Namespace | str
     chunk_tokens: Annotated[int, msgspec.Meta(ge=1)] = MINIMUM_CHUNK_TOKENS
+    tenant: str = "default"  # with a digest; a namespace in full names its own
 
     def packed(self) -> tuple[str, bytes]:
-        run = hash_prefix(self.namespace, self.chunk_tokens, self.tokens)
+        namespace = self.namespace
+        if isinstance(namespace, str):
+            namespace = NamespaceDigest(bytes.fromhex(namespace), self.tenant)
+        run = hash_prefix(namespace, self.chunk_tokens, self.tokens)
         return run.tenant, run.digests
 
 

@@ -21,7 +21,8 @@ _FILE_HELP: Final = "file of prefixes, or - for standard input"
 _KEYS_HELP: Final = (
     " The file has one prefix per line, as JSON. A prefix is either the keys of its chunks as hex strings,"
     ' {"digests": ["9f..", ..], "tenant": "default"}, or a prompt as the engine sees it, {"tokens": [1, 2, ..],'
-    ' "namespace": {"model": ..}, "chunk_tokens": 64}. Use - for standard input.'
+    ' "namespace": {"model": ..}, "chunk_tokens": 64}. vLLM\'s log says which namespace and chunks an engine has. Use -'
+    " for standard input."
 )
 
 
