@@ -4,6 +4,7 @@ import errno
 import os
 import subprocess
 import sys
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from kvdepot.pool.folder import PoolFolder
 from kvdepot.pool.inventory import find_pools, look_at, remove_pool
 from kvdepot.pool.names import NamesFile
 from kvdepot.pool.prefixes import PrefixFile
-from kvdepot.pool.table import IndexTable
+from kvdepot.pool.table import TABLE_VERSION, IndexTable
 
 SIZE = 1 << 20
 KINDS = ["pool", "index", "names", "tokens", "sessions"]
@@ -98,6 +99,27 @@ def test_files_of_a_start_that_was_killed_are_a_depot_s_and_leave(
     assert sorted(os.listdir(folder)) == sorted(KINDS)
     remove_pool(folder)
     assert not folder.exists()
+
+
+def test_a_pool_of_an_earlier_format_is_replaced_with_one_line_that_says_why(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    open_here(tmp_path).close(remove=False)
+    index = tmp_path / "index"
+    header = bytearray(index.read_bytes()[:52])
+    header[8] -= 1
+    header[48:] = zlib.crc32(header[:48]).to_bytes(4, "little")
+    with index.open("r+b") as file:
+        file.write(header)
+    lines: list[str] = []
+    for _ in range(2):  # the second start finds a pool of its own format
+        files = open_here(tmp_path)
+        lines += [record.message for record in caplog.records if record.levelname == "WARNING"]
+        caplog.clear()
+        files.close(remove=False)
+    assert len(lines) == 1
+    assert f"the cache of an earlier server in {tmp_path} is thrown away" in lines[0]
+    assert f"table format {TABLE_VERSION - 1}, this version writes {TABLE_VERSION}" in lines[0]
 
 
 def test_unfinished_files_alone_are_a_pool_that_can_be_removed_once_nobody_makes_it(tmp_path: Path) -> None:
