@@ -189,6 +189,27 @@ def test_the_scheduler_looks_up_what_its_workers_register(run_code: RunCode, tmp
     assert [line for line in found if "False" in line] == []
 
 
+INVARIANT = (
+    SCENE
+    + """
+import os
+from kvdepot_vllm import encoding
+encoding.seen_format = lambda *_: "seen"
+use()
+for value in ("0", "1"):
+    os.environ["VLLM_BATCH_INVARIANT"] = value
+    told = worker().get_handshake_metadata()
+    print("seen" in told.format, "named" in told.format)
+"""
+)
+
+
+@pytest.mark.promise(70)
+def test_engines_that_compute_equal_bits_are_told_apart_by_names(run_code: RunCode, tmp_path: Path) -> None:
+    """Another version, attention backend or device writes the same places, but computes other last bits."""
+    assert said(run_code(INVARIANT, str(tmp_path))) == [["True", "False"], ["False", "True"]]
+
+
 CUDA = (
     SCENE
     + """

@@ -1,6 +1,7 @@
 # pyright: basic, reportMissingImports=false
 """The encoding of pages is found by looking: it is equal for kernels that do the same, whatever they are called."""
 
+import contextlib
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -40,35 +41,90 @@ def interleaved(k: Any, v: Any) -> Any:
     return torch.stack([k.permute(0, 2, 1), v.permute(0, 2, 1)])
 
 
-def rounded(k: Any, v: Any) -> Any:
-    return heads_outermost((k / 2).round() * 2, v)
-
-
 class Kernel:
-    """Writes whole blocks as `pack` orders them."""
+    """Writes each token of a block where `pack` puts it."""
 
     def __init__(self, pack: Pack) -> None:
         self.pack = pack
 
+    def pack_of(self, block: int) -> Pack:
+        return self.pack
+
+    def kept(self, values: Any) -> Any:
+        return values
+
     def do_kv_cache_update(self, _module: Any, k: Any, v: Any, cache: Any, slots: Any) -> None:
-        cache[slots[0] // TOKENS] = self.pack(k, v).flatten()
+        ids = torch.arange(TOKENS * k[0].numel()).view(TOKENS, *k.shape[1:])
+        for slot, *token in zip(slots.tolist(), k, v, strict=True):
+            block, place = divmod(slot, TOKENS)
+            places = self.pack_of(block)(ids, ids + ids.numel()).flatten().argsort().view(2, TOKENS, -1)
+            for values, where in zip(token, places[:, place], strict=True):
+                cache[block][where] = self.kept(values).flatten()
 
 
 class OtherKernel(Kernel):
     """Has another name."""
 
 
+class Even(Kernel):
+    def kept(self, values: Any) -> Any:
+        return (values / 2).round() * 2
+
+
+class Rounding(Kernel):
+    """Keeps whole numbers up to 256 as they are."""
+
+    def kept(self, values: Any) -> Any:
+        return values.bfloat16().to(values.dtype)
+
+
+class Positive(Kernel):
+    def kept(self, values: Any) -> Any:
+        return values.abs()
+
+
+class OddBlocks(Kernel):
+    def pack_of(self, block: int) -> Pack:
+        return self.pack if block % 2 else dims_outermost
+
+
+class FirstBlock(Kernel):
+    def pack_of(self, block: int) -> Pack:
+        return self.pack if block else dims_outermost
+
+
+class InOrder(Kernel):
+    """Writes tokens one behind the other, whatever their slots are."""
+
+    def do_kv_cache_update(self, _module: Any, k: Any, v: Any, cache: Any, slots: Any) -> None:
+        super().do_kv_cache_update(_module, k, v, cache, slots.sort().values)
+
+
+class Scaling(Kernel):
+    """Writes something of its own behind K and V of a block, unless it is zero."""
+
+    def do_kv_cache_update(self, _module: Any, k: Any, v: Any, cache: Any, slots: Any) -> None:
+        super().do_kv_cache_update(_module, k, v, cache, slots)
+        cache[slots // TOKENS, -1] = (k.min() < 0).to(cache.dtype)
+
+
 def layer(
-    pack: Pack, heads: int = 2, kernel: type[Kernel] = Kernel, dtype: Any = torch.bfloat16, dim: int = DIM
+    pack: Pack,
+    heads: int = 2,
+    kernel: type[Kernel] = Kernel,
+    dtype: Any = torch.bfloat16,
+    dim: int = DIM,
+    padding: int = 0,
 ) -> Any:
-    cache = torch.arange(BLOCKS * 2 * heads * dim * TOKENS).view(BLOCKS, -1).to(dtype)
+    """Return a layer with so many elements behind K and V of each block."""
+    cache = torch.arange(BLOCKS * (2 * heads * dim * TOKENS + padding)).view(BLOCKS, -1).to(dtype)
     return SimpleNamespace(impl=kernel(pack), kv_cache=cache, num_kv_heads=heads, head_size=dim, head_size_v=dim)
 
 
 def seen(*layers: Any, heads: int = 2, rows: int = 1, version: str = "0.32.0", **fields: Any) -> str:
     """Return the format of a cache with one group, of so many heads that can be cut in the whole model; 0: opaque."""
     kind = fields.pop("kind", GroupKind.FULL_ATTENTION)
-    names = tuple(str(number) for number in range(len(layers)))
+    names = fields.pop("names", tuple(str(number) for number in range(len(layers))))
     ours = EngineGroup(0, kind, TOKENS, 0, names, False, False, heads)
     values = {"dtype": "bfloat16", **fields}
     part = SimpleNamespace(num_heads=layers[0].num_kv_heads if heads else 1)
@@ -98,6 +154,9 @@ def test_whatever_lies_elsewhere_has_another_encoding() -> None:
         seen(layer(heads_outermost, dtype=torch.float32)),
         seen(layer(heads_outermost, dim=2 * DIM)),
         seen(layer(heads_outermost), layer(dims_outermost)),
+        seen(layer(dims_outermost), layer(heads_outermost)),
+        seen(layer(heads_outermost), layer(heads_outermost)),
+        seen(layer(heads_outermost), layer(heads_outermost), names=("1", "0")),
         seen(layer(interleaved), heads=0),
         seen(layer(interleaved, 4), heads=0),
         seen(layer(heads_outermost), heads=0),
@@ -111,7 +170,7 @@ def test_whatever_lies_elsewhere_has_another_encoding() -> None:
         ("written as fp8", lambda: seen(layer(heads_outermost), dtype="fp8")),
         ("pipeline", lambda: seen(layer(heads_outermost), num_stages=2)),
         ("recurrent", lambda: seen(layer(heads_outermost), kind=GroupKind.RECURRENT)),
-        ("do not hold K", lambda: seen(layer(rounded))),
+        ("do not hold K", lambda: seen(layer(heads_outermost, kernel=Even))),
         ("do not lie apart", lambda: seen(layer(interleaved))),
         ("of a page do not lie apart", lambda: seen(layer(tokens_outermost), rows=1)),
     ],
@@ -121,8 +180,27 @@ def test_pages_that_cannot_be_understood_have_none(reason: str, call: Callable[[
         call()
 
 
-def test_the_block_that_was_looked_at_is_as_before() -> None:
-    module = layer(heads_outermost)
+@pytest.mark.promise(70)
+@pytest.mark.parametrize("kernel", [Rounding, Positive, OddBlocks, FirstBlock, InOrder])
+def test_a_kernel_that_only_small_numbers_in_order_in_one_block_do_not_tell_apart_has_none(
+    kernel: type[Kernel],
+) -> None:
+    with pytest.raises(LayoutError, match="hold the bits that were written"):
+        seen(layer(heads_outermost, kernel=kernel, dtype=torch.float32), dtype="float32")
+
+
+@pytest.mark.promise(70)
+def test_a_kernel_that_writes_more_than_k_and_v_has_none() -> None:
+    padded = {"pack": heads_outermost, "padding": 2 * DIM}
+    assert seen(layer(**padded), heads=0)
+    with pytest.raises(LayoutError, match="hold the bits that were written"):
+        seen(layer(**padded, kernel=Scaling), heads=0)
+
+
+@pytest.mark.parametrize("kernel", [Kernel, Even, Rounding])
+def test_blocks_that_were_looked_at_are_as_before(kernel: type[Kernel]) -> None:
+    module = layer(heads_outermost, kernel=kernel, dtype=torch.float32)
     before = module.kv_cache.clone()
-    seen(module)
+    with contextlib.suppress(LayoutError):
+        seen(module, dtype="float32")
     assert torch.equal(module.kv_cache, before)

@@ -1,9 +1,10 @@
 # pyright: basic, reportMissingImports=false
 """Finds where an attention backend writes K and V in its pages, by writing numbers through its own kernel.
 
-A digest of these places is the encoding of a cache. Engines whose kernels do the same share pages, whatever their
-backends, devices and minor versions are called. A kernel that does not copy values verbatim has no encoding, nor have
-recurrent states: `groups.named_format` names everything that may decide how such bytes lie.
+A digest of these places, layer by layer, is the encoding of a cache. Engines whose kernels do the same share pages,
+whatever their backends, devices and minor versions are called. A kernel that does not copy values verbatim, or not to
+the same places of every block, has no encoding, nor have recurrent states: `groups.named_format` names everything that
+may decide how such bytes lie.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,12 +21,15 @@ from kvdepot_vllm.groups import EngineCache
 _BASE: Final = 100  # digits 1 to 100 are exact in every floating type
 _VERBATIM: Final = ("float32", "float16", "bfloat16")
 _CONTEXT: Final = "kvdepot 2026-11 encoding"
+_SEED: Final = 1  # any: the same values at every start
+_MOST_EXPONENT: Final = 8  # of two, up or down: within the range of float16
 
 
 def seen_format(cache: EngineCache, groups: Sequence[CacheGroup], layers: Mapping[str, Any], version: str) -> str:
-    """Return the format of a cache whose pages were looked at. Their last block is overwritten and restored.
+    """Return the format of a cache whose pages were looked at. Some blocks are overwritten and restored.
 
-    It contains the major version of vLLM: places do not show what is written there, such as K before its rotation.
+    It contains the major version of vLLM: places do not show what is written there, such as K before its rotation. It
+    contains the layers' names in the order of their pages, as layers of equal places are told apart by nothing else.
 
     Args:
         cache: of the engine.
@@ -47,8 +51,8 @@ def seen_format(cache: EngineCache, groups: Sequence[CacheGroup], layers: Mappin
         tokens = group.physical_block_tokens or group.block_tokens
         rows = max(1, group.rows * tokens // group.block_tokens)
         # Of every layer: the kernels of one attention backend may differ, as on CPU with AMX and without.
-        found = {_encoding(layers[name], tokens, rows, group.part.num_heads) for name in ours.layer_names}
-        digest.update(b"".join([len(found).to_bytes(4, "little"), *sorted(found)]))
+        found = [(name, _encoding(layers[name], tokens, rows, group.part.num_heads)) for name in ours.layer_names]
+        digest.update(repr(found).encode())
     return f"vllm {version.split('.', 1)[0]} seen {digest.hexdigest()[:32]}"
 
 
@@ -74,18 +78,21 @@ def find_places(module: Any, block_tokens: int, scratch_block: int) -> tuple[Any
     Raises:
         LayoutError: the pages do not hold K and V as they were written.
     """
-    shapes = _shapes(module, block_tokens)
-    return _find(module, shapes, scratch_block, 0), _find(module, shapes, scratch_block, 1)
+    found = _find_both(module, block_tokens, scratch_block)
+    memory = _memory_of(module.kv_cache[scratch_block])
+    return memory[found[0]], memory[found[1]]
 
 
 def _encoding(module: Any, block_tokens: int, rows: int, heads: int) -> bytes:
     """Return a digest of the places of one head in its own rows; of all heads if they are not those of the part."""
     cache = module.kv_cache
     block = cache.shape[0] - 1
-    places, size = find_places(module, block_tokens, block), cache[block].numel()
+    found, size = _find_both(module, block_tokens, block), cache[block].numel()
+    _check(module, found, block_tokens, sorted({0, max(0, block - 1), block}))
+    memory = _memory_of(cache[block])
     digest = blake3(derive_key_context=_CONTEXT)
     digest.update(f"{cache.dtype} {rows}".encode())
-    for place in places:
+    for place in (memory[each] for each in found):
         if heads == place.shape[1]:
             place = _of_one_head(place, size, rows)
         digest.update(f" {tuple(place.shape)} ".encode())
@@ -113,12 +120,19 @@ def _shapes(module: Any, tokens: int) -> tuple[tuple[int, int, int], tuple[int, 
     return (tokens, module.num_kv_heads, module.head_size), (tokens, module.num_kv_heads, module.head_size_v)
 
 
+def _find_both(module: Any, block_tokens: int, block: int) -> tuple[Any, Any]:
+    """Return where each element of K and V lies in a flattened page, `(block_tokens, heads, dim)` each."""
+    shapes = _shapes(module, block_tokens)
+    return _find(module, shapes, block, 0), _find(module, shapes, block, 1)
+
+
 def _find(module: Any, shapes: Sequence[tuple[int, int, int]], block: int, which: int) -> Any:
     cache = module.kv_cache
     page = cache[block]
     saved = page.clone()
     shape = shapes[which]
     ids = torch.arange(shape[0] * shape[1] * shape[2])
+    slots = torch.arange(block * shape[0], (block + 1) * shape[0])
     found, seen = torch.zeros(page.numel(), dtype=torch.int64), None
     try:
         power = 1
@@ -126,7 +140,7 @@ def _find(module: Any, shapes: Sequence[tuple[int, int, int]], block: int, which
             written = [torch.zeros(each, device=cache.device, dtype=cache.dtype) for each in shapes]
             written[which] = (ids // power % _BASE + 1).to(cache.device, cache.dtype).view(shape)
             page.zero_()
-            _write(module, block, *written)
+            _write(module, slots, *written)
             got = page.flatten().to("cpu", torch.float32).round().long()
             seen = got > 0 if seen is None else seen
             found += (got - 1).clamp(min=0) * power
@@ -137,17 +151,62 @@ def _find(module: Any, shapes: Sequence[tuple[int, int, int]], block: int, which
     where = seen.nonzero().squeeze(1)
     if not torch.equal(found[where].sort().values, ids):
         raise LayoutError(f"the attention backend's pages do not hold {'KV'[which]} as it was written")
-    memory = torch.zeros(page.shape, dtype=torch.int64)  # where each element of a block lies, from its start
-    for axis, (size, stride) in enumerate(zip(page.shape, page.stride(), strict=True)):
-        memory += (torch.arange(size) * stride).view(-1, *(1 for _ in page.shape[axis + 1 :]))
     index = torch.empty(len(ids), dtype=torch.int64)
-    index[found[where]] = memory.flatten()[where]
+    index[found[where]] = where
     return index.view(shape)
 
 
-def _write(module: Any, block: int, k: Any, v: Any) -> None:
-    """Write a block of K and V, `(block_tokens, heads, dim)` each, as the engine would."""
-    slots = torch.arange(block * len(k), (block + 1) * len(k), device=k.device)
+def _check(module: Any, found: Sequence[Any], block_tokens: int, blocks: Sequence[int]) -> None:
+    """Check the places with values that use every bit, in several blocks, one token alone, then the rest in disorder.
+
+    Small numbers in one block do not show a kernel that rounds, that writes other blocks or single tokens otherwise,
+    or that writes more than K and V.
+
+    Raises:
+        LayoutError: the pages hold other bits than were written.
+    """
+    cache, random = module.kv_cache, torch.Generator().manual_seed(_SEED)
+    shapes = [(len(blocks) * block_tokens, *each.shape[1:]) for each in found]
+    written = [
+        torch.randn(each, generator=random).ldexp(
+            torch.randint(-_MOST_EXPONENT, _MOST_EXPONENT + 1, each, generator=random)
+        )
+        for each in shapes
+    ]
+    written = [each.to(cache.dtype) for each in written]
+    slots = (torch.tensor(blocks).view(-1, 1) * block_tokens + torch.arange(block_tokens)).flatten()
+    order = torch.randperm(len(slots), generator=random)
+    saved = [cache[block].clone() for block in blocks]
+    try:
+        for block in blocks:
+            cache[block].zero_()
+        for some in (order[:1], order[1:]):
+            _write(module, slots[some], *(each[some].to(cache.device) for each in written))
+        pages = [cache[block].flatten().clone().cpu() for block in blocks]  # copies: the blocks are restored
+    finally:
+        for block, page in zip(blocks, saved, strict=True):
+            cache[block].copy_(page)
+    for number, page in enumerate(pages):
+        expected = torch.zeros_like(page)
+        for places, values in zip(found, written, strict=True):
+            expected[places.flatten()] = values[number * block_tokens : (number + 1) * block_tokens].flatten()
+        if not torch.equal(page.view(torch.uint8), expected.view(torch.uint8)):
+            raise LayoutError(
+                "the attention backend's pages do not hold the bits that were written, where they were seen"
+            )
+
+
+def _memory_of(page: Any) -> Any:
+    """Return where each element of a flattened page lies in memory, in elements from the start of its block."""
+    memory = torch.zeros(page.shape, dtype=torch.int64)
+    for axis, (size, stride) in enumerate(zip(page.shape, page.stride(), strict=True)):
+        memory += (torch.arange(size) * stride).view(-1, *(1 for _ in page.shape[axis + 1 :]))
+    return memory.flatten()
+
+
+def _write(module: Any, slots: Any, k: Any, v: Any) -> None:
+    """Write K and V of slots, `(n, heads, dim)` each, as the engine would."""
+    slots = slots.to(k.device)
     if hasattr(module, "kv_lora_rank"):
         module.impl.do_kv_cache_update(
             v.squeeze(1),

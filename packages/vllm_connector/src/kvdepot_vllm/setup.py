@@ -23,6 +23,7 @@ from kvdepot.backends import CacheGroup, EngineTraits, KVCache, get_backend
 from kvdepot.client.scheduler import SchedulerClient
 from kvdepot.config import directory_of_url
 from kvdepot.engines.generation import Generation
+from kvdepot.errors import LayoutError
 from kvdepot.layout import GroupKind, Plane
 from kvdepot_vllm.device import device_of_bytes, permit_tiles
 from kvdepot_vllm.events import Announcer, Describer
@@ -245,6 +246,8 @@ class Start:
 def _format_of(cache: EngineCache, groups: Sequence[CacheGroup], layers: Mapping[str, Any]) -> str:
     """Return the format of a worker's cache, by looking at its pages if that is possible, else by names."""
     try:
+        if envs.VLLM_BATCH_INVARIANT:  # another version, backend or device computes other last bits
+            raise LayoutError("VLLM_BATCH_INVARIANT asks for equal bits")
         from kvdepot_vllm.encoding import seen_format
 
         return seen_format(cache, groups, layers, vllm.__version__)
