@@ -1,0 +1,123 @@
+"""Times stores and lookups at a depot that publishes KV events, beside one that does not.
+
+Run `python benchmarks/depot/events.py`. Each of two depots has an engine without a model; one depot has `--events`
+and a subscriber. A round stores the same prompt at both in turn, tells one of them its tokens as a connector does, and
+looks the prompt up at both. Prints the quartiles of the ratios within a round.
+"""
+
+import argparse
+import json
+import socket
+import statistics
+import time
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import zmq
+
+from kvdepot.client import SchedulerClient
+from kvdepot.client.description import Description
+from kvdepot.client.operator import ask_depot
+from kvdepot.keys import KeyRun, Namespace, hash_prefix
+from kvdepot.lab.bench import describe_machine
+from kvdepot.lab.engine_model import GEOMETRY_8B, EngineModel
+from kvdepot.lab.processes import DepotProcess, wait_until
+from kvdepot.wire import operations as o
+
+BLOCK_TOKENS = GEOMETRY_8B.block_tokens
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+class Side:
+    """One depot with one engine."""
+
+    def __init__(self, name: str, stack: ExitStack, num_tokens: int, chunk_tokens: int, *flags: str) -> None:
+        num_blocks = num_tokens // BLOCK_TOKENS
+        size = 2 * num_blocks * GEOMETRY_8B.block_size_bytes + (64 << 20)
+        self.depot = stack.enter_context(DepotProcess(*flags, pool_size=str(size)))
+        url = self.depot.url
+        self.engine = EngineModel(name, GEOMETRY_8B, num_blocks, Namespace("bench"), url=url, chunk_tokens=chunk_tokens)
+        stack.callback(self.engine.close)
+        self.engine.wait_until_connected()
+        self.blocks = [np.random.default_rng(0).permutation(num_blocks).tolist()]
+        spec = self.engine.context.spec
+        self.client = stack.enter_context(SchedulerClient(spec, f"{name} scheduler", url=url, served_model="model"))
+        self.client.wait_until_connected(10)
+        wait_until(lambda: self.depot.status().pool_ready_bytes == self.depot.status().pool_size_bytes, 600)
+
+    def store(self, key: KeyRun, tokens: list[int]) -> float:
+        """Store a prompt and describe it, where the depot wants that; return the seconds until all of it is told."""
+        began = time.perf_counter()
+        assert self.engine.context.submit_store("r", key, self.blocks).result()
+        if self.client.wants_tokens:
+            ids = [hash((tokens[0], block)) & (1 << 63) - 1 for block in range(len(tokens) // BLOCK_TOKENS)]
+            self.client.describe(key, Description(bytes(32), tokens, ids))
+        return time.perf_counter() - began
+
+    def lookup(self, key: KeyRun) -> float:
+        """Look up a prompt; return the seconds."""
+        began = time.perf_counter()
+        lease = self.client.lookup("r", key)
+        seconds = time.perf_counter() - began
+        assert lease.num_chunks == key.num_chunks
+        self.client.release(lease)
+        return seconds
+
+
+def measure(num_tokens: int, chunk_tokens: int, rounds: int, lookups: int) -> dict[str, Any]:
+    """Return the ratios of one size of chunks."""
+    with ExitStack() as stack:
+        endpoint = f"tcp://127.0.0.1:{free_port()}"
+        sides = {
+            "plain": Side("plain", stack, num_tokens, chunk_tokens),
+            "events": Side("events", stack, num_tokens, chunk_tokens, "--events", endpoint),
+        }
+        subscriber = stack.enter_context(zmq.Context()).socket(zmq.SUB)
+        stack.callback(subscriber.close, 0)
+        subscriber.connect(endpoint)
+        subscriber.subscribe(b"")
+        rng = np.random.default_rng(1)
+        ratios: dict[str, list[float]] = {"store": [], "lookup": []}
+        for number in range(rounds + 1):
+            tokens = rng.integers(0, 128_000, num_tokens).tolist()
+            key = hash_prefix(Namespace("bench"), chunk_tokens, tokens)
+            order = list(sides)[:: 1 if number % 2 else -1]
+            stores = {name: sides[name].store(key, tokens) for name in order}
+            times: dict[str, list[float]] = {name: [] for name in sides}
+            for turn in range(lookups):
+                for name in order[:: 1 if turn % 2 else -1]:
+                    times[name].append(sides[name].lookup(key))
+            if number:  # the first round warms up
+                ratios["store"].append(stores["events"] / stores["plain"])
+                ratios["lookup"].append(statistics.median(times["events"]) / statistics.median(times["plain"]))
+            for side in sides.values():
+                ask_depot(o.Clear(), side.depot.url, 30)
+        told = sides["events"].depot.status().counters["chunks_described"]
+        assert told == (rounds + 1) * num_tokens // chunk_tokens, "each chunk is described once"
+    row: dict[str, Any] = {"tokens": num_tokens, "chunk_tokens": chunk_tokens}
+    for name, values in ratios.items():
+        row[name] = [round(value, 3) for value in statistics.quantiles(values, n=4)]
+    return row
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--lookups", type=int, default=200, help="at each depot in each round")
+    parser.add_argument("--chunk-tokens", type=int, nargs="*", default=[16, 64, 256])
+    options = parser.parse_args()
+    print(describe_machine())
+    for chunk_tokens in options.chunk_tokens:
+        row = measure(options.tokens // chunk_tokens * chunk_tokens, chunk_tokens, options.rounds, options.lookups)
+        print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()

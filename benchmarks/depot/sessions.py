@@ -1,0 +1,199 @@
+"""Replays agents whose tools pause, over a disk tier, with sessions and without: `python benchmarks/depot/sessions.py`.
+
+Agents share a system prompt. Each turn has all before it and a little more, and between two turns a tool runs for
+seconds to minutes. The pool holds 5 % of all that the agents store, a disk tier has room for all of it. An engine
+without a model looks up each turn and stores the new chunks. With sessions, the agent retains its session over a short
+pause. At a long one, it demotes the session when the tool begins, and prefetches it shortly before the tool ends. Time
+runs faster by `--speed`; storage does not.
+
+Prints for both ways the share of tokens that the pool had when the lookup came, and the times of the lookups, which
+wait for the tier. `--trace` replays a trace in the format of Mooncake instead: a prompt that continues another one is
+the next turn of its session, after the trace's own gap.
+"""
+
+import argparse
+import heapq
+import itertools
+import json
+import math
+import random
+import statistics
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from kvdepot.client.operator import ask_depot
+from kvdepot.keys import Namespace, hash_prefix
+from kvdepot.lab.bench import describe_machine
+from kvdepot.lab.engine_model import EngineModel, Geometry
+from kvdepot.lab.processes import DepotProcess, wait_until
+from kvdepot.lab.trace import read_trace
+from kvdepot.wire import operations as o
+
+GEOMETRY = Geometry("small", num_layers=4, num_kv_heads=2, head_dim=128)  # 4 KiB a token
+CHUNK_TOKENS = 64
+LEAD_SECONDS = 0.15  # that a prefetch begins before its turn, of real time: storage is not faster than in life
+SHORT_SECONDS = 3 * LEAD_SECONDS  # of real time: over a shorter pause a session stays in the pool
+POOL_SHARE = 0.05
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One request of a session."""
+
+    at: float  # seconds since the begin
+    session: str
+    tokens: list[int]
+    pause: float = math.inf  # seconds until the next one of its session; infinity for none
+
+
+def agents(seed: int, num_sessions: int, num_open: int) -> list[Turn]:
+    """Sessions of 4 to 16 turns; pauses of tools are lognormal around 20 s, up to some minutes."""
+    rng, ids, turns = random.Random(seed), itertools.count(1), list[Turn]()
+
+    def new(num_chunks: int) -> list[int]:
+        return [next(ids) for _ in range(num_chunks * CHUNK_TOKENS)]
+
+    system, free = new(8), [rng.uniform(0, 40) for _ in range(num_open)]
+    heapq.heapify(free)
+    for number in range(num_sessions):
+        now, context = heapq.heappop(free), system + new(rng.randint(6, 24))
+        for _ in range(rng.randint(4, 16)):
+            turns.append(Turn(now, f"agent {number}", context))
+            context = context + new(rng.randint(1, 3))
+            now += rng.lognormvariate(math.log(20), 0.9)
+        heapq.heappush(free, now)
+    return turns
+
+
+def with_pauses(turns: list[Turn]) -> list[Turn]:
+    """Return turns in the order of time, each with its pause."""
+    following: dict[str, float] = {}
+    found: list[Turn] = []
+    for turn in sorted(turns, key=lambda turn: -turn.at):
+        found.append(replace(turn, pause=following.get(turn.session, math.inf) - turn.at))
+        following[turn.session] = turn.at
+    return found[::-1]
+
+
+def conversations(path: Path, num_requests: int) -> list[Turn]:
+    """Return the first requests of a trace whose prompts continue others; each block has one chunk."""
+    ends: dict[int, str] = {}
+    turns: list[Turn] = []
+    for number, request in enumerate(itertools.islice(read_trace(str(path)), num_requests)):
+        blocks = list(request.hash_ids)
+        session = next((ends[block] for block in reversed(blocks[1:]) if block in ends), f"conversation {number}")
+        ends.update(dict.fromkeys(blocks[-2:], session))
+        tokens = [block * CHUNK_TOKENS + place for block in blocks for place in range(CHUNK_TOKENS)]
+        turns.append(Turn(request.timestamp_ms / 1000, session, tokens))
+    return turns
+
+
+def steps(turns: list[Turn], speed: float) -> list[tuple[float, int, Turn]]:
+    """Return the turns (1) and the prefetches after long pauses (0), which begin early, with their real times."""
+    found = [(turn.at / speed, 1, turn) for turn in turns]
+    found += [
+        ((turn.at + turn.pause) / speed - LEAD_SECONDS, 0, turn)
+        for turn in turns
+        if SHORT_SECONDS <= turn.pause / speed < math.inf
+    ]
+    return sorted(found, key=lambda step: step[:2])
+
+
+def replay(turns: list[Turn], speed: float, *, with_sessions: bool) -> dict[str, Any]:
+    """Replay once with an empty pool and an empty tier."""
+    chunks = {digest for turn in turns for digest in digests_of(turn)}
+    num_bytes = len(chunks) * CHUNK_TOKENS * GEOMETRY.bytes_per_token
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        DepotProcess(
+            *("--tier", f"disk://{folder}?capacity={2 * num_bytes}"), pool_size=str(int(POOL_SHARE * num_bytes))
+        ) as depot,
+        ThreadPoolExecutor(8) as operators,
+    ):
+        engine = EngineModel("bench", GEOMETRY, 4096, Namespace("bench"), url=depot.url, chunk_tokens=CHUNK_TOKENS)
+        try:
+            engine.wait_until_connected()
+            wait_until(lambda: depot.status().pool_ready_bytes == depot.status().pool_size_bytes, 600)
+            return {"bytes": num_bytes} | _replay(turns, speed, depot, engine, operators if with_sessions else None)
+        finally:
+            engine.close()
+
+
+def digests_of(turn: Turn) -> list[bytes]:
+    key = hash_prefix(Namespace("bench"), CHUNK_TOKENS, turn.tokens)
+    return [key.digests[start : start + 32] for start in range(0, len(key.digests), 32)]
+
+
+def _replay(
+    turns: list[Turn], speed: float, depot: DepotProcess, engine: EngineModel, operators: ThreadPoolExecutor | None
+) -> dict[str, Any]:
+    seconds: list[float] = []
+    total = here = promoted = 0
+    cut = 0
+    began = time.perf_counter()
+    for at, kind, turn in steps(turns, speed):
+        time.sleep(max(0.0, began + at - time.perf_counter()))
+        if not kind:
+            if operators is not None:
+                operators.submit(ask_depot, o.PrefetchSession(turn.session, retain_seconds=5.0), depot.url, 30)
+            continue
+        key = hash_prefix(Namespace("bench"), CHUNK_TOKENS, turn.tokens)
+        asked = time.perf_counter()
+        lease = engine.scheduler.lookup(turn.session, key)
+        seconds.append(time.perf_counter() - asked)
+        total += key.num_chunks
+        here += lease.num_chunks - lease.num_promoted
+        promoted += lease.num_promoted
+        rest = key.slice(lease.num_chunks)
+        if rest.num_chunks:
+            blocks = list(range(rest.num_chunks * engine.blocks_per_chunk))
+            cut += not engine.context.submit_store(turn.session, rest, [blocks]).result()
+        pause = turn.pause / speed
+        if operators is not None:
+            kept = pause + 1 if pause < SHORT_SECONDS else 0.0
+            engine.scheduler.hint(key, session=turn.session, session_ended=pause == math.inf, retain_seconds=kept)
+        engine.scheduler.end_request(turn.session)
+        if operators is not None and SHORT_SECONDS <= pause < math.inf:
+            operators.submit(ask_depot, o.DemoteSession(turn.session), depot.url, 30)
+    ordered = sorted(seconds)
+    return {
+        "turns": len(seconds),
+        "pool_hit_share": round(here / total, 3),
+        "tier_hit_share": round(promoted / total, 3),
+        "lookup_p50_ms": round(statistics.median(ordered) * 1e3, 2),
+        "lookup_p99_ms": round(ordered[int(len(ordered) * 0.99)] * 1e3, 2),
+        "lookup_max_ms": round(ordered[-1] * 1e3, 2),
+        "stores_cut": cut,
+    }
+
+
+def main() -> None:
+    """Replay with and without, and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sessions", type=int, default=200)
+    parser.add_argument("--open", type=int, default=40, help="agents at a time")
+    parser.add_argument("--speed", type=float, default=20.0)
+    parser.add_argument("--trace", type=Path, help="a trace in the format of Mooncake")
+    parser.add_argument("--requests", type=int, default=600, help="of the trace")
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    made = (
+        conversations(options.trace, options.requests)
+        if options.trace
+        else agents(options.seed, options.sessions, options.open)
+    )
+    turns = with_pauses(made)
+    print(describe_machine())
+    for with_sessions in (False, True):
+        print(
+            json.dumps({"sessions": with_sessions} | replay(turns, options.speed, with_sessions=with_sessions)),
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
