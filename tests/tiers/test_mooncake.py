@@ -6,12 +6,10 @@ import itertools
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -42,27 +40,16 @@ from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.url import TierUrl
 from kvdepot.tiers.url import open_tier as open_any_tier
 from support.peer import Peer, find, prompt
-from support.tiers.mooncake_cluster import Client, Master, Node
+from support.tiers.mooncake_cluster import Client, Master, Node, need_sdk
 from support.tiers.mooncake_node import make_shared_pool
-from support.tools import tool_is_missing
 
 EXTENTS: Final = extents_of(0, [EXTENT_BYTES] * 8)
 KEYS: Final = [make_key(number) for number in range(8)]
 
 
-@cache
-def why_it_does_not_load() -> str:
-    """Return why the SDK cannot be imported, "" if it can; this process does not load it."""
-    done = subprocess.run([sys.executable, "-c", "import mooncake.store"], capture_output=True, text=True, check=False)
-    return done.stderr.strip().rpartition("\n")[2]
-
-
 @pytest.fixture(scope="module")
 def _sdk() -> None:
-    if importlib.util.find_spec("mooncake") is None:
-        pytest.skip("needs Mooncake's SDK: uv sync --group mooncake")
-    if why_it_does_not_load():
-        tool_is_missing(f"{why_it_does_not_load()} (Debian: libibverbs1 libnuma1 libcurl4)")
+    need_sdk()
 
 
 needs_sdk = pytest.mark.usefixtures("_sdk")

@@ -279,7 +279,7 @@ def make() -> Iterator[Maker]:
 
 
 @pytest.mark.parametrize(("stored_by", "read_by"), list(itertools.permutations([1, 2, 4, 8], 2)))
-@pytest.mark.parametrize("groups", [HEADS, HEADS[:1]], ids=["window and full", "full"])
+@pytest.mark.parametrize("groups", [HEADS, HEADS[:1], HEADS[1:]], ids=["window and full", "full", "window"])
 def test_what_an_engine_of_any_size_left_in_a_tier_comes_back(
     groups: tuple[m.GroupShape, ...], stored_by: int, read_by: int, make: Maker
 ) -> None:
@@ -289,11 +289,11 @@ def test_what_an_engine_of_any_size_left_in_a_tier_comes_back(
     bench.forget()
     bench.attach(read_by)
     assert bench.lookup(run) == 5
-    num_parts = min(stored_by, 4)
-    assert bench.index.entries.num_sealed == num_parts * (5 + 2 * (len(groups) - 1)), "as they were stored"
+    num_read = sum(5 if group.kind is FULL else 2 for group in groups)
+    assert bench.index.entries.num_sealed == min(stored_by, 4) * num_read, "as they were stored"
     before = bench.index.entries.num_sealed
     bench.store(run)
-    assert bench.index.entries.num_sealed == before + (0 if len(groups) == 1 else min(read_by, 4) * 3)
+    assert bench.index.entries.num_sealed == before + min(read_by, 4) * (5 * len(groups) - num_read)
 
 
 def test_a_prompt_that_engines_of_two_sizes_continued_comes_back_whole(make: Maker) -> None:
@@ -306,9 +306,30 @@ def test_a_prompt_that_engines_of_two_sizes_continued_comes_back_whole(make: Mak
     assert bench.lookup(run) == 6
 
 
+def test_of_windows_alone_the_size_whose_prefix_is_longest_comes_back(make: Maker) -> None:
+    """No engine left the beginning of the prompt there, and the reader's own size nothing."""
+    bench, run = make(HEADS[1:], pages=64), prompt(12)
+    bench.store(run.slice(0, 4))
+    bench.attach(4)
+    bench.store(run.slice(4, 10))
+    bench.forget()
+    bench.attach(2)
+    assert bench.lookup(run) == 10
+    assert bench.index.entries.num_sealed == 4 * 2, "what the window reaches"
+
+
+def test_of_windows_alone_another_size_is_asked_for_what_follows_its_own(make: Maker) -> None:
+    bench, run = make(HEADS[1:], pages=64), prompt(8)
+    for ranks, num_chunks in ((4, 8), (2, 4)):
+        bench.attach(ranks)
+        bench.store(prompt(num_chunks))
+        bench.forget()
+    assert bench.lookup(run) == 8
+
+
 def test_a_prompt_that_no_tier_knows_costs_one_small_question_more(make: Maker) -> None:
     asked: list[int] = []
-    for groups, ranks in ((HEADS[:1], 2), (SHARDED, 2), (PLAIN, 1)):
+    for groups, ranks in ((HEADS[:1], 2), (SHARDED, 2), (PLAIN, 1), (HEADS[1:], 2), (HEADS[1:], 1), (WINDOWS, 1)):
         bench = make(groups, ranks=ranks)
         original = bench.tiers[0].contains
 
@@ -318,7 +339,8 @@ def test_a_prompt_that_no_tier_knows_costs_one_small_question_more(make: Maker) 
 
         bench.tiers[0].contains = contains
         assert bench.lookup(prompt(8)) == 0
-    assert asked == [2, 2, 2, 1], "the parts of two ranks; one part for each of one and of four; opaque caches as ever"
+    assert asked[:4] == [2, 2, 2, 1], "the parts of two ranks; one part for each of one and of four; opaque caches"
+    assert asked[4:] == [16, 16, 8, 8, 8], "with windows alone each chunk; at most as many questions again"
 
 
 @pytest.mark.parametrize("groups", [PLAIN, SHARDED, WINDOWS, HYBRID], ids=["plain", "sharded", "windows", "hybrid"])

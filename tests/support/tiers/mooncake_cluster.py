@@ -8,12 +8,31 @@ import socket
 import subprocess
 import sys
 import urllib.request
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
+import pytest
+
 from kvdepot.lab.processes import wait_until
+from support.tools import tool_is_missing
 
 NODE: Final = Path(__file__).with_name("mooncake_node.py")
+
+
+def need_sdk() -> None:
+    """Skip a test without Mooncake's SDK. In CI an SDK that does not load is a failure."""
+    if importlib.util.find_spec("mooncake") is None:
+        pytest.skip("needs Mooncake's SDK: uv sync --group mooncake")
+    if _why_it_does_not_load():
+        tool_is_missing(f"{_why_it_does_not_load()} (Debian: libibverbs1 libnuma1 libcurl4)")
+
+
+@cache
+def _why_it_does_not_load() -> str:
+    """Return why the SDK cannot be imported, "" if it can; this process does not load it."""
+    done = subprocess.run([sys.executable, "-c", "import mooncake.store"], capture_output=True, text=True, check=False)
+    return done.stderr.strip().rpartition("\n")[2]
 
 
 def program(name: str) -> str:

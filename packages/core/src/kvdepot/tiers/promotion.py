@@ -119,7 +119,8 @@ class Promotion:
         """Read from one tier; return how many leading chunks it was asked for, 0 if it read nothing.
 
         Ask for the first missing chunk alone, so that a new prompt costs one small question, however long it is. If
-        the tier lacks it, or is known to (`is_end`), ask for it as engines of other sizes have it.
+        the tier lacks it, or is known to (`is_end`), ask for it as engines of other sizes have it. Where all groups
+        have windows, no chunk needs the one before it: then both questions are about the whole prompt.
         """
         space = self.prefix.space
         if tier.queue.is_suspended:
@@ -136,16 +137,20 @@ class Promotion:
                     self._log(tier, "it does not have the next chunk, or did not answer in time")
                     return 0
                 is_first, there = False, []
-        elif is_end:
+        elif is_end and space.full_mask:
             return 0
         prefix = self.prefix
         if not is_first or space.windows or limit < prefix.num_chunks:
             limit = min(prefix.num_chunks, self._found + max(1, MAXIMUM_QUESTIONS // len(prefix.places)))
             entries = yield from self._missing_before(limit)
-            there = yield from self._ask(tier, entries)
+            there = [False] * len(entries) if is_end and not space.full_mask else (yield from self._ask(tier, entries))
             if there is None:
                 return 0
         length = yield from self._usable_prefix(limit, entries, there)
+        if length <= self._found and not space.full_mask and (yield from self._find_split(tier, entries)):
+            entries = yield from self._missing_before(limit)
+            there = yield from self._ask(tier, entries)
+            length = yield from self._usable_prefix(limit, entries, there or [False] * len(entries))
         if length <= self._found or self._is_stopped:
             self._log(tier, "it has no longer prefix, or nobody waits for it")
             return 0
@@ -161,15 +166,20 @@ class Promotion:
         return limit
 
     def _find_split(self, tier: TierState, missing: Sequence[Wanted]) -> Generator[Pause, IsOver, bool]:
-        """Go on with the split under which the tier has missing entries of a chunk; False if it has them under none.
+        """Go on with the split under which the tier has the deepest of some missing chunks; False if it has none.
 
-        One part stands for all of its split: the whole of it is asked for with the chunks that follow.
+        One part stands for all of its split: the whole of it is asked for with the chunks that follow. Of many chunks
+        some stand for all, so that this costs no more questions than there are missing entries.
         """
-        chunk, group = missing[0][0], missing[0][1].group
         splits = other_splits(self.prefix.space, self.prefix.places)
-        firsts = [(chunk, next(place for place in split if place.group == group)) for split in splits]
-        there = yield from self._ask(tier, firsts)
-        for split, is_there in zip(splits, there or [], strict=False):
+        if not splits or not missing:
+            return False
+        group, chunks = missing[0][1].group, list(dict.fromkeys(chunk for chunk, _ in missing))
+        firsts = [(split, next(place for place in split if place.group == group)) for split in splits]
+        step = -(-len(splits) * len(chunks) // len(missing))
+        asked = [(chunk, *first) for chunk in chunks[::-step] for first in firsts]
+        there = yield from self._ask(tier, [(chunk, place) for chunk, _, place in asked])
+        for (_, split, _), is_there in zip(asked, there or [], strict=False):
             if is_there:
                 self.prefix = replace(self.prefix, places=split)
                 return True
