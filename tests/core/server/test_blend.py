@@ -15,6 +15,7 @@ from kvdepot.errors import ErrorCode
 from kvdepot.index import contents
 from kvdepot.keys import DIGEST_BYTES, KeyRun, Namespace, hash_prefix
 from kvdepot.lab.processes import DepotProcess, wait_until
+from kvdepot.layout import Part
 from kvdepot.ops.status import describe_status
 from kvdepot.server.replies import PendingReply
 from kvdepot.wire import messages as m
@@ -84,6 +85,17 @@ def check(runs: list[Run], tokens: list[int], *sources: list[int]) -> int:
     return sum(run.length for run in runs)
 
 
+def parts_of(plan: m.RetrievePlan) -> list[tuple[int, Part]]:
+    """Return chunk and part of each extent."""
+    return [
+        (chunk, Part.of(layers << 16 | heads)) for chunk, _, heads, _, layers, *_ in m.EXTENT.iter_unpack(plan.extents)
+    ]
+
+
+def has_head(part: Part, head: int) -> bool:
+    return part.first_head <= head < part.first_head + part.num_heads
+
+
 def test_documents_are_found_in_another_order_twice_and_from_the_first_token_on() -> None:
     worker = bench().worker()
     a, b, c = (text(seed, 320) for seed in range(3))
@@ -95,6 +107,31 @@ def test_documents_are_found_in_another_order_twice_and_from_the_first_token_on(
     assert [run.position for run in runs] == [77, 397, 722]
     assert [run.source_position for run in runs] == [640, 0, 640]
     assert check(ask(worker, wanted), wanted, source) >= 0.6 * 960  # without borders
+
+
+@pytest.mark.parametrize(("stored_by", "read_by"), [(1, 2), (2, 1), (2, 4)])
+def test_text_that_an_engine_of_one_size_stored_is_found_and_read_by_one_of_another(
+    stored_by: int, read_by: int
+) -> None:
+    depot = Bench((m.GroupShape(FULL, CHUNK, heads=4),), chunk_tokens=CHUNK, pages=256, num_records=256)
+    writers = [depot.worker(rank, ranks=stored_by) for rank in range(stored_by)]
+    readers = [depot.worker(rank, ranks=read_by) for rank in range(read_by)]
+    source = text(0, 160) + text(1, 160)
+    wanted = text(9, 77) + source[160:]
+    for writer in writers:
+        assert check(ask(readers[0], wanted, (77,)), wanted, source) == 0, "of each chunk some heads are missing"
+        learn(writer, source, (160, 320))
+    (run,) = ask(readers[0], wanted, (77, 237))
+    assert check([run], wanted, source) == 160
+    first, num_chunks = run.key.first_chunk, run.key.num_chunks
+    for rank, reader in enumerate(readers):
+        plan = reader.retrieve(run.key)
+        assert plan.num_chunks == num_chunks
+        heads = {(chunk, head) for chunk, part in parts_of(plan) for head in range(4) if has_head(part, head)}
+        mine = range(rank * 4 // read_by, (rank + 1) * 4 // read_by)
+        assert {(chunk, head) for chunk in range(num_chunks) for head in mine} <= heads
+        reader.release(plan.lease)
+        assert reader.store(key_of(source).slice(first, first + num_chunks)).num_present == num_chunks
 
 
 def test_a_run_goes_on_in_its_source_and_the_newest_one_is_preferred() -> None:

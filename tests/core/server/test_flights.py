@@ -14,7 +14,7 @@ from kvdepot.server import flights
 from kvdepot.server.replies import PendingReply
 from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
-from support.index import HYBRID, ONLY_WINDOW, PLAIN, SHARDED, Bench, Worker, prompt
+from support.index import FULL, HYBRID, ONLY_WINDOW, PLAIN, SHARDED, WINDOW, Bench, Worker, prompt
 from support.operate import operate
 
 WAIT_SECONDS = 1.5
@@ -247,6 +247,61 @@ def test_nobody_waits_for_a_store_that_was_given_up(end: str) -> None:
     assert other.found is None, "it waits for a request whose store goes on"
 
 
+HEADS = (m.GroupShape(FULL, 1, heads=4),)
+HEADS_AND_WINDOWS = (*HEADS, m.GroupShape(WINDOW, 1, window_tokens=3, heads=4))
+
+
+def engine(bench: Bench, ranks: int) -> list[Worker]:
+    """Return the workers of an engine; the first one asks for its scheduler, too."""
+    return [bench.worker(rank, ranks=ranks, name=f"of {ranks}") for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("groups", [HEADS, HEADS_AND_WINDOWS], ids=["full", "full and windows"])
+@pytest.mark.parametrize(("computed_by", "waited_by"), [(1, 2), (2, 1), (2, 4), (4, 1)])
+def test_an_engine_of_another_size_waits_until_every_rank_has_stored(
+    groups: tuple[m.GroupShape, ...], computed_by: int, waited_by: int
+) -> None:
+    bench = Bench(groups, num_records=256, pages=256)
+    writers, readers = engine(bench, computed_by), engine(bench, waited_by)
+    assert Asked(writers[0], prompt(4)).found == 0
+    waiting = Asked(readers[0], prompt(4))
+    for piece in (prompt(4).slice(0, 2), prompt(4).slice(2)):
+        for writer in writers:
+            assert waiting.found is None
+            writer.store(piece)
+    assert waiting.found == 4
+    assert not bench.depot.flights
+    for reader in readers:
+        plan = reader.retrieve(prompt(4), *(4,) * len(groups))
+        assert plan.num_chunks == 4
+        reader.release(plan.lease)
+        assert reader.prepare(prompt(4)).ticket == 0, "nobody computes or stores it again"
+
+
+@pytest.mark.parametrize("end", ["its store is given up", "it finds no room", "it leaves"])
+def test_a_rank_that_stores_nothing_ends_the_flight_for_an_engine_of_another_size(end: str) -> None:
+    bench = Bench(HEADS, pages=12 if end == "it finds no room" else 64)
+    (left, right), (whole,) = engine(bench, 2), engine(bench, 1)
+    Asked(left, prompt(4))
+    waiting = Asked(whole, prompt(4), wait_seconds=60.0, token_seconds=1.0)
+    left.store(prompt(4))  # eight pages
+    plan = right.prepare(prompt(4))
+    assert waiting.found is None
+    if end == "it finds no room":
+        assert plan.num_declined == 2
+        right.commit(plan)
+        assert waiting.found == 2
+        return
+    if end == "its store is given up":
+        right.ask(m.AbortStore(right.context, plan.ticket))
+    else:
+        bench.depot.end_session(right.session)
+        bench.depot.end_process(right.writer)
+    assert waiting.found == 0
+    assert whole.store(prompt(4)).num_present == 0
+    assert whole.lookup(prompt(4)).num_chunks == 4
+
+
 def test_nobody_waits_for_chunks_that_find_no_room() -> None:
     """Regression: lookups waited until the flight's deadline for the chunks that the store was declined."""
     bench = Bench(pages=6)
@@ -367,7 +422,7 @@ def test_a_lookup_waits_only_if_it_joins_and_is_waited_for_only_if_it_announces(
 
 def test_every_shard_has_to_arrive() -> None:
     bench = Bench(SHARDED)
-    ranks = bench.worker(0), bench.worker(1)
+    ranks = bench.worker(0, name="engine"), bench.worker(1, name="engine")
     Asked(ranks[0], prompt(4))
     waiting = Asked(bench.worker(0), prompt(4))
     ranks[0].store(prompt(4))

@@ -82,6 +82,37 @@ def test_writers_of_different_sizes_that_race_store_a_head_twice_at_most() -> No
     bench.drain()
 
 
+def test_parts_that_overlap_are_counted_and_leave_with_their_chunk() -> None:
+    bench, run = Bench(HEADS, pages=6), prompt(1)
+    (whole,), (left, right) = engine(bench, 1), engine(bench, 2)
+    plans = left.prepare(run), whole.prepare(run)
+    left.commit(plans[0])
+    whole.commit(plans[1])
+    assert right.store(run).num_present == 1
+    assert bench.index.num_overlapping == bench.depot.status.fields()["counters"]["entries_overlapping"] == 1
+    assert bench.index.extents.used_bytes == 6 * PAGE, "two of its heads twice"
+    whole.store(prompt(1, name=1))
+    assert found_by(left, run) == 0
+    assert bench.index.extents.used_bytes == 4 * PAGE, "neither part of the chunk is left"
+    assert bench.index.num_overlapping == 1
+    bench.drain()
+
+
+def test_half_a_plane_leaves_when_room_is_needed_and_parts_beside_each_other_do_not_overlap() -> None:
+    bench = Bench(HEADS, pages=6)
+    (whole,), (left, right) = engine(bench, 1), engine(bench, 2)
+    left.store(prompt(1))
+    for name in (1, 2):
+        assert whole.store(prompt(1, name=name)).ticket
+    assert bench.index.extents.used_bytes == 4 * PAGE
+    assert right.store(prompt(1)).ticket
+    assert found_by(left, prompt(1)) == 0
+    left.store(prompt(1))
+    assert found_by(left, prompt(1)) == 1
+    assert bench.index.num_overlapping == 0
+    bench.drain()
+
+
 def test_entries_that_are_being_written_cover_nothing() -> None:
     bench, run = Bench(HEADS), prompt(1)
     left, right = engine(bench, 2)

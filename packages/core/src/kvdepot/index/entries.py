@@ -136,36 +136,50 @@ class Entries:
 
     def has(self, node: int, group: int, part: int) -> bool:
         """Whether all cells of a part are here or being written, in one entry or in several."""
-        if self.find(node, group, part) is not None:
-            return True
+        return self.find(node, group, part) is not None or not self._cells(node, group, part)[1]
+
+    def _cells(self, node: int, group: int, part: int) -> tuple[int, int]:
+        """Return the cells of a part that other parts have here or are being written as, and those that none has."""
         heads, here = self._nodes.space_of(node).heads[group], 0
         for record in self.of(node):
             number, other = self._table.place_of(record)
             if number == group:
                 here |= mask_of(other, heads)
-        return here != 0 and not mask_of(part, heads) & ~here
+        mask = mask_of(part, heads)
+        return mask & here, mask & ~here
 
-    def missing(self, space: Space, nodes: Sequence[int], wanted: Sequence[Wanted]) -> tuple[list[Wanted], int]:
-        """Return the wanted entries of a run that can be begun, and how many others are here or being written.
+    def missing(
+        self, space: Space, nodes: Sequence[int], wanted: Sequence[Wanted]
+    ) -> tuple[list[Wanted], int, list[int]]:
+        """Return which wanted entries of a run can be begun, how many others are here, and which begun ones overlap.
 
         They end before an entry whose chunk has no node in `nodes`, or that no lookup could reach: with full attention,
-        each chunk needs the one before it.
+        each chunk needs the one before it. An entry is here if its cells are, or are being written. Those that overlap
+        are named by their places in the first list: other entries have some of their cells, not all.
         """
         missing: list[Wanted] = []
+        overlapping: list[int] = []
         num_present, last = 0, -1
         for each in wanted:
             chunk, place = each
             if chunk >= len(nodes):
                 break
-            if nodes[chunk] != NO_NODE:
-                if self.has(nodes[chunk], place.group, place.part):
+            node = nodes[chunk]
+            if node != NO_NODE:
+                if self.find(node, place.group, place.part) is not None:
                     num_present += 1
                     continue
+                held, lacking = self._cells(node, place.group, place.part)
+                if not lacking:
+                    num_present += 1
+                    continue
+                if held:
+                    overlapping.append(len(missing))
             elif chunk and space.full_mask and nodes[chunk - 1] == NO_NODE and last < chunk - 1:
                 break
             last = chunk
             missing.append(each)
-        return missing, num_present
+        return missing, num_present, overlapping
 
     def extent_of(self, node: int, place: PartPlace) -> Extent | None:
         """Return a sealed entry of this place; None without such an entry."""

@@ -56,6 +56,7 @@ class ChunkIndex:
         self.preference = Preference()  # that the policy "auto" follows
         self.num_over_share = 0  # entries that were declined because their share has enough unfinished ones
         self.num_not_ready = 0  # entries that were declined because the pool was still growing
+        self.num_overlapping = 0  # entries that were begun though others have some of their heads
         self.num_restore_errors = 0
         # Observers, each set by the part that is built over the index and watches it: called with each node that is
         # about to be evicted for room, with each that lookups no longer find (both `Holdings`), and with the key of
@@ -108,7 +109,7 @@ class ChunkIndex:
         """
         keys = split_digests(run.digests)
         nodes = self.nodes.find_run(run.space, keys, run.first_chunk)
-        missing, num_present = self.entries.missing(run.space, nodes, wanted)
+        missing, num_present, overlapping = self.entries.missing(run.space, nodes, wanted)
         if not missing:  # the usual answer to a prompt that another engine stored
             return Reserved([], num_present, len(wanted) - num_present)
         tree, held = self.nodes.tree, [node for node in (run.parent, *nodes) if node != NO_NODE]
@@ -121,6 +122,7 @@ class ChunkIndex:
             for chunk, _ in missing:
                 tree.holds[nodes[chunk]] += 1
             begun = self.entries.begin(run, nodes, missing, records, offsets)
+            self.num_overlapping += sum(number < len(begun) for number in overlapping)
         finally:
             for node in held:
                 tree.holds[node] -= 1

@@ -102,16 +102,18 @@ class Workers:
 
     def places(self, instance: str) -> list[PartPlace]:
         """Return the parts of an engine, or those of another one if its workers lack a cell; nothing if all do."""
-        instance = instance if instance in self.by_instance else ""
+        return self.own_places(instance) or next(filter(None, map(self.own_places, self.by_instance)), [])
+
+    def own_places(self, instance: str) -> list[PartPlace]:
+        """Return the parts of an engine; nothing if its workers lack a cell."""
+        mates = self.by_instance.get(instance)
+        if mates is None:
+            return []
         if instance not in self._places:
-            places: list[PartPlace] = []
-            for name in (instance, *self.by_instance):
-                places = places or self._places_of(self.by_instance.get(name, {}))
-            self._places[instance] = places
+            self._places[instance] = self._places_of(mates)
         return self._places[instance]
 
     def _places_of(self, mates: dict[int, Context]) -> list[PartPlace]:
-        """Return the parts of an engine; nothing if its workers lack a cell."""
         found = {(place.group, place.part): place for mate in mates.values() for place in mate.groups}
         missing = self._space.cells.copy()
         if sum(place.num_cells for place in found.values()) < sum(map(int.bit_length, missing)):
@@ -262,10 +264,10 @@ class ContextTable:
         places = [] if workers is None else workers.places(instance)
         return (places, workers.first_of(instance).model) if workers is not None and places else ([], "")
 
-    def has_worker(self, space: Space, instance: str) -> bool:
-        """Return whether an engine has a worker that can store caches of a space."""
+    def can_store(self, space: Space, instance: str) -> bool:
+        """Return whether an engine has a worker for each layer and head of a space."""
         workers = self._workers.get(space.number)
-        return workers is not None and instance in workers.by_instance
+        return workers is not None and bool(workers.own_places(instance))
 
     def models(self, space: Space) -> list[str]:
         """Return the models whose workers share a space: their entries have names of their own in tiers."""

@@ -186,7 +186,7 @@ class FlightTable:
         """Return whether an engine can store anything now."""
         state = self._state
         is_stopping = not (state.accepts_stores or state.is_restoring)
-        return not (is_stopping or state.is_draining) and self._contexts.has_worker(context.space, context.instance)
+        return not (is_stopping or state.is_draining) and self._contexts.can_store(context.space, context.instance)
 
     def join(self, query: Query, on_end: Callable[[], None]) -> bool:
         """Wait for a flight that has the next chunk of a query; False if there is none, or computing takes less time.
@@ -358,7 +358,7 @@ class FlightTable:
                 self._fail(flight)
 
     def end_stranded(self) -> None:
-        """End the flights that cannot arrive: their engine has lost its workers, or the depot declines stores."""
+        """End the flights that cannot arrive: their engine has lost a worker, or the depot declines stores."""
         for flight in list(self._by_request.values()):
             if not flight.is_remote and not self._can_arrive(flight.context):
                 self._fail(flight)

@@ -27,6 +27,9 @@ _STORE_ENTRIES_OVER_SHARE: Final = depot_counter(
 _STORE_ENTRIES_NOT_READY: Final = depot_counter(
     "store_entries_not_ready", "Entries declined because the pool's memory was still being allocated"
 )
+_ENTRIES_OVERLAPPING: Final = depot_counter(
+    "entries_overlapping", "Entries begun of which other engines' entries have some heads, not all"
+)
 _LEASES_EXPIRED: Final = depot_counter("leases_expired", "Leases not released in time")
 
 
@@ -84,6 +87,7 @@ class StatusReport:
                 _CHUNKS_EVICTED_LEASED: index.evictor.num_leased_evicted,
                 _STORE_ENTRIES_OVER_SHARE: index.num_over_share,
                 _STORE_ENTRIES_NOT_READY: index.num_not_ready,
+                _ENTRIES_OVERLAPPING: index.num_overlapping,
                 _LEASES_EXPIRED: state.leases.num_expired,
             },
             "devices": {
