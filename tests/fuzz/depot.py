@@ -14,7 +14,7 @@ from kvdepot.index.index import ChunkIndex
 from kvdepot.index.quotas import QuotaTable
 from kvdepot.index.restore import restore
 from kvdepot.keys import Namespace, hash_prefix
-from kvdepot.layout import GroupKind
+from kvdepot.layout import GroupKind, Part, mask_of
 from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.table import SEALED, WRITING, IndexTable, Writer, table_size_bytes
 from kvdepot.server import commands, flights
@@ -36,6 +36,8 @@ SPECS = (
     m.CacheSpec(1, (m.GroupShape(FULL, 1, layers=2),), "two shards"),
     m.CacheSpec(1, (m.GroupShape(FULL, 1), m.GroupShape(WINDOW, 1, 3), m.GroupShape(STATE, 1)), "hybrid"),
     m.CacheSpec(1, (m.GroupShape(WINDOW, 1, 3, layers=2),), "only a window"),
+    m.CacheSpec(1, (m.GroupShape(FULL, 1, heads=4),), "heads"),
+    m.CacheSpec(1, (m.GroupShape(FULL, 1, heads=4), m.GroupShape(WINDOW, 1, 3, heads=4)), "heads and a window"),
 )
 PROMPTS = tuple(
     hash_prefix(Namespace("model", tenant=f"tenant-{n % 2}"), 1, [n // 2 * (i > 2) + i for i in range(8)])
@@ -67,6 +69,11 @@ class Bytes:
         return self.data[self.place - count : self.place]
 
 
+def spec_of(setting: int) -> int:
+    """Return the number of the spec that a life begins with."""
+    return 4 + (setting >> 2 & 1) if setting & 16 else setting >> 2 & 3
+
+
 @dataclass
 class Life:
     """A depot, three processes with a session each, and the requests that an input spells."""
@@ -84,7 +91,7 @@ class Life:
         setting = self.source.byte()
         self.policy = ("auto", "arc")[setting & 1]
         self.quotas = {"tenant-0": 4 * PAGE} if setting & 2 else {}
-        self.spec = setting >> 2 & 3
+        self.spec = spec_of(setting)
         self.pages = 5 + self.source.below(32)
         self.memory = bytearray(table_size_bytes(NUM_RECORDS))
         self.start()
@@ -209,11 +216,35 @@ class Life:
     # --- requests -------------------------------------------------------------------------------------------------
 
     def join(self, who: int) -> None:
-        """Register a worker as its engine would; two have shard 0, one has shard 1."""
-        self.register(who, self.spec | (who & 1) << 2)
+        """Register a worker as its engine would: two have shard 0, one has shard 1.
+
+        Where heads are cut, the first process is an engine of one rank, the others are the ranks of another one.
+        """
+        if SPECS[self.spec].groups[0].heads > 1:
+            self.register_part(who, *((1, 0), (2, 0), (2, 1))[who])
+        else:
+            self.register(who, self.spec | (who & 1) << 2)
 
     def register_worker(self) -> None:
-        self.register(self.who(), self.source.byte())
+        who, choice = self.who(), self.source.byte()
+        if SPECS[self.spec].groups[0].heads > 1 and choice & 3:
+            ranks = (1, 2, 4, 8)[choice >> 2 & 3]
+            self.register_part(who, ranks, (choice >> 4) % ranks, is_odd=choice >= 0xF0)
+        else:
+            self.register(who, choice)
+
+    def register_part(self, who: int, ranks: int, rank: int, *, is_odd: bool = False) -> None:
+        """Register a rank of an engine, of eight of which two have equal heads; `is_odd` has pages of another size."""
+        parts = [Part(0, 1, rank * group.heads // ranks, max(1, group.heads // ranks)) for group in self.groups]
+        size = PAGE // 4 + is_odd
+        details = tuple(m.GroupDetail((size * part.num_heads,), 8, part=part.number) for part in parts)
+        name, spec = f"engine of {ranks}", SPECS[self.spec]
+        request = m.RegisterKVCache(m.PROTOCOL_VERSION, name, rank, ranks, "none", "none", "model", spec, details)
+        self.ask(self.completed(request, rank << 5), who)
+
+    @property
+    def groups(self) -> tuple[m.GroupShape, ...]:
+        return SPECS[self.spec].groups
 
     def register(self, who: int, choice: int) -> None:
         spec, shard = SPECS[choice & 3], choice >> 2 & 1
@@ -229,7 +260,9 @@ class Life:
         return request
 
     def register_scheduler(self) -> None:
-        self.ask(m.RegisterScheduler(m.PROTOCOL_VERSION, "engine", "model", SPECS[self.source.below(4)]), self.who())
+        choice = self.source.below(4)
+        spec = SPECS[max(self.spec, choice)] if self.spec > 3 else SPECS[choice]
+        self.ask(m.RegisterScheduler(m.PROTOCOL_VERSION, "engine", "model", spec), self.who())
 
     def unregister(self) -> None:
         who = self.who()
@@ -358,13 +391,24 @@ class Life:
         covered = self.covered(context, len(digests) // 32)
         reply = self.ask(m.PrepareRetrieve(context, self.request_id(), digests, first_chunk, covered), who)
         if isinstance(reply, m.RetrievePlan):
-            for chunk, group, _, number, _, header, offset, num_bytes in m.EXTENT.iter_unpack(reply.extents):
-                record = self.depot.index.table.record(number)
+            places = {place.group: place for place in self.depot.contexts.by_number[context].groups}
+            cells = Counter[tuple[int, int]]()
+            for chunk, group, heads, number, layers, header, offset, num_bytes in m.EXTENT.iter_unpack(reply.extents):
+                record, mine = self.depot.index.table.record(number), places[group]
+                part = Part.of(layers << 16 | heads)
                 assert record is not None
                 assert record.state == SEALED
                 assert (record.key, record.group) == (digests[32 * chunk : 32 * chunk + 32], group)
+                assert (record.part, record.check) == (part.number, mine.check)
                 assert (record.offset, record.num_bytes) == (offset, num_bytes)
+                assert num_bytes * mine.num_cells == mine.num_bytes * part.num_cells, "the size of its own part"
                 assert self.depot.index.table.header(number) == header
+                num_heads = self.depot.index.spaces[record.space].heads[group]
+                shared = mask_of(part.number, num_heads) & mask_of(mine.part, num_heads)
+                assert shared & ~cells[chunk, group], "it brings nothing new"
+                cells[chunk, group] |= shared
+            for (_, group), found in cells.items():
+                assert found.bit_count() == places[group].num_cells, "a head is missing"
 
     def report(self) -> None:
         who = self.who()

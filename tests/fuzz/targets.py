@@ -19,7 +19,7 @@ from typing import Final
 import msgspec
 
 from fuzz import control, tiers
-from fuzz.depot import PAGE, PROMPTS, SPECS, Bytes, Life, live
+from fuzz.depot import PAGE, PROMPTS, SPECS, Bytes, Life, live, spec_of
 from fuzz.movers import OFFER, REGISTRATION, live_with_movers
 from kvdepot.config import directory_of_url, parse_quota, parse_size
 from kvdepot.errors import ConfigError, ErrorCode, PoolError, TraceError
@@ -298,8 +298,8 @@ def _header_seeds() -> list[bytes]:
 def _records_seeds() -> list[bytes]:
     """Return tables as random lives leave them."""
     seeds: list[bytes] = []
-    for spec in range(len(SPECS)):
-        life = Life(Bytes(bytes([spec << 2, 20]) + random.Random(spec).randbytes(200)))
+    for spec, setting in enumerate((0, 4, 8, 12, 16, 20)):
+        life = Life(Bytes(bytes([setting, 20]) + random.Random(spec).randbytes(200)))
         for prompt in range(4):
             for who in range(3):
                 life.source = Bytes(bytes([who, 0, prompt, 24, 0, 0, 0, 0, 0]))
@@ -370,11 +370,11 @@ def _settings_seeds() -> list[bytes]:
 def _depot_seeds() -> list[bytes]:
     rng = random.Random(3)
     seeds: list[bytes] = []
-    for setting in range(16):
+    for setting in range(32):
         steps = [bytes([setting, rng.randrange(32)])]
         for _ in range(12):
             who, prompt, request_id = rng.randrange(3), rng.randrange(4), rng.randrange(3)
-            covered = bytes(len(SPECS[setting >> 2 & 3].groups))
+            covered = bytes(len(SPECS[spec_of(setting)].groups))
             steps += [
                 bytes([6, who, 0, prompt, 8 * rng.randrange(8), *covered, request_id]),
                 bytes([7, who, 0, 0, 0]),
@@ -391,11 +391,11 @@ def _depot_seeds() -> list[bytes]:
 def _movers_seeds() -> list[bytes]:
     rng = random.Random(4)
     seeds: list[bytes] = []
-    for setting in range(16):
+    for setting in range(32):
         steps = [bytes([setting, 20 + rng.randrange(12)])]
         for _ in range(12):
             who, prompt, request_id = rng.randrange(3), rng.randrange(4), rng.randrange(3)
-            covered = bytes(len(SPECS[setting >> 2 & 3].groups))
+            covered = bytes(len(SPECS[spec_of(setting)].groups))
             steps += [
                 bytes([6, who, 0, prompt, 8 * rng.randrange(8), *covered, request_id]),
                 bytes([20, who, 0, 0, rng.randrange(256)]),
