@@ -102,7 +102,10 @@ class Workers:
 
     def places(self, instance: str) -> list[PartPlace]:
         """Return the parts of an engine, or those of another one if its workers lack a cell; nothing if all do."""
-        return self.own_places(instance) or next(filter(None, map(self.own_places, self.by_instance)), [])
+        for each in (instance, *self.by_instance):
+            if places := self.own_places(each):
+                return places
+        return []
 
     def own_places(self, instance: str) -> list[PartPlace]:
         """Return the parts of an engine; nothing if its workers lack a cell."""
