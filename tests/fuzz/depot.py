@@ -403,7 +403,7 @@ class Life:
                 assert (record.offset, record.num_bytes) == (offset, num_bytes)
                 assert num_bytes * mine.num_cells == mine.num_bytes * part.num_cells, "the size of its own part"
                 assert self.depot.index.table.header(number) == header
-                num_heads: int = self.depot.index.spaces[record.space].heads[group]
+                num_heads = self.depot.index.spaces[record.space].heads[int(group)]
                 shared = mask_of(part.number, num_heads) & mask_of(mine.part, num_heads)
                 assert shared & ~cells[chunk, group], "it brings nothing new"
                 cells[chunk, group] |= shared
