@@ -18,6 +18,7 @@ from kvdepot.layout import (
     check_block_ids,
     default_chunk_tokens,
     heads_of_both,
+    layers_of_both,
     mask_of,
     window_chunks,
 )
@@ -118,17 +119,16 @@ def test_masks_of_parts_have_a_bit_for_each_cell(data: st.DataObject, plane: Pla
 
 
 @given(st.data(), st.integers(1, 16), st.integers(1, 4))
-def test_another_part_can_be_read_if_it_has_heads_of_this_worker(
+def test_another_part_can_be_read_if_it_has_cells_of_this_worker(
     data: st.DataObject, heads: int, num_tensors: int
 ) -> None:
-    plane = Plane(2, heads)
+    plane = Plane(3, heads)
     mine, other = data.draw(parts_of(plane)), data.draw(parts_of(plane))
     page = PageLayout(0, 8, 64 * mine.num_heads, 64 * mine.num_heads)
     group = LayerGroup(FULL, 16, (page,) * num_tensors * mine.num_layers, 0, mine, plane)
-    is_beside = (mine.first_layer, mine.num_layers) == (other.first_layer, other.num_layers)
-    both = cells_of(mine) & cells_of(other) if is_beside else set[tuple[int, int]]()
-    assert {head for _, head in both} == (set(heads_of_both(mine, other)) if both else set())
-    expected = 4 * num_tensors * mine.num_layers * 64 * other.num_heads if both else 0
+    both = cells_of(mine) & cells_of(other)
+    assert both == set(itertools.product(layers_of_both(mine, other), heads_of_both(mine, other)))
+    expected = 4 * num_tensors * 64 * other.num_cells if both else 0
     assert group.readable_bytes(other, 64) == expected
 
 

@@ -194,10 +194,9 @@ class LayerGroup:
     def readable_bytes(self, part: Part, chunk_tokens: int) -> int:
         """Return the bytes of a chunk that a worker with another part stored; 0 if this worker cannot use them."""
         mine = self.part
-        is_beside = (part.first_layer, part.num_layers) == (mine.first_layer, mine.num_layers)
-        if not is_beside or not part.is_in(self.plane) or not heads_of_both(mine, part):
+        if not part.is_in(self.plane) or not layers_of_both(mine, part) or not heads_of_both(mine, part):
             return 0
-        return self.chunk_size_bytes(chunk_tokens) // mine.num_heads * part.num_heads
+        return self.chunk_size_bytes(chunk_tokens) // mine.num_cells * part.num_cells
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +242,12 @@ def heads_of_both(mine: Part, other: Part) -> range:
     """Return the heads that two parts have in common."""
     first = max(mine.first_head, other.first_head)
     return range(first, min(mine.first_head + mine.num_heads, other.first_head + other.num_heads))
+
+
+def layers_of_both(mine: Part, other: Part) -> range:
+    """Return the layers that two parts have in common."""
+    first = max(mine.first_layer, other.first_layer)
+    return range(first, min(mine.first_layer + mine.num_layers, other.first_layer + other.num_layers))
 
 
 def window_chunks(window_tokens: int, chunk_tokens: int) -> int:

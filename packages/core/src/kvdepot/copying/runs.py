@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdepot.kvcache import CopyBatch
-from kvdepot.layout import CacheLayout, LayerGroup, PageLayout, Part, heads_of_both
+from kvdepot.layout import CacheLayout, LayerGroup, PageLayout, Part, heads_of_both, layers_of_both
 from kvdepot.wire.messages import EXTENT
 
 Addresses = npt.NDArray[np.uint64]
@@ -66,7 +66,8 @@ class BatchRuns:
     def of(self, batch: CopyBatch) -> Runs:
         """Return a run for every page of the batch, in the order of its extents.
 
-        An extent of another part has a run for every row of a page: the heads that both parts have.
+        An extent of another part has runs for the layers that both parts have: a page each, if the parts have the same
+        heads, else the heads of both in every row of a page.
         """
         records = np.frombuffer(batch.extents, EXTENT_DTYPE)
         parts: list[Runs] = []
@@ -91,15 +92,16 @@ class BatchRuns:
     def _by_part(self, number: int, records: npt.NDArray[Any]) -> "Iterator[tuple[_GroupAddresses, npt.NDArray[Any]]]":
         """Yield the records of a group by their part, with the pages cut for it."""
         group, own = self._layout.groups[number], self._groups[number]
-        heads = records["heads"]
-        is_own = heads == group.part.number & 0xFFFF
+        heads, layers = records["heads"], records["layers"]
+        is_own = (heads == group.part.number & 0xFFFF) & (layers == group.part.number >> 16)
         if is_own.all():
             if len(records):
                 yield own, records
             return
-        for each in np.unique(heads).tolist():
-            part = Part.of(group.part.number >> 16 << 16 | each)
-            yield own if part == group.part else own.cut(group, part), records[heads == each]
+        numbers = layers.astype(np.uint64) << np.uint64(16) | heads
+        for each in np.unique(numbers).tolist():
+            part = Part.of(each)
+            yield own if part == group.part else own.cut(group, part), records[numbers == each]
 
 
 def merge(runs: Runs, starts: Addresses | None = None) -> Runs:
@@ -172,16 +174,21 @@ class _GroupAddresses:
         )
 
     def cut(self, group: LayerGroup, part: Part) -> "_GroupAddresses":
-        """Return the rows of these pages instead, each cut to the heads that are also in another part of the layers.
+        """Return the pages of layers that are also in another part, each row cut to the heads that are.
 
-        An extent of that part has the same pages and rows, with its heads.
+        An extent of that part has the same pages and rows for each layer, with its layers and heads.
         """
-        mine, rows, both = group.part, group.rows, heads_of_both(group.part, part)
-        page = np.repeat(np.arange(len(self.page_sizes)), rows)
-        row = np.tile(np.arange(rows, dtype=np.uint64), len(self.page_sizes))
+        mine, layers, both = group.part, layers_of_both(group.part, part), heads_of_both(group.part, part)
+        rows = 1 if len(both) == mine.num_heads == part.num_heads else group.rows  # whole pages are one row
+        of_layer = len(self.page_sizes) // mine.num_layers
+        pages = np.arange(len(layers) * of_layer) + (layers.start - mine.first_layer) * of_layer
+        page, row = np.repeat(pages, rows), np.tile(np.arange(rows, dtype=np.uint64), len(pages))
         of_head = self.page_sizes[page] // np.uint64(rows * mine.num_heads)
         of_page = of_head * np.uint64(rows * part.num_heads)
-        before_page = self.run_offsets[page] // np.uint64(mine.num_heads) * np.uint64(part.num_heads)
+        layer_bytes = int(self.page_sizes[:of_layer].sum()) * self.blocks_per_chunk
+        before_page = self.run_offsets[page] + np.uint64(mine.first_layer * layer_bytes)
+        before_page -= np.uint64(part.first_layer * layer_bytes)
+        before_page = before_page // np.uint64(mine.num_heads) * np.uint64(part.num_heads)
         return _GroupAddresses(
             self.blocks_per_chunk,
             self.addresses[page]

@@ -10,7 +10,7 @@ from kvdepot.counting import depot_counter
 from kvdepot.errors import ErrorCode
 from kvdepot.index.entries import PartPlace, Wanted
 from kvdepot.index.space import Space, digest_of
-from kvdepot.layout import Part, mask_of
+from kvdepot.layout import Part, layers_of_both, mask_of
 from kvdepot.pool.table import OWNER_BYTES, Writer
 from kvdepot.server.registration import check_spec, check_version, check_worker
 from kvdepot.server.replies import Refused
@@ -68,7 +68,7 @@ class Context:
 
 
 class Workers:
-    """The workers of one space. Workers of one group and its layers have the same page sizes, or they are refused."""
+    """The workers of one space. Workers that share a layer of a group have the same page sizes, or are refused."""
 
     def __init__(self, space: Space) -> None:
         self.by_instance: dict[str, dict[int, Context]] = {}
@@ -136,13 +136,11 @@ class Workers:
         Raises:
             Refused: with the other one.
         """
-        for mine in groups:
-            alike = self._alike.get((mine.group, mine.part >> 16))
-            if not alike:
-                continue
-            other = next(iter(alike.values()))
-            theirs = other.groups[mine.group]
-            if theirs.check != mine.check:
+        parts = [Part.of(mine.part) for mine in groups]
+        for (group, layers), alike in self._alike.items():
+            mine, other = groups[group], next(iter(alike.values()))
+            theirs = other.groups[group]
+            if theirs.check != mine.check and layers_of_both(parts[group], Part.of(layers << 16)):
                 raise Refused(
                     ErrorCode.BAD_LAYOUT,
                     f"group {mine.group}, {Part.of(mine.part)}: {mine.num_bytes} bytes a chunk, but {other.instance}"

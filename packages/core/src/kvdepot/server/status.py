@@ -201,9 +201,10 @@ def _group_status(shape: m.GroupShape, detail: m.GroupDetail | None) -> o.GroupS
 
 def _describe_part(shape: m.GroupShape, part: Part) -> str:
     """Return what a worker holds of the plane of a group, "" if that is all."""
+    rows = "layers" if shape.heads > 1 or part.num_layers > 1 else "ranks"  # opaque pages have a row for each rank
     texts: list[str] = []
     for name, first, count, total in (
-        ("layers" if shape.heads > 1 else "ranks", part.first_layer, part.num_layers, shape.layers),
+        (rows, part.first_layer, part.num_layers, shape.layers),
         ("heads", part.first_head, part.num_heads, shape.heads),
     ):
         if count < total:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from kvdepot.copying.runs import EXTENT_DTYPE
 from kvdepot.kvcache import CopyBatch
-from kvdepot.layout import LayerGroup, Part, heads_of_both
+from kvdepot.layout import LayerGroup, Part, heads_of_both, layers_of_both
 
 Ids = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
@@ -71,10 +71,19 @@ class PageRun:
         shape = self.num_pages, num_blocks, self.rows, self.num_heads, self.head_bytes
         return memory[first : first + math.prod(shape)].reshape(shape)
 
-    def with_heads(self, num_heads: int) -> "PageRun":
-        """Return the same pages of a worker that has so many heads."""
-        start = self.start // self.num_heads * num_heads
-        return PageRun(start, self.num_pages, self.rows, num_heads, self.head_bytes)
+    def cut(self, pages: range, layer_bytes: int, mine: Part, theirs: Part) -> "PageRun":
+        """Return some of these pages where they lie in blocks of another part, whose heads they have there.
+
+        Args:
+            pages: of this run.
+            layer_bytes: bytes of one block in one layer, of this worker.
+            mine: part of this worker.
+            theirs: that other part, which has the layers of these pages.
+        """
+        page_bytes = self.rows * self.num_heads * self.head_bytes
+        start = self.start + pages.start * page_bytes + (mine.first_layer - theirs.first_layer) * layer_bytes
+        start = start // self.num_heads * theirs.num_heads
+        return PageRun(start, len(pages), self.rows, theirs.num_heads, self.head_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,15 +151,21 @@ class Move:
                 chunk[:, piece.places] = run.of(staged, self.bucket)[:, piece.blocks]
 
     def from_pool(self, shape: GroupShape, staged: Bytes, pool: Bytes) -> None:
-        """Copy extents to a buffer, the other way round; of other parts, the heads that this worker has."""
+        """Copy extents to a buffer, the other way round; of other parts, the layers and heads that this worker has."""
+        mine, of_layer = shape.part, len(shape.page_sizes_bytes) // shape.part.num_layers
+        layer_bytes = sum(shape.page_sizes_bytes[:of_layer])
         for piece in self.pieces:
-            theirs, both = piece.part, heads_of_both(shape.part, piece.part)
-            here, there = (
-                slice(both.start - each, both.stop - each) for each in (shape.part.first_head, theirs.first_head)
-            )
+            theirs, both = piece.part, heads_of_both(mine, piece.part)
+            here, there = (slice(both.start - each, both.stop - each) for each in (mine.first_head, theirs.first_head))
+            layers, first = layers_of_both(mine, theirs), 0
+            begin, end = ((each - mine.first_layer) * of_layer for each in (layers.start, layers.stop))
             for run in shape.page_runs:
-                chunk = run.with_heads(theirs.num_heads).of(pool[piece.offset :], shape.blocks_per_chunk)
-                run.of(staged, self.bucket)[:, piece.blocks, :, here] = chunk[:, piece.places, :, there]
+                pages = range(max(begin - first, 0), min(end - first, run.num_pages))
+                first += run.num_pages
+                if pages:
+                    part = run.cut(pages, layer_bytes, mine, theirs).of(pool[piece.offset :], shape.blocks_per_chunk)
+                    buffer = run.of(staged, self.bucket)[pages.start : pages.stop]
+                    buffer[:, piece.blocks, :, here] = part[:, piece.places, :, there]
 
     def pad(self, shape: GroupShape, staged: Bytes) -> None:
         """Repeat the last block up to the bucket: a scatter that names a block twice must write the same bytes."""

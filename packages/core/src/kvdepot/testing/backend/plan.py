@@ -193,9 +193,9 @@ class Cache:
             first = run.num_chunks - len(block_ids[group]) // step
             for chunk in range(first, run.num_chunks):
                 key = digest_at(run.digests, chunk)
-                seeds = self._pattern.seeds(
-                    key, len(plan.page_sizes_bytes), step, tag=group * 64 + plan.part.first_layer
-                )
+                num_pages = len(plan.page_sizes_bytes)
+                before = plan.part.first_layer * num_pages // plan.part.num_layers
+                seeds = self._pattern.seeds(key, before + num_pages, step, tag=group)[before:]
                 for page, size in enumerate(plan.page_sizes_bytes):
                     for place in range(step):
                         words: npt.NDArray[Any] = np.empty((1, plan.whole_size_bytes(size) // 8), np.uint64)

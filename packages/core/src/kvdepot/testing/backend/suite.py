@@ -32,7 +32,9 @@ from kvdepot.testing.backend.plan import FILL, PLANS, WAIT_SECONDS, Cache, Group
 
 MakeCache = Callable[..., Cache]
 
-_SPLITS = (1, 2, 4, 8)  # ranks of an engine
+_LAYERS = 3
+_RANKS = (1, 2, 4, 8)  # of a stage
+_STAGES = ((0, 3), (0, 1, 3), (0, 2, 3))  # the layers at which stages of a pipeline begin and end
 
 
 def _flip_a_byte(depot: DepotProcess, offset: int) -> None:
@@ -43,13 +45,20 @@ def _flip_a_byte(depot: DepotProcess, offset: int) -> None:
         pool.write(bytes([byte ^ 0x10]))
 
 
-def _plan_of_rank(rank: int, size: int, heads: int, rows: int, head_bytes: tuple[int, ...]) -> WorkerPlan:
-    """Return the plan of one rank of an engine; the ranks beyond the heads hold replicas."""
-    first, mine = rank * heads // size, max(1, heads // size)
-    pages = tuple(16 * mine * each for each in head_bytes)  # of blocks of 16 tokens
-    group = GroupPlan(page_sizes_bytes=pages, part=Part(0, 1, first, mine), plane=Plane(1, heads), rows=rows)
-    window = replace(group, kind=GroupKind.SLIDING_WINDOW, window_tokens=64)
-    return WorkerPlan((group, window), num_blocks=12, instance=f"tp {size}", rank=rank, world_size=size)
+def _plans_of_engine(
+    size: int, stages: tuple[int, ...], heads: int, rows: int, head_bytes: tuple[int, ...]
+) -> Iterator[WorkerPlan]:
+    """Yield the plans of the ranks of an engine, stage by stage; the ranks beyond the heads hold replicas."""
+    world_size = size * (len(stages) - 1)
+    for number, (start, stop) in enumerate(itertools.pairwise(stages)):
+        for rank in range(size):
+            first, mine = rank * heads // size, max(1, heads // size)
+            pages = tuple(16 * mine * each for each in head_bytes) * (stop - start)  # of blocks of 16 tokens
+            part, plane = Part(start, stop - start, first, mine), Plane(_LAYERS, heads)
+            group = GroupPlan(page_sizes_bytes=pages, part=part, plane=plane, rows=rows)
+            window = replace(group, kind=GroupKind.SLIDING_WINDOW, window_tokens=64)
+            instance, place = f"tp {size} stages {stages}", number * size + rank
+            yield WorkerPlan((group, window), num_blocks=12, instance=instance, rank=place, world_size=world_size)
 
 
 class BackendSuite:
@@ -235,17 +244,20 @@ class BackendSuite:
     def test_every_split_reads_every_other(
         self, rows: int, heads: int, head_bytes: tuple[int, ...], cache: MakeCache, depot: DepotProcess
     ) -> None:
-        """Engines of any number of ranks find what any other stored, replicas, windows and skipped blocks included."""
-        splits = {
-            size: [cache(_plan_of_rank(rank, size, heads, rows, head_bytes)) for rank in range(size)]
-            for size in _SPLITS
-        }
-        replicas = [cache(_plan_of_rank(rank, 16, heads, rows, head_bytes)) for rank in (0, 1, 15)]
-        for size, writers in splits.items():
-            run = prompt(2, salt=size)
+        """Engines of any ranks and stages find what any other stored, replicas, windows and skipped blocks included."""
+        splits = [*((size, _STAGES[0]) for size in _RANKS), *((size, each) for size in (1, 2) for each in _STAGES[1:])]
+        engines = [
+            [cache(plan) for plan in _plans_of_engine(size, stages, heads, rows, head_bytes)] for size, stages in splits
+        ]
+        of_16 = list(_plans_of_engine(16, _STAGES[0], heads, rows, head_bytes))
+        replicas = [cache(of_16[rank]) for rank in (0, 1, 15)]
+        num_entries = 0
+        for salt, ((size, stages), writers) in enumerate(zip(splits, engines, strict=True)):
+            run = prompt(2, salt=salt)
             assert all(writer.store(run) for writer in writers)
-            assert depot.status().num_entries == 2 * 2 * sum(min(other, heads) for other in splits if other <= size)
-            for reader in (reader for readers in (*splits.values(), replicas) for reader in readers):
+            num_entries += 2 * 2 * min(size, heads) * (len(stages) - 1)
+            assert depot.status().num_entries == num_entries
+            for reader in (reader for readers in (*engines, replicas) for reader in readers):
                 assert reader.retrieve(run) == 2
                 reader.wipe()
                 wanted = reader.blocks(run, rotate=2, covered=(2, 1))
