@@ -2,6 +2,7 @@
 
 import errno
 import itertools
+import math
 import random
 import threading
 from collections import Counter
@@ -18,7 +19,7 @@ from kvdepot.index.eviction import AdaptiveReplacement
 from kvdepot.index.index import ChunkIndex
 from kvdepot.keys import DIGEST_BYTES, KeyRun, Namespace, hash_prefix
 from kvdepot.lab.processes import wait_until
-from kvdepot.layout import GroupKind, Part, heads_of_both
+from kvdepot.layout import GroupKind, Part, heads_of_both, layers_of_both
 from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.table import SEALED, IndexTable, Writer, table_size_bytes
 from kvdepot.server import commands, flights
@@ -46,6 +47,7 @@ PLAIN = (m.GroupShape(FULL, 1),)
 SHARDED = (m.GroupShape(FULL, 1, layers=2),)
 WINDOWS = (m.GroupShape(WINDOW, 1, window_tokens=3),)
 HEADS = (m.GroupShape(FULL, 1, heads=4), m.GroupShape(WINDOW, 1, window_tokens=3, heads=4))
+STAGED = (m.GroupShape(FULL, 1, layers=4, heads=2),)
 HYBRID = (m.GroupShape(FULL, 1), m.GroupShape(WINDOW, 1, window_tokens=3), m.GroupShape(STATE, 1))
 
 
@@ -99,28 +101,31 @@ class Bench:
         self.verify = verify
         self.time_passes = False  # while something is waited for and a tier hangs
         self.contexts: list[int] = []
-        self.attach(max(ranks, *(group.layers for group in groups)))
+        self.attach(max(ranks, *(group.layers for group in groups if group.heads == 1), 1))
 
-    def attach(self, ranks: int) -> None:
-        """Have an engine of so many ranks in the place of the one before."""
+    def attach(self, ranks: int, stages: int = 1) -> None:
+        """Have an engine of so many ranks a stage in the place of the one before."""
         for context in self.contexts:
             self.ask(m.Unregister(context))
-        self.ranks = ranks
-        self.contexts = [self.register(rank) for rank in range(ranks)]
+        self.ranks, self.stages = ranks, stages
+        self.contexts = [self.register(rank) for rank in range(ranks * stages)]
 
     def register(self, rank: int, session: int = 1, model: str = "model") -> int:
         parts = [self.part(group, rank) for group in range(len(self.spec.groups))]
-        details = tuple(m.GroupDetail((PAGE * part.num_cells,), 8, part=part.number) for part in parts)
+        details = tuple(
+            m.GroupDetail((PAGE * part.num_heads,) * part.num_layers, 8, part=part.number) for part in parts
+        )
         request = m.RegisterKVCache(m.PROTOCOL_VERSION, "engine", rank, 8, "none", "none", model, self.spec, details)
         return self.ask(request, session).context
 
     def part(self, group: int, rank: int) -> Part:
         """Return what a rank has of a group."""
         shapes: tuple[m.GroupShape, ...] = self.spec.groups
-        heads = shapes[group].heads
+        layers, heads = shapes[group].layers, shapes[group].heads
         if heads == 1:
-            return Part(rank if shapes[group].layers > 1 else 0)
-        return Part(0, 1, rank * heads // self.ranks, max(1, heads // self.ranks))
+            return Part(rank if layers > 1 else 0)
+        (stage, rank), held = divmod(rank, self.ranks), layers // self.stages
+        return Part(stage * held, held, rank * heads // self.ranks, max(1, heads // self.ranks))
 
     def ask(self, request: frames.Request, session: int = 1) -> Any:
         return self.depot.handle(session, Writer(1, 1), request)
@@ -207,10 +212,9 @@ class Bench:
             for chunk, group, heads, _, layers, _, offset, size in m.EXTENT.iter_unpack(plan.extents):
                 part, mine = Part.of(layers << 16 | heads), self.part(group, rank)
                 assert self.pool.view[offset : offset + size] == content(run, chunk, group, part), "wrong bytes"
-                assert part.first_layer == mine.first_layer
-                cells[chunk, group] += len(heads_of_both(mine, part))
+                cells[chunk, group] += len(layers_of_both(mine, part)) * len(heads_of_both(mine, part))
             for (_, group), count in cells.items():
-                assert count == self.part(group, rank).num_heads, "each head once"
+                assert count == self.part(group, rank).num_cells, "each head of each layer once"
             self.ask(m.Release(context, (plan.lease,)))
 
     def forget(self) -> None:
@@ -251,8 +255,9 @@ def num_under_way(tiering: Tiering) -> int:
 def content(run: KeyRun, chunk: int, group: int, part: Part) -> bytes:
     chunk -= run.first_chunk
     key = run.digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES]
+    layers = range(part.first_layer, part.first_layer + part.num_layers)
     heads = range(part.first_head, part.first_head + part.num_heads)
-    cells = [bytes([group, part.first_layer, head]) for head in heads]
+    cells = [bytes([group, layer, head]) for layer in layers for head in heads]
     return b"".join(random.Random(key + cell).randbytes(PAGE) for cell in cells)
 
 
@@ -296,6 +301,22 @@ def test_what_an_engine_of_any_size_left_in_a_tier_comes_back(
     assert bench.index.entries.num_sealed == before + min(read_by, 4) * (5 * len(groups) - num_read)
 
 
+@pytest.mark.parametrize("stored_by", [(1, 1), (2, 1), (1, 2), (2, 2), (1, 4)])
+@pytest.mark.parametrize("read_by", [(1, 1), (2, 1), (1, 2), (2, 4)])
+def test_what_an_engine_of_any_stages_left_in_a_tier_comes_back(
+    stored_by: tuple[int, int], read_by: tuple[int, int], make: Maker
+) -> None:
+    bench, run = make(STAGED, pages=64), prompt(5)
+    bench.attach(*stored_by)
+    bench.store(run)
+    bench.forget()
+    bench.attach(*read_by)
+    assert bench.lookup(run) == 5
+    assert bench.index.entries.num_sealed == math.prod(stored_by) * 5, "as they were stored"
+    bench.store(run)
+    assert bench.index.entries.num_sealed == math.prod(stored_by) * 5, "nothing is stored again"
+
+
 def test_a_prompt_that_engines_of_two_sizes_continued_comes_back_whole(make: Maker) -> None:
     bench, run = make(HEADS[:1], pages=64), prompt(6)
     bench.store(run.slice(0, 3))
@@ -329,7 +350,8 @@ def test_of_windows_alone_another_size_is_asked_for_what_follows_its_own(make: M
 
 def test_a_prompt_that_no_tier_knows_costs_one_small_question_more(make: Maker) -> None:
     asked: list[int] = []
-    for groups, ranks in ((HEADS[:1], 2), (SHARDED, 2), (PLAIN, 1), (HEADS[1:], 2), (HEADS[1:], 1), (WINDOWS, 1)):
+    sizes = ((HEADS[:1], 2), (SHARDED, 2), (PLAIN, 1), (HEADS[1:], 2), (HEADS[1:], 1), (WINDOWS, 1), (STAGED, 1))
+    for groups, ranks in sizes:
         bench = make(groups, ranks=ranks)
         original = bench.tiers[0].contains
 
@@ -340,7 +362,8 @@ def test_a_prompt_that_no_tier_knows_costs_one_small_question_more(make: Maker) 
         bench.tiers[0].contains = contains
         assert bench.lookup(prompt(8)) == 0
     assert asked[:4] == [2, 2, 2, 1], "the parts of two ranks; one part for each of one and of four; opaque caches"
-    assert asked[4:] == [16, 16, 8, 8, 8], "with windows alone each chunk; at most as many questions again"
+    assert asked[4:9] == [16, 16, 8, 8, 8], "with windows alone each chunk; at most as many questions again"
+    assert asked[9:] == [1, 5], "one and two ranks of one, two and four stages"
 
 
 @pytest.mark.parametrize("groups", [PLAIN, SHARDED, WINDOWS, HYBRID], ids=["plain", "sharded", "windows", "hybrid"])

@@ -111,7 +111,11 @@ class Promotion:
             limit = yield from self._bring_from(tiers[number], is_end=is_end)
             if limit and (self._found == num_chunks or self.waiter.on_answer is None):
                 return
-            is_end = limit == num_chunks and self._found > before and max(self.prefix.space.heads) > 1
+            is_end = (
+                limit == num_chunks
+                and self._found > before
+                and bool(other_splits(self.prefix.space, self.prefix.places))
+            )
             if not limit or self._found == before or (limit == num_chunks and not is_end):
                 number += 1
 

@@ -1,35 +1,53 @@
-"""Splits: the ways in which engines of other sizes may have divided the heads of a cache among their ranks.
+"""Splits: the ways in which engines of other sizes may have divided the layers and heads of a cache among their ranks.
 
-A tier has entries under the parts of the engine that stored them, and nobody lists the tier. But engines split heads
-evenly, so there are few parts to ask for.
+A tier has entries under the parts of the engine that stored them, and nobody lists the tier. But engines split evenly,
+so there are few parts to ask for.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Final
 
 from kvdepot.index.entries import PartPlace
 from kvdepot.index.space import Space
 from kvdepot.layout import Part
 
+Layers = list[tuple[int, int]]  # of each stage of a pipeline: the first, and how many
+
+_STAGES: Final = (1, 2, 4)  # of the pipelines that are asked for: each costs a new prompt as many names as ranks do
+
 
 def other_splits(space: Space, places: Sequence[PartPlace]) -> list[list[PartPlace]]:
-    """Return the places of a cache under each even split of its heads but that of `places`, the coarsest first.
+    """Return the places of a cache under each even split of it but that of `places`, the coarsest first.
 
-    Opaque groups keep their places: no engine of another size has this space.
+    First come the splits of the heads with the stages of `places`. Opaque groups keep their places: no engine of
+    another size has this space.
     """
-    most = max(space.heads)
+    most, parts = max(space.heads), [Part.of(place.part) for place in places]
+    own_stages = sorted({(part.first_layer, part.num_layers) for part in parts})
+    stages: list[Layers | None] = [None]
+    if len(space.heads) == 1 and (most > 1 or max(part.num_layers for part in parts) > 1):
+        num_layers = space.spec.groups[0].layers
+        even = (_even(num_layers, count) for count in _STAGES if not num_layers % count)
+        stages += [each for each in even if each != own_stages]
     own = {(place.group, place.part) for place in places}
-    splits = [_split(space, places, ranks) for ranks in range(1, most + 1) if not most % ranks]
+    splits = [_split(space, places, each, ranks) for each in stages for ranks in range(1, most + 1) if not most % ranks]
     return [split for split in splits if {(place.group, place.part) for place in split} != own]
 
 
-def _split(space: Space, places: Sequence[PartPlace], ranks: int) -> list[PartPlace]:
+def _even(num_layers: int, count: int) -> Layers:
+    held = num_layers // count
+    return [(first, held) for first in range(0, num_layers, held)]
+
+
+def _split(space: Space, places: Sequence[PartPlace], stages: Layers | None, ranks: int) -> list[PartPlace]:
     found: dict[tuple[int, int], PartPlace] = {}
     for place in places:
         part, heads = Part.of(place.part), space.heads[place.group]
         held = max(1, heads // ranks)
-        num_bytes = place.num_bytes // part.num_heads * held
-        for first in range(0, heads, held):
-            number = part._replace(first_head=first, num_heads=min(held, heads - first)).number
-            found[place.group, number] = replace(place, part=number, num_bytes=num_bytes)
+        for first_layer, num_layers in stages or [(part.first_layer, part.num_layers)]:
+            num_bytes = place.num_bytes // part.num_cells * num_layers * held
+            for first in range(0, heads, held):
+                number = Part(first_layer, num_layers, first, min(held, heads - first)).number
+                found[place.group, number] = replace(place, part=number, num_bytes=num_bytes)
     return [place for _, place in sorted(found.items())]

@@ -33,8 +33,8 @@ from kvdepot.testing.backend.plan import FILL, PLANS, WAIT_SECONDS, Cache, Group
 MakeCache = Callable[..., Cache]
 
 _LAYERS = 3
-_RANKS = (1, 2, 4, 8)  # of a stage
-_STAGES = ((0, 3), (0, 1, 3), (0, 2, 3))  # the layers at which stages of a pipeline begin and end
+# Engines: the ranks of a stage, and the layers at which stages of a pipeline begin and end.
+_SPLITS = ((1, (0, 3)), (2, (0, 3)), (4, (0, 3)), (8, (0, 3)), (1, (0, 1, 3)), (2, (0, 2, 3)))
 
 
 def _flip_a_byte(depot: DepotProcess, offset: int) -> None:
@@ -245,19 +245,17 @@ class BackendSuite:
         self, rows: int, heads: int, head_bytes: tuple[int, ...], cache: MakeCache, depot: DepotProcess
     ) -> None:
         """Engines of any ranks and stages find what any other stored, replicas, windows and skipped blocks included."""
-        splits = [*((size, _STAGES[0]) for size in _RANKS), *((size, each) for size in (1, 2) for each in _STAGES[1:])]
-        engines = [
-            [cache(plan) for plan in _plans_of_engine(size, stages, heads, rows, head_bytes)] for size, stages in splits
-        ]
-        of_16 = list(_plans_of_engine(16, _STAGES[0], heads, rows, head_bytes))
-        replicas = [cache(of_16[rank]) for rank in (0, 1, 15)]
+        engines = [[cache(plan) for plan in _plans_of_engine(*split, heads, rows, head_bytes)] for split in _SPLITS]
+        of_16 = list(_plans_of_engine(16, _SPLITS[0][1], heads, rows, head_bytes))
+        readers = [cache(of_16[rank]) for rank in (0, 1, 15)]
+        readers += [engine[rank] for engine in engines for rank in sorted({0, len(engine) // 2, len(engine) - 1})]
         num_entries = 0
-        for salt, ((size, stages), writers) in enumerate(zip(splits, engines, strict=True)):
+        for salt, ((size, stages), writers) in enumerate(zip(_SPLITS, engines, strict=True)):
             run = prompt(2, salt=salt)
             assert all(writer.store(run) for writer in writers)
             num_entries += 2 * 2 * min(size, heads) * (len(stages) - 1)
             assert depot.status().num_entries == num_entries
-            for reader in (reader for readers in (*engines, replicas) for reader in readers):
+            for reader in readers:
                 assert reader.retrieve(run) == 2
                 reader.wipe()
                 wanted = reader.blocks(run, rotate=2, covered=(2, 1))
