@@ -40,7 +40,7 @@ from kvdepot.movers.protocol import (
     take_answers,
 )
 from kvdepot.pool.extents import ExtentAllocator
-from kvdepot.pool.names import MAGIC, Names, decode_names, encode_names
+from kvdepot.pool.names import MAGIC, Label, Names, decode_names, encode_names
 from kvdepot.pool.prefixes import PrefixFile
 from kvdepot.pool.table import HEADER_PAGE_BYTES, RECORD_BYTES, SEALED, WRITING, IndexTable, table_size_bytes
 from kvdepot.server.depot import Depot
@@ -116,6 +116,7 @@ def _request_seeds() -> list[bytes]:
         m.ReportCorrupt(1, ((1, 258),)),
         m.NoteContents(1, run.digests, _SEGMENTS),
         m.BlendLookup(1, "r", _SEGMENTS, 8),
+        m.ChangeWeights(1, "lineage 7"),
     ]
     return [bytes(frames.encode_frame(7, message)) for message in requests]
 
@@ -194,7 +195,7 @@ def sessions(data: bytes) -> None:
 def names(data: bytes) -> None:
     """The names file, as it is and as a frame of a right one: `PoolError`, or names that a server can start with."""
     frame = len(data).to_bytes(4, "little") + zlib.crc32(data).to_bytes(4, "little") + data
-    for raw in (data, MAGIC + frame, MAGIC + encode_names(Names(labels=[("a", "b")])) + frame + data):
+    for raw in (data, MAGIC + frame, MAGIC + encode_names(Names(labels=[Label("a", "b")])) + frame + data):
         try:
             found, num_bytes = decode_names(raw)
         except PoolError:
@@ -241,7 +242,7 @@ def records(data: bytes) -> None:
     table = IndexTable(memory, _NUM_RECORDS)
     index = ChunkIndex(ExtentAllocator(64 * PAGE), table, ("auto", "arc")[bool(data[:1]) and data[0] >> 1 & 1])
     depot = Depot(index, epoch=1, lease_seconds=1.0, clock=lambda: 0.0)
-    depot.labels.restore([(f"tenant-{number}", "model") for number in range(_NUM_LABELS)])
+    depot.labels.restore([Label(f"tenant-{number}", "model") for number in range(_NUM_LABELS)])
     unfinished = [record for record in restore(index, SPECS, _NUM_LABELS) if record is not None]
     index.check_integrity()
     for record in table.records():
@@ -282,10 +283,10 @@ def _sessions_seeds() -> list[bytes]:
 
 def _names_seeds() -> list[bytes]:
     return [
-        msgspec.msgpack.encode(Names(list(SPECS), [("default", "model"), ("tenant", "")])),
+        msgspec.msgpack.encode(Names(list(SPECS), [Label("default", "model"), Label("tenant", "")])),
         msgspec.msgpack.encode(Names()),
         b"\x92" + b"\x91" * 900,
-        MAGIC + encode_names(Names(list(SPECS))) + encode_names(Names(labels=[("a", "b")])) + b"\x05",
+        MAGIC + encode_names(Names(list(SPECS))) + encode_names(Names(labels=[Label("a", "b")])) + b"\x05",
     ]
 
 

@@ -24,7 +24,7 @@ from kvdepot.ops.cli import main
 from kvdepot.testing.tier import content, make_pool, read_from, write_to
 from kvdepot.tiers.base import TierPool
 from kvdepot.tiers.collecting import collect
-from kvdepot.tiers.keys import KEY_BYTES, RUN_BYTES, chunks_a_run, label_of, place_of, tier_key
+from kvdepot.tiers.keys import KEY_BYTES, RUN_BYTES, chunks_a_run, label_of, mark_of, place_of, tier_key
 from kvdepot.tiers.object import ObjectTier
 from kvdepot.tiers.url import TierUrl, open_tier
 from kvdepot.wire import messages as m
@@ -39,11 +39,12 @@ _REQUESTS = re.compile(rb"(GET|PUT|HEAD|DELETE|POST) /bucket\S* HTTP/1")
 PLACE = place_of(b"a spec", 0, 0, 7, SIZE)
 
 
-def keys_of(tokens: Sequence[int], run_chunks: int = 8) -> list[bytes]:
+def keys_of(tokens: Sequence[int], run_chunks: int = 8, weights: str = "", model: str = "b") -> list[bytes]:
     """Return the keys of a prompt's chunks, a token each, with their runs."""
+    place = place_of(b"a spec", 0, 0, 7, SIZE, mark_of(weights))
     run = hash_prefix(Namespace("model"), 1, tokens)
     return [
-        tier_key(label_of("a"), label_of("b"), PLACE, digest_at(run.digests, chunk))
+        tier_key(label_of("a"), label_of(model), place, digest_at(run.digests, chunk))
         + digest_at(run.digests, chunk - chunk % run_chunks)[:RUN_BYTES]
         for chunk in range(run.num_chunks)
     ]
@@ -223,6 +224,19 @@ def test_gc_removes_by_age_and_by_format_and_leaves_others_alone(
     collect_there(tmp_path, "--older-than", "7d")
     assert nodes[1].find(keys_of(range(16))) < 16
     assert "notes" in nodes[0].names()
+
+
+def test_gc_removes_the_weights_of_a_model_that_nobody_keeps(nodes: list[Node], tmp_path: Path) -> None:
+    prompts = {name: keys_of(range(8), weights=f"lineage {name}") for name in ("7 abc", "8 def", "9 abc", "")}
+    prompts["another model's"] = keys_of(range(8), weights="lineage 7 abc", model="c")
+    for keys in prompts.values():
+        nodes[0].store(keys)
+    collect_there(tmp_path, "--model", "b", "--keep", "8 def", "--keep", "9 abc")
+    assert [name for name, keys in prompts.items() if nodes[1].find(keys)] == ["8 def", "9 abc", "another model's"]
+    for wrong in (["--model", "b"], ["--keep", "8 def"], ["--model", "b", "--keep", ""]):
+        with pytest.raises(SystemExit) as ended:
+            main(["tier", "gc", f"file://{tmp_path}", *wrong])
+        assert ended.value.code
 
 
 class Counting:

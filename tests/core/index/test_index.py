@@ -8,6 +8,7 @@ from kvdepot.errors import ErrorCode
 from kvdepot.index.eviction import POLICIES, AdaptiveReplacement
 from kvdepot.index.index import ChunkIndex
 from kvdepot.keys import KeyRun, Namespace, hash_prefix
+from kvdepot.pool.names import Label
 from kvdepot.pool.table import HEADER_PAGE_BYTES, RECORD_BYTES, SEALED, Writer
 from kvdepot.server import commands
 from kvdepot.server.replies import Refused
@@ -298,7 +299,7 @@ def test_when_there_are_too_many_holes_the_coldest_leave(policy: str, monkeypatc
 def test_names_that_could_not_be_saved_are_saved_before_a_record_refers_to_them() -> None:
     """Regression: with a full /dev/shm a tenant's or a layout's name was never saved, and its entries were lost."""
     bench = Bench()
-    saved: list[tuple[int, list[tuple[str, str]]]] = []
+    saved: list[tuple[int, list[Label]]] = []
     disk_is_full = True
 
     def save() -> None:
@@ -320,7 +321,7 @@ def test_names_that_could_not_be_saved_are_saved_before_a_record_refers_to_them(
     disk_is_full = False
     for _ in range(2):
         worker.store(prompt(1))
-    assert saved == [(1, []), (1, [("default", "model")])]
+    assert saved == [(1, []), (1, [Label("default", "model")])]
 
 
 def test_a_name_that_could_not_be_saved_is_in_nobody_elses_way() -> None:

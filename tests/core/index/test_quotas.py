@@ -337,7 +337,7 @@ def test_quotas_that_change_under_load_keep_the_books(policy: str) -> None:
     bench.depot.background.work()
     by_share: dict[int, int] = {}
     for name, size in bench.index.quotas.first_tenants(MAXIMUM_ROWS):
-        share = bench.index.quotas.share_of([tenant for tenant, _ in bench.depot.labels.names].index(name))
+        share = bench.index.quotas.share_of([label.tenant for label in bench.depot.labels.names].index(name))
         by_share[share] = by_share.get(share, 0) + size
     assert [by_share.get(n, 0) for n in range(bench.index.quotas.num_shares)] == bench.index.quotas.used_bytes
     empty_by_eviction(bench.index)

@@ -16,6 +16,7 @@ from kvdepot.index.visibility import Visibility
 from kvdepot.layout import GroupKind
 from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.files import open_pool
+from kvdepot.pool.names import Label
 from kvdepot.pool.table import SEALED, WRITING, IndexTable, Writer
 from kvdepot.processes.identity import process_start_time
 from kvdepot.server import commands
@@ -59,7 +60,7 @@ class Successor:
         self.table = IndexTable(bytearray(memory), NUM_RECORDS)
         self.index = ChunkIndex(ExtentAllocator(NUM_RECORDS * PAGE), self.table)
         self.depot = depot = Depot(self.index, epoch=2, lease_seconds=10.0, clock=lambda: self.now)
-        depot.labels.restore([("default", "model")])
+        depot.labels.restore([Label("default", "model")])
         depot.state.accepts_stores = False
         pool = make_pool(NUM_RECORDS * PAGE)
         self.queue = TierQueue(MemoryTier(pool, 1 << 20), pool, "memory", write_bytes=1 << 20, clock=lambda: self.now)

@@ -6,14 +6,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
+from zlib import crc32
 
+import msgspec
 import pytest
 
 from kvdepot.errors import DepotBusy, PoolError
 from kvdepot.layout import GroupKind
 from kvdepot.pool.files import PoolFiles, allocate_first, allocate_in_background, is_locked, open_pool, open_with_lock
 from kvdepot.pool.inventory import find_pools, look_at, remove_pool
-from kvdepot.pool.names import MAGIC, Names, NamesFile, decode_names
+from kvdepot.pool.names import MAGIC, Label, Names, NamesFile, decode_names
 from kvdepot.wire import messages as m
 
 NUMBER = (1 << 61) + 5
@@ -41,23 +43,34 @@ SPECS = [m.CacheSpec(16 * number, (m.GroupShape(GroupKind.FULL_ATTENTION, 16),),
 @pytest.mark.promise(23)
 def test_names_are_found_in_the_order_in_which_they_were_added(tmp_path: Path) -> None:
     file = NamesFile.create(tmp_path / "names")
-    file.add(Names(SPECS[:2], [("a", "m"), ("b", "m")]))
-    file.add(Names(labels=[("b", "n")]))
+    file.add(Names(SPECS[:2], [Label("a", "m"), Label("b", "m")]))
+    file.add(Names(labels=[Label("b", "n")]))
     file.close()
     file = NamesFile.open(tmp_path / "names")
-    assert file.found == Names(SPECS[:2], [("a", "m"), ("b", "m"), ("b", "n")])
+    assert file.found == Names(SPECS[:2], [Label("a", "m"), Label("b", "m"), Label("b", "n")])
     file.add(Names(SPECS[2:]))
     assert (file.num_spaces, file.num_labels) == (3, 3)
     file.close()
-    assert decode_names((tmp_path / "names").read_bytes())[0] == Names(SPECS, [("a", "m"), ("b", "m"), ("b", "n")])
+    assert decode_names((tmp_path / "names").read_bytes())[0] == Names(
+        SPECS, [Label("a", "m"), Label("b", "m"), Label("b", "n")]
+    )
+
+
+def test_labels_of_an_earlier_release_name_no_weights(tmp_path: Path) -> None:
+    body = msgspec.msgpack.encode([[], [["a", "m"]]])
+    (tmp_path / "names").write_bytes(MAGIC + len(body).to_bytes(4, "little") + crc32(body).to_bytes(4, "little") + body)
+    file = NamesFile.open(tmp_path / "names")
+    file.add(Names(labels=[Label("a", "m", "lineage 7")]))
+    file.close()
+    assert decode_names((tmp_path / "names").read_bytes())[0].labels == [Label("a", "m"), Label("a", "m", "lineage 7")]
 
 
 @pytest.mark.promise(61)
 def test_a_name_costs_the_same_however_many_there_are(tmp_path: Path) -> None:
     file = NamesFile.create(tmp_path / "names")
-    file.add(Names(SPECS, [(f"tenant {number}", "m") for number in range(65_000)]))
+    file.add(Names(SPECS, [Label(f"tenant {number}", "m") for number in range(65_000)]))
     before = (tmp_path / "names").stat()
-    file.add(Names(labels=[("one more", "m")]))
+    file.add(Names(labels=[Label("one more", "m")]))
     after = (tmp_path / "names").stat()
     assert after.st_ino == before.st_ino
     assert before.st_size < after.st_size < before.st_size + 64
@@ -69,16 +82,16 @@ def test_a_name_costs_the_same_however_many_there_are(tmp_path: Path) -> None:
 def test_a_frame_that_ends_early_is_none_and_what_comes_next_takes_its_place(kept: int, tmp_path: Path) -> None:
     path = tmp_path / "names"
     file = NamesFile.create(path)
-    file.add(Names(labels=[("a", "m")]))
+    file.add(Names(labels=[Label("a", "m")]))
     file.close()
-    assert path.stat().st_size == 12 + 8 + 8
+    assert path.stat().st_size == 12 + 8 + 9
     os.truncate(path, kept)
     file = NamesFile.open(path)
     assert file.found == Names()
     assert path.stat().st_size == len(MAGIC), "the rest of it would follow a shorter name"
-    file.add(Names(labels=[("b", "m")]))
+    file.add(Names(labels=[Label("b", "m")]))
     file.close()
-    assert decode_names(path.read_bytes())[0] == Names(labels=[("b", "m")])
+    assert decode_names(path.read_bytes())[0] == Names(labels=[Label("b", "m")])
 
 
 @pytest.mark.promise(23)
@@ -87,7 +100,7 @@ def test_a_name_that_finds_no_room_is_not_there_and_the_next_one_is(
 ) -> None:
     path = tmp_path / "names"
     file = NamesFile.create(path)
-    file.add(Names(labels=[("a", "m")]))
+    file.add(Names(labels=[Label("a", "m")]))
     write = os.pwrite
 
     def write_nine(fd: int, data: bytes, offset: int) -> int:
@@ -95,12 +108,12 @@ def test_a_name_that_finds_no_room_is_not_there_and_the_next_one_is(
 
     monkeypatch.setattr(os, "pwrite", write_nine)
     with pytest.raises(OSError, match="9 of"):
-        file.add(Names(SPECS, [("much longer than the next one", "m")]))
+        file.add(Names(SPECS, [Label("much longer than the next one", "m")]))
     monkeypatch.undo()
     assert (file.num_spaces, file.num_labels) == (0, 1)
-    file.add(Names(labels=[("b", "m")]))
+    file.add(Names(labels=[Label("b", "m")]))
     file.close()
-    assert decode_names(path.read_bytes())[0] == Names(labels=[("a", "m"), ("b", "m")])
+    assert decode_names(path.read_bytes())[0] == Names(labels=[Label("a", "m"), Label("b", "m")])
 
 
 SIZE = 1 << 20

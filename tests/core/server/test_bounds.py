@@ -16,6 +16,7 @@ from kvdepot.lab.processes import wait_until
 from kvdepot.layout import GroupKind
 from kvdepot.pool.files import open_pool
 from kvdepot.pool.folder import NAMES_FILE
+from kvdepot.pool.names import Label
 from kvdepot.pool.table import Writer
 from kvdepot.server import commands
 from kvdepot.server.app import DepotServer
@@ -63,7 +64,7 @@ def test_a_quota_and_the_status_where_tenants_have_many_models() -> None:
     bench = Bench(filled=False)
     bench.store(prompt(0, 1))
     for number in range(MAXIMUM_LABELS - 1):
-        bench.depot.labels.names.append(("a", f"model {number}"))
+        bench.depot.labels.names.append(Label("a", f"model {number}"))
         bench.index.quotas.add_label(len(bench.depot.labels.names) - 1, "a")
     steps = bench.index.evictor.set_quota("a", PAGE)
     next(steps)
@@ -303,7 +304,7 @@ def make_server(folder: Path) -> DepotServer:
 
 @pytest.mark.promise(61)
 def test_the_name_of_a_new_tenant_is_all_that_its_first_store_writes(tmp_path: Path) -> None:
-    known = [(f"tenant {number}", "model") for number in range(20_000)]
+    known = [Label(f"tenant {number}", "model") for number in range(20_000)]
     with closing(make_server(tmp_path)) as server:
         depot, file = server.depot, server.config.pool_path / NAMES_FILE
         depot.labels.restore(known)
@@ -318,7 +319,7 @@ def test_the_name_of_a_new_tenant_is_all_that_its_first_store_writes(tmp_path: P
         assert file.stat().st_ino == before.st_ino
         assert before.st_size < file.stat().st_size < before.st_size + 64
     with closing(make_server(tmp_path)) as server:
-        assert server.depot.labels.names == [*known, ("one more", "model")]
+        assert server.depot.labels.names == [*known, Label("one more", "model")]
 
 
 @pytest.mark.promise(61)

@@ -25,7 +25,7 @@ from kvdepot.index.eviction import AdaptiveReplacement
 from kvdepot.keys import KeyRun
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.pool.folder import NAMES_FILE, TABLE_FILE
-from kvdepot.pool.names import MAGIC, Names, decode_names, encode_names
+from kvdepot.pool.names import MAGIC, Label, Names, decode_names, encode_names
 from kvdepot.pool.table import HEADER_PAGE_BYTES, RECORD_BYTES, IndexTable
 from kvdepot.server.app import DepotServer
 from kvdepot.wire import messages as m
@@ -196,9 +196,9 @@ def frame(body: bytes) -> bytes:
         MAGIC + frame(b"\x81\x00"),
         MAGIC + frame(b""),
         b"KVDEPOTN\x02" + MAGIC[9:],
-        MAGIC + encode_names(Names([SPEC], [("default", "model")]))[:-1] + b"m",
-        MAGIC + encode_names(Names([SPEC], [("default", "model")])) + encode_names(Names([SPEC])),
-        MAGIC + encode_names(Names([SPEC], [("a", "m"), ("default", "model"), ("a", "m")])),
+        MAGIC + encode_names(Names([SPEC], [Label("default", "model")]))[:-1] + b"m",
+        MAGIC + encode_names(Names([SPEC], [Label("default", "model")])) + encode_names(Names([SPEC])),
+        MAGIC + encode_names(Names([SPEC], [Label("a", "m"), Label("default", "model"), Label("a", "m")])),
     ],
     ids=[
         "text that is none",
@@ -218,7 +218,7 @@ def test_names_that_no_server_wrote_are_a_cold_start(raw: bytes, depot: DepotPro
     peer.close()
     depot.kill()
     path = depot.pool_directory / NAMES_FILE
-    assert decode_names(path.read_bytes())[0] == Names([SPEC], [("default", "model")])
+    assert decode_names(path.read_bytes())[0] == Names([SPEC], [Label("default", "model")])
     path.write_bytes(raw)
     depot.start()
     wait_until(lambda: not depot.status().recovering)
@@ -242,7 +242,7 @@ def test_a_name_that_was_not_written_to_its_end_is_cut_off(tail: bytes, depot: D
     assert peer.find(of_tenant("a")).num_chunks == 2
     peer.close()
     depot.kill()
-    assert decode_names(path.read_bytes())[0] == Names([SPEC], [("a", "model"), ("b", "model")])
+    assert decode_names(path.read_bytes())[0] == Names([SPEC], [Label("a", "model"), Label("b", "model")])
     depot.start()
     wait_until(lambda: not depot.status().recovering)
     assert depot.status().num_entries == 4

@@ -38,7 +38,9 @@ from kvdepot.tiers.disk import files, listing
 from kvdepot.tiers.disk.files import Folder
 from kvdepot.tiers.disk.tier import DiskTier
 from kvdepot.tiers.jobs import Job, Operation
+from kvdepot.tiers.keys import label_of, mark_of
 from kvdepot.tiers.queue import TierQueue
+from kvdepot.tiers.seal import SEAL_BYTES
 from kvdepot.tiers.url import TierUrl, open_tier
 from support.tiers.kept import KEPT_KEY, KEPT_SEAL
 
@@ -718,6 +720,30 @@ def beside(action: Callable[[], object], seconds: float = 30.0) -> threading.Thr
     thread.start()
     thread.join(seconds)
     return thread
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_entries_of_outdated_weights_are_evicted_first(tmp_path: Path, *, listed: bool) -> None:
+    pool, old, new = make_pool(), "lineage 7", "lineage 8"
+    outdated = [make_key(number, weights=old) for number in range(4)]
+    present = [make_key(number, weights=new) for number in range(4)]
+    others = [make_key(number, model="another", weights=old) for number in range(2)] + [make_key(9)]
+    keys = [*present, *others, *outdated]  # the outdated ones were used last
+
+    def write(tier: DiskTier, *some: bytes) -> None:
+        for key in some:
+            assert tier.write([key], [bytes(SEAL_BYTES)], [(0, EXTENT_BYTES)]) == [True]
+
+    with contextlib.closing(DiskTier(pool, tmp_path / "tier", len(keys) * FILE_BYTES)) as tier:
+        write(tier, *keys)
+    with contextlib.closing(DiskTier(pool, tmp_path / "tier", len(keys) * FILE_BYTES)) as tier:
+        if listed:
+            wait_until(lambda: tier.is_listed)
+        tier.outdate(label_of("a model"), mark_of(old))
+        wait_until(lambda: tier.is_listed)
+        write(tier, *(make_key(number) for number in range(20, 23)))
+        assert tier.contains([*present, *others]) == [True] * 7
+        assert not all(tier.contains(outdated))
 
 
 @pytest.mark.parametrize("how", ["cleared", "evicted"])

@@ -10,10 +10,10 @@ import pytest
 
 from kvdepot.errors import ConfigError
 from kvdepot.lab.processes import wait_until
-from kvdepot.testing.tier import EXTENT_BYTES, contains, extents_of, fill, make_key, make_pool, read, write
+from kvdepot.testing.tier import EXTENT_BYTES, contains, extents_of, fill, make_key, make_pool, read, run, write
 from kvdepot.tiers.base import Extents
 from kvdepot.tiers.jobs import Job, Operation, Part
-from kvdepot.tiers.keys import label_of
+from kvdepot.tiers.keys import label_of, mark_of
 from kvdepot.tiers.memory import MemoryTier
 from kvdepot.tiers.opening import TierOpener
 from kvdepot.tiers.queue import TierQueue
@@ -339,3 +339,16 @@ def test_a_tier_that_cannot_say_what_it_holds_is_shown_as_it_was_last() -> None:
     assert queue.status().capacity_bytes == 1 << 20
     assert queue.status().counters["usage_failed"] == 2
     queue.close()
+
+
+def test_a_tier_hears_through_its_queue_which_weights_are_outdated() -> None:
+    pool = make_pool()
+    keys = [make_key(number, weights=f"lineage {7 + number // 2}") for number in (2, 3, 0, 1)]
+    queue = TierQueue(MemoryTier(pool, 4 * EXTENT_BYTES), pool, "memory")
+    try:
+        assert write(queue, keys, extents_of(0, [EXTENT_BYTES] * 4)) == [True] * 4
+        run(queue, Job(Operation.OUTDATE, labels=(None, label_of("a model")), mark=mark_of("lineage 7")))
+        assert write(queue, [make_key(9)], extents_of(0, [EXTENT_BYTES])) == [True]
+        assert contains(queue, keys) == [True, True, False, True]
+    finally:
+        queue.close()

@@ -295,7 +295,7 @@ def test_a_call_that_a_tier_only_inherits_is_missing_and_the_tier_is_closed(monk
     assert len(closed) == 1
 
 
-def test_eight_calls_and_a_touch_make_a_tier() -> None:
+def test_eight_calls_a_touch_and_an_outdate_make_a_tier() -> None:
     own = {name for name in vars(MemoryTier) if not name.startswith("_")}
-    assert own == {"contains", "write", "read", "remove", "clear", "probe", "usage", "close", "touch"}
+    assert own == {"contains", "write", "read", "remove", "clear", "probe", "usage", "close", "touch", "outdate"}
     assert (MemoryTier(make_pool(), 1).batch_entries, MemoryTier(make_pool(), 1).writer_pid) == (16, 0)

@@ -9,6 +9,7 @@ KV cache. Digests leave the client, tokens never do.
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import msgspec
 from blake3 import blake3
@@ -18,6 +19,11 @@ from kvdepot.errors import KeyFormatError
 DIGEST_BYTES = 32
 _NAMESPACE_CONTEXT = "kvdepot 2026-11 namespace"
 _TAIL_CONTEXT = "kvdepot 2026-11 tail"
+_LINEAGE_CONTEXT = "kvdepot 2026-11 lineage"
+_LINEAGE_DIGITS: Final = 16
+_LONGEST_GENERATION: Final = 512  # characters; beyond these a digest stands for the rest, so that names stay apart
+GENERATION: Final = "generation"
+"""The extra input that names weights which a trainer wrote into a running engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +53,21 @@ class Namespace:
             chunk_tokens,
         )
         return blake3(msgspec.msgpack.encode(fields), derive_key_context=_NAMESPACE_CONTEXT).digest()
+
+    @property
+    def weights(self) -> str:
+        """The lineage of the weights and, behind a space, their generation: "" for those that were loaded.
+
+        Namespaces have one lineage if they differ by tenant, salt and generation only. Of a lineage, the depot evicts
+        generations first that no engine computes with any more.
+        """
+        extra = dict(self.extra)
+        generation = extra.pop(GENERATION, "")
+        if len(generation) > _LONGEST_GENERATION:
+            generation = f"{generation[:_LONGEST_GENERATION]}.. {blake3(generation.encode()).hexdigest()[:32]}"
+        fields = self.model, self.revision, self.quantization, sorted(extra.items())
+        lineage = blake3(msgspec.msgpack.encode(fields), derive_key_context=_LINEAGE_CONTEXT).hexdigest()
+        return f"{lineage[:_LINEAGE_DIGITS]} {generation}"
 
 
 @dataclass(frozen=True, slots=True)

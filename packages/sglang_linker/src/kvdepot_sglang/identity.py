@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvdepot.engines.identity import commit_of, config_digest, weights_in
-from kvdepot.keys import Namespace
+from kvdepot.keys import GENERATION, Namespace
 from kvdepot_sglang.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ def engine_namespace(server_args: Any, hf_config: Any, device: str, num_ranks: i
 
 def of_generation(namespace: Namespace, generation: str) -> Namespace:
     """Return the namespace of another generation of keys, which an engine begins when it flushes its cache."""
-    return replace(namespace, extra=(*namespace.extra, ("generation", generation)))
+    return replace(namespace, extra=(*namespace.extra, (GENERATION, generation)))
 
 
 def _plain(value: Any) -> str:

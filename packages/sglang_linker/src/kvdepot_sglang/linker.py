@@ -150,6 +150,7 @@ class KVDepotLinker(Placed, UnifiedCacheLinker):
             model=str(server_args.model_path),
             url=settings.url,
             deadline_seconds=settings.lookup_seconds,
+            weights=self._namespace.weights,
         )
         self._asking = Asking(self._client, settings.tier_seconds)
         self._landed: set[str] = set()  # requests whose load is in place, until their batch starts
@@ -308,7 +309,9 @@ class KVDepotLinker(Placed, UnifiedCacheLinker):
         self._asking.drop_all()
         self.layer_done_counter.reset()
         if not self._settings.keep_after_reset:
-            self._begin_generation(self._ranks.common_random())
+            generation = self._ranks.common_random()
+            self._begin_generation(generation)
+            self._client.change_weights(of_generation(self._namespace, generation).weights)
 
     def close(self) -> None:
         """Finish the copies under way, within the depot's deadline, and leave. Twice is harmless."""

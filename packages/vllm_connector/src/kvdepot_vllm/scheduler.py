@@ -399,6 +399,7 @@ class SchedulerSide:
 
     def _named(self) -> None:
         """Begin the requests that waited for a name of the weights."""
+        self._client.change_weights(self._namespace.weights)
         if self._feed is not None:
             self._feed.namespace = self._namespace.digest(self._cache.chunk_tokens)
         unnamed, self._unnamed = self._unnamed, {}

@@ -213,6 +213,7 @@ class Start:
             deadline_seconds=settings.deadline_seconds,
             blend=min(told, key=lambda each: each.can_blend).blend,
             served_model=served_model(config) if announcer is not None else "",
+            weights=namespace.weights,
         )
         num_workers = config.parallel_config.world_size
         scheduler = SchedulerSide(

@@ -142,6 +142,10 @@ class Connection:
             )
             self._wake()
 
+    def note_registration(self, registration: m.RegisterScheduler) -> None:
+        """Register with other parameters in later sessions. The caller tells a depot that is there what has changed."""
+        self._registration = registration
+
     def register_as(self, registration: m.RegisterKVCache) -> None:
         """Register again with other parameters. The session is closed; its calls under way become misses."""
         self._registration = registration

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Generic, Self, TypeVar
 
+import msgspec
+
 from kvdepot.client.answers import MISS, NO_BLEND, BlendHit, Lease, hit_of, lease_of
 from kvdepot.client.channel import Channel
 from kvdepot.client.connection import Connection
@@ -106,6 +108,7 @@ class SchedulerClient:
         deadline_seconds: limit of one call.
         blend: shown to operators: whether the engine blends.
         served_model: the model's name in requests, if the engine publishes events: the depot may ask for descriptions.
+        weights: the engine's, `Namespace.weights`: the depot evicts older generations of them first.
     """
 
     def __init__(
@@ -118,10 +121,13 @@ class SchedulerClient:
         deadline_seconds: float = 2.0,
         blend: str = "",
         served_model: str = "",
+        weights: str = "",
     ) -> None:
         self.deadline_seconds = deadline_seconds
         self.token_seconds = 0.0  # the engine needs to compute a token of prompt, 0 if unknown; set by its adapter
-        registration = m.RegisterScheduler(m.PROTOCOL_VERSION, instance, model, spec, blend[:1024], served_model[:1024])
+        self._registration = registration = m.RegisterScheduler(
+            m.PROTOCOL_VERSION, instance, model, spec, blend[:1024], served_model[:1024], weights
+        )
         self._channel: Channel | None = None
         self._lock = threading.RLock()
         self._connection = Connection(
@@ -260,6 +266,21 @@ class SchedulerClient:
             if channel is not None:
                 self._post(channel.link, m.EndRequest(channel.link.context, request_id))
 
+    def change_weights(self, weights: str) -> None:
+        """Say that the engine computes with other weights from now on, `Namespace.weights`. There is no reply."""
+        with self._lock:
+            self._registration = msgspec.structs.replace(self._registration, weights=weights)
+            self._connection.note_registration(self._registration)
+            channel = self._current()
+            if channel is not None:
+                self._tell_weights(channel)
+
+    def _tell_weights(self, channel: Channel) -> None:
+        """Tell a depot with which the engine registered before it changed its weights."""
+        if channel.link.registration is not self._registration:
+            channel.link.registration = self._registration
+            self._post(channel.link, m.ChangeWeights(channel.link.context, self._registration.weights))
+
     def operate(self, operation: o.OperatorRequest) -> None:
         """Send an operation, for example on a session. There is no reply; a depot that is away gets none."""
         with self._lock:
@@ -391,6 +412,7 @@ class SchedulerClient:
             if self._channel is not None:
                 self._channel.close()
             self._channel = self._connection.channel(link)
+            self._tell_weights(self._channel)
         return self._channel
 
     def _post(self, link: Link, request: frames.Request) -> None:

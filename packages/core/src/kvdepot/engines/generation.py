@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Final
 
 from kvdepot.engines.identity import digest_of
-from kvdepot.keys import Namespace
+from kvdepot.keys import GENERATION, Namespace
 
 logger = logging.getLogger(__name__)
 
@@ -106,8 +106,8 @@ class Generation:
 
     def _begin(self, name: str) -> None:
         self.name = name
-        extra = tuple(item for item in self.namespace.extra if item[0] != "generation")
-        self.namespace = replace(self.namespace, extra=(*extra, ("generation", name)))
+        extra = tuple(item for item in self.namespace.extra if item[0] != GENERATION)
+        self.namespace = replace(self.namespace, extra=(*extra, (GENERATION, name)))
 
 
 def _digest(weights: Mapping[int, str], num_workers: int) -> str:

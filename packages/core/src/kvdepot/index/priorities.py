@@ -1,6 +1,6 @@
 """Priorities, with which clients hint that prefixes leave before or after others, and the ends of sessions."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from heapq import heapify, heappop, heappush
 from math import ceil
 from typing import Final
@@ -11,6 +11,7 @@ from kvdepot.index.quotas import Shares
 from kvdepot.index.tree import NO_NODE, Nodes
 
 _STEP: Final = 40  # chunks
+_SCAN_STEP: Final = 500  # chunks that keep their priority
 _SPARE_DEADLINES: Final = 1024  # stale entries that a small heap may have: clearing 1,024 takes 0.3 ms
 
 
@@ -86,6 +87,27 @@ class Priorities:
             if self._deadlines.get(node) == second:
                 del self._deadlines[node]
                 yield from self.end_session(node, self._nodes.label[node].__eq__)
+
+    def outdate(self, labels: Mapping[int, bool]) -> Iterator[int]:
+        """Rank all chunks of labels that became `Shares.outdated` (True) or are no longer (False).
+
+        Yield as `set_priority` does. A chunk that comes in the meantime has the right priority from the start.
+        """
+        tree, label, count = self._nodes.tree, self._nodes.label, 0
+        for node in range(len(tree.keys)):
+            key = tree.keys[node]
+            is_outdated = labels.get(label[node])
+            if key is not None and is_outdated:
+                self._shares.set_priority(node, ENDED)
+                self._on_ended(key)
+                count += 1
+            elif key is not None and is_outdated is False and tree.priority[node] == ENDED:
+                self._shares.set_priority(node, NORMAL)
+                count += 1
+            if count == _STEP or node % _SCAN_STEP == 0:
+                yield count
+                count = 0
+        yield count
 
     def _hint(self, node: int, is_own: Callable[[int], bool], priority: int) -> Iterator[int]:
         """Change chunks from the end of a prefix up to the first that another prefix needs or another tenant owns."""

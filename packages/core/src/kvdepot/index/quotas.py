@@ -16,7 +16,7 @@ from typing import Final, Protocol
 
 from kvdepot.config import format_size
 from kvdepot.errors import ConfigError
-from kvdepot.index.eviction import NORMAL, ChunkTree, EvictionPolicy, ShareTree
+from kvdepot.index.eviction import ENDED, NORMAL, ChunkTree, EvictionPolicy, ShareTree
 from kvdepot.index.tree import Nodes
 
 MAXIMUM_QUOTAS: Final = 64  # each eviction looks at every share
@@ -56,6 +56,7 @@ class QuotaTable:
         self._names = [""]  # of tenants
         self._shares = [self._share_by_name.get("", 0)]  # by tenant
         self.tenant_bytes = [0]  # by tenant
+        self.label_bytes: list[int] = []  # by label
         self._tenants = {"": 0}  # by name
         self._tenant_of: list[int] = []  # by label
         self._without: dict[str, int] = {}  # shares of tenants whose quota has ended
@@ -68,6 +69,7 @@ class QuotaTable:
     def add_label(self, number: int, tenant: str) -> None:
         """Note the tenant of the next label. Labels are numbered from 0 on."""
         self._tenant_of.extend([0] * (number + 1 - len(self._tenant_of)))
+        self.label_bytes.extend([0] * (number + 1 - len(self.label_bytes)))
         if tenant not in self._tenants:
             self._tenants[tenant] = len(self._names)
             self._names.append(tenant)
@@ -77,7 +79,11 @@ class QuotaTable:
 
     def account(self, label: int, share: int, num_bytes: int) -> None:
         """Count bytes of a label against a share; negative bytes are given back."""
-        self.tenant_bytes[self._tenant_of[label] if label < len(self._tenant_of) else 0] += num_bytes
+        if label < len(self._tenant_of):
+            self.tenant_bytes[self._tenant_of[label]] += num_bytes
+            self.label_bytes[label] += num_bytes
+        else:
+            self.tenant_bytes[0] += num_bytes
         self.used_bytes[share] += num_bytes
 
     def forget_usage(self) -> None:
@@ -85,6 +91,7 @@ class QuotaTable:
         self.used_bytes[:] = [0] * self.num_shares
         self.writing_bytes[:] = [0] * self.num_shares
         self.tenant_bytes[:] = [0] * len(self.tenant_bytes)
+        self.label_bytes[:] = [0] * len(self.label_bytes)
 
     def move(self, num_bytes: int, source: int, target: int) -> None:
         """Count bytes against another share."""
@@ -236,14 +243,18 @@ class Shares:
         self._nodes = nodes
         self._entries = entries
         self._make_policy = make_policy
+        self.outdated: set[int] = set()  # labels whose chunks have the lowest priority, whatever hints and uses say
         self._policies: list[dict[int, EvictionPolicy]] = []  # the lowest priority first
         self._need(quotas.num_shares - 1, NORMAL)
 
     def add_nodes(self, nodes: Sequence[int], label: int) -> None:
         """Start nodes with the share of their label and without a hint."""
         tree, share = self._nodes.tree, self.quotas.share_of(label)
+        priority = ENDED if label in self.outdated else NORMAL
         for node in nodes:
-            tree.share[node], tree.priority[node] = share, NORMAL
+            tree.share[node], tree.priority[node] = share, priority
+        if priority == ENDED:
+            self._need(share, ENDED)
 
     def added(self, nodes: Iterable[int]) -> None:
         """Tell the policies of nodes that they have their first sealed entry."""
@@ -264,7 +275,9 @@ class Shares:
         return None
 
     def set_priority(self, node: int, priority: int) -> None:
-        """Give a node another priority within its share."""
+        """Give a node another priority within its share; one whose label is `outdated` has the lowest."""
+        if self._nodes.label[node] in self.outdated:
+            priority = ENDED
         if self._nodes.tree.priority[node] != priority:
             self._set(node, self._nodes.tree.share[node], priority)
 

@@ -144,7 +144,9 @@ class EngineModel:
             groups, instance, geometry.dtype, model=geometry.name, format="model", chunk_tokens=self.chunk_tokens
         )
         self.context: Any = backend.create_context(cache, url=url, copy_threads=copy_threads)
-        self.scheduler = SchedulerClient(self.context.spec, instance, model=geometry.name, url=url)
+        self.scheduler = SchedulerClient(
+            self.context.spec, instance, model=geometry.name, url=url, weights=namespace.weights
+        )
 
     def wait_until_connected(self, timeout_seconds: float = 10.0) -> None:
         """Wait for the depot.

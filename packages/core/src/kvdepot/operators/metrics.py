@@ -68,11 +68,19 @@ class StatusCollector(Collector):
                 quota.add_metric([tenant], usage["quota_bytes"])
         yield used
         yield quota
+        yield self._generations()
         yield from self._tokens()
         yield from self._devices()
         yield from self._histograms()
         yield from self._estimates()
         yield from self._tiers()
+
+    def _generations(self) -> Metric:
+        text = "Bytes of the pool used by KV of a generation of weights"
+        family = GaugeMetricFamily("kvdepot_generation_used_bytes", text, labels=["lineage", "generation"])
+        for each in self._status.generations:
+            family.add_metric([each.lineage, each.name], each.used_bytes)
+        return family
 
     def _workers(self) -> Metric:
         family = GaugeMetricFamily("kvdepot_workers", "Attached workers by their engine's kind", labels=["engine"])

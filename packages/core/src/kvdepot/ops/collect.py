@@ -44,6 +44,16 @@ def add_tier_gc(commands: Any, common: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--format", choices=_FORMATS, default="", help="remove all objects of a format that no depot reads any more"
     )
+    parser.add_argument(
+        "--model", default="", help="with --keep: remove the model's objects of all other weights; a name as in status"
+    )
+    parser.add_argument(
+        "--keep",
+        action="append",
+        default=[],
+        metavar="WEIGHTS",
+        help="weights that a trainer wrote and engines still use, as status names them; may be repeated",
+    )
     parser.set_defaults(run=_run)
 
 
@@ -51,6 +61,8 @@ def _run(options: argparse.Namespace) -> int:
     url = TierUrl.parse(options.url)
     if url.scheme not in ("s3", "gs", "az", "file"):
         raise ConfigError(f"{url.name}: only object stores and shared files need this; other tiers evict by themselves")
+    if bool(options.model) != bool(options.keep) or "" in options.keep:
+        raise ConfigError("--model and --keep go together: the model whose objects leave, and the weights that stay")
     url.options.setdefault("deadline", "60")
     tier: Any = open_tier(url, TierPool(-1, memoryview(bytearray())))
     from kvdepot.tiers.collecting import collect  # obstore is there if the tier could be opened
@@ -62,6 +74,8 @@ def _run(options: argparse.Namespace) -> int:
             capacity_bytes=options.capacity,
             older_than_seconds=options.older_than,
             format_name=options.format,
+            model=options.model,
+            kept_generations=options.keep,
         )
     except Exception as error:
         raise ConfigError(f"{url.name}: {reason_of(error)}") from error

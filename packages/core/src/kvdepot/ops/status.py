@@ -123,10 +123,24 @@ def describe_status(status: o.DepotStatus, *, verbose: bool = False) -> str:
     for name, usage in sorted(status.tenants.items()):
         quota = f" of a quota of {format_size(usage['quota_bytes'])}" if "quota_bytes" in usage else ""
         lines.append(f"tenant   {name}: {format_size(usage['used_bytes'])}{quota}")
+    lines += _describe_generations(status.generations)
     lines += [_describe_tier(tier) for tier in status.tiers]
     for context in status.contexts:
         lines += ["", *_describe_context(context, status.pool_size_bytes, verbose=verbose)]
     return "\n".join(map(printable, lines))
+
+
+def _describe_generations(generations: list[o.GenerationStatus]) -> list[str]:
+    """Return a line for each generation of the lineages that a trainer has updated."""
+    updated = {each.lineage for each in generations if each.name}
+    lines: list[str] = []
+    for each in generations:
+        if each.lineage in updated:
+            models = f" of {', '.join(each.models)}" if any(each.models) else ""
+            text = f"weights  {each.name or 'as loaded'}{models}: {format_size(each.used_bytes)}"
+            text += f", {counted(each.num_schedulers, 'engine')}" if each.num_schedulers else ""
+            lines.append(text + (", outdated: first to leave" if each.is_outdated else ""))
+    return lines
 
 
 def _describe_context(context: o.ContextStatus, pool_bytes: int, *, verbose: bool) -> list[str]:
@@ -134,6 +148,7 @@ def _describe_context(context: o.ContextStatus, pool_bytes: int, *, verbose: boo
     model = f", model {context.model}" if context.model and context.model not in context.instance else ""
     if context.role == "scheduler":
         scheduler = f"{title}, scheduler, pid {context.pid}{model}, {counted(context.num_leases, 'lease')}"
+        scheduler += f", weights {context.weights}" if context.weights else ""
         return [scheduler, f"    {context.blend}"] if context.blend else [scheduler]
     rank = f"rank {context.rank} of {context.world_size}" if context.world_size > 1 else "worker"
     lines = [f"{title}, {rank} on {context.device}, pid {context.pid}{model}"]

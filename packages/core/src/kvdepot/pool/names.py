@@ -8,7 +8,7 @@ import os
 import struct
 import zlib
 from pathlib import Path
-from typing import Final, Self
+from typing import Final, NamedTuple, Self
 
 import msgspec
 
@@ -21,11 +21,19 @@ MAGIC: Final = b"KVDEPOTN\x01\x00\x00\x00"  # with the version of the file
 _FRAME: Final = struct.Struct("<II")  # bytes of the body, its crc32
 
 
+class Label(NamedTuple):
+    """The owner of chunks, by which tiers, quotas and eviction tell them apart."""
+
+    tenant: str
+    model: str
+    weights: str = ""  # `Namespace.weights`; "" if nobody said, and in files of earlier releases
+
+
 class Names(msgspec.Struct, array_like=True, frozen=True):
     """Names in the order of their numbers."""
 
     spaces: list[CacheSpec] = []
-    labels: list[tuple[str, str]] = []  # tenant and model
+    labels: list[Label] = []
 
 
 _decoder: Final = msgspec.msgpack.Decoder(Names)

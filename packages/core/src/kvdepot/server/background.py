@@ -92,6 +92,7 @@ class Background:
         self.notes = Turns(self, _MOST_NOTES)  # contents of chunks, for blends
         self.endings = Turns(self, 1)  # prefixes whose time to live has passed
         self.unpinnings = Turns(self, 1)  # pins whose time has passed
+        self.generations = Turns(self, 1)  # chunks of weights that became outdated
         self.samples = Turns(self, 1)  # a very long lookup, counted for the estimates
         self.replays = Turns(self, 1)  # events sent again
         self.descriptions = Turns(self, 1)  # tokens of an earlier server, or the file of tokens written anew
@@ -103,6 +104,7 @@ class Background:
                 self.notes,
                 self.endings,
                 self.unpinnings,
+                self.generations,
                 self.samples,
                 self.replays,
                 self.descriptions,

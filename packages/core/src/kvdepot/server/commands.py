@@ -99,7 +99,7 @@ def find(depot: Depot, request: o.Find, _who: Who) -> Steps:
         num_chunks, nodes = index.match(space, request.digests)
         if num_chunks:
             last = nodes[-1]
-            tenant, model = depot.labels.names[index.nodes.label_of(last)]
+            tenant, model, _ = depot.labels.names[index.nodes.label_of(last)]
             prefix = o.FoundPrefix(
                 num_chunks=num_chunks,
                 num_tokens=num_chunks * space.spec.chunk_tokens,
@@ -187,7 +187,7 @@ def _clear_prefix(depot: Depot, request: o.Clear) -> Generator[Wait, bool, int]:
         num_chunks, nodes = index.match(space, request.digests)
         if not num_chunks:
             continue
-        tenant, model = depot.labels.names[index.nodes.label_of(nodes[-1])]
+        tenant, model, _ = depot.labels.names[index.nodes.label_of(nodes[-1])]
         if request.tenant in (None, tenant) and request.model in (None, model):
             removed += yield from turns.total(index.evictor.clear_end(nodes[-1]))
     return removed
@@ -217,7 +217,7 @@ def _bring_up(depot: Depot, tenant: str, digests: bytes) -> Generator[Wait, bool
     num_chunks, promoted = num_digests(digests), list[Outcome[()]]()
     for space in list(depot.index.spaces):
         yield depot.background.operators.again
-        for model in depot.contexts.models(space):
+        for model, weights in depot.contexts.owners(space):
             found, nodes = depot.index.match(space, digests)
             places, _ = depot.contexts.places(space)
             tiering = depot.state.tiering
@@ -228,7 +228,7 @@ def _bring_up(depot: Depot, tenant: str, digests: bytes) -> Generator[Wait, bool
                 space,
                 digests,
                 places,
-                depot.labels.number_of(tenant, model),
+                depot.labels.number_of(tenant, model, weights),
                 found=found,
                 pins=nodes,
                 wait_seconds=_PATIENT_SECONDS,

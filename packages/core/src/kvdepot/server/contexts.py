@@ -12,6 +12,7 @@ from kvdepot.index.entries import PartPlace, Wanted
 from kvdepot.index.space import Space, digest_of
 from kvdepot.layout import Part, layers_of_both, mask_of
 from kvdepot.pool.table import OWNER_BYTES, Writer
+from kvdepot.server.generations import Generations
 from kvdepot.server.registration import check_spec, check_version, check_worker
 from kvdepot.server.replies import Refused
 from kvdepot.server.state import DepotState
@@ -44,6 +45,7 @@ class Context:
     writing_bytes: int = 0  # of its stores that it has not ended
     blend: str = ""  # of a scheduler: whether its engine blends
     served_model: str = ""  # of a scheduler: the model's name in requests
+    weights: str = ""  # of a scheduler: those that its engine computes with
     status: o.ContextStatus | None = None  # as it was last
     owner: bytes = field(init=False)  # which worker of its process this is
 
@@ -157,6 +159,7 @@ class ContextTable:
         self.chunk_bytes: dict[int, int] = {}  # of all cells and groups, by space
         self.token_seconds: dict[str, float] = {}  # by instance, as its scheduler says
         self.handing_over: set[tuple[str, str]] = set()  # instances and requests whose chunks another engine waits for
+        self.generations = Generations(state)
         self._state = state
         self._counts: Counter[int] = Counter()  # by session
         self._workers: dict[int, Workers] = {}  # by space
@@ -216,8 +219,10 @@ class ContextTable:
             space,
             blend=request.blend,
             served_model=request.served_model,
+            weights=request.weights,
         )
         self._add(context)
+        self.generations.begin(context.instance, context.weights)
         logger.info(
             "registered scheduler of %s (model %s) as context %d", request.instance, request.model, context.number
         )
@@ -239,6 +244,7 @@ class ContextTable:
             del self._counts[context.session]
         if context.registration is None:
             self.token_seconds.pop(context.instance, None)
+            self.generations.end(context.instance, context.weights)
             self.handing_over = {each for each in self.handing_over if each[0] != context.instance}
         else:
             self._workers[context.space.number].remove(context)
@@ -246,6 +252,22 @@ class ContextTable:
         count = state.leases.count_of(context.number)
         state.background.add_urgent(state.leases.end_context(context.number), count)
         return None if state.movers is None else state.movers.end(context.number)
+
+    def change_weights(self, context: Context, request: m.ChangeWeights) -> m.Done:
+        """Note that the engine of a scheduler has other weights."""
+        before, context.weights, context.status = context.weights, request.weights, None
+        if before != context.weights:
+            self.generations.change(context.instance, before, context.weights)
+        return m.Done(self._state.epoch, int(before != context.weights))
+
+    def label(self, tenant: str, model: str, instance: str) -> int:
+        """Return the number of the label of a tenant's chunks of a model, with the weights of an engine.
+
+        Raises:
+            Refused: there are too many.
+            OSError: a new name cannot be saved.
+        """
+        return self._state.labels.number_of(tenant, model, self.generations.by_instance.get(instance, ""))
 
     def begin_hand_over(self, instance: str, request_id: str) -> None:
         """Note that another engine waits for the chunks of a request, unless very many requests are noted."""
@@ -270,9 +292,14 @@ class ContextTable:
         workers = self._workers.get(space.number)
         return workers is not None and bool(workers.own_places(instance))
 
-    def models(self, space: Space) -> list[str]:
-        """Return the models whose workers share a space: their entries have names of their own in tiers."""
-        return list(dict.fromkeys(worker.model for worker in self._workers.get(space.number, ())))
+    def owners(self, space: Space) -> list[tuple[str, str]]:
+        """Return the models, each with its weights, whose workers share a space.
+
+        Their entries have names of their own in tiers.
+        """
+        weights = self.generations.by_instance
+        workers = self._workers.get(space.number, ())
+        return list(dict.fromkeys((worker.model, weights.get(worker.instance, "")) for worker in workers))
 
 
 def check_covered(context: Context, covered: tuple[int, ...], num_chunks: int, most_entries: int) -> None:

@@ -88,6 +88,7 @@ class Depot:
             m.PrepareStore: self.stores.prepare,
             m.CommitStore: self.stores.commit,
             m.AbortStore: self.stores.abort,
+            m.ChangeWeights: self.contexts.change_weights,
             m.Move: self._move,
             m.ReportCorrupt: self._report_corrupt,
             m.Unregister: self._unregister,

@@ -1,4 +1,4 @@
-"""Names that records refer to by number: caches (spaces), and tenants with their models (labels)."""
+"""Names that records refer to by number: caches (spaces), and tenants with their models and weights (labels)."""
 
 from collections.abc import Callable
 from typing import Final
@@ -6,48 +6,56 @@ from typing import Final
 from kvdepot.errors import ErrorCode
 from kvdepot.index.index import ChunkIndex
 from kvdepot.index.space import Space
+from kvdepot.pool.names import Label
 from kvdepot.server.replies import Refused
 from kvdepot.wire import messages as m
 
 MAXIMUM_SPACES: Final = 4096  # different caches; kept as long as the pool
-MAXIMUM_LABELS: Final = 65_536  # tenants and their models; kept as long as the pool
+MAXIMUM_LABELS: Final = 65_536  # tenants, their models and weights; kept as long as the pool
+_MOST_WITH_WEIGHTS: Final = MAXIMUM_LABELS // 2  # then a generation more has no label: its chunks leave by last use
 
 
 class LabelTable:
     """Numbers names and has them saved before any record refers to them."""
 
     def __init__(self, index: ChunkIndex) -> None:
-        self.names: list[tuple[str, str]] = []  # tenant and model, by number
+        self.names: list[Label] = []  # by number
         self.save: Callable[[], None] = lambda: None  # called with new names in place; if it raises, it is called again
         self._index = index
-        self._numbers: dict[str, int] = {}
+        self._numbers: dict[Label, int] = {}
         self._num_saved_spaces = self._num_saved_labels = 0
 
-    def restore(self, names: list[tuple[str, str]]) -> None:
+    def restore(self, names: list[Label]) -> None:
         """Number labels as an earlier server did; the spaces of the index are saved, too."""
-        for tenant, model in names:
-            self.number_of(tenant, model)
-        self._num_saved_spaces = len(self._index.spaces)
+        for name in names:
+            self._add(name)
+        self._num_saved_spaces, self._num_saved_labels = len(self._index.spaces), len(self.names)
 
-    def number_of(self, tenant: str, model: str) -> int:
-        """Return the number of a tenant's model.
+    def number_of(self, tenant: str, model: str, weights: str = "") -> int:
+        """Return the number of a tenant's model with certain weights.
 
         Raises:
             Refused: there are too many.
             OSError: a new name cannot be saved.
         """
-        name = f"{len(tenant)} {tenant}{model}"
+        name = Label(tenant, model, weights)
         number = self._numbers.get(name)
         if number is None:
+            if weights and len(self.names) >= _MOST_WITH_WEIGHTS:
+                return self.number_of(tenant, model)
             if len(self.names) >= MAXIMUM_LABELS:
                 raise Refused(
                     ErrorCode.MALFORMED, f"more than {MAXIMUM_LABELS} tenants and models: {tenant!r} is one too many"
                 )
-            number = self._numbers[name] = len(self.names)
-            self.names.append((tenant, model))
-            self._index.quotas.add_label(number, tenant)
+            number = self._add(name)
         if number >= self._num_saved_labels:
             self._save()
+        return number
+
+    def _add(self, name: Label) -> int:
+        number = self._numbers[name] = len(self.names)
+        self.names.append(name)
+        self._index.quotas.add_label(number, name.tenant)
         return number
 
     def space_of(self, spec: m.CacheSpec) -> Space:

@@ -163,7 +163,7 @@ class Lookups:
         if not places:
             return False
         try:
-            label = self._state.labels.number_of(tenant, model)
+            label = self._contexts.label(tenant, model, context.instance)
         except (Refused, OSError):  # a tenant too many, or no room for its name
             self._counters[_LOOKUPS_WITHOUT_NAME] += 1
             return False

@@ -54,6 +54,7 @@ class Restoring:
                     return
             counters[CHORES_FAILED] += self._depot.index.num_restore_errors
             state.accepts_stores = not self._is_stopping()
+            self._depot.contexts.generations.restored()
             state.note(f"found {self._depot.index.entries.num_sealed} entries of an earlier server")
             self._on_end()
         except Exception:

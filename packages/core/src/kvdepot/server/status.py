@@ -11,6 +11,7 @@ from kvdepot.layout import GroupKind, Part
 from kvdepot.server.agents import Agents
 from kvdepot.server.contexts import Context, ContextTable
 from kvdepot.server.flights import FlightTable
+from kvdepot.server.generations import generation_of, lineage_of
 from kvdepot.server.quarantine import QuarantineTable
 from kvdepot.server.state import MAXIMUM_ROWS, OTHERS, DepotState
 from kvdepot.server.stores import Stores
@@ -75,6 +76,7 @@ class StatusReport:
             "prefill_seconds_saved": usage.saved_seconds,
             "contexts": self._contexts_status(),
             "tenants": self._tenant_status(),
+            "generations": self._generations_status(),
             "tiers": state.tiering.status() if state.tiering else [],
             "counter_texts": depot_counter.texts,
             "tier_counter_texts": tier_counter.texts,
@@ -114,6 +116,21 @@ class StatusReport:
             usage = tenants.setdefault(name, {"used_bytes": 0})
             usage["lookup_tokens"], usage["pool_hit_tokens"], usage["tier_hit_tokens"] = asked, in_pool, in_tiers
         return tenants
+
+    def _generations_status(self) -> list[o.GenerationStatus]:
+        found: list[o.GenerationStatus] = []
+        for usage in self._contexts.generations.usage():
+            found.append(
+                o.GenerationStatus(
+                    lineage=lineage_of(usage.weights),
+                    name=generation_of(usage.weights),
+                    models=list(usage.models),
+                    num_schedulers=usage.num_schedulers,
+                    used_bytes=usage.num_bytes,
+                    is_outdated=usage.is_outdated,
+                )
+            )
+        return found[-MAXIMUM_ROWS:]
 
     def _contexts_status(self) -> list[o.ContextStatus]:
         tickets = Counter(ticket.context for ticket in self._stores.tickets.values())
@@ -160,7 +177,9 @@ def _registered_status(context: Context) -> o.ContextStatus:
     )
     if registration is None:
         groups = [_group_status(shape, None) for shape in spec.groups]
-        return msgspec.structs.replace(common, groups=groups, blend=context.blend)
+        return msgspec.structs.replace(
+            common, groups=groups, blend=context.blend, weights=generation_of(context.weights)
+        )
     groups = [_group_status(shape, detail) for shape, detail in zip(spec.groups, registration.details, strict=True)]
     return msgspec.structs.replace(
         common,

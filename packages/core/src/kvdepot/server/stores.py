@@ -98,7 +98,10 @@ class Stores:
                 # No lookup could ever find these chunks.
                 return self._decline(context, request, "the chunk before it was evicted")
             parent = NO_NODE if above is None else above
-        label, num_steps = state.labels.number_of(request.tenant, context.model), index.evictor.num_steps
+        label, num_steps = (
+            self._contexts.label(request.tenant, context.model, context.instance),
+            index.evictor.num_steps,
+        )
         run = NewRun(space, request.digests, request.first_chunk, parent, label, writer, context.owner)
         reserved = index.reserve(run, wanted_of(context.groups, request.covered, num_chunks), self.end_one_above_quota)
         begun, num_present, num_declined = reserved.begun, reserved.num_present, reserved.num_declined

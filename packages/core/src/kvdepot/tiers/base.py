@@ -37,7 +37,7 @@ class TierUsage:
 class Tier(Protocol):
     """Storage below the pool. Derive from this class and write eight plain calls, which may wait for the storage.
 
-    A ninth, `touch`, is for storage that evicts what is not used.
+    Two more, `touch` and `outdate`, are for storage that evicts what is not used.
 
     A key of `kvdepot.tiers.keys.KEY_BYTES` bytes names an entry: a payload, and a seal of 120 bytes. Payloads move
     straight between the pool's extents and the storage. The tier keeps each seal beside its payload and gives it back.
@@ -107,6 +107,12 @@ class Tier(Protocol):
         Yield after each step how many entries it removed, as far as that is known.
         """
         ...
+
+    def outdate(self, model: bytes, mark: bytes) -> None:
+        """Let the entries of a model with this mark (`keys.has_mark`) leave first, as no engine uses their weights.
+
+        Storage that does not choose what it evicts ignores that.
+        """
 
     def probe(self) -> None:
         """Return if the storage answers, and raise if it does not. Must be cheap."""

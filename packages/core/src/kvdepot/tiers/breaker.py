@@ -39,6 +39,7 @@ _SHOWS: Final = {
     Operation.READ: {*Operation},
     Operation.WRITE: {Operation.WRITE, Operation.TOUCH},
     Operation.TOUCH: {Operation.TOUCH},
+    Operation.OUTDATE: {Operation.OUTDATE},
 }
 
 

@@ -2,7 +2,7 @@
 
 A key contains everything that decides whether bytes may be used: the chunk (and with it model, weights, adapter and
 salt), the layer group, the part and the page sizes. It begins with labels of tenant and model, so that their entries
-can be found without an index.
+can be found without an index. The place of weights that a trainer wrote ends with their mark.
 """
 
 from typing import Final
@@ -15,7 +15,9 @@ from kvdepot.keys import DIGEST_BYTES
 LABEL_BYTES: Final = 8
 PLACE_BYTES: Final = 16
 KEY_BYTES: Final = 2 * LABEL_BYTES + PLACE_BYTES + DIGEST_BYTES  # tenant, model, place, chunk
+MARK_BYTES: Final = 4  # at the end of the place
 RUN_BYTES: Final = 8  # behind a key, for tiers that keep runs: the first chunk of the run that the chunk is in
+_MARK: Final = slice(2 * LABEL_BYTES + PLACE_BYTES - MARK_BYTES, 2 * LABEL_BYTES + PLACE_BYTES)
 MOST_CHUNKS_A_RUN: Final = 128  # 2,048 tokens in chunks of 16
 _MOST_BYTES_A_RUN: Final = 16 << 20  # at 1 GB/s 16 ms: a request's own cost is small beside it
 
@@ -25,7 +27,21 @@ def label_of(name: str) -> bytes:
     return blake3(name.encode()).digest(LABEL_BYTES)
 
 
-def place_of(space: bytes, group: int, part: int, check: int, num_bytes: int) -> bytes:
+def mark_of(weights: str) -> bytes:
+    """Return the mark of a generation of weights (`kvdepot.keys.Namespace.weights`).
+
+    It is empty for weights that were loaded: their entries have no mark, and nobody finds them by it.
+    """
+    generation = weights.partition(" ")[2]
+    return blake3(generation.encode()).digest(MARK_BYTES) if generation else b""
+
+
+def has_mark(key: bytes, model: bytes, mark: bytes) -> bool:
+    """Whether a key is one of a model's with the mark of a generation."""
+    return key[LABEL_BYTES : 2 * LABEL_BYTES] == model and key[_MARK] == mark
+
+
+def place_of(space: bytes, group: int, part: int, check: int, num_bytes: int, mark: bytes = b"") -> bytes:
     """Return the part of a key that all entries of one part of one layer group share.
 
     Args:
@@ -34,8 +50,10 @@ def place_of(space: bytes, group: int, part: int, check: int, num_bytes: int) ->
         part: its number.
         check: of the page sizes with which the bytes were written.
         num_bytes: size of a payload.
+        mark: of the generation of the weights.
     """
-    return blake3(msgspec.msgpack.encode((space, group, part, check, num_bytes))).digest(PLACE_BYTES)
+    digest = blake3(msgspec.msgpack.encode((space, group, part, check, num_bytes))).digest(PLACE_BYTES)
+    return digest[: PLACE_BYTES - len(mark)] + mark
 
 
 def chunks_a_run(num_bytes: int) -> int:

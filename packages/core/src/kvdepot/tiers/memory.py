@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from kvdepot.config import parse_size
 from kvdepot.tiers.base import EVICTED, Extents, Tier, TierPool, TierUsage
-from kvdepot.tiers.keys import has_labels
+from kvdepot.tiers.keys import has_labels, has_mark
 from kvdepot.tiers.sizes import LruSizes
 from kvdepot.tiers.url import TierUrl
 
@@ -71,6 +71,11 @@ class MemoryTier(Tier):
             for key in wanted:
                 self._forget(key)
         yield len(wanted)
+
+    def outdate(self, model: bytes, mark: bytes) -> None:
+        """See `Tier`."""
+        with self._lock:
+            self._sizes.outdate(lambda key: has_mark(key, model, mark))
 
     def _forget(self, key: bytes) -> None:
         self._entries.pop(key, None)

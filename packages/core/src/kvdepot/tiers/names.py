@@ -7,7 +7,8 @@ from kvdepot.index.eviction import NO_NODE
 from kvdepot.index.index import ChunkIndex
 from kvdepot.index.space import Space
 from kvdepot.keys import DIGEST_BYTES, digest_at
-from kvdepot.tiers.keys import KEY_BYTES, RUN_BYTES, chunks_a_run, label_of, place_of, tier_key
+from kvdepot.pool.names import Label
+from kvdepot.tiers.keys import KEY_BYTES, RUN_BYTES, chunks_a_run, label_of, mark_of, place_of, tier_key
 
 
 class EntryKeys:
@@ -15,22 +16,24 @@ class EntryKeys:
 
     Args:
         index: the pool's.
-        names_of: returns tenant and model by the number that the index uses for both.
+        names_of: returns a label by the number that the index uses for it.
     """
 
-    def __init__(self, index: ChunkIndex, names_of: Callable[[int], tuple[str, str]]) -> None:
+    def __init__(self, index: ChunkIndex, names_of: Callable[[int], Label]) -> None:
         self._index = index
         self._names_of = names_of
         self._labels: dict[int, tuple[bytes, bytes]] = {}
-        self._places: dict[tuple[int, int, int, int, int], bytes] = {}
+        self._marks: dict[int, bytes] = {}  # by owner
+        self._places: dict[tuple[int, int, int, int, int, bytes], bytes] = {}
         self._last_runs: dict[int, tuple[int, bytes, bytes]] = {}  # node, its key and its run, by chunks of a run
 
     def labels(self, owner: int) -> tuple[bytes, bytes]:
         """Return the labels of a tenant and a model."""
         labels = self._labels.get(owner)
         if labels is None:
-            tenant, model = self._names_of(owner)
+            tenant, model, weights = self._names_of(owner)
             labels = self._labels[owner] = label_of(tenant), label_of(model)
+            self._marks[owner] = mark_of(weights)
         return labels
 
     def key(self, owner: int, space: Space, place: PartPlace, digests: bytes, chunk: int) -> bytes:
@@ -39,13 +42,14 @@ class EntryKeys:
         return self._key(owner, space, place, digest_at(digests, chunk)) + digest_at(digests, first)[:RUN_BYTES]
 
     def _key(self, owner: int, space: Space, place: PartPlace, digest: bytes) -> bytes:
-        number = space.number, place.group, place.part, place.check, place.num_bytes
+        labels, mark = self.labels(owner), self._marks[owner]
+        number = space.number, place.group, place.part, place.check, place.num_bytes, mark
         packed = self._places.get(number)
         if packed is None:
             packed = self._places[number] = place_of(
-                space.digest, place.group, place.part, place.check, place.num_bytes
+                space.digest, place.group, place.part, place.check, place.num_bytes, mark
             )
-        return tier_key(*self.labels(owner), packed, digest)
+        return tier_key(*labels, packed, digest)
 
     def key_of(self, record: int) -> bytes:
         """Return the key of an entry in the pool, and its run."""

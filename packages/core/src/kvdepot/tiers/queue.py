@@ -314,6 +314,9 @@ class TierQueue:
                     self._sealed.write(call)
                 case Operation.TOUCH:
                     call.outcomes = self._sealed.touch(call.keys, [num_bytes for _, num_bytes in call.extents])
+                case Operation.OUTDATE:
+                    self.tier.outdate(call.job.labels[1] or b"", call.job.mark)
+                    call.outcomes = ()
         except Exception as error:
             level = logging.WARNING if self.breaker.num_errors < ERRORS_TO_SUSPEND else logging.DEBUG
             logger.log(level, "tier %s: a %s failed: %r", self.name, call.operation.name.lower(), error)

@@ -1,7 +1,7 @@
 """Sizes of a tier's entries, in the order of their last use."""
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 
 
@@ -36,6 +36,11 @@ class LruSizes:
         """Note that a key was used, if it is there."""
         if key in self._sizes:
             self._sizes.move_to_end(key)
+
+    def outdate(self, is_meant: Callable[[bytes], bool]) -> None:
+        """Let the keys for which `is_meant` holds be the least recently used ones, in their present order."""
+        for key in reversed([key for key in self._sizes if is_meant(key)]):
+            self._sizes.move_to_end(key, last=False)
 
     def pop(self, key: bytes) -> int:
         """Forget a key; return its size, 0 if it was not there."""

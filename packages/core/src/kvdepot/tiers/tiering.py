@@ -22,8 +22,10 @@ from kvdepot.index.evictor import EndStore
 from kvdepot.index.index import ChunkIndex
 from kvdepot.index.space import Space
 from kvdepot.keys import num_digests
+from kvdepot.pool.names import Label
 from kvdepot.tiers.demotion import Demotions
 from kvdepot.tiers.jobs import Job, Operation, Part
+from kvdepot.tiers.keys import label_of, mark_of
 from kvdepot.tiers.names import EntryKeys, labels_to_match
 from kvdepot.tiers.promotion import Promotions, Waiter
 from kvdepot.tiers.queue import TierQueue
@@ -82,7 +84,7 @@ class Tiering:
         index: of the pool.
         queues: the tiers, fastest first; owned by this object.
         settings: how they are used.
-        names_of: tenant and model by number.
+        names_of: labels by number.
         on_corrupt: called with record and header of an entry whose bytes do not match their checksum.
         end_store: ends an unfinished store, to make room for a promotion.
         clock: monotonic seconds.
@@ -94,7 +96,7 @@ class Tiering:
         queues: Sequence[TierQueue],
         settings: TieringSettings,
         *,
-        names_of: Callable[[int], tuple[str, str]],
+        names_of: Callable[[int], Label],
         on_corrupt: Callable[[int, int], object],
         end_store: EndStore,
         clock: Callable[[], float],
@@ -185,6 +187,14 @@ class Tiering:
             else:
                 clearing.problems.append(f"{tier.queue.name} is suspended ({tier.queue.breaker.why_suspended})")
         clearing.one_is_done()
+
+    def outdate(self, model: str, weights: str) -> None:
+        """Let the entries of a generation of a model's weights leave tiers first; a suspended tier does not hear it."""
+        mark = mark_of(weights)
+        if mark:
+            for queue in self.queues:
+                queue.submit(Job(Operation.OUTDATE, labels=(None, label_of(model)), mark=mark))
+            self.due = 0.0
 
     # --- the depot ------------------------------------------------------------------------------------------------
 

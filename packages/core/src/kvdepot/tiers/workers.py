@@ -151,6 +151,8 @@ class Workers:
                 return operation
         if self._waiting[Operation.TOUCH] and not any(call.operation is Operation.TOUCH for call in self._running):
             return Operation.TOUCH
+        if self._waiting[Operation.OUTDATE]:
+            return Operation.OUTDATE
         is_clearing = any(call.operation is Operation.CLEAR and not call.is_late for call in self._running)
         if self._waiting[Operation.CLEAR]:
             return None if is_clearing or self._num_writing else Operation.CLEAR

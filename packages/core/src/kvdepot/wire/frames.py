@@ -34,6 +34,7 @@ _EngineRequest = (
     | m.ReportCorrupt
     | m.Hint
     | m.NoteContents
+    | m.ChangeWeights
     | m.BlendLookup
     | m.DescribeChunks
     | m.AwaitNews

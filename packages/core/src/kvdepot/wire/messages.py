@@ -179,7 +179,8 @@ class RegisterScheduler(Struct, array_like=True, tag="register_scheduler", froze
     """Register a scheduler for lookups in caches of this spec.
 
     `blend` says for operators whether the engine blends, and why not; "" if nobody asked for it. `served_model` is the
-    model's name in requests, "" if the engine publishes no events.
+    model's name in requests, "" if the engine publishes no events. `weights` are those of the engine
+    (`kvdepot.keys.Namespace.weights`), "" if nobody needs to know them.
     """
 
     protocol_version: Count
@@ -188,6 +189,14 @@ class RegisterScheduler(Struct, array_like=True, tag="register_scheduler", froze
     spec: CacheSpec
     blend: Label = ""
     served_model: Label = ""
+    weights: Label = ""
+
+
+class ChangeWeights(Struct, array_like=True, tag="change_weights", frozen=True):
+    """Say that the engine of a scheduler computes with these weights from now on, as in `RegisterScheduler`."""
+
+    context: Identifier
+    weights: Label
 
 
 class Unregister(Struct, array_like=True, tag="unregister", frozen=True):

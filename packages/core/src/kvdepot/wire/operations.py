@@ -68,6 +68,7 @@ class ContextStatus(Struct, frozen=True, kw_only=True):
     transfer_mode: str = ""
     fallback: str = ""  # the reason for this mode, if another was intended
     blend: str = ""  # of a scheduler: whether its engine blends
+    weights: str = ""  # of a scheduler: the generation with which its engine computes, "" for weights that were loaded
     mover: str = ""  # "starting", "ready", "ending" or "unavailable"
     mover_pid: int = 0
     why_no_mover: str = ""  # how the last one ended
@@ -113,6 +114,17 @@ class PoolEstimate(Struct, frozen=True, kw_only=True):
     hit_chunks: int
 
 
+class GenerationStatus(Struct, frozen=True, kw_only=True):
+    """Weights with which engines compute, or the pool has KV of. Of a lineage, outdated generations leave first."""
+
+    lineage: str  # digits; equal for generations of the same model and settings
+    name: str  # of the generation: a version and a digest, or ""; "" too for weights that were loaded
+    models: list[str]
+    num_schedulers: int  # attached, whose engines compute with them
+    used_bytes: int  # of the pool
+    is_outdated: bool
+
+
 class DepotStatus(Struct, frozen=True, kw_only=True):
     """The content of `kvdepot status`, in JSON under these names. Sizes are bytes."""
 
@@ -144,6 +156,7 @@ class DepotStatus(Struct, frozen=True, kw_only=True):
     event_endpoints: list[str] = []  # of KV events and of their replay ("": none), with the actual ports
     contexts: list[ContextStatus]
     tenants: dict[str, dict[str, int]]
+    generations: list[GenerationStatus] = []  # the most recent last, 1,024 at most
     tiers: list[TierStatus] = []
     loop_longest_seconds: float = 0.0  # longest turn of the server's loop, including waits for a core
     loop_slow_turns: int = 0  # turns of more than 20 ms

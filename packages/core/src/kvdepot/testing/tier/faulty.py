@@ -120,6 +120,11 @@ class FaultyTier:
         self._suffer()
         yield from self.inner.clear(tenant, model)
 
+    def outdate(self, model: bytes, mark: bytes) -> None:
+        """See `Tier`."""
+        self._suffer()
+        self.inner.outdate(model, mark)
+
     def probe(self) -> None:
         """See `Tier`."""
         self._suffer()

@@ -10,7 +10,7 @@ from kvdepot.keys import DIGEST_BYTES
 from kvdepot.lab.processes import wait_until
 from kvdepot.tiers.base import Extents, Tier, TierPool
 from kvdepot.tiers.jobs import Call, Job, Operation
-from kvdepot.tiers.keys import label_of, place_of, tier_key
+from kvdepot.tiers.keys import label_of, mark_of, place_of, tier_key
 from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.sealed import SealedTier
 
@@ -25,9 +25,10 @@ def make_pool(num_bytes: int = NUM_EXTENTS * EXTENT_BYTES) -> TierPool:
     return TierPool(-1, memoryview(mmap(-1, num_bytes)))
 
 
-def make_key(number: int, tenant: str = "", model: str = "a model") -> bytes:
+def make_key(number: int, tenant: str = "", model: str = "a model", weights: str = "") -> bytes:
     """Return one of many keys."""
-    return tier_key(label_of(tenant), label_of(model), PLACE, number.to_bytes(DIGEST_BYTES, "big"))
+    place = place_of(b"a spec", 0, 0, 7, EXTENT_BYTES, mark_of(weights))
+    return tier_key(label_of(tenant), label_of(model), place, number.to_bytes(DIGEST_BYTES, "big"))
 
 
 def content(key: bytes, size: int) -> bytes:

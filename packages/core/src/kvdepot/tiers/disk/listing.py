@@ -32,6 +32,7 @@ class Entries:
         self._sizes = LruSizes()  # bytes on disk
         self._gone: set[bytes] = set()  # entries that left while the folder was being listed
         self._unremoved: dict[bytes, None] = {}  # cleared, but their files could not be removed
+        self._outdated: list[Callable[[bytes], bool]] = []
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -90,6 +91,13 @@ class Entries:
             unremoved = list(self._unremoved)
             return [key for key in chain(self._sizes, unremoved) if has_labels(key, tenant, model)]
 
+    def outdate(self, is_meant: Callable[[bytes], bool]) -> None:
+        """Let the entries for which `is_meant` holds be the least recently used ones."""
+        with self._lock:
+            self._sizes.outdate(is_meant)
+            if not self.is_listed:
+                self._outdated.append(is_meant)  # to be asked about the entries that are found
+
     def clear(self) -> None:
         """Forget all."""
         with self._lock:
@@ -111,6 +119,8 @@ class Entries:
             for key in self._sizes.oldest(len(self._sizes)):
                 sizes.put(key, self._sizes.get(key) or 0)
             self._sizes = sizes
+            while self._outdated:
+                sizes.outdate(self._outdated.pop())
             self._gone.clear()
             self.is_listed = True
         return bool(found)

@@ -19,6 +19,7 @@ from kvdepot.tiers.base import Extents, TierPool, TierUsage
 from kvdepot.tiers.disk import listing
 from kvdepot.tiers.disk.capacity import Capacity
 from kvdepot.tiers.disk.files import NO_ROOM, NOT_WRITABLE, PAGE, STORAGE_AWAY, Folder, round_up, size_on_disk
+from kvdepot.tiers.keys import has_mark
 from kvdepot.tiers.seal import SEAL_BYTES
 from kvdepot.tiers.url import DEFAULT_THREADS, TierUrl
 
@@ -119,6 +120,10 @@ class DiskTier:
             yield len(step)
         if failed is not None:
             raise OSError(failed.errno, f"not all files could be removed, clear again: {failed.strerror}")
+
+    def outdate(self, model: bytes, mark: bytes) -> None:
+        """See `Tier`."""
+        self._entries.outdate(lambda key: has_mark(key, model, mark))
 
     def probe(self) -> None:
         """See `Tier`."""

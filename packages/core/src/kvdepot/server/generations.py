@@ -1,0 +1,168 @@
+"""Which weights engines compute with, and whose chunks leave first.
+
+The scheduler of each engine names its weights (`Namespace.weights`): a lineage, and a generation of it. A trainer that
+writes weights into running engines begins a generation each time. A generation is **outdated** if no attached engine
+uses it and a later one of its lineage began. Its chunks leave before all others of their share, like those of ended
+sessions, and tiers that order their entries by use evict them first. An engine that comes back to it takes that back.
+
+An engine that leaves may be restarting, and so may all of them with the depot. Therefore a generation becomes outdated
+`GRACE_SECONDS` after the last engine left it. It does at once if that engine said that it changed its weights. Labels
+have the names of weights, so the next server learns from them which generations there are.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+from kvdepot.counting import depot_counter
+from kvdepot.server.background import Task
+from kvdepot.server.state import DepotState
+
+logger = logging.getLogger(__name__)
+
+_OUTDATED: Final = depot_counter("generations_outdated", "Generations of weights that became outdated")
+
+GRACE_SECONDS: Final = 60.0  # in which an engine restarts, or its connection comes back
+
+
+def lineage_of(weights: str) -> str:
+    """Return the lineage of a generation."""
+    return weights.partition(" ")[0]
+
+
+def generation_of(weights: str) -> str:
+    """Return the name of a generation, "" for weights that were loaded."""
+    return weights.partition(" ")[2]
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """One generation: the bytes of it in the pool, and the engines that compute with it, by their schedulers."""
+
+    weights: str
+    models: tuple[str, ...]
+    num_bytes: int
+    num_schedulers: int
+    is_outdated: bool
+
+
+class Generations:
+    """The generations that engines use or the pool has. Engines that name no weights have none.
+
+    Attributes:
+        by_instance: the weights of each engine whose scheduler is attached.
+    """
+
+    def __init__(self, state: DepotState) -> None:
+        self.by_instance: dict[str, str] = {}
+        self._state = state
+        self._num_engines: Counter[str] = Counter()  # by weights
+        self._last: dict[str, str] = {}  # the weights that began last, by lineage
+        self._kept_until: dict[str, float] = {}  # by weights that nobody uses since
+        self._labels: dict[str, dict[str, list[int]]] = {}  # by lineage, then by weights
+        self._num_labels = 0  # of the depot's that are in there
+        self._pending: dict[int, bool] = {}  # labels whose chunks are still to be ranked, and whether they are outdated
+
+    def begin(self, instance: str, weights: str) -> None:
+        """Note that an engine's scheduler is there, and computes with these weights."""
+        if weights:
+            self.by_instance[instance] = weights
+            self._num_engines[weights] += 1
+            self._last[lineage_of(weights)] = weights
+            self._review(lineage_of(weights))
+
+    def change(self, instance: str, before: str, weights: str) -> None:
+        """Note that an engine computes with other weights than before, which it will not use again."""
+        self._leave(instance, before, 0.0)
+        self.begin(instance, weights)
+
+    def end(self, instance: str, weights: str) -> None:
+        """Note that an engine's scheduler has left. It may come back."""
+        self._leave(instance, weights, GRACE_SECONDS)
+
+    def _leave(self, instance: str, weights: str, grace_seconds: float) -> None:
+        if not weights:
+            return
+        self.by_instance.pop(instance, None)
+        self._num_engines[weights] -= 1
+        if self._num_engines[weights]:
+            return
+        del self._num_engines[weights]
+        lineage = lineage_of(weights)
+        if weights in self._known(lineage):
+            self._keep(weights, grace_seconds)
+        elif not self._known(lineage) and self._last.get(lineage) == weights:
+            del self._last[lineage]  # the pool has nothing of it
+
+    def _keep(self, weights: str, grace_seconds: float) -> None:
+        until = self._kept_until[weights] = self._state.clock() + grace_seconds
+        if grace_seconds:
+            self._state.timers.call_at(until, partial(self._review, lineage_of(weights)))
+
+    def restored(self) -> None:
+        """Learn from the labels of an earlier server which generations there are. The last label has the newest one."""
+        self._learn()
+        for lineage, known in self._labels.items():
+            self._last.setdefault(lineage, next(reversed(known)))
+            for weights in known:
+                if not self._num_engines[weights]:
+                    self._keep(weights, GRACE_SECONDS)
+
+    def usage(self) -> Iterator[Usage]:
+        """Yield the generations with bytes or engines."""
+        self._learn()
+        quotas, names = self._state.index.quotas, self._state.labels.names
+        engines = dict(self._num_engines)
+        for known in self._labels.values():
+            for weights, labels in known.items():
+                num_bytes, num_engines = sum(quotas.label_bytes[label] for label in labels), engines.pop(weights, 0)
+                if num_bytes or num_engines:
+                    models = tuple(dict.fromkeys(names[label].model for label in labels))
+                    yield Usage(weights, models, num_bytes, num_engines, self._is_outdated(labels))
+        for weights, num_engines in engines.items():
+            yield Usage(weights, (), 0, num_engines, is_outdated=False)
+
+    def _is_outdated(self, labels: list[int]) -> bool:
+        return labels[0] in self._state.index.shares.outdated
+
+    def _learn(self) -> None:
+        """Take over the labels that came since."""
+        names = self._state.labels.names
+        for number in range(self._num_labels, len(names)):
+            weights = names[number].weights
+            if weights:
+                self._labels.setdefault(lineage_of(weights), {}).setdefault(weights, []).append(number)
+        self._num_labels = len(names)
+
+    def _known(self, lineage: str) -> dict[str, list[int]]:
+        self._learn()
+        return self._labels.get(lineage, {})
+
+    def _review(self, lineage: str) -> None:
+        """Find out which generations of a lineage are outdated now, and have changed ones ranked."""
+        state, outdated, now = self._state, self._state.index.shares.outdated, self._state.clock()
+        for weights, labels in self._known(lineage).items():
+            is_used = bool(self._num_engines[weights]) or weights == self._last.get(lineage)
+            is_outdated = not is_used and self._kept_until.get(weights, 0.0) <= now
+            if not is_outdated and is_used:
+                self._kept_until.pop(weights, None)
+            changed = [label for label in labels if (label in outdated) != is_outdated]
+            if not changed:
+                continue
+            (outdated.update if is_outdated else outdated.difference_update)(changed)
+            self._pending.update(dict.fromkeys(changed, is_outdated))
+            state.counters[_OUTDATED] += is_outdated
+            logger.info("weights %s are %s", weights, "outdated: first to leave" if is_outdated else "in use again")
+            if is_outdated and state.tiering is not None:
+                for model in dict.fromkeys(state.labels.names[label].model for label in labels):
+                    state.tiering.outdate(model, weights)
+        if self._pending:
+            state.background.generations.add(self._rank())
+
+    def _rank(self) -> Task:
+        while self._pending:
+            pending, self._pending = self._pending, {}
+            yield from self._state.index.priorities.outdate(pending)
