@@ -23,10 +23,13 @@ SPECS: Final = (
     m.CacheSpec(CHUNK_TOKENS, (_FULL, _WINDOW, m.GroupShape(STATE, CHUNK_TOKENS)), "hybrid"),
     m.CacheSpec(CHUNK_TOKENS, (_WINDOW,), "only a window"),
 )
-_HEADS: Final = m.CacheSpec(CHUNK_TOKENS, (structs.replace(_FULL, heads=4),), "heads")  # in place of half of the second
+_CUT: Final = (  # each in place of a quarter of the second
+    m.CacheSpec(CHUNK_TOKENS, (structs.replace(_FULL, heads=4),), "heads"),
+    m.CacheSpec(CHUNK_TOKENS, (structs.replace(_FULL, layers=2, heads=2),), "layers and heads"),
+)
 NUM_CHUNKS: Final = 4
 RANKS: Final = ((1, 0), (2, 0), (2, 1), (4, 2))
-"""Of each worker of a cache with heads: the ranks of its engine, and its own."""
+"""Of each worker of a cache that is cut: the ranks of its engine, and its own. Two of them are stages of two layers."""
 
 
 def _prompt(text: str, tenant: str) -> KeyRun:
@@ -75,7 +78,10 @@ def part_of(group: m.GroupShape, worker: int) -> Part:
     if group.heads == 1:
         return Part(worker % 2 if group.layers > 1 else 0)
     size, rank = RANKS[worker]
-    return Part(0, 1, rank * group.heads // size, max(1, group.heads // size))
+    held = max(1, group.layers // size)
+    size = size * held // group.layers  # of a stage
+    stage, rank = divmod(rank, size)
+    return Part(stage * held, held, rank * group.heads // size, max(1, group.heads // size))
 
 
 @dataclass
@@ -101,7 +107,7 @@ class Setup:
         is_roomy = rng.random() < 0.2
         spec, num_pages = (SPECS[0], 2 * NUM_RECORDS) if is_roomy else (rng.choice(SPECS), rng.randint(5, 20))
         if spec is SPECS[1] and seed % 2:
-            spec = _HEADS
+            spec = _CUT[seed // 2 % 2]
         num_prompts = len(PROMPTS) if is_roomy else rng.choice((3, len(PROMPTS)))  # few are found more often
         policy = rng.choice(["lru", "arc", "auto"])
         ready_pages = rng.choice((num_pages, num_pages, rng.randint(0, num_pages)))

@@ -162,4 +162,4 @@ def test_a_reader_that_is_given_too_few_heads_is_found(monkeypatch: pytest.Monke
         return original(entries, node, place)[:1]
 
     monkeypatch.setattr(Entries, "cover", cover)
-    assert "without some of its heads" in story(first_failure())
+    assert "without some of its layers or heads" in story(first_failure())

@@ -48,10 +48,13 @@ class Storage:
         for key, (offset, num_bytes) in zip(keys, extents, strict=True):
             tags = self.memory.pages_of(offset, num_bytes)
             first = tags[0]
-            pages_a_cell = len(tags) // max(1, sum(tag is not None and not tag[3] for tag in tags))
+            cells = [tag[2] for tag in tags if tag is not None and not tag[3]] or [0]
+            heads = sum(cell >> 8 == cells[0] >> 8 for cell in cells)  # cells are a rectangle, layer after layer
+            pages_a_cell = max(1, len(tags) // len(cells))
             for number, tag in enumerate(tags):
                 cell, page = divmod(number, pages_a_cell)
-                if first is None or tag != (key[-DIGEST_BYTES:], first[1], first[2] + cell, page):
+                layer, head = divmod(cell, heads)
+                if first is None or tag != (key[-DIGEST_BYTES:], first[1], first[2] + (layer << 8) + head, page):
                     raise Violation(f"the tier gets other bytes than those of chunk {key[-DIGEST_BYTES:].hex()[:6]}")
             self.entries[key] = [tag for tag in tags if tag is not None]
             while len(self.entries) > MAXIMUM_ENTRIES:

@@ -9,7 +9,7 @@ import os
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, product
 from typing import Any, Final
 
 import msgspec
@@ -74,8 +74,9 @@ PROCESS_OF_WORKER: Final = (0, 0, 1, 2)  # two workers share a process
 NUM_WORKERS: Final = len(PROCESS_OF_WORKER)
 
 
-def _heads(part: Part) -> range:
-    return range(part.first_head, part.first_head + part.num_heads)
+def _cells(part: Part) -> set[tuple[int, int]]:
+    layers = range(part.first_layer, part.first_layer + part.num_layers)
+    return set(product(layers, range(part.first_head, part.first_head + part.num_heads)))
 
 
 @dataclass(eq=False)
@@ -490,7 +491,7 @@ class World:
         spec = self.setup.spec
         worker.parts = tuple(part_of(group, worker.rank) for group in spec.groups)
         details = tuple(
-            m.GroupDetail((self.setup.entry_bytes[number] * part.num_cells,), 8, part=part.number)
+            m.GroupDetail((self.setup.entry_bytes[number] * part.num_heads,) * part.num_layers, 8, part=part.number)
             for number, part in enumerate(worker.parts)
         )
         reply = self._ask(
@@ -748,17 +749,17 @@ class World:
             return f"{worker.name} reads some pages"
         worker.retrieves.remove(retrieve)
         valid = count_valid_chunks(retrieve.plan, retrieve.digests, TableReader(self.memory.table))
-        missing: dict[tuple[int, int], set[int]] = {
-            (chunk, group): set(_heads(retrieve.parts[group])) for chunk, group, *_ in extents
+        missing: dict[tuple[int, int], set[tuple[int, int]]] = {
+            (chunk, group): _cells(retrieve.parts[group]) for chunk, group, *_ in extents
         }
         for extent, pages in zip(extents, retrieve.read, strict=True):
             chunk, group, heads, layers = extent[0], extent[1], extent[2], extent[4]
             place = self._place(retrieve.digests, chunk, group, layers << 16 | heads)
             if chunk < valid and pages != tags_of(place, len(pages)):
                 raise Violation(f"{worker.name} retrieved other bytes than those of {NAMES[place[0]]}")
-            missing[chunk, group] -= set(_heads(Part.of(place[2])))
+            missing[chunk, group] -= _cells(Part.of(place[2]))
         if any(left for (chunk, _), left in missing.items() if chunk < valid):
-            raise Violation(f"{worker.name} retrieved chunks without some of its heads")
+            raise Violation(f"{worker.name} retrieved chunks without some of its layers or heads")
         self.num_reads += valid
         return f"{worker.name} has retrieved {valid} chunks"
 

@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed: `tox r -e torch` has it")
 
 from kvdepot.errors import LayoutError
-from kvdepot.layout import GroupKind
+from kvdepot.layout import GroupKind, Plane
 from kvdepot_vllm.encoding import seen_format
 from kvdepot_vllm.groups import EngineCache, EngineGroup
 
@@ -122,13 +122,17 @@ def layer(
 
 
 def seen(*layers: Any, heads: int = 2, rows: int = 1, version: str = "0.32.0", **fields: Any) -> str:
-    """Return the format of a cache with one group, of so many heads that can be cut in the whole model; 0: opaque."""
-    kind = fields.pop("kind", GroupKind.FULL_ATTENTION)
+    """Return the format of a cache with one group, of so many heads that can be cut in the whole model; 0: opaque.
+
+    `num_layers` are those of the whole model, if stages can divide them.
+    """
+    kind, num_layers = fields.pop("kind", GroupKind.FULL_ATTENTION), fields.pop("num_layers", 0)
     names = fields.pop("names", tuple(str(number) for number in range(len(layers))))
-    ours = EngineGroup(0, kind, TOKENS, 0, names, False, False, heads)
+    ours = EngineGroup(0, kind, TOKENS, 0, names, False, False, heads, 0, num_layers)
     values = {"dtype": "bfloat16", **fields}
     part = SimpleNamespace(num_heads=layers[0].num_kv_heads if heads else 1)
-    group: Any = SimpleNamespace(rows=rows, block_tokens=TOKENS, physical_block_tokens=0, part=part)
+    plane = Plane(num_layers or 1, heads or 1)
+    group: Any = SimpleNamespace(rows=rows, block_tokens=TOKENS, physical_block_tokens=0, part=part, plane=plane)
     cache = EngineCache((ours,), 1, TOKENS, 1, **values)
     return seen_format(cache, [group], dict(zip(names, layers, strict=True)), version)
 
@@ -138,6 +142,22 @@ def test_names_do_not_count() -> None:
     assert one == seen(layer(heads_outermost, kernel=OtherKernel), version="0.33.1")
     assert one.startswith("vllm 0 seen ")
     assert one != seen(layer(heads_outermost), version="1.0"), "a new major version may mean other values"
+
+
+def test_stages_have_the_encoding_of_the_whole_model() -> None:
+    def of(first: int, stop: int, *packs: Pack, num_stages: int, name: str = "layers.{}.attn") -> str:
+        names = tuple(name.format(number) for number in range(first, stop))
+        each = [layer(pack) for pack in packs * (stop - first)][: stop - first]
+        return seen(*each, names=names, num_layers=3, num_stages=num_stages)
+
+    whole = of(0, 3, heads_outermost, num_stages=1)
+    assert whole == of(0, 1, heads_outermost, num_stages=2) == of(1, 3, heads_outermost, num_stages=2)
+    assert whole != of(0, 3, dims_outermost, num_stages=1)
+    assert whole != of(0, 3, heads_outermost, num_stages=1, name="layers.{}.cross"), "layers of another kind"
+    with pytest.raises(LayoutError, match="layers of one group have different pages"):
+        of(0, 3, heads_outermost, dims_outermost, num_stages=1)
+    with pytest.raises(LayoutError, match="does not see the layers of the others"):
+        seen(layer(heads_outermost), num_stages=2)
 
 
 @pytest.mark.parametrize(("pack", "rows"), [(heads_outermost, 1), (tokens_outermost, TOKENS), (dims_outermost, 1)])

@@ -7,6 +7,7 @@ import pytest
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.wire.operations import DepotStatus
 from support.vllm.engines import (
+    PROFILE,
     Engine,
     MakeModel,
     cached,
@@ -23,12 +24,14 @@ PROMPTS = prompts(3, 1500, seed=70)
 REUSE = 1408  # of 1,500 tokens, in blocks of 128
 
 
-def options_of(num_ranks: int) -> dict[str, Any]:
-    if num_ranks == 1:
+def options_of(num_ranks: int, num_stages: int = 1) -> dict[str, Any]:
+    if num_ranks * num_stages == 1:
         return {}
-    binding = "|".join(str(rank % 2) for rank in range(num_ranks))
+    binding = "|".join(str(rank % 2) for rank in range(num_ranks * num_stages))
     return {
         "tensor_parallel_size": num_ranks,
+        "pipeline_parallel_size": num_stages,
+        "first": PROFILE,
         "multiprocessing": True,
         "environment": {"VLLM_CPU_OMP_THREADS_BIND": binding},
     }
@@ -51,6 +54,28 @@ def test_an_engine_of_another_size_loads_every_prompt(
         generate_until_stored(engine, mine, depot, before.num_chunks + REUSE // 128 * len(mine))
     with Engine(model(name), connector(depot.url), reference=mine, **options_of(loaded_by)) as engine:
         wait_until_stored(engine, depot, seed=950 + stored_by)
+        before = depot.status()
+        outputs = engine.generate(mine)
+        assert cached(outputs) == [REUSE] * len(mine)
+        assert tokens(outputs) == engine.reference
+        wait_until(lambda: depot.status().num_tickets == depot.status().num_leases == 0)
+        assert depot.status().num_entries == before.num_entries, "what is there is not stored again"
+
+
+@pytest.mark.parametrize(("stored_by", "loaded_by"), [((1, 1), (1, 2)), ((1, 2), (1, 1)), ((1, 2), (2, 1))])
+def test_stages_of_a_pipeline_load_what_other_stages_stored(
+    stored_by: tuple[int, int], loaded_by: tuple[int, int], depot: DepotProcess, model: MakeModel
+) -> None:
+    """Ranks and stages of both."""
+    mine = prompts(3, 1500, seed=100 * stored_by[1] + 10 * loaded_by[0])
+    with Engine(model("gqa"), connector(depot.url), **options_of(*stored_by)) as engine:
+        wait_until_stored(engine, depot, seed=990)
+        before = depot.status()
+        generate_until_stored(engine, mine, depot, before.num_chunks + REUSE // 128 * len(mine))
+        parts = {context.groups[0].part for context in depot.status().contexts if context.role == "worker"}
+        assert parts == ({""} if stored_by == (1, 1) else {"layers 0 to 1 of 4", "layers 2 to 3 of 4"})
+    with Engine(model("gqa"), connector(depot.url), reference=mine, **options_of(*loaded_by)) as engine:
+        wait_until_stored(engine, depot, seed=995)
         before = depot.status()
         outputs = engine.generate(mine)
         assert cached(outputs) == [REUSE] * len(mine)

@@ -6,6 +6,7 @@ import pytest
 
 from kvdepot.lab.processes import DepotProcess, wait_until
 from support.vllm.engines import (
+    PROFILE,
     Engine,
     MakeModel,
     RunCode,
@@ -125,27 +126,18 @@ def test_a_cache_that_vllm_writes_beyond_its_pages_is_refused(depot: DepotProces
         assert "over other pages than it describes" in engine.log()
 
 
-PROFILE = """
-from vllm.v1.worker.cpu_worker import CPUWorker
-measure = CPUWorker.determine_available_memory
-CPUWorker.determine_available_memory = lambda worker: worker.model_runner.profile_run() or measure(worker)
-"""
-"""Has vLLM on CPU make the buffers of a pipeline's stages: without compilation it leaves this run out, and fails."""
-
-
 @pytest.mark.parametrize(
-    ("name", "ranks", "part"),
+    ("name", "ranks", "parts"),
     [
-        ("gqa", "tensor_parallel_size", "head"),
-        ("mla", "tensor_parallel_size", ""),
-        ("gqa", "pipeline_parallel_size", "layer"),
+        ("gqa", "tensor_parallel_size", ["head 0 of 2", "head 1 of 2"]),
+        ("mla", "tensor_parallel_size", ["", ""]),
+        ("gqa", "pipeline_parallel_size", ["layers 0 to 1 of 4", "layers 2 to 3 of 4"]),
     ],
 )
 @pytest.mark.promise(33)
 def test_two_ranks_store_their_shards_or_what_both_hold_once(
-    name: str, ranks: str, part: str, depot: DepotProcess, model: MakeModel
+    name: str, ranks: str, parts: list[str], depot: DepotProcess, model: MakeModel
 ) -> None:
-    num_parts = 2 if part else 1
     options: dict[str, Any] = {
         ranks: 2,
         "first": PROFILE,
@@ -162,9 +154,8 @@ def test_two_ranks_store_their_shards_or_what_both_hold_once(
         reuse = 1499 // chunk_tokens_of(depot) * chunk_tokens_of(depot)
         num_chunks = 2 * reuse // chunk_tokens_of(depot)
         cold, status = generate_until_stored(engine, PROMPTS[:2], depot, before.num_chunks + num_chunks)
-        parts = [f"{part} {rank} of 2" if part else "" for rank in range(2)]
         assert sorted(worker.groups[0].part for worker in workers) == parts
-        assert status.num_entries - before.num_entries == num_parts * (status.num_chunks - before.num_chunks)
+        assert status.num_entries - before.num_entries == len({*parts}) * (status.num_chunks - before.num_chunks)
         engine.reset()
         warm = engine.generate(PROMPTS[:2])
         assert cached(warm) == [reuse, reuse]

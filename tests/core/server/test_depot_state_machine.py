@@ -36,10 +36,12 @@ SPECS = {
     "plain": (m.GroupShape(FULL, 1),),
     "two ranks": (m.GroupShape(FULL, 1, layers=2),),
     "heads": (m.GroupShape(FULL, 1, heads=4), m.GroupShape(FULL, 1)),
+    "layers and heads": (m.GroupShape(FULL, 1, layers=2, heads=2),),
     "heads and a window": (m.GroupShape(FULL, 1, heads=4), m.GroupShape(WINDOW, 1, window_tokens=3, heads=4)),
     "hybrid": (m.GroupShape(FULL, 1), m.GroupShape(WINDOW, 1, window_tokens=3), m.GroupShape(STATE, 1)),
     "only a window": (m.GroupShape(WINDOW, 1, window_tokens=3),),
 }
+# Of engines, and one rank of each; two layers with heads are in two stages, if there are as many ranks.
 SIZES = ((1, 0), (2, 0), (2, 1), (4, 0), (4, 1), (4, 2), (4, 3))  # of engines, and one rank of each
 WINDOWS = {FULL: 10**6, WINDOW: 2, STATE: 1}
 PROMPTS = [
@@ -78,6 +80,15 @@ def cells_of(number: int) -> set[tuple[int, int]]:
     return set(itertools.product(layers, range(part.first_head, part.first_head + part.num_heads)))
 
 
+def part_of(group: m.GroupShape, size: int, rank: int) -> Part:
+    if group.heads == 1:
+        return Part(rank if group.layers > 1 else 0)
+    held = max(1, group.layers // size)
+    size = size * held // group.layers  # of a stage
+    stage, rank = divmod(rank, size)
+    return Part(stage * held, held, rank * group.heads // size, max(1, group.heads // size))
+
+
 class DepotMachine(RuleBasedStateMachine):
     """Entries are named (digest, group, part)."""
 
@@ -109,14 +120,9 @@ class DepotMachine(RuleBasedStateMachine):
     def join(self, place: tuple[int, int]) -> None:
         self.sessions += 1
         writer, (size, rank) = Writer(1000 + self.sessions, 1), place
-        parts = [
-            Part(0, 1, rank * group.heads // size, max(1, group.heads // size))
-            if group.heads > 1
-            else Part(rank if group.layers > 1 else 0)
-            for group in self.groups
-        ]
+        parts = [part_of(group, size, rank) for group in self.groups]
         details = tuple(
-            m.GroupDetail((PAGE * (2 if g else 1) * part.num_cells,), 8, part=part.number)
+            m.GroupDetail((PAGE * (2 if g else 1) * part.num_heads,) * part.num_layers, 8, part=part.number)
             for g, part in enumerate(parts)
         )
         request = m.RegisterKVCache(

@@ -17,6 +17,7 @@ from kvdepot.backends import CacheGroup
 from kvdepot.errors import LayoutError
 from kvdepot.layout import GroupKind
 from kvdepot_vllm.groups import EngineCache
+from kvdepot_vllm.heads import name_of_layers
 
 _BASE: Final = 100  # digits 1 to 100 are exact in every floating type
 _VERBATIM: Final = ("float32", "float16", "bfloat16")
@@ -29,7 +30,8 @@ def seen_format(cache: EngineCache, groups: Sequence[CacheGroup], layers: Mappin
     """Return the format of a cache whose pages were looked at. Some blocks are overwritten and restored.
 
     It contains the major version of vLLM: places do not show what is written there, such as K before its rotation. It
-    contains the layers' names in the order of their pages, as layers of equal places are told apart by nothing else.
+    contains the layers' names in the order of their pages, as layers of equal places are told apart by nothing else;
+    where stages may divide the layers, the name that all have, as parts tell their numbers.
 
     Args:
         cache: of the engine.
@@ -42,8 +44,6 @@ def seen_format(cache: EngineCache, groups: Sequence[CacheGroup], layers: Mappin
     """
     if cache.dtype not in _VERBATIM:
         raise LayoutError(f"values are written as {cache.dtype}")
-    if cache.num_stages > 1:
-        raise LayoutError("a stage of a pipeline does not see the layers of the others")
     if any(group.kind is GroupKind.RECURRENT for group in cache.groups):
         raise LayoutError("recurrent states are not written by an attention backend")
     digest = blake3(derive_key_context=_CONTEXT)
@@ -52,6 +52,12 @@ def seen_format(cache: EngineCache, groups: Sequence[CacheGroup], layers: Mappin
         rows = max(1, group.rows * tokens // group.block_tokens)
         # Of every layer: the kernels of one attention backend may differ, as on CPU with AMX and without.
         found = [(name, _encoding(layers[name], tokens, rows, group.part.num_heads)) for name in ours.layer_names]
+        if group.plane == (ours.num_layers, ours.heads):  # a stage sees its own layers: all are alike, by their numbers
+            found = sorted({(name_of_layers(name), encoding) for name, encoding in found})
+            if len(found) > 1:
+                raise LayoutError("layers of one group have different pages")
+        elif cache.num_stages > 1:
+            raise LayoutError("a stage of a pipeline does not see the layers of the others")
         digest.update(repr(found).encode())
     return f"vllm {version.split('.', 1)[0]} seen {digest.hexdigest()[:32]}"
 

@@ -11,7 +11,7 @@ from kvdepot.backends import CacheGroup
 from kvdepot.errors import LayoutError
 from kvdepot.layout import GroupKind, Part, Plane, default_chunk_tokens
 from kvdepot.wire.messages import CacheSpec, GroupShape
-from kvdepot_vllm.heads import heads_of, lie_apart, rows_of
+from kvdepot_vllm.heads import heads_of, layers_of, lie_apart, rows_of
 from kvdepot_vllm.settings import ASK_VLLM, LEAVE_IT_TO_VLLM
 
 BLOCK_OUTERMOST: Final = "BLNHC"  # in memory: block, layer, token, head, content
@@ -37,6 +37,8 @@ class EngineGroup:
     is_mla: bool
     states_by_position: bool  # recurrent: whether the block table holds a state for every boundary
     heads: int = 0  # of the whole model, if the pages of a group can be cut between ranks; 0: they are opaque
+    first_layer: int = 0  # of this process's stage
+    num_layers: int = 0  # of the whole model, if stages can divide them; 0: each stage has its own kind of bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,9 @@ class EngineCache:
             return Part(stage * self.num_ranks + rank), Plane(self.num_stages * self.num_ranks)
         # Ranks beyond the heads have replicas: equal parts.
         first, held = rank * group.heads // self.num_ranks, max(1, group.heads // self.num_ranks)
+        if group.num_layers:
+            part = Part(group.first_layer, len(group.layer_names), first, held)
+            return part, Plane(group.num_layers, group.heads)
         return Part(stage, 1, first, held), Plane(self.num_stages, group.heads)
 
 
@@ -109,7 +114,7 @@ def engine_cache(
         if getattr(parallel, name, 1) > 1:
             raise Unsupported(f"{name} is {getattr(parallel, name)}: context parallelism is not supported")
     groups = [
-        _engine_group(vllm_config, number, group, kind_of)
+        _engine_group(vllm_config, kv_cache_config, number, group, kind_of)
         for number, group in enumerate(kv_cache_config.kv_cache_groups)
         if group.enable_kv_transfer
     ]
@@ -164,7 +169,9 @@ def _volatile_tokens(vllm_config: Any, kv_cache_config: Any) -> int:
     return 1 + int(speculative.num_speculative_tokens)
 
 
-def _engine_group(vllm_config: Any, number: int, group: Any, kind_of: Callable[[Any], str]) -> EngineGroup:
+def _engine_group(
+    vllm_config: Any, kv_cache_config: Any, number: int, group: Any, kind_of: Callable[[Any], str]
+) -> EngineGroup:
     spec = group.kv_cache_spec
     name, kind = type(spec).__name__, kind_of(spec)
     window, states_by_position = 0, False
@@ -198,6 +205,7 @@ def _engine_group(vllm_config: Any, number: int, group: Any, kind_of: Callable[[
         "mla" in kind,
         states_by_position,
         heads_of(vllm_config, group, kind),
+        *layers_of(vllm_config, kv_cache_config, group),
     )
 
 
@@ -291,6 +299,8 @@ def worker_groups(
             tensors, rows // ratio, max(1, group.heads // cache.num_ranks)
         ):
             group = replace(group, heads=0)
+        if len(layers) != len(group.layer_names) or len({_shapes(layer) for layer in layers}) > 1:
+            group = replace(group, num_layers=0)
         part, plane = cache.part(group, stage, rank)
         result.append(
             CacheGroup(
@@ -309,6 +319,10 @@ def worker_groups(
             )
         )
     return result
+
+
+def _shapes(layer: Iterable[Any]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(tensor.shape) for tensor in layer)
 
 
 def _layers(group: EngineGroup, kv_caches: Mapping[str, Any]) -> list[tuple[Any, ...]]:

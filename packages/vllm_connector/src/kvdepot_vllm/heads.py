@@ -1,8 +1,8 @@
 # pyright: basic
-"""The KV heads of a group: whether its pages can be cut between ranks, so that engines of any size share them.
+"""The KV heads and layers of a group: whether ranks and stages can divide them, so that engines of any size share them.
 
-They can if each head's bytes lie in one piece of every row of a page. Everything else is opaque: the bytes are for the
-rank of the same number in an engine of the same size.
+Ranks can if each head's bytes lie in one piece of every row of a page. Everything else is opaque: the bytes are for the
+rank of the same number in an engine of the same size. Stages of a pipeline can if all layers of the model are alike.
 """
 
 import math
@@ -14,6 +14,7 @@ from kvdepot.layout import MAXIMUM_HEADS
 
 _PLAIN_SPECS: Final = frozenset({"FullAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec"})
 _PLAIN_DTYPES: Final = frozenset({"auto", "float16", "bfloat16", "float32"})
+_NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.)")
 _NAMES_OF_KV_HEADS: Final = re.compile(r"(kv|key_value).*head|head.*kv")
 
 
@@ -35,6 +36,38 @@ def heads_of(vllm_config: Any, group: Any, kind: str) -> int:
     if not 0 < heads <= MAXIMUM_HEADS or (heads % ranks and ranks % heads):
         return 0
     return heads if all(_is_plain(layer, max(1, heads // ranks)) for layer in layers) else 0
+
+
+def layers_of(vllm_config: Any, kv_cache_config: Any, group: Any) -> tuple[int, int]:
+    """Return the first layer of this process's stage, and the layers of the whole model; 0 for both if stages differ.
+
+    Every stage has to come to the same answer, though it sees its own layers alone. So models in which layers without
+    a KV cache of their own are known to occur are left out, wherever those layers are.
+
+    Args:
+        vllm_config: `VllmConfig`.
+        kv_cache_config: `KVCacheConfig` of this worker.
+        group: `KVCacheGroupSpec` of it.
+    """
+    model = vllm_config.model_config
+    config = getattr(model, "hf_text_config", None)
+    if (
+        len(kv_cache_config.kv_cache_groups) > 1  # vLLM makes groups anew for each number of stages
+        or vllm_config.speculative_config is not None  # the layers of a drafter are in the last stage
+        or model.is_hybrid
+        or model.has_noops
+        or any("shared" in name and "kv" in name and value for name, value in config.to_dict().items())
+    ):
+        return 0, 0
+    first, end = model.get_layers_start_end_indices(vllm_config.parallel_config)
+    numbers = [_NUMBER.findall(name) for name in group.layer_names]
+    is_whole = numbers == [[str(number)] for number in range(first, end)]
+    return (first, model.get_total_num_hidden_layers()) if is_whole else (0, 0)
+
+
+def name_of_layers(name: str) -> str:
+    """Return the name that layers of a model have in common, without their number."""
+    return _NUMBER.sub("*", name)
 
 
 def _total_heads(model: Any) -> int:
