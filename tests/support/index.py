@@ -113,18 +113,33 @@ class Bench:
         self.depot = Depot(self.index, epoch=1, lease_seconds=LEASE_SECONDS, clock=lambda: self.now)
 
     def worker(
-        self, shard: int = 0, *, writer: Writer | None = None, page: int = PAGE, name: str = "", ranks: int = 1
+        self,
+        shard: int = 0,
+        *,
+        writer: Writer | None = None,
+        page: int = PAGE,
+        name: str = "",
+        ranks: int = 1,
+        stages: int = 1,
     ) -> Worker:
-        """Return a worker that has row `shard` of opaque groups, and the heads of rank `shard` of `ranks` of others."""
+        """Return a worker that has row `shard` of opaque groups; of others the part of that rank, stage by stage."""
         self.sessions += 1
         writer = writer or Writer(1000 + self.sessions, 1)
+        stage, rank = divmod(shard, ranks)
         parts = [
             Part(shard if group.layers > 1 else 0)
             if group.heads == 1
-            else Part(0, 1, shard * group.heads // ranks, max(1, group.heads // ranks))
+            else Part(
+                stage * group.layers // stages,
+                group.layers // stages,
+                rank * group.heads // ranks,
+                max(1, group.heads // ranks),
+            )
             for group in self.groups
         ]
-        details = tuple(m.GroupDetail((page * part.num_heads,), 8, part=part.number) for part in parts)
+        details = tuple(
+            m.GroupDetail((page * part.num_heads,) * part.num_layers, 8, part=part.number) for part in parts
+        )
         name = name or f"engine-{self.sessions}"
         request = m.RegisterKVCache(m.PROTOCOL_VERSION, name, shard, 512, "none", "none", "model", self.spec, details)
         reply = self.depot.handle(self.sessions, writer, request)

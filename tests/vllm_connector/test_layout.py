@@ -11,6 +11,7 @@ from kvdepot.backends import Capability
 from kvdepot.errors import ConfigError
 from kvdepot.layout import GroupKind
 from kvdepot_vllm.groups import EngineCache, EngineGroup, Unsupported, named_format, wished_layout
+from kvdepot_vllm.heads import layers_of
 from kvdepot_vllm.settings import Settings
 from support.vllm.engines import RunCode
 
@@ -154,6 +155,40 @@ def test_settings_of_a_backend_that_are_wrong_say_what_is_right(extra: dict[str,
 
 
 # --- the format: how the bytes of a block are packed ------------------------------------------------------------------
+
+
+def test_all_stages_divide_the_layers_or_none_does() -> None:
+    def of(
+        names: Sequence[str], rank: int = 1, num_groups: int = 1, config: dict[str, int] | None = None, **changes: Any
+    ):
+        def indices(parallel: Any) -> tuple[int, int]:
+            return 3 * parallel.rank, 3 * parallel.rank + 3
+
+        model = {
+            "hf_text_config": SimpleNamespace(to_dict=lambda: config or {"num_hidden_layers": 6}),
+            "is_hybrid": False,
+            "has_noops": False,
+            "get_layers_start_end_indices": indices,
+            "get_total_num_hidden_layers": lambda: 6,
+        }
+        vllm_config = SimpleNamespace(
+            model_config=SimpleNamespace(**{name: changes.pop(name, value) for name, value in model.items()}),
+            parallel_config=SimpleNamespace(rank=rank),
+            speculative_config=changes.pop("speculative_config", None),
+        )
+        assert not changes
+        group = SimpleNamespace(layer_names=names)
+        return layers_of(vllm_config, SimpleNamespace(kv_cache_groups=[group] * num_groups), group)
+
+    names = [f"model.layers.{number}.self_attn.attn" for number in range(6)]
+    assert of(names[:3], 0) == (0, 6)
+    assert of(names[3:]) == (3, 6)
+    assert of(names[3:], 0) == of(names[3:5]) == of([*names[4:], names[3]]) == of([*names[3:], "mtp.attn"]) == (0, 0)
+    for change in ({"is_hybrid": True}, {"has_noops": True}, {"num_groups": 2}, {"speculative_config": object()}):
+        assert of(names[3:], **change) == (0, 0), "wherever such layers are, all stages say so"
+    assert of(names[3:], config={"num_kv_shared_layers": 2}) == (0, 0)
+    assert of(names[3:], config={"num_kv_shared_layers": 0}) == (3, 6)
+
 
 FULL = EngineGroup(0, GroupKind.FULL_ATTENTION, 16, 0, ("a", "b"), False, False)
 WINDOW = EngineGroup(1, GroupKind.SLIDING_WINDOW, 16, 64, ("c",), False, False)

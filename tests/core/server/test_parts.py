@@ -9,11 +9,13 @@ from kvdepot.index.entries import PartPlace
 from kvdepot.keys import KeyRun
 from kvdepot.layout import MAXIMUM_HEADS, GroupKind, Part
 from kvdepot.pool.table import SEALED, IndexTable
+from kvdepot.server.replies import Refused
 from kvdepot.wire import messages as m
 from support.index import PAGE, Bench, Worker, prompt
 
 FULL, WINDOW = GroupKind.FULL_ATTENTION, GroupKind.SLIDING_WINDOW
 HEADS = (m.GroupShape(FULL, 1, heads=4),)
+STAGES = (m.GroupShape(FULL, 1, layers=4, heads=2),)
 TWO_GROUPS = (m.GroupShape(FULL, 1, heads=4), m.GroupShape(WINDOW, 1, window_tokens=2, heads=4))
 
 
@@ -26,7 +28,7 @@ def parts(plan: m.RetrievePlan | m.StorePlan) -> list[tuple[int, int, Part]]:
     found: list[tuple[int, int, Part]] = []
     for chunk, group, heads, _, layers, _, _, num_bytes in m.EXTENT.iter_unpack(plan.extents):
         part = Part.of(layers << 16 | heads)
-        assert num_bytes == PAGE * part.num_heads
+        assert num_bytes == PAGE * part.num_cells
         found.append((chunk, group, part))
     return found
 
@@ -66,6 +68,45 @@ def test_every_engine_finds_what_one_of_another_size_stored() -> None:
                 heads = range(mine.first_head // step * step, mine.first_head + mine.num_heads, step)
                 assert sorted(read_by(reader, run)) == [Part(0, 1, head, step) for head in heads]
         bench.drain()
+
+
+@pytest.mark.parametrize(("stages", "ranks"), [(1, 1), (2, 1), (4, 1), (2, 2)])
+def test_every_engine_finds_what_one_of_other_stages_stored(stages: int, ranks: int) -> None:
+    bench, run = Bench(STAGES), prompt(2)
+    for place in range(stages * ranks):
+        writer = bench.worker(place, ranks=ranks, stages=stages)
+        assert found_by(writer, run) == 0, "some layers are missing"
+        writer.store(run)
+    for other_stages, other_ranks in ((1, 1), (2, 1), (1, 2), (4, 2)):
+        for place in range(other_stages * other_ranks):
+            reader = bench.worker(place, ranks=other_ranks, stages=other_stages)
+            assert found_by(reader, run) == 2
+            assert reader.prepare(run).num_present == 2
+            stage, rank = divmod(place, other_ranks)
+            mine = {
+                (layer, head)
+                for layer in range(stage * 4 // other_stages, (stage + 1) * 4 // other_stages)
+                for head in range(rank * 2 // other_ranks, (rank + 1) * 2 // other_ranks)
+            }
+            given = [
+                {
+                    (layer, head)
+                    for layer in range(part.first_layer, part.first_layer + part.num_layers)
+                    for head in range(part.first_head, part.first_head + part.num_heads)
+                }
+                for part in read_by(reader, run)
+            ]
+            assert set.union(*given) >= mine
+            assert all(each & mine for each in given)
+    bench.drain()
+
+
+def test_stages_with_other_pages_for_the_same_layers_are_refused() -> None:
+    bench = Bench(STAGES)
+    bench.worker(1, stages=2)
+    bench.worker(0, stages=4, page=2 * PAGE)  # of other layers
+    with pytest.raises(Refused, match="with other pages under the same spec"):
+        bench.worker(0, page=2 * PAGE)
 
 
 def test_writers_of_different_sizes_that_race_store_a_head_twice_at_most() -> None:
