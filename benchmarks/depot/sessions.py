@@ -7,8 +7,12 @@ pause. At a long one, it demotes the session when the tool begins, and prefetche
 runs faster by `--speed`; storage does not.
 
 Prints for both ways the share of tokens that the pool had when the lookup came, and the times of the lookups, which
-wait for the tier. `--trace` replays a trace in the format of Mooncake instead: a prompt that continues another one is
-the next turn of its session, after the trace's own gap.
+wait for the tier. Of the slowest hundredth it prints how many were a session's first turn, or came after a short or a
+long pause. `--trace` replays a trace in the format of Mooncake instead: a prompt that continues another one is the next
+turn of its session, after the trace's own gap.
+
+With `--tenants N` each session belongs to one of N tenants with equal quotas. The largest use of a quota is printed,
+too: above 1 where a tenant borrows what others leave.
 """
 
 import argparse
@@ -20,13 +24,14 @@ import random
 import statistics
 import tempfile
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from kvdepot.client.operator import ask_depot
-from kvdepot.keys import Namespace, hash_prefix
+from kvdepot.keys import KeyRun, Namespace, hash_prefix, split_digests
 from kvdepot.lab.bench import describe_machine
 from kvdepot.lab.engine_model import EngineModel, Geometry
 from kvdepot.lab.processes import DepotProcess, wait_until
@@ -48,6 +53,8 @@ class Turn:
     session: str
     tokens: list[int]
     pause: float = math.inf  # seconds until the next one of its session; infinity for none
+    before: float = math.inf  # seconds since the last one of its session
+    tenant: str = "default"
 
 
 def agents(seed: int, num_sessions: int, num_open: int) -> list[Turn]:
@@ -76,7 +83,28 @@ def with_pauses(turns: list[Turn]) -> list[Turn]:
     for turn in sorted(turns, key=lambda turn: -turn.at):
         found.append(replace(turn, pause=following.get(turn.session, math.inf) - turn.at))
         following[turn.session] = turn.at
+    last: dict[str, float] = {}
+    for number, turn in enumerate(reversed(found)):
+        found[len(found) - 1 - number] = replace(turn, before=turn.at - last.get(turn.session, -math.inf))
+        last[turn.session] = turn.at
     return found[::-1]
+
+
+def with_tenants(turns: list[Turn], num_tenants: int) -> list[Turn]:
+    """Return turns whose sessions belong to tenants, one after the other."""
+    tenants: dict[str, str] = {}
+    for turn in turns:
+        tenants.setdefault(turn.session, f"tenant {len(tenants) % num_tenants}")
+    return [replace(turn, tenant=tenants[turn.session]) for turn in turns]
+
+
+def quotas_of(num_tenants: int, pool_bytes: int) -> dict[str, int]:
+    """Return equal quotas that fill the pool; a single tenant has none."""
+    return {f"tenant {number}": pool_bytes // num_tenants for number in range(num_tenants) if num_tenants > 1}
+
+
+def key_of(turn: Turn) -> KeyRun:
+    return hash_prefix(Namespace("bench", tenant=turn.tenant), CHUNK_TOKENS, turn.tokens)
 
 
 def conversations(path: Path, num_requests: int) -> list[Turn]:
@@ -103,14 +131,18 @@ def steps(turns: list[Turn], speed: float) -> list[tuple[float, int, Turn]]:
     return sorted(found, key=lambda step: step[:2])
 
 
-def replay(turns: list[Turn], speed: float, *, with_sessions: bool) -> dict[str, Any]:
+def replay(turns: list[Turn], speed: float, num_tenants: int, *, with_sessions: bool) -> dict[str, Any]:
     """Replay once with an empty pool and an empty tier."""
-    chunks = {digest for turn in turns for digest in digests_of(turn)}
+    chunks = {digest for turn in turns for digest in split_digests(key_of(turn).digests)}
     num_bytes = len(chunks) * CHUNK_TOKENS * GEOMETRY.bytes_per_token
+    pool_bytes = int(POOL_SHARE * num_bytes)
+    quotas = [f"{name}={num}" for name, num in quotas_of(num_tenants, pool_bytes - (pool_bytes >> 6)).items()]
     with (
         tempfile.TemporaryDirectory() as folder,
         DepotProcess(
-            *("--tier", f"disk://{folder}?capacity={2 * num_bytes}"), pool_size=str(int(POOL_SHARE * num_bytes))
+            *("--tier", f"disk://{folder}?capacity={2 * num_bytes}"),
+            *(option for quota in quotas for option in ("--quota", quota)),
+            pool_size=str(pool_bytes),
         ) as depot,
         ThreadPoolExecutor(8) as operators,
     ):
@@ -123,15 +155,11 @@ def replay(turns: list[Turn], speed: float, *, with_sessions: bool) -> dict[str,
             engine.close()
 
 
-def digests_of(turn: Turn) -> list[bytes]:
-    key = hash_prefix(Namespace("bench"), CHUNK_TOKENS, turn.tokens)
-    return [key.digests[start : start + 32] for start in range(0, len(key.digests), 32)]
-
-
 def _replay(
     turns: list[Turn], speed: float, depot: DepotProcess, engine: EngineModel, operators: ThreadPoolExecutor | None
 ) -> dict[str, Any]:
-    seconds: list[float] = []
+    seconds: list[tuple[float, str]] = []  # of each lookup, and what came before it
+    largest = 0.0
     total = here = promoted = 0
     cut = 0
     began = time.perf_counter()
@@ -139,12 +167,15 @@ def _replay(
         time.sleep(max(0.0, began + at - time.perf_counter()))
         if not kind:
             if operators is not None:
-                operators.submit(ask_depot, o.PrefetchSession(turn.session, retain_seconds=5.0), depot.url, 30)
+                prefetch = o.PrefetchSession(turn.session, tenant=turn.tenant, retain_seconds=5.0)
+                operators.submit(ask_depot, prefetch, depot.url, 30)
             continue
-        key = hash_prefix(Namespace("bench"), CHUNK_TOKENS, turn.tokens)
+        key = key_of(turn)
         asked = time.perf_counter()
         lease = engine.scheduler.lookup(turn.session, key)
-        seconds.append(time.perf_counter() - asked)
+        before = turn.before / speed
+        kind = "first" if before == math.inf else "short pause" if before < SHORT_SECONDS else "long pause"
+        seconds.append((time.perf_counter() - asked, kind))
         total += key.num_chunks
         here += lease.num_chunks - lease.num_promoted
         promoted += lease.num_promoted
@@ -158,17 +189,30 @@ def _replay(
             engine.scheduler.hint(key, session=turn.session, session_ended=pause == math.inf, retain_seconds=kept)
         engine.scheduler.end_request(turn.session)
         if operators is not None and SHORT_SECONDS <= pause < math.inf:
-            operators.submit(ask_depot, o.DemoteSession(turn.session), depot.url, 30)
-    ordered = sorted(seconds)
+            operators.submit(ask_depot, o.DemoteSession(turn.session, tenant=turn.tenant), depot.url, 30)
+        if turn.tenant != "default" and len(seconds) % 50 == 0:
+            largest = max([largest, *(use["used_bytes"] / use["quota_bytes"] for use in quotas_in(depot))])
+    by_time = sorted(seconds)
+    ordered = [each for each, _ in by_time]
+    continued = [each for each, kind in by_time if kind != "first"]
+    slowest = Counter(kind for _, kind in by_time[int(len(by_time) * 0.99) :])
     return {
         "turns": len(seconds),
         "pool_hit_share": round(here / total, 3),
         "tier_hit_share": round(promoted / total, 3),
         "lookup_p50_ms": round(statistics.median(ordered) * 1e3, 2),
         "lookup_p99_ms": round(ordered[int(len(ordered) * 0.99)] * 1e3, 2),
+        "continued_p99_ms": round(continued[int(len(continued) * 0.99)] * 1e3, 2),  # without first turns
         "lookup_max_ms": round(ordered[-1] * 1e3, 2),
         "stores_cut": cut,
+        "slowest_hundredth": dict(slowest),
+        "turns_by_kind": dict(Counter(kind for _, kind in seconds)),
+        **({"largest_use_of_a_quota": round(largest, 3)} if largest else {}),
     }
+
+
+def quotas_in(depot: DepotProcess) -> list[dict[str, int]]:
+    return [use for use in depot.status().tenants.values() if "quota_bytes" in use]
 
 
 def main() -> None:
@@ -179,6 +223,7 @@ def main() -> None:
     parser.add_argument("--speed", type=float, default=20.0)
     parser.add_argument("--trace", type=Path, help="a trace in the format of Mooncake")
     parser.add_argument("--requests", type=int, default=600, help="of the trace")
+    parser.add_argument("--tenants", type=int, default=1)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     made = (
@@ -187,12 +232,12 @@ def main() -> None:
         else agents(options.seed, options.sessions, options.open)
     )
     turns = with_pauses(made)
+    if options.tenants > 1:
+        turns = with_tenants(turns, options.tenants)
     print(describe_machine())
     for with_sessions in (False, True):
-        print(
-            json.dumps({"sessions": with_sessions} | replay(turns, options.speed, with_sessions=with_sessions)),
-            flush=True,
-        )
+        found = replay(turns, options.speed, options.tenants, with_sessions=with_sessions)
+        print(json.dumps({"sessions": with_sessions} | found), flush=True)
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ def update(engine: Engine, version: int) -> None:
 
 @pytest.mark.promise(80)
 def test_after_each_of_twenty_updates_replicas_share_and_one_that_is_behind_does_not(
-    replicas: tuple[Engine, Engine],
+    replicas: tuple[Engine, Engine], depot: DepotProcess
 ) -> None:
     first, second = replicas
     seen: set[str] = set()
@@ -62,6 +62,12 @@ def test_after_each_of_twenty_updates_replicas_share_and_one_that_is_behind_does
         assert answers(second, PROMPTS) == (expected, [384, 384])
         seen.add(str(expected))
     assert len(seen) == 20, "the updates change nothing: the test shows nothing"
+    generations = depot.status().generations
+    (present,) = [each for each in generations if each.num_schedulers]
+    others = [each for each in generations if each.lineage == present.lineage and each is not present]
+    assert (present.num_schedulers, present.is_outdated) == (2, False)
+    assert len(others) >= 19, "those whose chunks are still in the pool"
+    assert all(each.is_outdated for each in others)
 
 
 @pytest.mark.promise(80)

@@ -12,11 +12,11 @@ UPDATED = {0: "c", 1: "d"}
 
 
 class Engine:
-    """An engine of two workers."""
+    """An engine of two workers, or of as many as one says."""
 
-    def __init__(self, weights: Mapping[int, str] = LOADED) -> None:
+    def __init__(self, weights: Mapping[int, str] = LOADED, num_workers: int = 2) -> None:
         self.now = 0.0
-        self.generation = Generation(Namespace("m"), 2, weights, lambda: self.now)
+        self.generation = Generation(Namespace("m"), num_workers, weights, lambda: self.now)
 
     def name(self, weights: Mapping[int, str] | None, *, has_slept: bool = False, version: str = "") -> bytes:
         """Reset the caches, have the workers tell their weights, and return what begins every key."""
@@ -32,6 +32,18 @@ class Engine:
     @property
     def key(self) -> bytes:
         return self.generation.namespace.digest(16)
+
+
+@pytest.mark.promise(80)
+def test_replicas_of_other_sizes_share_what_they_loaded_and_after_an_update_with_their_own_size_only() -> None:
+    """Ranks hold other shards, so their digests say nothing about each other, whatever version people give."""
+    engines = [Engine(), Engine()], [Engine({0: "ab"}, 1), Engine({0: "ab"}, 1)]
+    assert len({engine.key for size in engines for engine in size}) == 1
+    for version in ("", "7"):
+        two_ranks = {engine.name(UPDATED, version=version) for engine in engines[0]}
+        one_rank = {engine.name({0: "cd"}, version=version) for engine in engines[1]}
+        assert len(two_ranks) == len(one_rank) == 1
+        assert not two_ranks & one_rank
 
 
 @pytest.mark.promise(80)

@@ -429,18 +429,25 @@ class Entries:
         require(self.num_sealed == sum(r.state == SEALED for r in records.values()), "sealed entries are miscounted")
         self._extents.check_integrity(self._table.extent(number) for number in {*records, *self.lingering})
         quotas = self._quotas
-        used, writing, of_tenants = [0] * quotas.num_shares, [0] * quotas.num_shares, Counter[int]()
+        used, writing, of_labels = [0] * quotas.num_shares, [0] * quotas.num_shares, Counter[int]()
         for number, record in records.items():
             node, size = self._node_of[number], extent_size(record.num_bytes)
             is_linked = node != NO_NODE
             used[self._nodes.tree.share[node] if is_linked else self._writing_share[number] - 1] += size
-            of_tenants[quotas.tenant_of(self._nodes.label[node] if is_linked else self.abandoned[number])] += size
+            of_labels[self._nodes.label[node] if is_linked else self.abandoned[number]] += size
             if record.state != SEALED:
                 writing[self._writing_share[number] - 1] += size
         require(used == quotas.used_bytes, f"the shares use {used} bytes, {quotas.used_bytes} are counted")
+        of_tenants = Counter[int]()
+        for label, size in of_labels.items():
+            of_tenants[quotas.tenant_of(label)] += size
         require(
             [of_tenants[tenant] for tenant in range(len(quotas.tenant_bytes))] == quotas.tenant_bytes,
             "the bytes of tenants are miscounted",
+        )
+        require(
+            [of_labels[label] for label in range(len(quotas.label_bytes))] == quotas.label_bytes,
+            "the bytes of labels are miscounted",
         )
         require(writing == quotas.writing_bytes, "unfinished bytes are miscounted")
         linked = 0

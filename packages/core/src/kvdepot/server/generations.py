@@ -64,6 +64,7 @@ class Generations:
         self._kept_until: dict[str, float] = {}  # by weights that nobody uses since
         self._labels: dict[str, dict[str, list[int]]] = {}  # by lineage, then by weights
         self._num_labels = 0  # of the depot's that are in there
+        self._open: dict[str, set[str]] = {}  # weights to review, by lineage: all but those that are outdated for good
         self._pending: dict[int, bool] = {}  # labels whose chunks are still to be ranked, and whether they are outdated
 
     def begin(self, instance: str, weights: str) -> None:
@@ -72,6 +73,8 @@ class Generations:
             self.by_instance[instance] = weights
             self._num_engines[weights] += 1
             self._last[lineage_of(weights)] = weights
+            if weights in self._known(lineage_of(weights)):
+                self._open[lineage_of(weights)].add(weights)
             self._review(lineage_of(weights))
 
     def change(self, instance: str, before: str, weights: str) -> None:
@@ -135,6 +138,7 @@ class Generations:
             weights = names[number].weights
             if weights:
                 self._labels.setdefault(lineage_of(weights), {}).setdefault(weights, []).append(number)
+                self._open.setdefault(lineage_of(weights), set()).add(weights)
         self._num_labels = len(names)
 
     def _known(self, lineage: str) -> dict[str, list[int]]:
@@ -144,11 +148,15 @@ class Generations:
     def _review(self, lineage: str) -> None:
         """Find out which generations of a lineage are outdated now, and have changed ones ranked."""
         state, outdated, now = self._state, self._state.index.shares.outdated, self._state.clock()
-        for weights, labels in self._known(lineage).items():
+        known = self._known(lineage)
+        for weights in list(self._open.get(lineage, ())):
+            labels = known[weights]
             is_used = bool(self._num_engines[weights]) or weights == self._last.get(lineage)
             is_outdated = not is_used and self._kept_until.get(weights, 0.0) <= now
-            if not is_outdated and is_used:
+            if is_used or is_outdated:
                 self._kept_until.pop(weights, None)
+            if is_outdated:
+                self._open[lineage].discard(weights)
             changed = [label for label in labels if (label in outdated) != is_outdated]
             if not changed:
                 continue
