@@ -13,7 +13,7 @@ from kvdepot.server.generations import GRACE_SECONDS
 from kvdepot.server.restoring import Restoring
 from kvdepot.wire import messages as m
 from kvdepot.wire.operations import GenerationStatus
-from support.index import Bench, Worker
+from support.index import PAGE, Bench, Worker
 
 
 def namespace(generation: str, tenant: str = "default", settings: str = "") -> Namespace:
@@ -74,6 +74,7 @@ def pass_time(bench: Bench, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
+@pytest.mark.promise(81)
 def test_an_outdated_generation_leaves_before_any_chunk_of_the_present_one(policy: str) -> None:
     bench = Bench(pages=16, policy=policy)
     first, second = Engine.at(bench, "1", "a"), Engine.at(bench, "1", "b")
@@ -95,6 +96,7 @@ def test_an_outdated_generation_leaves_before_any_chunk_of_the_present_one(polic
     bench.drain()
 
 
+@pytest.mark.promise(81)
 def test_two_engines_a_version_apart_share_nothing_and_both_keep_theirs() -> None:
     bench = Bench(pages=16, policy="lru")
     behind, ahead = Engine.at(bench, "1", "behind"), Engine.at(bench, "1", "ahead")
@@ -129,6 +131,16 @@ def test_an_engine_that_comes_back_in_time_finds_its_generation_as_it_was() -> N
     for name in range(300, 304):
         ahead.worker.store(prompt("2", name, 1))
     assert found(bench, prompt("1")) == 0
+
+
+def test_an_engine_whose_new_session_is_there_before_its_old_one_ends_keeps_its_weights() -> None:
+    bench = Bench(pages=16)
+    before, after = Engine.at(bench, "1"), Engine.at(bench, "1")
+    before.leave()
+    after.worker.store(prompt("1"))
+    assert generations(bench.depot)["1"].used_bytes == 4 * PAGE
+    after.leave()
+    assert bench.depot.contexts.generations.weights_of("engine") == ""
 
 
 def test_weights_that_an_engine_goes_back_to_are_the_present_ones_again() -> None:
@@ -205,8 +217,8 @@ def test_status_shows_the_version_of_each_engine_and_the_bytes_of_each_generatio
     engine.worker.store(prompt("8 def", num_chunks=2))
     shown = generations(bench.depot)
     seven, eight = shown["7 abc"], shown["8 def"]
-    assert (seven.used_bytes, seven.num_schedulers, seven.is_outdated) == (4 * 4096, 0, True)
-    assert (eight.used_bytes, eight.num_schedulers, eight.is_outdated) == (2 * 4096, 1, False)
+    assert (seven.used_bytes, seven.num_schedulers, seven.is_outdated) == (4 * PAGE, 0, True)
+    assert (eight.used_bytes, eight.num_schedulers, eight.is_outdated) == (2 * PAGE, 1, False)
     assert seven.models == eight.models == ["model"]
     assert seven.lineage == eight.lineage
     contexts = bench.depot.status.fields()["contexts"]

@@ -267,7 +267,7 @@ class ContextTable:
             Refused: there are too many.
             OSError: a new name cannot be saved.
         """
-        return self._state.labels.number_of(tenant, model, self.generations.by_instance.get(instance, ""))
+        return self._state.labels.number_of(tenant, model, self.generations.weights_of(instance))
 
     def begin_hand_over(self, instance: str, request_id: str) -> None:
         """Note that another engine waits for the chunks of a request, unless very many requests are noted."""
@@ -297,9 +297,9 @@ class ContextTable:
 
         Their entries have names of their own in tiers.
         """
-        weights = self.generations.by_instance
+        weights_of = self.generations.weights_of
         workers = self._workers.get(space.number, ())
-        return list(dict.fromkeys((worker.model, weights.get(worker.instance, "")) for worker in workers))
+        return list(dict.fromkeys((worker.model, weights_of(worker.instance)) for worker in workers))
 
 
 def check_covered(context: Context, covered: tuple[int, ...], num_chunks: int, most_entries: int) -> None:

@@ -50,15 +50,13 @@ class Usage:
 
 
 class Generations:
-    """The generations that engines use or the pool has. Engines that name no weights have none.
-
-    Attributes:
-        by_instance: the weights of each engine whose scheduler is attached.
-    """
+    """The generations that engines use or the pool has. Engines that name no weights have none."""
 
     def __init__(self, state: DepotState) -> None:
-        self.by_instance: dict[str, str] = {}
         self._state = state
+        # By instance, the weights that its schedulers named, the last one last: a new session may be there before the
+        # end of the old one is noticed.
+        self._of_instance: dict[str, list[str]] = {}
         self._num_engines: Counter[str] = Counter()  # by weights
         self._last: dict[str, str] = {}  # the weights that began last, by lineage
         self._kept_until: dict[str, float] = {}  # by weights that nobody uses since
@@ -67,10 +65,15 @@ class Generations:
         self._open: dict[str, set[str]] = {}  # weights to review, by lineage: all but those that are outdated for good
         self._pending: dict[int, bool] = {}  # labels whose chunks are still to be ranked, and whether they are outdated
 
+    def weights_of(self, instance: str) -> str:
+        """Return the weights of an engine, "" if it named none or its scheduler is not attached."""
+        named = self._of_instance.get(instance)
+        return named[-1] if named else ""
+
     def begin(self, instance: str, weights: str) -> None:
         """Note that an engine's scheduler is there, and computes with these weights."""
         if weights:
-            self.by_instance[instance] = weights
+            self._of_instance.setdefault(instance, []).append(weights)
             self._num_engines[weights] += 1
             self._last[lineage_of(weights)] = weights
             if weights in self._known(lineage_of(weights)):
@@ -89,7 +92,10 @@ class Generations:
     def _leave(self, instance: str, weights: str, grace_seconds: float) -> None:
         if not weights:
             return
-        self.by_instance.pop(instance, None)
+        named = self._of_instance[instance]
+        named.remove(weights)
+        if not named:
+            del self._of_instance[instance]
         self._num_engines[weights] -= 1
         if self._num_engines[weights]:
             return

@@ -22,7 +22,7 @@ class LabelTable:
         self.names: list[Label] = []  # by number
         self.save: Callable[[], None] = lambda: None  # called with new names in place; if it raises, it is called again
         self._index = index
-        self._numbers: dict[Label, int] = {}
+        self._numbers: dict[tuple[str, str, str], int] = {}
         self._num_saved_spaces = self._num_saved_labels = 0
 
     def restore(self, names: list[Label]) -> None:
@@ -38,8 +38,7 @@ class LabelTable:
             Refused: there are too many.
             OSError: a new name cannot be saved.
         """
-        name = Label(tenant, model, weights)
-        number = self._numbers.get(name)
+        number = self._numbers.get((tenant, model, weights))
         if number is None:
             if weights and len(self.names) >= _MOST_WITH_WEIGHTS:
                 return self.number_of(tenant, model)
@@ -47,7 +46,7 @@ class LabelTable:
                 raise Refused(
                     ErrorCode.MALFORMED, f"more than {MAXIMUM_LABELS} tenants and models: {tenant!r} is one too many"
                 )
-            number = self._add(name)
+            number = self._add(Label(tenant, model, weights))
         if number >= self._num_saved_labels:
             self._save()
         return number
