@@ -1066,6 +1066,25 @@ def test_with_evict_what_leaves_goes_down_and_the_pool_keeps_a_reserve(make: Mak
     assert [bench.lookup(prompt(5, name=name)) for name in range(12)] == [5] * 12
 
 
+def test_with_evict_chunks_of_outdated_weights_leave_without_a_write(make: Maker) -> None:
+    bench = make(pages=40, demotion=Demotion.EVICT)
+    request = m.RegisterScheduler(m.PROTOCOL_VERSION, "engine", "model", bench.spec, weights="lineage 1")
+    scheduler = bench.ask(request).context
+    for name in range(7):
+        bench.store(prompt(5, name=name))
+    bench.ask(m.ChangeWeights(scheduler, "lineage 2"))
+    bench.depot.background.work()
+    for name in range(7, 14):
+        bench.store(prompt(5, name=name))
+        bench.settle()
+    assert bench.tiers[0].usage().num_entries == 0
+    assert [bench.lookup(prompt(5, name=name)) for name in range(7, 14)] == [5] * 7
+    for name in range(14, 17):
+        bench.store(prompt(5, name=name))
+        bench.settle()
+    assert bench.tiers[0].usage().num_entries > 0, "those of the present weights are written"
+
+
 def test_with_evict_the_end_of_a_lease_wakes_the_depot_that_found_nothing_to_evict(make: Maker) -> None:
     bench = make(pages=40, demotion=Demotion.EVICT)
     leased = [bench.store(prompt(8, name=name)) or bench.begin_lookup(prompt(8, name=name)) for name in range(5)]

@@ -89,7 +89,9 @@ class Demotions:
         index = self._index
         if not records:
             return
-        if not is_first and (self._rule is not Demotion.STORE or not self._is_long(index.entries.node_of(records[-1]))):
+        if not is_first and (
+            self._rule is not Demotion.STORE or not self._is_wanted(index.entries.node_of(records[-1]))
+        ):
             return
         first, last = index.entries.node_of(records[0]), index.entries.node_of(records[-1])
         before = index.nodes.parent_of(first)
@@ -107,7 +109,7 @@ class Demotions:
 
     def used(self, node: int) -> None:
         """Ask the tiers for the prefix that ends with this chunk and was found, and write what they lack."""
-        if self._is_long(node):
+        if self._is_wanted(node):
             for tier in self._tiers:
                 self.refresher.begin(tier, node, Reason.USED)
 
@@ -186,8 +188,11 @@ class Demotions:
             for tier in self._tiers
         )
 
-    def _is_long(self, node: int) -> bool:
+    def _is_wanted(self, node: int) -> bool:
+        """Whether tiers are to have a prefix that ends here: it is long enough, and its weights are not outdated."""
         index = self._index
+        if index.nodes.label_of(node) in index.shares.outdated:
+            return False
         return (index.nodes.depth_of(node) + 1) * index.nodes.space_of(node).spec.chunk_tokens >= self._least_tokens
 
     def _is_written(self, record: int, tiers: Sequence[TierState]) -> bool:
@@ -287,7 +292,7 @@ class Demotions:
                 records += index.entries.sealed(node)
             records = [record for record in records if not self._is_written(record, self._tiers)]
             if (
-                not self._is_long(nodes[0])
+                not self._is_wanted(nodes[0])
                 or not records
                 or not self._write(records, self._tiers, leaves=Leaves.ANYWAY)
             ):
