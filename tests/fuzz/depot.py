@@ -262,7 +262,11 @@ class Life:
     def register_scheduler(self) -> None:
         choice = self.source.below(4)
         spec = SPECS[max(self.spec, choice)] if self.spec > 3 else SPECS[choice]
-        self.ask(m.RegisterScheduler(m.PROTOCOL_VERSION, "engine", "model", spec), self.who())
+        who, weights = self.who(), f"lineage {choice}"
+        if choice == 3:
+            self.ask(m.ChangeWeights(self.context(who), f"lineage {self.now % 5:.0f}"), who)
+        request = m.RegisterScheduler(m.PROTOCOL_VERSION, f"engine-{choice & 1}", "model", spec, weights=weights)
+        self.ask(request, who)
 
     def unregister(self) -> None:
         who = self.who()
@@ -489,6 +493,8 @@ class Life:
         depot.flights.check_integrity()
         depot.leases.check_integrity()
         depot.agents.prefixes.check_integrity()
+        schedulers = [each for each in depot.contexts.by_number.values() if each.registration is None]
+        depot.contexts.generations.check_integrity((each.instance, each.weights) for each in schedulers)
         for until, deferred in self.waiting:
             assert deferred.reply is not None or self.now < until, "a lookup waits for too long"
         late = [n for t in depot.stores.late_tickets.values() for n in t.records]
@@ -507,6 +513,8 @@ class Life:
             assert lease.context in depot.contexts.by_number
             assert lease.expiry_seconds > self.now - LEASE_SECONDS
             holds.update(lease.nodes)
+        for pin in depot.agents.pins:
+            holds.update(pin.nodes)
         tree = index.nodes.tree
         assert all(tree.holds[node] == holds[node] for node in range(len(tree.keys)))
         assert all(ticket.context in depot.contexts.by_number for ticket in depot.stores.tickets.values())

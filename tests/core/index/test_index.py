@@ -74,6 +74,19 @@ def test_a_digest_is_found_at_its_own_depth_only() -> None:
     assert worker.lookup(prompt(2)).num_chunks == 2
 
 
+@pytest.mark.promise(60)
+@pytest.mark.parametrize("groups", [PLAIN, ONLY_WINDOW])
+def test_a_run_with_a_chunk_twice_ends_before_the_second_one(groups: tuple[m.GroupShape, ...]) -> None:
+    """Regression: the chunk got two nodes, and the first was lost. Only a forged chain has it twice."""
+    bench = Bench(groups)
+    worker, run = bench.worker(), prompt(2)
+    plan = worker.store(KeyRun(run.digests * 2, 0, run.parent))
+    assert plan.num_declined == 2
+    bench.index.check_integrity()
+    assert found(bench.index, run) == 2
+    bench.drain()
+
+
 @pytest.mark.promise(20)
 def test_bytes_of_another_layout_are_a_miss() -> None:
     bench = Bench()

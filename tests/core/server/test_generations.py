@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from kvdepot.errors import ErrorCode
 from kvdepot.index.eviction import ENDED, NORMAL
 from kvdepot.keys import GENERATION, KeyRun, Namespace, hash_prefix, split_digests
 from kvdepot.pool.names import Names
@@ -226,6 +227,14 @@ def test_status_shows_the_version_of_each_engine_and_the_bytes_of_each_generatio
     engine.leave()
     bench.drain()
     assert all(not each.used_bytes for each in generations(bench.depot).values())
+
+
+def test_a_worker_names_no_weights() -> None:
+    bench = Bench(pages=16)
+    engine = Engine.at(bench, "1")
+    request = m.ChangeWeights(engine.worker.context, namespace("2").weights)
+    assert engine.worker.refusal(request) is ErrorCode.UNKNOWN_CONTEXT
+    assert bench.depot.contexts.generations.weights_of("engine") == namespace("1").weights
 
 
 def test_generations_beyond_the_bound_have_no_label_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

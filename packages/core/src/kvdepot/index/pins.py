@@ -34,6 +34,9 @@ class PinTable:
     def __len__(self) -> int:
         return len(self._pins)
 
+    def __iter__(self) -> Iterator[Pin]:
+        return iter(self._pins.values())
+
     def bytes_of(self, share: int) -> int:
         """Return how many bytes the pins of a share keep."""
         return self._share_bytes.get(share, 0)

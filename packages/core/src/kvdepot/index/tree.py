@@ -117,9 +117,11 @@ class Nodes:
     def find_run(self, space: Space, keys: Sequence[bytes], depth: int) -> list[int]:
         """Return the nodes of consecutive chunks, `NO_NODE` for one without.
 
-        The list ends before a key that is at another depth, as only in a forged chain.
+        The list ends before a key that is at another depth or there twice, as only in a forged chain.
         """
         found: list[int] = []
+        if len(set(keys)) < len(keys):
+            keys = keys[: next(place for place, key in enumerate(keys) if key in keys[:place])]
         for place, key in enumerate(keys):
             node = space.nodes.get(key, NO_NODE)
             if node != NO_NODE and self.depth[node] != depth + place:

@@ -254,7 +254,15 @@ class ContextTable:
         return None if state.movers is None else state.movers.end(context.number)
 
     def change_weights(self, context: Context, request: m.ChangeWeights) -> m.Done:
-        """Note that the engine of a scheduler has other weights."""
+        """Note that the engine of a scheduler has other weights.
+
+        Raises:
+            Refused: the context is a worker's.
+        """
+        if context.registration is not None:
+            raise Refused(
+                ErrorCode.UNKNOWN_CONTEXT, f"context {context.number} is a worker: only a scheduler names weights"
+            )
         before, context.weights, context.status = context.weights, request.weights, None
         if before != context.weights:
             self.generations.change(context.instance, before, context.weights)

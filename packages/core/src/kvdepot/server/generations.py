@@ -12,12 +12,14 @@ have the names of weights, so the next server learns from them which generations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
 from kvdepot.counting import depot_counter
+from kvdepot.errors import require
+from kvdepot.index.eviction import ENDED
 from kvdepot.server.background import Task
 from kvdepot.server.state import DepotState
 
@@ -175,6 +177,23 @@ class Generations:
                     state.tiering.outdate(model, weights)
         if self._pending:
             state.background.generations.add(self._rank())
+
+    def check_integrity(self, schedulers: Iterable[tuple[str, str]]) -> None:
+        """Check the counts against instance and weights of all schedulers, and the chunks of outdated generations.
+
+        Raises:
+            IntegrityError: they do not agree.
+        """
+        named = [(instance, weights) for instance, weights in schedulers if weights]
+        require(self._num_engines == Counter(weights for _, weights in named), "engines by weights are miscounted")
+        known = [(instance, weights) for instance, each in self._of_instance.items() for weights in each]
+        require(sorted(known) == sorted(named), "the weights of engines are others than their schedulers named")
+        state, tree = self._state, self._state.index.nodes.tree
+        if state.background.num_waiting or state.is_restoring:
+            return
+        for node, key in enumerate(tree.keys):
+            is_outdated = state.index.nodes.label_of(node) in state.index.shares.outdated
+            require(key is None or not is_outdated or tree.priority[node] == ENDED, f"outdated node {node} has a rank")
 
     def _rank(self) -> Task:
         while self._pending:
