@@ -120,13 +120,13 @@ class Nodes:
         The list ends before a key that is at another depth or there twice, as only in a forged chain.
         """
         found: list[int] = []
-        if len(set(keys)) < len(keys):
-            keys = keys[: next(place for place, key in enumerate(keys) if key in keys[:place])]
         for place, key in enumerate(keys):
             node = space.nodes.get(key, NO_NODE)
             if node != NO_NODE and self.depth[node] != depth + place:
                 break
             found.append(node)
+        if NO_NODE in found and len(set(keys)) < len(keys):
+            del found[next(place for place, key in enumerate(keys) if key in keys[:place]) :]
         return found
 
     def key_of(self, node: int) -> bytes:
