@@ -157,6 +157,8 @@ class LayerGroup:
     def __post_init__(self) -> None:
         if self.block_tokens <= 0:
             raise LayoutError(f"blocks of {self.block_tokens} tokens: at least 1")
+        if self.block_tokens % self.rows:
+            raise LayoutError(f"blocks of {self.block_tokens} tokens in {self.rows} rows")
         if not self.pages:
             raise LayoutError("a layer group without layers")
         if len({page.num_blocks for page in self.pages}) != 1:
@@ -172,6 +174,11 @@ class LayerGroup:
             )
         if (self.kind is GroupKind.SLIDING_WINDOW) != (self.window_tokens > 0):
             raise LayoutError(f"a {self.kind} group with a window of {self.window_tokens} tokens")
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens of one row: a chunk has the same bytes in blocks of any number of such rows."""
+        return self.block_tokens // self.rows
 
     @property
     def num_blocks(self) -> int:

@@ -43,7 +43,7 @@ def layout_of(registration: RegisterKVCache, bases: list[int]) -> CacheLayout:
     groups = tuple(
         LayerGroup(
             shape.kind,
-            shape.block_tokens,
+            shape.row_tokens * detail.rows,
             tuple(
                 PageLayout(bases[place.allocation] + place.offset, detail.num_blocks, size, place.stride_bytes)
                 for place, size in zip(places, detail.page_sizes_bytes, strict=True)

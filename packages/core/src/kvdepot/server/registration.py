@@ -26,17 +26,14 @@ def check_version(version: int) -> None:
 
 
 def check_spec(spec: m.CacheSpec) -> None:
-    """Refuse a cache whose chunks are not whole blocks, or whose windows do not fit its groups.
+    """Refuse a cache whose chunks are not whole rows, or whose windows do not fit its groups.
 
     Raises:
         Refused: with the first group that is wrong.
     """
     for number, group in enumerate(spec.groups):
-        if group.kind is not GroupKind.RECURRENT and spec.chunk_tokens % group.block_tokens:
-            raise Refused(
-                ErrorCode.BAD_LAYOUT,
-                f"group {number}: chunks of {spec.chunk_tokens} tokens are not whole blocks of {group.block_tokens}",
-            )
+        if group.kind is not GroupKind.RECURRENT:
+            _check_blocks(number, spec.chunk_tokens, group.row_tokens)
         if group.layers * group.heads > MAXIMUM_CELLS:
             raise Refused(ErrorCode.BAD_LAYOUT, f"group {number}: {group.layers} layers of {group.heads} heads")
         if (group.kind is GroupKind.SLIDING_WINDOW) != (group.window_tokens > 0):
@@ -67,17 +64,31 @@ def _groups_of(request: m.RegisterKVCache) -> tuple[PartPlace, ...]:
         part, plane = Part.of(detail.part), Plane(shape.layers, shape.heads)
         if not part.is_in(plane):
             raise Refused(ErrorCode.BAD_LAYOUT, f"group {number}: {part} of {plane}")
-        blocks = 1 if shape.kind is GroupKind.RECURRENT else spec.chunk_tokens // shape.block_tokens
+        blocks = 1
+        if shape.kind is not GroupKind.RECURRENT:
+            blocks = _check_blocks(number, spec.chunk_tokens, shape.row_tokens * detail.rows)
         size = blocks * sum(detail.page_sizes_bytes)
         if size > MAXIMUM_ENTRY_BYTES:
             raise Refused(ErrorCode.BAD_LAYOUT, f"group {number}: a chunk has {size} bytes")
-        check = int.from_bytes(digest_of((blocks, detail.rows, _sizes_of_cell(number, part, detail)))[:4], "little")
+        cell = blocks * detail.rows, _sizes_of_cell(number, part, detail)  # no matter how many rows a block has
+        check = int.from_bytes(digest_of(cell)[:4], "little")
         groups.append(PartPlace(number, detail.part, size, check))
     return tuple(groups)
 
 
+def _check_blocks(number: int, chunk_tokens: int, block_tokens: int) -> int:
+    """Return the blocks of a chunk."""
+    num_blocks, rest = divmod(chunk_tokens, block_tokens)
+    if rest:
+        raise Refused(
+            ErrorCode.BAD_LAYOUT,
+            f"group {number}: chunks of {chunk_tokens} tokens are not whole blocks of {block_tokens}",
+        )
+    return num_blocks
+
+
 def _sizes_of_cell(number: int, part: Part, detail: m.GroupDetail) -> tuple[int, ...]:
-    """Return what each page has of one cell. Without it nobody knows where a cell lies in an entry of another part."""
+    """Return what a row of each page has of one cell: it tells where a cell lies in an entry of another part."""
     sizes = detail.page_sizes_bytes
     of_layer = sizes[: len(sizes) // part.num_layers]
     if of_layer * part.num_layers != sizes or any(size % (part.num_heads * detail.rows) for size in of_layer):
@@ -86,7 +97,7 @@ def _sizes_of_cell(number: int, part: Part, detail: m.GroupDetail) -> tuple[int,
             f"group {number}: {len(sizes)} pages of {sorted(set(sizes))[:9]} bytes are not {detail.rows} rows of each"
             f" cell of {part}",
         )
-    return tuple(size // part.num_heads for size in of_layer)
+    return tuple(size // (part.num_heads * detail.rows) for size in of_layer)
 
 
 def _check_offer(request: m.RegisterKVCache) -> None:

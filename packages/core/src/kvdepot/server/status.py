@@ -176,10 +176,7 @@ def _registered_status(context: Context) -> o.ContextStatus:
         groups=[],
     )
     if registration is None:
-        groups = [_group_status(shape, None) for shape in spec.groups]
-        return msgspec.structs.replace(
-            common, groups=groups, blend=context.blend, weights=generation_of(context.weights)
-        )
+        return msgspec.structs.replace(common, blend=context.blend, weights=generation_of(context.weights))
     groups = [_group_status(shape, detail) for shape, detail in zip(spec.groups, registration.details, strict=True)]
     return msgspec.structs.replace(
         common,
@@ -194,19 +191,18 @@ def _registered_status(context: Context) -> o.ContextStatus:
     )
 
 
-def _group_status(shape: m.GroupShape, detail: m.GroupDetail | None) -> o.GroupStatus:
-    common = o.GroupStatus(kind=shape.kind, block_tokens=shape.block_tokens, window_tokens=shape.window_tokens)
-    if detail is None:
-        return common
-    block_size_bytes = sum(detail.page_sizes_bytes)
+def _group_status(shape: m.GroupShape, detail: m.GroupDetail) -> o.GroupStatus:
+    block_tokens, block_size_bytes = shape.row_tokens * detail.rows, sum(detail.page_sizes_bytes)
     recurrent = shape.kind is GroupKind.RECURRENT
-    return msgspec.structs.replace(
-        common,
+    return o.GroupStatus(
+        kind=shape.kind,
+        block_tokens=block_tokens,
+        window_tokens=shape.window_tokens,
         num_parts=shape.layers * shape.heads // Part.of(detail.part).num_cells,
         part=_describe_part(shape, Part.of(detail.part)),
         num_layers=detail.num_layers or len(detail.page_sizes_bytes),
         num_blocks=detail.num_blocks,
-        physical_block_tokens=detail.physical_block_tokens or shape.block_tokens,
+        physical_block_tokens=detail.physical_block_tokens or block_tokens,
         compress_ratio=detail.compress_ratio,
         hidden_dims=detail.hidden_dims,
         dtype=detail.dtype,
@@ -214,7 +210,7 @@ def _group_status(shape: m.GroupShape, detail: m.GroupDetail | None) -> o.GroupS
         shape=detail.shape,
         attention_backend=detail.attention_backend,
         block_size_bytes=block_size_bytes,
-        bytes_per_token=0.0 if recurrent else block_size_bytes / shape.block_tokens,
+        bytes_per_token=0.0 if recurrent else block_size_bytes / block_tokens,
     )
 
 

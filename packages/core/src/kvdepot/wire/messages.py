@@ -78,7 +78,7 @@ class GroupShape(Struct, array_like=True, frozen=True):
     """The properties of a layer group that all ranks and the scheduler share."""
 
     kind: GroupKind
-    block_tokens: Annotated[int, Meta(ge=1, le=1 << 20)]
+    row_tokens: Annotated[int, Meta(ge=1, le=1 << 20)]  # of a row of a page; its rows are its worker's own
     window_tokens: Count = 0
     layers: Annotated[int, Meta(ge=1, le=MAXIMUM_CELLS)] = 1  # of the plane (`kvdepot.layout.Plane`)
     heads: Annotated[int, Meta(ge=1, le=MAXIMUM_HEADS)] = 1
@@ -95,7 +95,7 @@ class CacheSpec(Struct, array_like=True, frozen=True):
 
 def spec_of(layout: CacheLayout) -> CacheSpec:
     """Return the shared part of a worker's layout."""
-    groups = tuple(GroupShape(g.kind, g.block_tokens, g.window_tokens, *g.plane) for g in layout.groups)
+    groups = tuple(GroupShape(g.kind, g.row_tokens, g.window_tokens, *g.plane) for g in layout.groups)
     return CacheSpec(layout.chunk_tokens, groups, layout.dtype, layout.format)
 
 

@@ -195,11 +195,14 @@ class Cache:
                 key = digest_at(run.digests, chunk)
                 num_pages = len(plan.page_sizes_bytes)
                 before = plan.part.first_layer * num_pages // plan.part.num_layers
-                seeds = self._pattern.seeds(key, before + num_pages, step, tag=group)[before:]
+                # A row is the same in blocks of any size.
+                seeds = self._pattern.seeds(key, before + num_pages, step * plan.rows, tag=group)[before:]
                 for page, size in enumerate(plan.page_sizes_bytes):
                     for place in range(step):
-                        words: npt.NDArray[Any] = np.empty((1, plan.whole_size_bytes(size) // 8), np.uint64)
-                        self._pattern.write(words, seeds[page, place : place + 1])
+                        words: npt.NDArray[Any] = np.empty(
+                            (plan.rows, plan.whole_size_bytes(size) // plan.rows // 8), np.uint64
+                        )
+                        self._pattern.write(words, seeds[page, place * plan.rows : (place + 1) * plan.rows])
                         whole = words.view(np.uint8).reshape(plan.rows, plan.plane.heads, -1)
                         mine = whole[:, plan.part.first_head : plan.part.first_head + plan.part.num_heads]
                         yield group, page, block_ids[group][(chunk - first) * step + place], mine.tobytes()

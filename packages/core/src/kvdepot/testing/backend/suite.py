@@ -46,18 +46,18 @@ def _flip_a_byte(depot: DepotProcess, offset: int) -> None:
 
 
 def _plans_of_engine(
-    size: int, stages: tuple[int, ...], heads: int, rows: int, head_bytes: tuple[int, ...]
+    size: int, stages: tuple[int, ...], heads: int, rows: int, head_bytes: tuple[int, ...], block_tokens: int = 16
 ) -> Iterator[WorkerPlan]:
     """Yield the plans of the ranks of an engine, stage by stage; the ranks beyond the heads hold replicas."""
     world_size = size * (len(stages) - 1)
     for number, (start, stop) in enumerate(itertools.pairwise(stages)):
         for rank in range(size):
             first, mine = rank * heads // size, max(1, heads // size)
-            pages = tuple(16 * mine * each for each in head_bytes) * (stop - start)  # of blocks of 16 tokens
+            pages = tuple(block_tokens * mine * each for each in head_bytes) * (stop - start)
             part, plane = Part(start, stop - start, first, mine), Plane(_LAYERS, heads)
-            group = GroupPlan(page_sizes_bytes=pages, part=part, plane=plane, rows=rows)
+            group = GroupPlan(block_tokens=block_tokens, page_sizes_bytes=pages, part=part, plane=plane, rows=rows)
             window = replace(group, kind=GroupKind.SLIDING_WINDOW, window_tokens=64)
-            instance, place = f"tp {size} stages {stages}", number * size + rank
+            instance, place = f"tp {size} stages {stages} blocks {block_tokens}", number * size + rank
             yield WorkerPlan((group, window), num_blocks=12, instance=instance, rank=place, world_size=world_size)
 
 
@@ -263,6 +263,24 @@ class BackendSuite:
                 assert reader.context.submit_retrieve("request", run, left_out, skip_tokens=16).result(WAIT_SECONDS)
                 assert reader.holds(run.slice(1), [wanted[0][4:], []])
                 assert reader.untouched([wanted[0][1:], wanted[1][1:]])
+
+    @pytest.mark.parametrize("tokens_a_row", [1, 16], ids=["tokens outermost", "rows of 16 tokens"])
+    @pytest.mark.promise(33)
+    def test_every_block_size_reads_every_other(self, tokens_a_row: int, cache: MakeCache, depot: DepotProcess) -> None:
+        """Blocks of whole rows hold the same bytes, so that engines share a chunk, of one rank and of two."""
+        engines = [
+            [cache(plan) for plan in _plans_of_engine(size, (0, 3), 4, tokens // tokens_a_row, (8, 16), tokens)]
+            for size, tokens in itertools.product((1, 2), (16, 32, 64))
+        ]
+        for salt, writers in enumerate(engines):
+            run = prompt(2, salt=salt)
+            num_entries = depot.status().num_entries
+            assert all(writer.store(run) for writer in writers)
+            assert depot.status().num_entries - num_entries == 2 * 2 * len(writers)
+            for reader in (reader for readers in engines for reader in readers):
+                assert reader.retrieve(run) == 2
+                assert reader.context.submit_store("again", run, reader.blocks(run)).result(WAIT_SECONDS)
+            assert depot.status().num_entries - num_entries == 2 * 2 * len(writers), "it is there"
 
     @pytest.mark.promise(29)
     def test_random_traffic_is_right_bytes_or_a_miss(self, cache: MakeCache) -> None:
