@@ -19,6 +19,7 @@ from kvdepot_vllm import connector as module, setup
 from kvdepot_vllm.jobs import LoadJob, StepPlan, StoreJob
 from kvdepot_vllm.groups import EngineCache, EngineGroup
 
+SPEC = Space(groups=())
 names = ("a", "b")
 group = EngineGroup(0, GroupKind.FULL_ATTENTION, 16, 0, names, False, False)
 layer = lambda isa: Space(get_attn_backend=lambda: type("CPUAttentionBackend", (), {}), isa=isa)
@@ -29,7 +30,7 @@ def backend(create):
 good = {
     "engine_cache": lambda *_: EngineCache((group,), 1, 16, 1, "bfloat16"),
     "worker_groups": lambda *_, **__: [Space(plane=(1, 1))],
-    "get_backend": backend(lambda cache, **k: Space(format=cache.format, close=lambda: None)),
+    "get_backend": backend(lambda cache, **k: Space(format=cache.format, spec=SPEC, close=lambda: None)),
     "engine_namespace": lambda *_, **__: Namespace("m"),
     "named_format": setup.named_format,
 }
@@ -99,7 +100,8 @@ for error in errors:
     scheduler = make(Role.SCHEDULER)
     scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): worker().get_handshake_metadata()})
     print("namespace", scheduler._scheduler is None)
-    use(get_backend=backend(lambda *a, **k: Space(submit_retrieve=raising(error), submit_store=raising(error))))
+    context = Space(spec=SPEC, submit_retrieve=raising(error), submit_store=raising(error))
+    use(get_backend=backend(lambda *a, **k: context))
     made = worker()
     print("submit", made.get_handshake_metadata().format != "", made._worker._context is not None)
     plan = StepPlan((LoadJob("r", key, ([1],), 0),), (StoreJob(7, "s", key, ([2],)),))
@@ -218,7 +220,8 @@ calls = []
 def create_context(*_, **options):
     name = len([call for call in calls if call.startswith("create")])
     calls.append(f"create{name}{options.get('register_when_asked')}")
-    return Space(close=lambda: calls.append(f"close{name}"), start_registering=lambda: calls.append(f"serve{name}"))
+    serve = lambda: calls.append(f"serve{name}")
+    return Space(spec=SPEC, close=lambda: calls.append(f"close{name}"), start_registering=serve)
 for device in ("cpu", "cuda"):
     platforms._current_platform = Space(device_type=device, device_name=device, is_rocm=lambda: False)
     calls.clear()
@@ -255,7 +258,7 @@ calls = []
 logging.getLogger("kvdepot_vllm.device").warning = lambda text: calls.append(text)
 def create_context(*_, **__):
     calls.append("create")
-    return Space(close=lambda: None)
+    return Space(spec=SPEC, close=lambda: None)
 CASES = (("cpu", True, True), ("cpu", True, False), ("cpu", False, True), ("cuda", True, True))
 for device, has_tiles, granted in CASES:
     platforms._current_platform = Space(device_type=device, device_name=device, is_rocm=lambda: False)

@@ -41,11 +41,22 @@ def interleaved(k: Any, v: Any) -> Any:
     return torch.stack([k.permute(0, 2, 1), v.permute(0, 2, 1)])
 
 
+def rows_of_pairs(k: Any, v: Any) -> Any:
+    return torch.cat([each.view(-1, 2, *each.shape[1:]).transpose(1, 2).flatten(2) for each in (k, v)], -1)
+
+
+def odd_tokens_backwards(k: Any, v: Any) -> Any:
+    k = k.clone()
+    k[1::2] = k[1::2].flip(-1)
+    return tokens_outermost(k, v)
+
+
 class Kernel:
     """Writes each token of a block where `pack` puts it."""
 
-    def __init__(self, pack: Pack) -> None:
+    def __init__(self, pack: Pack, tokens: int = TOKENS) -> None:
         self.pack = pack
+        self.tokens = tokens
 
     def pack_of(self, block: int) -> Pack:
         return self.pack
@@ -54,10 +65,10 @@ class Kernel:
         return values
 
     def do_kv_cache_update(self, _module: Any, k: Any, v: Any, cache: Any, slots: Any) -> None:
-        ids = torch.arange(TOKENS * k[0].numel()).view(TOKENS, *k.shape[1:])
+        ids = torch.arange(self.tokens * k[0].numel()).view(self.tokens, *k.shape[1:])
         for slot, *token in zip(slots.tolist(), k, v, strict=True):
-            block, place = divmod(slot, TOKENS)
-            places = self.pack_of(block)(ids, ids + ids.numel()).flatten().argsort().view(2, TOKENS, -1)
+            block, place = divmod(slot, self.tokens)
+            places = self.pack_of(block)(ids, ids + ids.numel()).flatten().argsort().view(2, self.tokens, -1)
             for values, where in zip(token, places[:, place], strict=True):
                 cache[block][where] = self.kept(values).flatten()
 
@@ -115,10 +126,13 @@ def layer(
     dtype: Any = torch.bfloat16,
     dim: int = DIM,
     padding: int = 0,
+    tokens: int = TOKENS,
 ) -> Any:
     """Return a layer with so many elements behind K and V of each block."""
-    cache = torch.arange(BLOCKS * (2 * heads * dim * TOKENS + padding)).view(BLOCKS, -1).to(dtype)
-    return SimpleNamespace(impl=kernel(pack), kv_cache=cache, num_kv_heads=heads, head_size=dim, head_size_v=dim)
+    cache = torch.arange(BLOCKS * (2 * heads * dim * tokens + padding)).view(BLOCKS, -1).to(dtype)
+    return SimpleNamespace(
+        impl=kernel(pack, tokens), kv_cache=cache, num_kv_heads=heads, head_size=dim, head_size_v=dim
+    )
 
 
 def seen(*layers: Any, heads: int = 2, rows: int = 1, version: str = "0.32.0", **fields: Any) -> str:
@@ -128,12 +142,13 @@ def seen(*layers: Any, heads: int = 2, rows: int = 1, version: str = "0.32.0", *
     """
     kind, num_layers = fields.pop("kind", GroupKind.FULL_ATTENTION), fields.pop("num_layers", 0)
     names = fields.pop("names", tuple(str(number) for number in range(len(layers))))
-    ours = EngineGroup(0, kind, TOKENS, 0, names, False, False, heads, 0, num_layers)
+    tokens = fields.pop("tokens", TOKENS)
+    ours = EngineGroup(0, kind, tokens, 0, names, False, False, heads, 0, num_layers)
     values = {"dtype": "bfloat16", **fields}
     part = SimpleNamespace(num_heads=layers[0].num_kv_heads if heads else 1)
     plane = Plane(num_layers or 1, heads or 1)
-    group: Any = SimpleNamespace(rows=rows, block_tokens=TOKENS, physical_block_tokens=0, part=part, plane=plane)
-    cache = EngineCache((ours,), 1, TOKENS, 1, **values)
+    group: Any = SimpleNamespace(rows=rows, block_tokens=tokens, physical_block_tokens=0, part=part, plane=plane)
+    cache = EngineCache((ours,), 1, tokens, 1, **values)
     return seen_format(cache, [group], dict(zip(names, layers, strict=True)), version)
 
 
@@ -142,6 +157,17 @@ def test_names_do_not_count() -> None:
     assert one == seen(layer(heads_outermost, kernel=OtherKernel), version="0.33.1")
     assert one.startswith("vllm 0 seen ")
     assert one != seen(layer(heads_outermost), version="1.0"), "a new major version may mean other values"
+
+
+def test_blocks_of_any_number_of_rows_have_one_encoding() -> None:
+    def of(pack: Pack, tokens: int, rows: int) -> str:
+        return seen(layer(pack, tokens=tokens), tokens=tokens, rows=rows)
+
+    assert len({of(tokens_outermost, tokens, tokens) for tokens in (8, 16, 32)}) == 1
+    assert len({of(heads_outermost, tokens, 1) for tokens in (8, 16, 32)}) == 3
+    assert of(rows_of_pairs, 16, 8) == of(rows_of_pairs, 32, 16) != of(tokens_outermost, 16, 16)
+    with pytest.raises(LayoutError, match="the rows of a page differ"):
+        of(odd_tokens_backwards, 16, 16)
 
 
 def test_stages_have_the_encoding_of_the_whole_model() -> None:

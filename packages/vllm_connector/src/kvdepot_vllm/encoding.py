@@ -90,14 +90,14 @@ def find_places(module: Any, block_tokens: int, scratch_block: int) -> tuple[Any
 
 
 def _encoding(module: Any, block_tokens: int, rows: int, heads: int) -> bytes:
-    """Return a digest of the places of one head in its own rows; of all heads if they are not those of the part."""
+    """Return a digest of the places of one head in its own row; of the whole page if its heads cannot be cut."""
     cache = module.kv_cache
     block = cache.shape[0] - 1
     found, size = _find_both(module, block_tokens, block), cache[block].numel()
     _check(module, found, block_tokens, sorted({0, max(0, block - 1), block}))
     memory = _memory_of(cache[block])
     digest = blake3(derive_key_context=_CONTEXT)
-    digest.update(f"{cache.dtype} {rows}".encode())
+    digest.update(str(cache.dtype).encode())
     for place in (memory[each] for each in found):
         if heads == place.shape[1]:
             place = _of_one_head(place, size, rows)
@@ -107,17 +107,20 @@ def _encoding(module: Any, block_tokens: int, rows: int, heads: int) -> bytes:
 
 
 def _of_one_head(places: Any, size: int, rows: int) -> Any:
-    """Return the places of a head, `(block_tokens, dim)`, in a page that has no other.
+    """Return the places of a head in a row, `(tokens of a row, dim)`, of a page that has no other head.
 
     Raises:
-        LayoutError: the page is not `rows` rows of heads, or the heads differ.
+        LayoutError: the page is not `rows` rows of heads, or the heads or rows differ.
     """
     heads = places.shape[1]
     piece, rest = divmod(size, rows * heads)
     head, within = places // piece % heads, places // (piece * heads) * piece + places % piece
     if rest or bool((head != torch.arange(heads).view(1, -1, 1)).any()) or bool((within != within[:, :1]).any()):
         raise LayoutError("the heads of a page do not lie apart")
-    return within[:, 0]
+    of_rows = within[:, 0].view(rows, -1, places.shape[2]) - torch.arange(rows).view(-1, 1, 1) * piece
+    if bool((of_rows != of_rows[0]).any()):
+        raise LayoutError("the rows of a page differ")
+    return of_rows[0]
 
 
 def _shapes(module: Any, tokens: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:

@@ -55,7 +55,7 @@ class EngineCache:
     state_step: int = 0  # recurrent: vLLM keeps the state at the last multiple of this before the end of a prompt
     num_stages: int = 1  # of the pipeline
     layout: str = ""  # vLLM's name for the order of a block's bytes
-    planes: tuple[Plane, ...] = ()  # by group, as the workers register them; only they know which pages can be cut
+    shapes: tuple[GroupShape, ...] = ()  # by group, as the workers register them; only they know the form of pages
 
     @property
     def num_recurrent(self) -> int:
@@ -76,12 +76,7 @@ class EngineCache:
     @property
     def spec(self) -> CacheSpec:
         """The cache spec that workers and scheduler register."""
-        planes = self.planes or (Plane(self.num_stages * self.num_ranks),) * len(self.groups)
-        shapes = tuple(
-            GroupShape(group.kind, group.block_tokens, group.window_tokens, *plane)
-            for group, plane in zip(self.groups, planes, strict=True)
-        )
-        return CacheSpec(self.chunk_tokens, shapes, self.dtype, self.format)
+        return CacheSpec(self.chunk_tokens, self.shapes, self.dtype, self.format)
 
     def part(self, group: EngineGroup, stage: int, rank: int) -> tuple[Part, Plane]:
         """Return what a rank of a pipeline stage holds of a group, and the group's plane."""

@@ -24,7 +24,8 @@ from kvdepot.client.scheduler import SchedulerClient
 from kvdepot.config import directory_of_url
 from kvdepot.engines.generation import Generation
 from kvdepot.errors import LayoutError
-from kvdepot.layout import GroupKind, Plane
+from kvdepot.layout import GroupKind
+from kvdepot.wire.messages import GroupShape
 from kvdepot_vllm.device import device_of_bytes, permit_tiles
 from kvdepot_vllm.events import Announcer, Describer
 from kvdepot_vllm.groups import EngineCache, Unsupported, engine_cache, named_format, worker_groups
@@ -65,7 +66,7 @@ class WorkerFormat(KVConnectorHandshakeMetadata):
     format: str
     can_blend: bool = False
     blend: str = ""
-    planes: tuple[Plane, ...] = ()  # by group
+    shapes: tuple[GroupShape, ...] = ()  # by group
     weights: tuple[int, str] = (0, "")  # the worker's number and a digest of its weights, "" if there is none
 
 
@@ -172,7 +173,7 @@ class Start:
 
             blends, text = start_blending(self.vllm_config, self.kv_cache_config, self.settings, context)
         return WorkerSide(context, cache.chunk_tokens, block_tokens, blends, open_context, tell_weights), WorkerFormat(
-            cache.format, blends is not None, text, tuple(group.plane for group in groups), loaded
+            cache.format, blends is not None, text, context.spec.groups, loaded
         )
 
     def open_scheduler(
@@ -193,16 +194,18 @@ class Start:
         Returns:
             None, with a log line, if a worker uses no depot or the workers' formats differ.
         """
-        formats = {(each.format, each.planes) for each in told}
+        formats = {(each.format, each.shapes) for each in told}
         is_missing = any(not each.format for each in told)
         if is_missing or len(formats) > 1:
             logger.error(
                 "kvdepot is not used by this engine: %s",
-                "a worker cannot use it, see its log" if is_missing else f"its workers differ: {sorted(formats)}",
+                "a worker cannot use it, see its log"
+                if is_missing
+                else f"its workers differ: {sorted(map(str, formats))}",
             )
             return None
-        text, planes = next(iter(formats))
-        cache = replace(cache, format=text, planes=planes)
+        text, shapes = next(iter(formats))
+        cache = replace(cache, format=text, shapes=shapes)
         config, settings = self.vllm_config, self.settings
         namespace = engine_namespace(config, settings, is_batch_invariant=bool(envs.VLLM_BATCH_INVARIANT))
         client = SchedulerClient(
