@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 from kvdepot.keys import DIGEST_BYTES
 from kvdepot.tiers import queue as queue_module
-from kvdepot.tiers.base import Extents, TierPool, TierUsage
+from kvdepot.tiers.base import Extents, Tier, TierPool, TierUsage
 from kvdepot.tiers.breaker import Breaker
 from kvdepot.tiers.jobs import Call, Operation
 from kvdepot.tiers.keys import has_labels
@@ -21,14 +21,13 @@ MAXIMUM_ENTRIES = 64
 
 
 @dataclass
-class Storage:
+class Storage(Tier):
     """The tier's contents, which outlive servers."""
 
     memory: Memory
     entries: dict[bytes, list[Tag]] = field(default_factory=dict[bytes, list[Tag]])
     is_failing: bool = False
     batch_entries: int = 2
-    writer_pid: int = 0
     keeps_runs: bool = False
 
     def _check(self) -> None:

@@ -50,7 +50,7 @@ def layers_of(vllm_config: Any, kv_cache_config: Any, group: Any) -> tuple[int, 
         group: `KVCacheGroupSpec` of it.
     """
     model = vllm_config.model_config
-    config = getattr(model, "hf_text_config", None)
+    config: Any = getattr(model, "hf_text_config", None)
     if (
         len(kv_cache_config.kv_cache_groups) > 1  # vLLM makes groups anew for each number of stages
         or vllm_config.speculative_config is not None  # the layers of a drafter are in the last stage

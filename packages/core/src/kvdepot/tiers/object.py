@@ -38,7 +38,7 @@ from obstore.store import AzureStore, GCSStore, LocalStore, ObjectStore, S3Store
 
 from kvdepot.counting import Counts, tier_counter
 from kvdepot.errors import ConfigError
-from kvdepot.tiers.base import Extents, TierPool, TierUsage
+from kvdepot.tiers.base import Extents, Tier, TierPool, TierUsage
 from kvdepot.tiers.keys import MOST_CHUNKS_A_RUN, RUN_BYTES, begins_run, digest_of, run_of
 from kvdepot.tiers.runs import HEAD_BYTES, NO_CHUNK, RunHead, make_head, object_name
 from kvdepot.tiers.url import PATIENCE, TierUrl
@@ -81,7 +81,7 @@ class _Walk:
         return next(((name, head.chunks[digest]) for name, head in self.objects if digest in head.chunks), None)
 
 
-class ObjectTier:
+class ObjectTier(Tier):
     """Runs as objects of any store that obstore speaks to.
 
     Args:
@@ -91,7 +91,6 @@ class ObjectTier:
     """
 
     batch_entries = MOST_CHUNKS_A_RUN
-    writer_pid = 0
     keeps_runs = True
 
     def __init__(self, pool: TierPool, store: ObjectStore, patient: ObjectStore | None = None) -> None:

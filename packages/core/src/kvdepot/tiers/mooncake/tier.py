@@ -20,7 +20,7 @@ from typing import Final
 
 from kvdepot.counting import Counts, tier_counter
 from kvdepot.errors import ConfigError
-from kvdepot.tiers.base import Extents, TierPool, TierUsage
+from kvdepot.tiers.base import Extents, Tier, TierPool, TierUsage
 from kvdepot.tiers.keys import KEY_BYTES
 from kvdepot.tiers.mooncake import messages as m
 from kvdepot.tiers.mooncake.options import MooncakeOptions, MooncakeUnavailable, parse_options
@@ -38,7 +38,7 @@ _COUNTERS: Final = {
 }
 
 
-class MooncakeTier:
+class MooncakeTier(Tier):
     """Entries in a Mooncake cluster. See `Tier`."""
 
     batch_entries = 256

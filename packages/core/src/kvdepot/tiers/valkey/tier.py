@@ -20,7 +20,7 @@ from urllib.parse import unquote, urlsplit
 
 from kvdepot.counting import CounterName, Counts, tier_counter
 from kvdepot.errors import ConfigError
-from kvdepot.tiers.base import Extents, TierPool, TierUsage
+from kvdepot.tiers.base import Extents, Tier, TierPool, TierUsage
 from kvdepot.tiers.keys import LABEL_BYTES
 from kvdepot.tiers.seal import SEAL_BYTES
 from kvdepot.tiers.url import TierUrl
@@ -52,7 +52,7 @@ def part_name(key: bytes, part: int) -> bytes:
     return head_name(key) + b":%d" % part
 
 
-class ValkeyTier:
+class ValkeyTier(Tier):
     """Entries as strings of a Valkey or Redis server.
 
     Args:
@@ -62,7 +62,6 @@ class ValkeyTier:
     """
 
     batch_entries = 256
-    writer_pid = 0
     keeps_runs = False
 
     def __init__(self, pool: TierPool, server: Server, ttl_seconds: float = 0.0) -> None:
