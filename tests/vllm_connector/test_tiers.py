@@ -47,6 +47,7 @@ def test_what_left_the_pool_comes_back_from_disk(case: str, model: MakeModel, tm
             path.unlink()
         depot.start()
         wait_until(lambda: len(depot.status().contexts) == 2, 60)
+        wait_until(lambda: depot.status().tiers[0].num_entries > 0, 60, what="the list of the folder")
         engine.reset()
         warm = engine.generate(PROMPTS, together=False)
         assert tokens(warm) == engine.reference
@@ -73,6 +74,7 @@ def test_prompts_are_warmed_by_their_tokens_before_an_engine_asks(
             path.unlink()
         depot.start()
         wait_until(lambda: len(depot.status().contexts) == 2, 60)
+        wait_until(lambda: depot.status().tiers[0].num_entries > 0, 60, what="the list of the folder")
         (said,) = re.findall(r'beside "tokens": (\{.*\})', engine.log())
         file = tmp_path / "prompts"
         file.write_text("".join(json.dumps({"tokens": prompt, **json.loads(said)}) + "\n" for prompt in PROMPTS))
