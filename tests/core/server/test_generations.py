@@ -199,6 +199,11 @@ def test_the_next_server_knows_the_generations_and_waits_for_their_engines() -> 
     names, after = list(bench.depot.labels.names), Bench(pages=16)
     after.memory[:] = bench.memory
     restoring = Restoring(after.depot, Names([bench.spec], names), lambda _writer: False, lambda: False)
+    early = Engine.at(after, "2", "early")
+    early.update("3")
+    assert not after.index.shares.outdated, "nothing is ranked while records are read"
+    early.update("2")
+    early.leave()
     restoring.go_on(lambda: False)
     assert found(after, prompt("1")) == found(after, prompt("2")) == 4
     assert {name: each.is_outdated for name, each in generations(after.depot).items()} == {"1": False, "2": False}

@@ -113,14 +113,20 @@ class Generations:
         if grace_seconds:
             self._state.timers.call_at(until, partial(self._review, lineage_of(weights)))
 
-    def restored(self) -> None:
+    def learn(self) -> None:
         """Learn from the labels of an earlier server which generations there are. The last label has the newest one."""
         self._learn()
+        until = self._state.clock() + GRACE_SECONDS
         for lineage, known in self._labels.items():
             self._last.setdefault(lineage, next(reversed(known)))
-            for weights in known:
-                if not self._num_engines[weights]:
-                    self._keep(weights, GRACE_SECONDS)
+            self._kept_until.update(dict.fromkeys(known, until))
+
+    def restored(self) -> None:
+        """Begin to rank, as the chunks of an earlier server are there. Its engines have their time to come back."""
+        until = self._state.clock() + GRACE_SECONDS
+        for lineage in self._labels:
+            self._review(lineage)
+            self._state.timers.call_at(until, partial(self._review, lineage))
 
     def usage(self) -> Iterator[Usage]:
         """Yield the generations with bytes or engines."""
@@ -155,6 +161,8 @@ class Generations:
 
     def _review(self, lineage: str) -> None:
         """Find out which generations of a lineage are outdated now, and have changed ones ranked."""
+        if self._state.is_restoring:  # `restored` does it for all
+            return
         state, outdated, now = self._state, self._state.index.shares.outdated, self._state.clock()
         known = self._known(lineage)
         for weights in list(self._open.get(lineage, ())):

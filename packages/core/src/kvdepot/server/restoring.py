@@ -44,6 +44,7 @@ class Restoring:
         self._steps = chain(depot.agents.prefixes.restore(), take_over(depot, restored, await_death))
         depot.state.is_restoring, depot.state.accepts_stores = True, False
         depot.labels.restore(names.labels)
+        depot.contexts.generations.learn()
 
     def go_on(self, is_over: Callable[[], bool]) -> None:
         """Restore until `is_over`, at least one step."""
@@ -54,7 +55,6 @@ class Restoring:
                     return
             counters[CHORES_FAILED] += self._depot.index.num_restore_errors
             state.accepts_stores = not self._is_stopping()
-            self._depot.contexts.generations.restored()
             state.note(f"found {self._depot.index.entries.num_sealed} entries of an earlier server")
             self._on_end()
         except Exception:
@@ -63,6 +63,7 @@ class Restoring:
             counters[CHORES_FAILED] += 1
             state.note("reading back an earlier server's table failed: no stores until a start with --fresh")
         state.is_restoring = False
+        self._depot.contexts.generations.restored()
 
 
 def take_over(depot: Depot, restored: Iterator[int | None], await_death: Callable[[Writer], bool]) -> Iterator[None]:
