@@ -185,7 +185,8 @@ def test_all_stages_divide_the_layers_or_none_does() -> None:
     assert of(names[3:]) == (3, 6)
     assert of(names[3:], 0) == of(names[3:5]) == of([*names[4:], names[3]]) == of([*names[3:], "mtp.attn"]) == (0, 0)
     others: list[dict[str, Any]] = [{"is_hybrid": True}, {"has_noops": True}, {"num_groups": 2}]
-    for change in (*others, {"speculative_config": object()}):
+    others.append({"speculative_config": object()})
+    for change in others:
         assert of(names[3:], **change) == (0, 0), "wherever such layers are, all stages say so"
     assert of(names[3:], config={"num_kv_shared_layers": 2}) == (0, 0)
     assert of(names[3:], config={"num_kv_shared_layers": 0}) == (3, 6)
