@@ -20,6 +20,7 @@ def test_one_engine_and_then_two(depot: DepotProcess, model: MakeModel) -> None:
 
 def test_a_prompt_outlives_its_engine_and_the_example_leaves_no_memory(model: MakeModel) -> None:
     flags = [f"--{key.replace('_', '-')}={value}" for key, value in OPTIONS.items() if key != "enforce_eager"]
+    port = str(free_port())
     with tempfile.TemporaryDirectory(prefix="kvd-") as folder:  # short, as there will be sockets in it
         output = run(
             "bash",
@@ -27,7 +28,7 @@ def test_a_prompt_outlives_its_engine_and_the_example_leaves_no_memory(model: Ma
             str(model("gqa")),
             *flags,
             "--enforce-eager",
-            PORT=str(free_port()),
+            PORT=port,
             POOL_SIZE="128MiB",
             TMPDIR=folder,
             **SERVE,
@@ -37,6 +38,8 @@ def test_a_prompt_outlives_its_engine_and_the_example_leaves_no_memory(model: Ma
     assert re.findall(r'"cached_tokens":\s*(\d+)', second) == ["640"]
     counters = dict(re.findall(r"^(vllm:kvdepot_\w+_total)\{.*\} ([\d.e+]+)$", output, re.MULTILINE))
     assert float(counters["vllm:kvdepot_hit_tokens_total"]) == 640
+    attached = re.findall(r"^\[\d+\] vllm (?:\S+) (\S+) [0-9a-f]{8}, (scheduler|worker)", output, re.MULTILINE)
+    assert sorted(attached) == [(f"127.0.0.1:{port}", role) for role in ("scheduler", "worker")]
     assert not [pool for pool in find_pools() if folder in pool.server]
 
 

@@ -13,6 +13,7 @@ uses no depot, the whole engine uses none.
 import contextlib
 import functools
 import logging
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
@@ -34,10 +35,11 @@ from kvdepot.errors import DepotUnavailable, KVDepotError
 from kvdepot_vllm.events import Announcer
 from kvdepot_vllm.groups import EngineCache, wished_layout
 from kvdepot_vllm.jobs import StepPlan, WorkerReport
+from kvdepot_vllm.names import name_of_engine
 from kvdepot_vllm.runner import find_version
 from kvdepot_vllm.scheduler import SchedulerSide
 from kvdepot_vllm.settings import Settings, set_failure_policy
-from kvdepot_vllm.setup import Start, WorkerFormat, name_of_engine
+from kvdepot_vllm.setup import Start, WorkerFormat
 from kvdepot_vllm.stats import KVDepotPromMetrics, KVDepotStats
 from kvdepot_vllm.worker import LoadResults, WorkerSide
 
@@ -110,7 +112,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
             self._announcer = Announcer()
             self._announcer.watch_publisher()
         self._version = find_version() if role is KVConnectorRole.SCHEDULER else lambda: ""
-        self._start = Start(vllm_config, kv_cache_config, self._settings, name_of_engine(vllm_config))
+        self._start = Start(vllm_config, kv_cache_config, self._settings, name_of_engine(vllm_config, sys.argv))
         self._cache: EngineCache | None = self._start.find_cache()
         if self._cache is not None and role is KVConnectorRole.SCHEDULER:
             set_failure_policy(transfer, keep=self._settings.keep_load_failure_policy)

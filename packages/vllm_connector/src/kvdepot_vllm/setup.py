@@ -8,11 +8,10 @@ engine runs without a depot. Nothing here is used after the start.
 
 import json
 import logging
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import vllm
 from vllm import envs
@@ -30,30 +29,13 @@ from kvdepot_vllm.device import device_of_bytes, permit_tiles
 from kvdepot_vllm.events import Announcer, Describer
 from kvdepot_vllm.groups import EngineCache, Unsupported, engine_cache, named_format, worker_groups
 from kvdepot_vllm.identity import engine_namespace
+from kvdepot_vllm.names import served_model
 from kvdepot_vllm.runner import digest_of_weights, find_runner
 from kvdepot_vllm.scheduler import SchedulerSide
 from kvdepot_vllm.settings import Settings
 from kvdepot_vllm.worker import WorkerSide
 
 logger = logging.getLogger(__name__)
-
-_UUID: Final = r"^([0-9a-f]{8})(-[0-9a-f]{4}){3}-[0-9a-f]{12}"
-
-
-def name_of_engine(vllm_config: Any) -> str:
-    """Return the name under which people see an engine in the depot's status: the served model and the engine's id.
-
-    vLLM makes up a UUID for each engine, of which eight digits tell those of a node apart. An `engine_id` given in
-    `--kv-transfer-config` is shown as it is. No process that loads the connector knows the API server's host and port.
-    """
-    engine_id = re.sub(_UUID, r"\1", vllm_config.kv_transfer_config.engine_id)
-    return f"vllm {str(vllm_config.model_config.served_model_name)[:200]} {engine_id}"[:256]
-
-
-def served_model(vllm_config: Any) -> str:
-    """Return the first name of the model in requests, by which routers know it."""
-    names = vllm_config.model_config.served_model_name
-    return str(names[0] if isinstance(names, list | tuple) else names)
 
 
 @dataclass
