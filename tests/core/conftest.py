@@ -4,7 +4,16 @@ import pytest
 
 from kvdepot.client.operator import ask_depot
 from kvdepot.lab.processes import DepotProcess, wait_until
+from kvdepot.pool.inventory import find_pools
 from kvdepot.wire import operations as o
+
+
+@pytest.fixture(scope="session", autouse=True)
+def pools_are_removed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No test leaves a pool in memory: many of them would fill it."""
+    yield
+    folder = str(tmp_path_factory.getbasetemp())
+    assert not [pool for pool in find_pools() if f"{folder}/" in pool.server]
 
 
 @pytest.fixture

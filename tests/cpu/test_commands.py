@@ -153,16 +153,11 @@ def test_ctrl_c_ends_a_command_and_its_children_without_a_word(command: list[str
     assert (process.returncode, said) == (130, "")
 
 
-def lines_of(written: str) -> list[str]:
-    """Return what was drawn, without empty lines."""
-    return [line for line in re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written)) if line.strip()]
-
-
 @pytest.mark.slow
 def test_the_demo_fits_80_columns_and_says_what_the_depot_saved_and_what_is_next() -> None:
     shown = run_in_terminal([sys.executable, "-m", "kvdepot", "demo"])
     assert shown.status == 0, shown.text
-    lines = lines_of(shown.text)
+    lines = shown.lines
     assert max(map(len, lines)) <= 80
     assert any("starting a depot" in line for line in lines)
     assert any(re.fullmatch(r"  prompt tokens computed +[\d,]+ -> +[\d,]+ +[\d.]+ times less", line) for line in lines)
@@ -196,7 +191,7 @@ def test_ctrl_c_in_the_demo_is_one_line_and_frees_its_memory() -> None:
         shown = run_in_terminal(command, environment={"TMPDIR": place}, on_output=interrupt)
         assert not list(Path(place).iterdir())
     assert shown.status == 130
-    assert lines_of(shown.text)[-1] == "Stopped. The depot and the engines have ended, and their memory is free."
+    assert shown.lines[-1] == "Stopped. The depot and the engines have ended, and their memory is free."
     assert "Traceback" not in shown.text
     assert pools
     assert not pools[0].exists()

@@ -1,6 +1,7 @@
 """Runs a command in a terminal of its own, as a user sees it."""
 
 import os
+import re
 import select
 import subprocess
 import termios
@@ -19,6 +20,12 @@ class Terminal:
     @property
     def text(self) -> str:
         return "".join(text for _, text in self.outputs)
+
+    @property
+    def lines(self) -> list[str]:
+        """What was drawn, without empty lines."""
+        drawn = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self.text)
+        return [line for line in re.split(r"[\r\n]+", drawn) if line.strip()]
 
 
 def run_in_terminal(

@@ -32,7 +32,7 @@ class Trace:
 def traced(tmp_path: Path) -> Iterator[tuple[DepotServer, Trace]]:
     path = Trace()
     config = ServerConfig(
-        fresh=True, directory=tmp_path, pool_size_bytes=16 << 20, tiers=("memory://below?capacity=16MiB",)
+        ephemeral=True, directory=tmp_path, pool_size_bytes=16 << 20, tiers=("memory://below?capacity=16MiB",)
     )
     server = DepotServer(config)
     threading.setprofile(path.note)

@@ -21,6 +21,7 @@ from kvdepot.ops.operate import add_commands
 from kvdepot.ops.serve import add_serve, run_serve
 from kvdepot.ops.settings import add_settings, count_argument, number_argument, size_argument
 from kvdepot.ops.status import add_status
+from kvdepot.ops.terminal import fitted
 from kvdepot.processes.logs import set_up_logs
 
 if TYPE_CHECKING:
@@ -342,9 +343,9 @@ def _doctor(options: argparse.Namespace) -> int:
     else:
         for finding in findings:
             mark = "" if finding.verdict is Verdict.FINE else f"{finding.verdict.upper()}: "
-            print(printable(f"{finding.subject:13} {mark}{finding.text}"))
+            print(fitted(printable(f"{finding.subject:13} {mark}{finding.text}")))
             if finding.way_out:
-                print(printable(f"{'':13} -> {finding.way_out}"))
+                print(fitted(printable(f"{'':13} -> {finding.way_out}")))
     return any(finding.verdict is Verdict.BROKEN for finding in findings)
 
 

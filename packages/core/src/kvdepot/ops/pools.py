@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from kvdepot.config import format_size
 from kvdepot.errors import PoolError, printable
+from kvdepot.ops.terminal import fitted
 from kvdepot.pool.inventory import SHARED_MEMORY, FoundPool, find_pools, look_at, remove_pool
 
 # A depot that is restarted leaves its pool for so long at most: Kubernetes' back-off ends at 5 minutes, and a node that
@@ -52,7 +53,7 @@ def _pools(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps([_as_dict(pool) for pool in found], indent=2))
     elif found:
-        print("\n".join(describe(pool, time.time()) for pool in found))
+        print(fitted("\n".join(describe(pool, time.time()) for pool in found)))
     else:
         print(f"no pools{' without a depot' if options.stopped else ''} in {SHARED_MEMORY}")
     return 0

@@ -11,6 +11,7 @@ from kvdepot.config import counted, format_size
 from kvdepot.errors import ConfigError, printable
 from kvdepot.layout import GroupKind
 from kvdepot.ops.settings import count_argument, number_argument
+from kvdepot.ops.terminal import fitted
 from kvdepot.wire import operations as o
 
 _MINIMUM_SAMPLE_CHUNKS: Final = 10_000  # looked up, before estimates are shown
@@ -55,7 +56,7 @@ def _status(options: argparse.Namespace) -> int:
         # ASCII, so that clients' names cannot control the terminal.
         print(json.dumps(msgspec.to_builtins(reply.status), indent=2))
     else:
-        print(describe_status(reply.status, verbose=options.verbose))
+        print(fitted(describe_status(reply.status, verbose=options.verbose)))
     return 0
 
 

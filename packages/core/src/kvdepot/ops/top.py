@@ -126,10 +126,11 @@ def pool_map(status: o.DepotStatus) -> str:
 def _engines(status: o.DepotStatus) -> Table:
     table = _table("engine", "role", "model", "device", "a token", "leases", "stores")
     for context in status.contexts:
-        role = f"worker {context.rank} of {context.world_size}" if context.role == "worker" else context.role
+        role = f"worker {context.rank} of {context.world_size}" if context.world_size > 1 else context.role
+        model = context.model.rstrip("/").rpartition("/")[2]  # a path would leave no room for the rest
         token = format_size(context.bytes_per_token) if context.bytes_per_token else "-"
         table.add_row(
-            *map(_plain, (context.instance, role, context.model, context.device or "-")),
+            *map(_plain, (context.instance, role, model, context.device or "-")),
             token,
             str(context.num_leases),
             str(context.num_tickets),
@@ -165,7 +166,7 @@ def _tiers(status: o.DepotStatus) -> Table:
 def _table(*titles: str) -> Table:
     table = Table(expand=True, box=None, header_style="bold")
     for title in titles:
-        table.add_column(title)
+        table.add_column(title, overflow="fold")
     return table
 
 

@@ -1,0 +1,27 @@
+"""Text that commands print for people."""
+
+import re
+import shutil
+import sys
+import textwrap
+from typing import Final
+
+_START: Final = re.compile(r" *(?:[\w ]{1,13}?  +|\[\d+\] |-> )*")  # an indent, a label, a number, an arrow
+
+
+def fitted(text: str) -> str:
+    """Return text for standard output: for a terminal with long lines broken between words, elsewhere as it is.
+
+    A line goes on below the word that follows its label or number. Words that are longer than a line, such as paths,
+    stay whole, so that they can be copied.
+    """
+    if not sys.stdout.isatty():
+        return text
+    width = shutil.get_terminal_size().columns
+    return "\n".join(_broken(line, width) for line in text.splitlines())
+
+
+def _broken(line: str, width: int) -> str:
+    start = _START.match(line)
+    indent = min(start.end() if start else 0, width // 2)
+    return textwrap.fill(line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)

@@ -1,0 +1,50 @@
+"""What commands print for people fits their terminal; for programs no line is broken."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+from msgspec.structs import replace
+
+from kvdepot.lab.processes import DepotProcess
+from support.peer import Peer, prompt, registration
+from support.terminal import run_in_terminal
+
+ENGINE = "vllm meta-llama-3.1-8b-instruct 127.0.0.1:18101 3360e073"
+MODEL = "/models/meta-llama/Meta-Llama-3.1-8B-Instruct"
+
+
+@pytest.fixture
+def busy() -> Iterator[DepotProcess]:
+    """A depot with a tier and an engine."""
+    with DepotProcess("--tier", "memory://?capacity=1MiB") as depot:
+        peer = Peer(depot, replace(registration(instance=ENGINE), model=MODEL))
+        peer.store(prompt(3, "a"))
+        yield depot
+        peer.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [["status", "--verbose"], ["doctor"], ["pools"]], ids=" ".join)
+def test_a_line_is_broken_between_words_in_a_terminal_alone(command: list[str], busy: DepotProcess) -> None:
+    named = [str(busy.pool_directory)] if command == ["pools"] else ["--url", busy.url]
+    kvdepot = [sys.executable, "-m", "kvdepot", *command, *named]
+    lines = run_in_terminal(kvdepot, columns=60).lines
+    plain = subprocess.run(kvdepot, capture_output=True, text=True, check=False).stdout.splitlines()
+    assert max(map(len, plain)) > 60
+    assert [line for line in lines if len(line) > 60 and " " in line.strip()] == []
+    changing = ("kvdepot 0", "loop ", "lookups ")  # between the two runs
+    shown, expected = ([each for each in found if not each.startswith(changing)] for found in (lines, plain))
+    assert " ".join(shown).split() == " ".join(expected).split()
+
+
+@pytest.mark.slow
+def test_the_live_view_shows_whole_names_in_80_columns(busy: DepotProcess) -> None:
+    pytest.importorskip("rich", reason="pip install 'kvdepot[cli]'")
+    shown = run_in_terminal([sys.executable, "-m", "kvdepot", "top", "--url", busy.url, "--frames", "1"])
+    assert max(map(len, shown.lines)) <= 80
+    engine = "".join(line[:28].strip() for line in shown.lines)
+    assert "127.0.0.1:18101" in engine
+    assert "3360e073" in engine
+    assert "…" not in shown.text
