@@ -7,6 +7,7 @@ Uses a small model with KV of a realistic size (128 KiB of float32 per token). `
 - the time to the first token over both engines as a ratio to `alone`, one after the other and both at once;
 - the tokens that are computed when two engines get four equal prompts each, as a ratio to one prompt, and the longest
   time until both have answered, as a ratio to `alone`;
+  (`--only-flight`: nothing but this);
 - with `--kills N`, whether `decode` answers with the same token after a prefill engine was killed at a random moment.
 
 The engines have vLLM's own settings; `--batched-tokens` computes a prompt in several steps. Needs 4 GiB of memory.
@@ -73,14 +74,32 @@ def both_at_once(prefill: Engine, decode: Engine, prompt: Prompt) -> tuple[float
     return seconds, output
 
 
-def computed(engines: list[Engine], prompt: Prompt) -> tuple[int, float]:
-    """Give four equal prompts to each engine at once; return the prompt tokens computed in all, and the seconds."""
+def eight(prefill: Engine, decode: Engine, prompt: Prompt) -> tuple[list[dict[str, Any]], float]:
+    """Give four equal prompts to each engine at once; return the answers, and the seconds until the last of them."""
     time.sleep(_POLLING_SECONDS)
     began = time.perf_counter()
-    for engine in engines:
+    for engine in (prefill, decode):
         engine.send("generate", prompts=[prompt] * 4, max_tokens=1)
-    outputs = [output for engine in engines for output in engine.answer(300)["outputs"]]
-    return sum(len(prompt) - output["cached"] for output in outputs), time.perf_counter() - began
+    outputs = [output for engine in (prefill, decode) for output in engine.answer(300)["outputs"]]
+    return outputs, time.perf_counter() - began
+
+
+def hand_over(
+    alone: Engine, prefill: Engine, decode: Engine, depot: DepotProcess, first: Prompt, second: Prompt
+) -> dict[str, Any]:
+    """Give one prompt to `prefill` and then to `decode`, and another one to both at once."""
+    row: dict[str, Any] = {}
+    row["alone"], expected = ask(alone, first)
+    loaded = depot.status().counters["retrieve_chunks_hit"]
+    row["prefill"], prefilled = ask(prefill, first, {"do_remote_decode": True})
+    row["decode"], decoded = ask(decode, first, prefilled["params"])
+    row["chunks"] = depot.status().counters["retrieve_chunks_hit"] - loaded
+    row["same"] = expected["tokens"] == prefilled["tokens"] == decoded["tokens"]
+    loaded = depot.status().counters["retrieve_chunks_hit"]
+    row["at once"], decoded = both_at_once(prefill, decode, second)
+    row["chunks at once"] = depot.status().counters["retrieve_chunks_hit"] - loaded
+    row["same at once"] = decoded["tokens"] == ask(alone, second)[1]["tokens"]
+    return row
 
 
 def kill(
@@ -104,6 +123,9 @@ def main() -> int:
     parser.add_argument("--batched-tokens", type=int, help="of a step at most; default: vLLM's, the prompt in one step")
     parser.add_argument("--kv-cache-mib", type=int, default=512, help="of each engine's KV cache")
     parser.add_argument("--in-process", action="store_true", help="each engine core in the process of its caller")
+    parser.add_argument("--only-flight", action="store_true", help="measure the eight equal prompts alone")
+    parser.add_argument("--no-waiting", action="store_true", help="requests do not wait for others")
+    parser.add_argument("--seed", type=int, default=7, help="of the prompts")
     parser.add_argument("--kills", type=int, default=0)
     parser.add_argument("--own-cores", action="store_true", help="one core for prefill, another one for decode")
     parser.add_argument("--json", type=Path, help="write every measurement here")
@@ -124,7 +146,8 @@ def main() -> int:
         directory = stack.enter_context(tempfile.TemporaryDirectory())
         depot = stack.enter_context(DepotProcess(pool_size=_POOL_SIZE, new_session=True))
         model = make_model(Path(directory), "large-kv")
-        configs = {"alone": None, "prefill": connector(depot.url), "decode": connector(depot.url)}
+        config = connector(depot.url, wait_for_others=not arguments.no_waiting)
+        configs = {"alone": None, "prefill": config, "decode": config}
         engines: dict[str, Engine] = {}
         for name, config in configs.items():
             with on_core(int(name == "decode") if arguments.own_cores else None):
@@ -140,22 +163,14 @@ def main() -> int:
                 ask(engine, prompt)
         rows: list[dict[str, Any]] = []
         for first, second, third in zip(
-            *[iter(prompts(3 * arguments.prompts, arguments.tokens, seed=7))] * 3, strict=True
+            *[iter(prompts(3 * arguments.prompts, arguments.tokens, seed=arguments.seed))] * 3, strict=True
         ):
-            row: dict[str, Any] = {}
-            row["alone"], expected = ask(alone, first)
-            loaded = depot.status().counters["retrieve_chunks_hit"]
-            seconds, prefilled = ask(prefill, first, {"do_remote_decode": True})
-            row["prefill"] = seconds
-            row["decode"], decoded = ask(decode, first, prefilled["params"])
-            row["chunks"] = depot.status().counters["retrieve_chunks_hit"] - loaded
-            row["same"] = expected["tokens"] == prefilled["tokens"] == decoded["tokens"]
-            loaded = depot.status().counters["retrieve_chunks_hit"]
-            row["at once"], decoded = both_at_once(prefill, decode, second)
-            row["chunks at once"] = depot.status().counters["retrieve_chunks_hit"] - loaded
-            row["same at once"] = decoded["tokens"] == ask(alone, second)[1]["tokens"]
-            num_computed, row["eight seconds"] = computed([prefill, decode], third)
-            row["computed"] = num_computed / arguments.tokens
+            row = {} if arguments.only_flight else hand_over(alone, prefill, decode, depot, first, second)
+            seconds, expected = ask(alone, third)
+            outputs, row["eight seconds"] = eight(prefill, decode, third)
+            row["computed"] = sum(arguments.tokens - output["cached"] for output in outputs) / arguments.tokens
+            row["same of eight"] = all(output["tokens"] == expected["tokens"] for output in outputs)
+            row["eight seconds / alone"] = row["eight seconds"] / seconds
             rows.append(row)
             print(json.dumps(row), flush=True)
         kills: list[dict[str, Any]] = []
@@ -165,21 +180,30 @@ def main() -> int:
                 took, tokens = kill(model, depot, decode, prompt, rng.uniform(0, 1.2 * seconds), options)
             kills.append({"alone": seconds, "took": took, "same": tokens == expected["tokens"]})
             print(json.dumps(kills[-1]), flush=True)
-    result = {
-        "every chunk found": sum(row["chunks"] == wanted for row in rows),
-        "every chunk found, both at once": sum(row["chunks at once"] == wanted for row in rows),
-        "same token": sum(row["same"] for row in rows),
-        "same token, both at once": sum(row["same at once"] for row in rows),
+    result: dict[str, Any] = {
         "prompts": len(rows),
-        "prefill then decode / alone": statistics.median((r["prefill"] + r["decode"]) / r["alone"] for r in rows),
-        "both at once / alone": statistics.median(row["at once"] / row["alone"] for row in rows),
         "computed by eight equal requests / one prompt": statistics.median(row["computed"] for row in rows),
         "at most 1.1": sum(row["computed"] <= 1.1 for row in rows),
-        "eight equal requests, longest / alone": max(row["eight seconds"] / row["alone"] for row in rows),
-        "killed: same token": sum(each["same"] for each in kills),
-        "killed": len(kills),
-        "killed: longest wait beyond alone": max((each["took"] - each["alone"] for each in kills), default=0.0),
+        "eight equal requests, median / alone": statistics.median(row["eight seconds / alone"] for row in rows),
+        "eight equal requests, longest / alone": max(row["eight seconds / alone"] for row in rows),
+        "at most twice alone": sum(row["eight seconds / alone"] <= 2 for row in rows),
+        "same token, eight equal requests": sum(row["same of eight"] for row in rows),
     }
+    if not arguments.only_flight:
+        result |= {
+            "every chunk found": sum(row["chunks"] == wanted for row in rows),
+            "every chunk found, both at once": sum(row["chunks at once"] == wanted for row in rows),
+            "same token": sum(row["same"] for row in rows),
+            "same token, both at once": sum(row["same at once"] for row in rows),
+            "prefill then decode / alone": statistics.median((r["prefill"] + r["decode"]) / r["alone"] for r in rows),
+            "both at once / alone": statistics.median(row["at once"] / row["alone"] for row in rows),
+        }
+    if kills:
+        result |= {
+            "killed: same token": sum(each["same"] for each in kills),
+            "killed": len(kills),
+            "killed: longest wait beyond alone": max(each["took"] - each["alone"] for each in kills),
+        }
     print(json.dumps(result, indent=1))
     if arguments.json:
         arguments.json.write_text(json.dumps({"rows": rows, "kills": kills, **result}))

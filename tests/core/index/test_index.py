@@ -8,8 +8,9 @@ from kvdepot.errors import ErrorCode
 from kvdepot.index.eviction import POLICIES, AdaptiveReplacement
 from kvdepot.index.index import ChunkIndex
 from kvdepot.keys import KeyRun, Namespace, hash_prefix
+from kvdepot.layout import Part
 from kvdepot.pool.names import Label
-from kvdepot.pool.table import HEADER_PAGE_BYTES, RECORD_BYTES, SEALED, Writer
+from kvdepot.pool.table import HEADER_PAGE_BYTES, RECORD_BYTES, SEALED, IndexTable, Writer
 from kvdepot.server import commands
 from kvdepot.server.replies import Refused
 from kvdepot.wire import messages as m
@@ -537,6 +538,39 @@ def test_what_lost_its_parent_to_damage_is_freed_with_it() -> None:
     assert found(again, prompt(3)) == again.entries.num_sealed == len(again.nodes) == 1
     assert again.extents.used_bytes == PAGE
     assert [record.depth for record in again.table.records()] == [0]
+    assert len(again.entries.take_records(bench.num_records)) == bench.num_records - 1, "all others can be used again"
+
+
+@pytest.mark.promise(30)
+@pytest.mark.parametrize("forged", ["parent two chunks up", "part that the cache does not have"])
+def test_what_no_server_writes_is_freed(forged: str) -> None:
+    bench = Bench()
+    bench.worker().store(prompt(3))
+    memory = bytearray(bench.memory)
+    table = IndexTable(memory, bench.num_records)
+    first, second, third = sorted(table.records(), key=lambda record: record.depth)
+    table.free(second.number)
+    table.free(third.number)
+    is_parent = forged.startswith("parent")
+    table.write(
+        third.number,
+        space=third.space,
+        group=third.group,
+        part=third.part if is_parent else Part(1).number,
+        offset=third.offset,
+        num_bytes=third.num_bytes,
+        key=third.key if is_parent else second.key,
+        parent=first.key[:16],
+        depth=2 if is_parent else 1,
+        check=third.check,
+        label=third.label,
+        writer=third.writer,
+        owner=third.owner,
+    )
+    table.seal(third.number, 1)
+    again = bench.successor(memory)
+    assert [record.number for record in again.table.records()] == [first.number]
+    assert (again.entries.num_sealed, again.extents.used_bytes) == (1, PAGE)
 
 
 @pytest.mark.parametrize("groups", [(), PLAIN, SHARDED])

@@ -152,6 +152,29 @@ def test_the_header_of_a_record_only_ever_grows() -> None:
     assert seen == sorted(set(seen))
 
 
+class _Watched(IndexTable):
+    """Reads a record back at the moment when it gets its header."""
+
+    def _put_header(self, place: int, header: int) -> None:
+        super()._put_header(place, header)
+        self.seen = self.record(place // (RECORD_BYTES // 8))
+
+
+@pytest.mark.promise(30)
+def test_a_record_is_whole_when_its_header_comes() -> None:
+    """A reader, or the crash of the server, may come between any two writes."""
+    table = _Watched.in_memory(1)
+    for _ in range(2):
+        table.write(0, **SOME)
+        assert table.seen is not None
+        assert (table.seen.state, table.seen.key) == (WRITING, SOME["key"])
+        table.seal(0, 7, bytes(range(16)))
+        assert table.seen is not None
+        assert (table.seen.state, table.seen.owner, table.seen.last_use) == (SEALED, bytes(range(16)), 7)
+        table.free(0)
+        assert table.seen is None
+
+
 @pytest.mark.promise(30, 60)
 def test_a_header_at_the_last_generation_can_be_freed_and_used() -> None:
     """Regression: bytes of ones over a record, as damage or malice leaves them, ended the server that read them."""

@@ -159,6 +159,19 @@ def test_a_run_ends_where_only_another_prompt_goes_on() -> None:
     assert [run.source_position for run in runs] == [run.position for run in runs]
 
 
+def test_a_run_does_not_go_on_behind_text_that_was_left_out() -> None:
+    """Even within one chunk, whose key is the same before and behind it."""
+    large = Bench((m.GroupShape(FULL, 64),), chunk_tokens=64, pages=8, num_records=8)
+    worker = large.worker()
+    a, b, c = text(0, 16), text(1, 16), text(2, 32)
+    key = hash_prefix(NAMESPACE, 64, a + b + c)
+    worker.store(key)
+    worker.ask(m.NoteContents(worker.context, key.digests, NAMER.name(a + b + c, (16, 32)).packed))
+    runs = ask(worker, a + c, (16,))
+    assert [(run.position, run.source_position) for run in runs] == [(0, 0), (16, 32)]
+    assert runs[0].length == 16
+
+
 def test_short_runs_are_left_out() -> None:
     worker = bench().worker()
     learn(worker, text(0, 64))
@@ -170,7 +183,11 @@ def test_what_is_not_stored_is_no_source() -> None:
     worker = bench().worker()
     tokens = text(0, 320)
     worker.store(key_of(tokens).slice(0, 10))
-    worker.ask(m.NoteContents(worker.context, key_of(tokens).digests, NAMER.name(tokens).packed))
+    segments = NAMER.name(tokens)
+    noted = worker.ask(m.NoteContents(worker.context, key_of(tokens).digests, segments.packed)).count
+    lengths = [(position, length) for _, position, length in m.SEGMENT.iter_unpack(segments.packed)]
+    assert noted == sum(position + length <= 160 for position, length in lengths) < len(lengths)
+    assert len(worker.bench.depot.blends.contents) == noted
     assert all(run.source_position + run.length <= 160 for run in ask(worker, tokens))
     assert 0 < check(ask(worker, tokens), tokens, tokens) <= 160
 
