@@ -110,12 +110,12 @@ class Bench:
         self.ranks, self.stages = ranks, stages
         self.contexts = [self.register(rank) for rank in range(ranks * stages)]
 
-    def register(self, rank: int, session: int = 1, model: str = "model") -> int:
+    def register(self, rank: int, session: int = 1, model: str = "model", instance: str = "engine") -> int:
         parts = [self.part(group, rank) for group in range(len(self.spec.groups))]
         details = tuple(
             m.GroupDetail((PAGE * part.num_heads,) * part.num_layers, 8, part=part.number) for part in parts
         )
-        request = m.RegisterKVCache(m.PROTOCOL_VERSION, "engine", rank, 8, "none", "none", model, self.spec, details)
+        request = m.RegisterKVCache(m.PROTOCOL_VERSION, instance, rank, 8, "none", "none", model, self.spec, details)
         return self.ask(request, session).context
 
     def part(self, group: int, rank: int) -> Part:
@@ -597,6 +597,44 @@ def test_an_engine_that_begins_to_write_during_a_promotion_leaves_no_gap(num_tur
     if plan.ticket:
         bench.ask(m.CommitStore(bench.contexts[0], plan.ticket))
     assert bench.lookup(run) == 8
+
+
+def test_nothing_is_read_behind_a_chunk_that_an_engine_is_writing(make: Maker) -> None:
+    """No lookup reaches it before the engine commits, if it ever does."""
+    bench, run = make(), prompt(8)
+    bench.store(run)
+    bench.forget()
+    bench.store(run.slice(0, 2))
+    bench.settle()
+    mine = run.slice(2, 4)
+    plan = bench.ask(m.PrepareStore(bench.contexts[0], "w", mine.tenant, mine.digests, 2, mine.parent, (2,)))
+    assert bench.lookup(run) == 2
+    assert bench.tiering.queues[0].counters["read_entries"] == 0
+    for chunk, _, _, _, _, _, offset, size in m.EXTENT.iter_unpack(plan.extents):
+        bench.pool.view[offset : offset + size] = content(run, 2 + chunk, 0, bench.part(0, 0))
+    bench.ask(m.CommitStore(bench.contexts[0], plan.ticket))
+    assert bench.lookup(run) == 8
+    assert bench.tiering.queues[0].counters["read_entries"] == 4
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_engines_of_any_size_store_while_a_tier_is_asked_is_not_read_and_all_else_is(
+    ranks: int, make: Maker
+) -> None:
+    bench, run = make(HEADS[:1], pages=192), prompt(40)
+    bench.store_long(run)
+    bench.forget()
+    bench.tiers[0].hang = True
+    pending = bench.begin_lookup(run)
+    before, bench.contexts, bench.ranks = bench.contexts, [], ranks
+    bench.contexts = [bench.register(rank, instance="other") for rank in range(ranks)]
+    bench.store(run.slice(0, 8))
+    bench.contexts, bench.ranks = before, 1
+    bench.tiers[0].hang = False
+    assert bench.wait(pending).num_chunks == 40
+    assert bench.tiering.counters["entries_promoted"] == 32
+    assert bench.tiering.counters["promotions_without_room"] == 0
+    assert bench.lookup(run) == 40
 
 
 def test_a_lookup_waits_no_longer_than_it_wants_and_what_comes_later_is_kept(make: Maker) -> None:
