@@ -323,14 +323,14 @@ def test_chunks_are_stored_as_they_fill_up_and_held_until_every_worker_is_done(s
     assert [job.block_ids for job in first.stores] == [([1, 2],)]
     second = it.step(request, 60, (blocks(1, 7),))
     assert [(job.key.first_chunk, job.block_ids) for job in second.stores] == [(2, ([3, 4, 5, 6],))]
-    it.report(first)
+    it.report(first, num_chunks=1)
     it.report(second)
     assert it.pool.held() == {1, 2, 3, 4, 5, 6}, "one of two workers has reported"
     it.report(first)
     assert it.pool.held() == {3, 4, 5, 6}
     it.report(second, num_chunks=1)
     assert (it.pool.held(), it.side.has_pending_stores) == (set(), False)
-    assert it.client.described == [(0, 2), (2, 1)]
+    assert it.client.described == [(0, 1), (2, 1)], "what both stored, whoever reports last"
 
 
 def test_what_a_draft_model_may_write_again_is_stored_later(scene: Callable[..., Scene]) -> None:
@@ -817,6 +817,19 @@ def test_the_last_incomplete_chunk_of_a_prompt_is_handed_over(scene: Callable[..
     (job,) = decode.step(request, 0, (blocks(1, 19),)).loads
     assert job.key.digests == whole.key.digests + tail.key.digests
     assert job.block_ids == (blocks(1, 19) + [NO_BLOCK] * 5,)
+
+
+def test_an_incomplete_chunk_without_room_is_stored_when_another_store_has_ended(scene: Callable[..., Scene]) -> None:
+    it = scene(chunk_tokens=128, max_pinned_share=0.25)  # of 64 blocks: two chunks
+    request = it.request(300, "prefill", kv_transfer_params={"do_remote_decode": True})
+    it.side.matched_tokens(request, 0)
+    whole = it.step(request, 300, (blocks(1, 19),))
+    assert [job.key.num_chunks for job in whole.stores] == [2]
+    assert it.step(request, 1, (blocks(1, 19),)).stores == ()
+    it.report(whole)
+    (tail,) = it.step(request, 1, (blocks(1, 19),)).stores
+    assert tail.block_ids == ([17, 18, 19, 19, 19, 19, 19, 19],)
+    assert it.step(request, 1, (blocks(1, 19),)).stores == (), "once"
 
 
 @pytest.mark.parametrize(
