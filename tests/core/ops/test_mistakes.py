@@ -37,14 +37,21 @@ def trace(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_a_number_of_things_is_at_least_one(trace: str) -> None:
-    for arguments in (
-        ["replay", trace, "--requests", "-4"],
-        ["bench", "server", "--entries", "-1"],
-    ):
-        status, said = run(*arguments)
-        assert status == 2
-        assert "is not a whole number from 1 to" in said
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["replay", "TRACE", "--requests", "-4"], "is not a whole number from 1 to"),
+        (["bench", "server", "--entries", "-1"], "is not a whole number from 1 to"),
+        (["serve", "--demote-min-tokens", "-5"], "is not a whole number from 0 to"),
+        (["serve", "--promote-min-tokens", "1e9"], "is not a whole number from 0 to"),
+        (["serve", "--events", "tcp://127.0.0.1:9", "--events-topic", "a\nb"], "characters that cannot be printed"),
+    ],
+)
+def test_a_value_out_of_bounds_is_refused_in_one_line(arguments: list[str], reason: str, trace: str) -> None:
+    status, said = run(*(trace if each == "TRACE" else each for each in arguments))
+    assert status > 0
+    assert reason in said
+    assert said.count("\n") == 1
 
 
 @small_shm

@@ -247,10 +247,9 @@ def _one_of(choices: tuple[str, ...]) -> Callable[[str], str]:
 
 
 def _parse_whole_number(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError as error:
-        raise ConfigError(f"{text!r} is not a whole number") from error
+    if not text.isdecimal() or int(text) > MAXIMUM_NUMBER:
+        raise ConfigError(f"{text!r} is not a whole number from 0 to {MAXIMUM_NUMBER:,.0f}")
+    return int(text)
 
 
 _COLLECTORS: Final[dict[Any, Callable[[Iterable[Any]], Any]]] = {tuple: tuple, Mapping: dict}
@@ -367,6 +366,8 @@ class ServerConfig:
                 raise ConfigError(f"{each.flag} {getattr(self, name):g}: above 0, at most {each.most:,.0f}")
         if self.events_replay and not self.events:
             raise ConfigError("--events-replay needs --events tcp://HOST:PORT")
+        if not self.events_topic.isprintable():
+            raise ConfigError(f"--events-topic {self.events_topic!r} has characters that cannot be printed")
         if self.events_topic != DEFAULT_TOPIC and not self.events:
             raise ConfigError("--events-topic needs --events tcp://HOST:PORT")
 
