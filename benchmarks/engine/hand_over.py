@@ -33,8 +33,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
+import pytest
+
 from kvdepot.lab.processes import DepotProcess
 from support.vllm.engines import Engine, Prompt, connector, prompts, wait_until_stored
+from support.vllm.leftovers import own_places
 from support.vllm.models import make_model
 
 _POLLING_SECONDS = 1.5  # vLLM's worker polls that long after a step, on a core that another engine may need
@@ -143,6 +146,7 @@ def main() -> int:
     if arguments.batched_tokens:
         options["max_num_batched_tokens"] = arguments.batched_tokens
     with contextlib.ExitStack() as stack:
+        stack.enter_context(own_places(stack.enter_context(pytest.MonkeyPatch.context())))  # engines are killed
         directory = stack.enter_context(tempfile.TemporaryDirectory())
         depot = stack.enter_context(DepotProcess(pool_size=_POOL_SIZE, new_session=True))
         model = make_model(Path(directory), "large-kv")

@@ -205,7 +205,7 @@ def test_a_lookup_that_no_longer_believes_a_flight_begins_its_own() -> None:
     assert waiting.found == 4
 
 
-@pytest.mark.parametrize("end", ["the depot drains", "its worker leaves"])
+@pytest.mark.parametrize("end", ["the depot drains", "its worker leaves", "its scheduler leaves"])
 def test_nobody_waits_for_chunks_that_cannot_be_stored(end: str) -> None:
     bench = Bench()
     first, second = bench.worker(name="engine"), bench.worker()
@@ -218,11 +218,14 @@ def test_nobody_waits_for_chunks_that_cannot_be_stored(end: str) -> None:
     assert waiting.found is None
     if end == "the depot drains":
         operate(bench.depot, o.Drain(True))
-    else:
+    elif end == "its worker leaves":
         first.ask(m.Unregister(first.context))
+    else:
+        announcer.ask(m.Unregister(announcer.context))
     assert (waiting.found, waiting.answers[0].num_pending) == (0, 0)
-    Asked(announcer, prompt(4))
-    assert Asked(second, prompt(4)).found == 0
+    if end != "its scheduler leaves":
+        Asked(announcer, prompt(4))
+        assert Asked(second, prompt(4)).found == 0
 
 
 @pytest.mark.parametrize("end", ["aborted", "late"])

@@ -344,10 +344,8 @@ class FlightTable:
             if flight.position >= stop or of.space.windows:  # windows are complete at the end of the prefix alone
                 self._fail(flight)
                 continue
-            flight.stop = stop
+            flight.stop = stop  # its end answers those who wait for more
             self._counters[_FLIGHTS_CUT] += 1
-            for waiting in flight.waiting:
-                waiting.stop = min(waiting.stop, stop)
 
     def end_context(self, context: Context) -> None:
         """End the flights of a scheduler that leaves, and answer its lookups."""
