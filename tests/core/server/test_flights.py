@@ -326,6 +326,22 @@ def test_nobody_waits_for_chunks_that_find_no_room() -> None:
     assert waiting.found == 6
 
 
+@pytest.mark.parametrize(("groups", "is_over"), [(PLAIN, False), (HYBRID, True)], ids=["full", "hybrid"])
+def test_a_declined_end_is_no_end_for_those_who_can_use_the_beginning(
+    groups: tuple[m.GroupShape, ...], is_over: bool
+) -> None:
+    """A hybrid model's windows and states are complete at the end of the prefix alone."""
+    bench = Bench(groups)
+    first, second = bench.worker(), bench.worker()
+    Asked(first, prompt(8))
+    waiting = Asked(second, prompt(8))
+    assert waiting.found is None
+    end = prompt(8).slice(4)
+    covered = tuple(4 if group.kind is FULL else 1 for group in groups)
+    first.ask(m.PrepareStore(first.context, "r", end.tenant, end.digests, 4, end.parent, covered))  # nothing before it
+    assert waiting.found == (0 if is_over else None)
+
+
 @pytest.mark.slow
 def test_what_has_ended_holds_no_bytes() -> None:
     """Announcements that were withdrawn and lookups that were answered, long before their deadlines."""
