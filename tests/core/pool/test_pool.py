@@ -103,11 +103,11 @@ def test_a_name_that_finds_no_room_is_not_there_and_the_next_one_is(
     file.add(Names(labels=[Label("a", "m")]))
     write = os.pwrite
 
-    def write_nine(fd: int, data: bytes, offset: int) -> int:
-        return write(fd, data[:9], offset)
+    def write_forty(fd: int, data: bytes, offset: int) -> int:
+        return write(fd, data[:40], offset)  # more than the next name takes
 
-    monkeypatch.setattr(os, "pwrite", write_nine)
-    with pytest.raises(OSError, match="9 of"):
+    monkeypatch.setattr(os, "pwrite", write_forty)
+    with pytest.raises(OSError, match="40 of"):
         file.add(Names(SPECS, [Label("much longer than the next one", "m")]))
     monkeypatch.undo()
     assert (file.num_spaces, file.num_labels) == (0, 1)
