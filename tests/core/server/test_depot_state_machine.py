@@ -351,9 +351,12 @@ class DepotMachine(RuleBasedStateMachine):
             found.setdefault((chunk, group), []).append(part)
         for (chunk, group), parts in found.items():
             own, digest = worker.parts[group], self.digest(run, chunk)
-            assert parts == [own] if (digest, group, own) in self.sealed else len(parts) <= self.groups[group].heads
-            assert cells_of(own) <= set().union(*map(cells_of, parts)), "a head is missing"
-            assert all(cells_of(own) & cells_of(part) for part in parts), "an entry of no use"
+            assert parts == [own] or (digest, group, own) not in self.sealed
+            missing = cells_of(own)
+            for part in parts:
+                assert missing & cells_of(part), "an entry of no use"
+                missing -= cells_of(part)
+            assert not missing, "a cell is missing"
         for group, count in enumerate(covered):
             wanted = {chunk for chunk in range(plan.num_chunks) if run.num_chunks - chunk <= count}
             assert wanted <= {chunk for chunk, number in found if number == group}
