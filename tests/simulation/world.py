@@ -23,7 +23,7 @@ from kvdepot.index.space import digest_of
 from kvdepot.keys import DIGEST_BYTES, KeyRun
 from kvdepot.layout import Part, mask_of
 from kvdepot.pool.extents import ExtentAllocator
-from kvdepot.pool.names import MAGIC, Names
+from kvdepot.pool.names import MAGIC
 from kvdepot.pool.prefixes import PrefixFile
 from kvdepot.pool.table import FREE, HEADER_PAGE_BYTES, RECORD_BYTES, SEALED, WRITING, IndexTable, TableReader, Writer
 from kvdepot.server.depot import Depot
@@ -148,8 +148,15 @@ class Server:
         extents = ExtentAllocator(size, memory.ready_pages * PAGE)
         self.index = ChunkIndex(extents, table, setup.policy, QuotaTable(size, setup.quotas))
         prefixes = PrefixFile(memory.sessions)
-        self.depot = Depot(self.index, epoch=pid, lease_seconds=LEASE_SECONDS, clock=world.clock, prefixes=prefixes)
         self.names = memory.open_names(self.fuse)
+        self.depot = Depot(
+            self.index,
+            epoch=pid,
+            lease_seconds=LEASE_SECONDS,
+            clock=world.clock,
+            prefixes=prefixes,
+            save_names=self.names.add,
+        )
         self.queue: SimulatedQueue | None = None
         if setup.demotion is not None:
             self.queue = make_queue(world.storage, f"the server {pid}", world.clock)
@@ -170,11 +177,6 @@ class Server:
         self.is_restoring = True
         self.depot.state.is_restoring, self.depot.state.accepts_stores = True, False
         self.depot.labels.restore(found.labels)
-        self.depot.labels.save = self._save_names
-
-    def _save_names(self) -> None:
-        spaces = [space.spec for space in self.index.spaces[self.names.num_spaces :]]
-        self.names.add(Names(spaces, self.depot.labels.names[self.names.num_labels :]))
 
 
 class World:

@@ -12,10 +12,12 @@ from kvdepot.index.quotas import QuotaTable
 from kvdepot.index.restore import restore
 from kvdepot.keys import KeyRun, Namespace, hash_prefix
 from kvdepot.layout import GroupKind, Part
+from kvdepot.operators.holdings import Holdings
 from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.table import IndexTable, Writer, table_size_bytes
 from kvdepot.server import commands
 from kvdepot.server.depot import Depot
+from kvdepot.server.labels import SaveNames, save_nothing
 from kvdepot.server.replies import PendingReply, Refused
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
@@ -99,6 +101,8 @@ class Bench:
     chunk_tokens: int = 1
     sessions: int = 0
     ready_pages: int | None = None  # None: all
+    holdings: Holdings | None = None
+    save_names: SaveNames = save_nothing
     memory: bytearray = field(init=False)
     unfinished: list[int] = field(default_factory=list[int])
 
@@ -109,8 +113,15 @@ class Bench:
         extents = WatchfulAllocator(self.pages * PAGE, ready * PAGE)
         extents.table = IndexTable(self.memory, self.num_records)
         quotas = QuotaTable(self.pages * PAGE, {name: pages * PAGE for name, pages in self.quotas.items()})
-        self.index = ChunkIndex(extents, extents.table, self.policy, quotas)
-        self.depot = Depot(self.index, epoch=1, lease_seconds=LEASE_SECONDS, clock=lambda: self.now)
+        self.index = ChunkIndex(extents, extents.table, self.policy, quotas, self.holdings)
+        self.depot = Depot(
+            self.index,
+            epoch=1,
+            lease_seconds=LEASE_SECONDS,
+            clock=lambda: self.now,
+            holdings=self.holdings,
+            save_names=self.save_names,
+        )
 
     def worker(
         self,

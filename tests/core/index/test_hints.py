@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from kvdepot.index.eviction import ENDED, NORMAL, POLICIES
+from kvdepot.index.hit_rate_curve import HitRateCurve
 from kvdepot.keys import KeyRun, Namespace, hash_prefix
 from kvdepot.server import commands
 from kvdepot.server.replies import PendingReply
@@ -49,10 +50,14 @@ def test_an_ended_session_leaves_first_and_what_it_shares_stays(policy: str) -> 
     bench.drain()
 
 
-def test_index_names_the_chunks_that_ended() -> None:
-    bench = Bench(pages=5)
-    worker, ended = bench.worker(), list[bytes]()
-    bench.index.on_ended = ended.append
+def test_the_sample_forgets_the_chunks_that_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[bytes] = []
+
+    def note(_sample: HitRateCurve, key: bytes) -> None:
+        ended.append(key)
+
+    monkeypatch.setattr(HitRateCurve, "ended", note)
+    worker = Bench(pages=5).worker()
     for name in (1, 2):
         worker.store(session(name))
     hint(worker, session(1), priority=1)

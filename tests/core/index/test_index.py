@@ -9,7 +9,7 @@ from kvdepot.index.eviction import POLICIES, AdaptiveReplacement
 from kvdepot.index.index import ChunkIndex
 from kvdepot.keys import KeyRun, Namespace, hash_prefix
 from kvdepot.layout import Part
-from kvdepot.pool.names import Label
+from kvdepot.pool.names import Label, Names
 from kvdepot.pool.table import HEADER_PAGE_BYTES, RECORD_BYTES, SEALED, IndexTable, Writer
 from kvdepot.server import commands
 from kvdepot.server.replies import Refused
@@ -312,16 +312,15 @@ def test_when_there_are_too_many_holes_the_coldest_leave(policy: str, monkeypatc
 
 def test_names_that_could_not_be_saved_are_saved_before_a_record_refers_to_them() -> None:
     """Regression: with a full /dev/shm a tenant's or a layout's name was never saved, and its entries were lost."""
-    bench = Bench()
     saved: list[tuple[int, list[Label]]] = []
     disk_is_full = True
 
-    def save() -> None:
+    def save(names: Names) -> None:
         if disk_is_full:
             raise OSError("no space left on device")
-        saved.append((len(bench.index.spaces), list(bench.depot.labels.names)))
+        saved.append((len(names.spaces), names.labels))
 
-    bench.depot.labels.save = save
+    bench = Bench(save_names=save)
     with pytest.raises(OSError, match="no space"):
         bench.worker()
     disk_is_full = False
@@ -335,19 +334,21 @@ def test_names_that_could_not_be_saved_are_saved_before_a_record_refers_to_them(
     disk_is_full = False
     for _ in range(2):
         worker.store(prompt(1))
-    assert saved == [(1, []), (1, [Label("default", "model")])]
+    assert saved == [(1, []), (0, [Label("default", "model")])]
 
 
 def test_a_name_that_could_not_be_saved_is_in_nobody_elses_way() -> None:
     """Regression: once one tenant's name had found no room, stores and registrations of all others failed with it."""
-    bench = Bench()
+    disk_is_full = False
+
+    def save(_names: Names) -> None:
+        if disk_is_full:
+            raise OSError("no space left on device")
+
+    bench = Bench(save_names=save)
     worker = bench.worker()
     worker.store(prompt(1, tenant="a"))
-
-    def save() -> None:
-        raise OSError("no space left on device")
-
-    bench.depot.labels.save = save
+    disk_is_full = True
     with pytest.raises(OSError, match="no space"):
         worker.store(prompt(1, tenant="b"))
     assert bench.worker().store(prompt(2, tenant="a")).num_declined == 0

@@ -30,7 +30,6 @@ from kvdepot.lab.trace import BLOCK_TOKENS, TraceRequest, read_trace
 from kvdepot.layout import GroupKind
 from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.table import IndexTable
-from kvdepot.server.hit_rate_curve import HitRateCurve
 from kvdepot.wire.messages import CacheSpec, GroupShape
 
 BYTES = 8  # a token: one chunk is one extent
@@ -67,12 +66,10 @@ def hits_without_limit(prompts: Prompts) -> list[int]:
 def replay_index(workload: Workload, ends: Sequence[int], policy: str, capacity: int) -> tuple[list[int], int]:
     """The chunks found by each request and the chunks evicted, with the real index and what the depot watches."""
     index = ChunkIndex(ExtentAllocator(capacity * PAGE), IndexTable.in_memory(capacity), policy)
-    hit_rates = HitRateCurve(capacity * PAGE, index.preference, (1.0,))
-    index.on_ended = hit_rates.ended
     space = index.space(CacheSpec(1, (GroupShape(GroupKind.FULL_ATTENTION, 1),), "bytes"))
     found: list[int] = []
     for path, packed, is_end in zip(workload.paths, workload.packed, ends, strict=True):
-        hit_rates.looked_up(packed, PAGE)
+        index.hit_rates.looked_up(packed, PAGE)
         hits, nodes = index.match(space, packed)
         found.append(hits)
         parent = NO_NODE

@@ -214,16 +214,22 @@ def test_a_hit_that_nobody_described_asks_for_its_tokens(depot: DepotProcess, en
     assert not engine.scheduler.find(run).wants_tokens
 
 
+def describe(bench: Bench, holdings: Holdings, request: m.DescribeChunks) -> int:
+    space = bench.index.spaces[0]
+    nodes = bench.index.visibility.find_run(space, request.digests, request.first_chunk)
+    return holdings.describe(space, MODEL, request, nodes)
+
+
 def test_chunks_of_two_tenants_with_the_same_ids_leave_with_the_last_one() -> None:
-    bench = Bench(pages=20, num_records=24)
-    holdings = Holdings(bench.index)
+    holdings = Holdings()
+    bench = Bench(pages=20, num_records=24, holdings=holdings)
     reader, view = Reader(holdings, holdings.shelf_of(MODEL) or pytest.fail()), View()
     worker = bench.worker()
     runs = [chunks(2, name) for name in (1, 2)]
     for number, run in enumerate(runs):
         worker.store(run)
         request = next(Description(bytes([number]) * 32, [1, 2], [7, 8]).requests(0, run))
-        assert holdings.describe(bench.index.spaces[0], MODEL, request) == 2
+        assert describe(bench, holdings, request) == 2
 
     def found() -> set[int]:
         while reader.has_more:
@@ -237,24 +243,24 @@ def test_chunks_of_two_tenants_with_the_same_ids_leave_with_the_last_one() -> No
         for start in (32, 0):
             assert bench.index.evict(space.nodes[run.digests[start : start + 32]])
         assert found() == rest
-    holdings.check_integrity()
+    holdings.check_integrity(bench.index.visibility.is_visible)
 
 
 def test_tokens_beyond_the_bound_are_declined() -> None:
-    bench = Bench(pages=20, num_records=24)
-    holdings = Holdings(bench.index, most_bytes=50)
+    holdings = Holdings(most_bytes=50)
+    bench = Bench(pages=20, num_records=24, holdings=holdings)
     run = chunks(5, 1)
     bench.worker().store(run)
     (request,) = description(run, 1).requests(0, run)
-    assert holdings.describe(bench.index.spaces[0], MODEL, request) == 2
+    assert describe(bench, holdings, request) == 2
     assert (holdings.num_declined, holdings.num_bytes) == (3, 40)
 
 
 @pytest.mark.parametrize("groups", [PLAIN, SHARDED, HYBRID], ids=["plain", "sharded", "hybrid"])
 def test_random_traffic_announces_exactly_what_can_be_found(groups: tuple[m.GroupShape, ...]) -> None:
     rng = random.Random(6)
-    bench = Bench(groups, pages=20, num_records=24)
-    holdings = Holdings(bench.index)
+    holdings = Holdings()
+    bench = Bench(groups, pages=20, num_records=24, holdings=holdings)
     shelf = holdings.shelf_of(MODEL)
     assert shelf is not None
     workers = [bench.worker(shard) for shard in range(2 if groups is SHARDED else 1)]
@@ -269,14 +275,14 @@ def test_random_traffic_announces_exactly_what_can_be_found(groups: tuple[m.Grou
             elif plan.ticket:
                 worker.ask(m.AbortStore(worker.context, plan.ticket))
         for request in description(run, 1).requests(0, run):
-            holdings.describe(index.spaces[0], MODEL, request)
+            describe(bench, holdings, request)
         if rng.random() < 0.1:
             records = [record for record in index.table.records() if record.state == 2]
             if records:
                 index.remove_entry(rng.choice(records).number)
         if rng.random() < 0.05:
             sum(commands.clear_pool(bench.depot, None))
-        holdings.check_integrity()
+        holdings.check_integrity(bench.index.visibility.is_visible)
         expected = {
             block_id(key)
             for key, node in index.spaces[0].nodes.items()
@@ -296,8 +302,8 @@ def test_random_traffic_announces_exactly_what_can_be_found(groups: tuple[m.Grou
 
 def test_a_follower_that_is_far_behind_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvdepot.operators.holdings._LONGEST_LOG", 4)
-    bench = Bench(pages=20, num_records=24)
-    holdings = Holdings(bench.index)
+    holdings = Holdings()
+    bench = Bench(pages=20, num_records=24, holdings=holdings)
     shelf = holdings.shelf_of(MODEL)
     assert shelf is not None
     reader, worker = Reader(holdings, shelf), bench.worker()
@@ -307,7 +313,7 @@ def test_a_follower_that_is_far_behind_starts_again(monkeypatch: pytest.MonkeyPa
         run = chunks(1, name)
         worker.store(run)
         (request,) = description(run, 1).requests(0, run)
-        holdings.describe(bench.index.spaces[0], MODEL, request)
+        describe(bench, holdings, request)
     view, is_first = View(), True
     view.found = {1, 2, 3}
     while reader.has_more:
@@ -320,8 +326,8 @@ def test_a_follower_that_is_far_behind_starts_again(monkeypatch: pytest.MonkeyPa
 
 def test_a_store_has_no_follower_start_again() -> None:
     """Regression: each chunk of a run that has another one behind it did."""
-    bench = Bench(pages=20, num_records=24)
-    holdings = Holdings(bench.index)
+    holdings = Holdings()
+    bench = Bench(pages=20, num_records=24, holdings=holdings)
     shelf = holdings.shelf_of(MODEL)
     assert shelf is not None
     reader, view, run = Reader(holdings, shelf), View(), chunks(5, 1)
@@ -331,7 +337,7 @@ def test_a_store_has_no_follower_start_again() -> None:
                 view.take(event)
         bench.worker().store(run)
         (request,) = description(run, 1).requests(0, run)
-        holdings.describe(bench.index.spaces[0], MODEL, request)
+        describe(bench, holdings, request)
     assert (len(view.found), view.num_clears) == (5, 1)
 
 
@@ -353,13 +359,13 @@ def test_a_replay_needs_events() -> None:
 
 def test_a_port_that_is_taken_is_an_error_in_words(depot: DepotProcess, context: Context) -> None:
     with pytest.raises(ConfigError, match="--events"):
-        EventPublisher(context, Holdings(Bench().index), depot.status().event_endpoints[0], None)
+        EventPublisher(context, Holdings(), depot.status().event_endpoints[0], None)
 
 
 def test_who_is_slow_misses_nothing_of_what_may_wait(context: Context, tmp_path: Path) -> None:
     """Regression: the bound was set after binding, so it was ZMQ's thousand, for batches sent again as well."""
-    bench, num_batches = Bench(pages=4, num_records=8), 3000
-    holdings = Holdings(bench.index)
+    holdings, num_batches = Holdings(), 3000
+    bench = Bench(pages=4, num_records=8, holdings=holdings)
     publisher = EventPublisher(context, holdings, f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay")
     kept.append(publisher)
     slow = context.socket(zmq.SUB)
@@ -372,7 +378,7 @@ def test_who_is_slow_misses_nothing_of_what_may_wait(context: Context, tmp_path:
 
     def tell() -> None:
         worker.store(run)
-        holdings.describe(bench.index.spaces[0], MODEL, request)
+        describe(bench, holdings, request)
         publisher.serve()
         assert bench.index.evict(bench.index.spaces[0].nodes[run.digests])
         publisher.serve()
@@ -479,9 +485,8 @@ def test_chunks_that_only_a_tier_has_are_announced_there(tmp_path: Path, context
 
 
 def test_chunks_that_a_tier_lost_are_taken_back_by_the_lookup_that_misses_them() -> None:
-    bench = Bench(pages=20, num_records=24)
-    holdings = Holdings(bench.index, most_bytes=20 * 8)
-    holdings.is_in_tier = lambda _node: True
+    holdings = Holdings(is_in_tier=lambda _node: True, most_bytes=20 * 8)
+    bench = Bench(pages=20, num_records=24, holdings=holdings)
     shelf, run, space = holdings.shelf_of(MODEL), chunks(3, 1), bench.index.spaces
     assert shelf is not None
     reader, view = Reader(holdings, shelf), View()
@@ -501,10 +506,10 @@ def test_chunks_that_a_tier_lost_are_taken_back_by_the_lookup_that_misses_them()
         run = chunks(3, name)
         bench.worker().store(run)
         (request,) = description(run, 1).requests(0, run)
-        assert holdings.describe(space[0], MODEL, request) == 3
+        assert describe(bench, holdings, request) == 3
         evict(run)
-        holdings.check_integrity()
+        holdings.check_integrity(bench.index.visibility.is_visible)
     assert told().in_tier == set(ids_of(run)[:2]), "there is room for 40 bytes: two chunks, the last evicted ones"
     holdings.missed(space[0], run.digests, 0)
     assert (told().in_tier, view.found) == (set(), set())
-    holdings.check_integrity()
+    holdings.check_integrity(bench.index.visibility.is_visible)

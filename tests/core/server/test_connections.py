@@ -499,9 +499,8 @@ def test_a_message_of_very_many_frames_is_dropped_in_steps() -> None:
 @pytest.mark.promise(74)
 def test_a_subscriber_that_asks_in_very_many_frames_is_dropped_in_steps() -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    index = ChunkIndex(ExtentAllocator(1 << 20), IndexTable.in_memory(16))
     try:
-        publisher = EventPublisher(context, Holdings(index), "tcp://127.0.0.1:0", "tcp://127.0.0.1:0")
+        publisher = EventPublisher(context, Holdings(), "tcp://127.0.0.1:0", "tcp://127.0.0.1:0")
         assert publisher.replay is not None
         asker = context.socket(zmq.DEALER)
         asker.connect(publisher.replay_endpoint)

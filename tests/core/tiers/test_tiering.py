@@ -21,9 +21,11 @@ from kvdepot.keys import DIGEST_BYTES, KeyRun, Namespace, hash_prefix
 from kvdepot.lab.processes import wait_until
 from kvdepot.layout import GroupKind, Part, heads_of_both, layers_of_both
 from kvdepot.pool.extents import ExtentAllocator
+from kvdepot.pool.names import Names
 from kvdepot.pool.table import SEALED, IndexTable, Writer, table_size_bytes
 from kvdepot.server import commands, flights
 from kvdepot.server.depot import Depot
+from kvdepot.server.labels import SaveNames, save_nothing
 from kvdepot.server.replies import PendingReply, Refused
 from kvdepot.testing.tier import FaultyTier, make_pool
 from kvdepot.tiers import jobs, promotion, reading, sealed
@@ -74,6 +76,7 @@ class Bench:
         tier_pages: int = 256,
         verify: bool = False,
         ranks: int = 1,
+        save_names: SaveNames = save_nothing,
     ) -> None:
         self.clock = Clock()
         self.spec = m.CacheSpec(1, groups, "bytes")
@@ -81,7 +84,7 @@ class Bench:
         self.index = ChunkIndex(
             ExtentAllocator(pages * PAGE), IndexTable(bytearray(table_size_bytes(NUM_RECORDS)), NUM_RECORDS)
         )
-        self.depot = Depot(self.index, epoch=1, lease_seconds=10.0, clock=self.clock)
+        self.depot = Depot(self.index, epoch=1, lease_seconds=10.0, clock=self.clock, save_names=save_names)
         self.tiers = [FaultyTier(MemoryTier(self.pool, tier_pages * PAGE)) for _ in range(num_tiers)]
         self.tiering = Tiering(
             self.index,
@@ -911,14 +914,16 @@ def test_without_a_descriptor_nothing_is_read_and_nobody_waits_for_it(
 @pytest.mark.parametrize("error", [OSError("no space left on device"), Refused(ErrorCode.MALFORMED, "too many")])
 def test_a_lookup_whose_tenant_finds_no_name_gets_what_the_pool_has(make: Maker, error: Exception) -> None:
     """Regression: it failed, as did every lookup of anybody once one name had found no room."""
-    bench = make()
+    disk_is_full = False
+
+    def save(_names: Names) -> None:
+        if disk_is_full:
+            raise error
+
+    bench = make(save_names=save)
     known, new = prompt(4), prompt(4, 1, tenant="new")
     bench.store(known)
-
-    def fail() -> None:
-        raise error
-
-    bench.depot.labels.save = fail
+    disk_is_full = True
     assert bench.lookup(new) == 0
     assert bench.lookup(prompt(6)) == 4
     assert (bench.depot.counters["lookups_without_name"], bench.tiering.counters["promotions"]) == (1, 1)

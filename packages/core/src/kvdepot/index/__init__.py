@@ -5,6 +5,7 @@ Modules import only those above them in this list:
 - `columns`, `space`, `prefix`: numbers by place, chunks by key, the prefix rule.
 - `tree`: nodes, and their holds.
 - `eviction`: the policies LRU and ARC.
+- `policy_selector`, `hit_rate_curve`: which of both finds more of the present traffic, on a sample of it.
 - `quotas`: bytes by tenant, and one policy for each share of the pool and each priority.
 - `visibility`, `entries`: the chunks that lookups find, records and extents.
 - `priorities`: clients' hints, and the ends of sessions.

@@ -18,7 +18,7 @@ from kvdepot.index.priorities import Priorities
 from kvdepot.index.quotas import MAXIMUM_QUOTAS, Shares
 from kvdepot.index.space import Space
 from kvdepot.index.tree import NO_NODE, Nodes
-from kvdepot.index.visibility import Visibility
+from kvdepot.index.visibility import Visibility, Watcher
 from kvdepot.wire.histogram import Histogram
 
 _REMOVE_STEP: Final = 25  # chunks
@@ -44,7 +44,7 @@ class Evictor:
         entries: Entries,
         shares: Shares,
         priorities: Priorities,
-        on_evicted: Callable[[int], object],
+        watcher: Watcher,
     ) -> None:
         self.num_evicted = 0
         self.num_leased_evicted = 0  # of these, those with a lease
@@ -52,7 +52,7 @@ class Evictor:
         self.is_frozen = False  # nothing leaves while the index is being rebuilt
         self.eviction_ages = Histogram(1.0)  # seconds since the last use of evicted chunks
         self._on_victim: Callable[[], None] | None = None
-        self._on_evicted = on_evicted
+        self._watcher = watcher
         self._nodes = nodes
         self._visibility = visibility
         self._entries = entries
@@ -198,7 +198,7 @@ class Evictor:
     def _evict(self, node: int) -> None:
         self.num_evicted += 1
         self.eviction_ages.add(self._nodes.idle_seconds(node))
-        self._on_evicted(node)
+        self._watcher.evicted(node, self._nodes.key_of(node))
         self._remove(node)
 
     def _remove(self, node: int) -> int:

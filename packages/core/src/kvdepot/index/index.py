@@ -5,18 +5,19 @@ else is asked of one part: `index.nodes`, `index.visibility`, `index.entries`, `
 `index.evictor`. Nothing here does I/O but for the table, and nothing knows of sessions.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from kvdepot.index.entries import Entries, NewRun, Reserved, Wanted
-from kvdepot.index.eviction import AUTO, POLICIES, EvictionPolicy, Preference
+from kvdepot.index.eviction import AUTO, POLICIES, EvictionPolicy
 from kvdepot.index.evictor import EndStore, Evictor, cannot_end
+from kvdepot.index.hit_rate_curve import HitRateCurve
 from kvdepot.index.priorities import Priorities
 from kvdepot.index.quotas import QuotaTable, Shares
 from kvdepot.index.space import Space, digest_of
 from kvdepot.index.tree import NO_NODE, ChunkTree, Nodes
-from kvdepot.index.visibility import Match, Visibility
+from kvdepot.index.visibility import Match, Visibility, Watcher
 from kvdepot.keys import split_digests
 from kvdepot.pool.extents import ExtentAllocator, extent_size
 from kvdepot.pool.table import IndexTable
@@ -44,43 +45,48 @@ class ChunkIndex:
     """Nodes, entries, space and eviction.
 
     A store is `reserve`, then `seal` (or `discard_entry`, `abandon_entry`). A read is `match`, `pin`, `release`.
+
+    Args:
+        extents: the space of the pool.
+        table: its records.
+        policy: of eviction, by name.
+        quotas: of tenants, None for none.
+        watcher: hears which chunks leave.
     """
 
     def __init__(
-        self, extents: ExtentAllocator, table: IndexTable, policy: str = AUTO, quotas: QuotaTable | None = None
+        self,
+        extents: ExtentAllocator,
+        table: IndexTable,
+        policy: str = AUTO,
+        quotas: QuotaTable | None = None,
+        watcher: Watcher | None = None,
     ) -> None:
         self.table = table
         self.extents = extents
         self.quotas = quotas or QuotaTable(extents.capacity_bytes)
         self.spaces: list[Space] = []
-        self.preference = Preference()  # that the policy "auto" follows
+        self.hit_rates = HitRateCurve(extents.capacity_bytes)
         self.num_over_share = 0  # entries that were declined because their share has enough unfinished ones
         self.num_not_ready = 0  # entries that were declined because the pool was still growing
         self.num_overlapping = 0  # entries that were begun though others have some of their heads
         self.num_restore_errors = 0
-        # Observers, each set by the part that is built over the index and watches it: called with each node that is
-        # about to be evicted for room, with each that lookups no longer find (both `Holdings`), and with the key of
-        # each chunk whose session ended (`HitRateCurve`).
-        self.on_evicted: Callable[[int], object] = lambda _node: None
-        self.on_hidden: Callable[[int], object] = lambda _node: None
-        self.on_ended: Callable[[bytes], object] = lambda _key: None
         self._space_by_spec: dict[bytes, Space] = {}
         self._policy = policy
+        self._watcher = watcher or Watcher()
         self.make_parts()
 
     def make_parts(self) -> None:
         """Make all parts, each over those before it, without a node or a record."""
         self.nodes = nodes = Nodes(2 * self.table.num_records + _SPARE_NODES, self.spaces)
-        self.visibility = Visibility(nodes, lambda node: self.on_hidden(node))
+        self.visibility = Visibility(nodes, self._watcher)
         self.entries = Entries(nodes, self.table, self.extents, self.quotas)
         self.shares = Shares(nodes, self.entries, self.quotas, self._make_policy)
-        self.priorities = Priorities(nodes, self.shares, lambda key: self.on_ended(key))
-        self.evictor = Evictor(
-            nodes, self.visibility, self.entries, self.shares, self.priorities, lambda node: self.on_evicted(node)
-        )
+        self.priorities = Priorities(nodes, self.shares, self.hit_rates.ended)
+        self.evictor = Evictor(nodes, self.visibility, self.entries, self.shares, self.priorities, self._watcher)
 
     def _make_policy(self, tree: ChunkTree) -> EvictionPolicy:
-        return POLICIES[self._policy](tree, self.preference)
+        return POLICIES[self._policy](tree, self.hit_rates.preference)
 
     # --- the verbs ------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from kvdepot.index.columns import make_column
 from kvdepot.index.prefix import usable_prefix
 from kvdepot.index.space import Space
 from kvdepot.index.tree import NO_NODE, Nodes
-from kvdepot.keys import DIGEST_BYTES, digest_at
+from kvdepot.keys import DIGEST_BYTES, digest_at, num_digests
 
 
 class Match(NamedTuple):
@@ -27,12 +27,22 @@ class Match(NamedTuple):
     nodes: tuple[int, ...]  # to pin so that all of it stays, the deepest one last: that alone with full attention
 
 
+class Watcher:
+    """Hears which chunks leave. This one ignores it."""
+
+    def evicted(self, node: int, key: bytes, /) -> None:
+        """Hear that a chunk is about to be evicted for room."""
+
+    def hidden(self, node: int, /, *, has_children: bool) -> None:
+        """Hear that lookups no longer find the chunk of a node."""
+
+
 class Visibility:
     """The marks of visible nodes, and the search for the longest prefix."""
 
-    def __init__(self, nodes: Nodes, on_hidden: Callable[[int], object]) -> None:
+    def __init__(self, nodes: Nodes, watcher: Watcher) -> None:
         self._nodes = nodes
-        self._on_hidden = on_hidden
+        self._watcher = watcher
         self.is_visible = make_column("B", nodes.tree.capacity)
         self.sealed_groups = make_column("Q", nodes.tree.capacity)  # bit g: all cells of group g are sealed
         self.broken: set[int] = set()  # nodes that were visible; those after them may still be marked
@@ -80,8 +90,8 @@ class Visibility:
 
     def _hide(self, node: int) -> None:
         if self.is_visible[node]:
-            self._on_hidden(node)
-        self.is_visible[node] = 0
+            self.is_visible[node] = 0
+            self._watcher.hidden(node, has_children=self._nodes.tree.num_children[node] > 0)
 
     # --- finding --------------------------------------------------------------------------------------------------
 
@@ -89,6 +99,14 @@ class Visibility:
         """Return the node of a visible chunk."""
         node = space.nodes.get(key)
         return node if node is not None and self.is_visible[node] and self._nodes.depth[node] == depth else None
+
+    def find_run(self, space: Space, digests: bytes, depth: int) -> list[tuple[int, int]]:
+        """Return of consecutive chunks the node and the one before it, `NO_NODE` for a chunk that is not visible."""
+        found: list[tuple[int, int]] = []
+        for chunk in range(num_digests(digests)):
+            node = self.find(space, digest_at(digests, chunk), depth + chunk)
+            found.append((NO_NODE, NO_NODE) if node is None else (node, self._nodes.parent_of(node)))
+        return found
 
     def is_reachable(self, node: int) -> bool:
         """Whether a lookup reaches a node: it is visible, and with full attention all nodes before it are."""

@@ -17,6 +17,7 @@ from blake3 import blake3
 from kvdepot.config import format_size, parse_size
 from kvdepot.errors import ConfigError, TraceError
 from kvdepot.index.eviction import AUTO, NO_NODE, NORMAL, POLICIES, ChunkTree, EvictionPolicy, Preference
+from kvdepot.index.hit_rate_curve import HitRateCurve
 from kvdepot.index.priorities import Priorities
 from kvdepot.index.quotas import QuotaTable, Shares
 from kvdepot.index.tree import Nodes
@@ -24,7 +25,6 @@ from kvdepot.keys import DIGEST_BYTES
 from kvdepot.lab.plot import curves_as_svg
 from kvdepot.lab.trace import BLOCK_TOKENS, TraceRequest
 from kvdepot.pool.extents import extent_size
-from kvdepot.server.hit_rate_curve import HitRateCurve
 
 LADDER: Final = (0.05, 0.1, 0.2, 0.4, 0.8)  # default pool sizes, of what an unlimited pool would hold
 BYTES_PER_TOKEN: Final = 32 * 8 * 128 * 2 * 2  # 8B GQA model: layers, KV heads, head size, K and V, bf16
@@ -315,8 +315,8 @@ def replay(workload: Workload, policy_name: str, capacity_chunks: int, ends: byt
     nodes = Nodes(num_chunks, [])
     tree = nodes.tree
     tree.keys.extend([None] * num_chunks)
-    preference = Preference()
-    hit_rates = HitRateCurve(max(1, capacity_chunks), preference, (1.0,)) if policy_name == AUTO else None
+    hit_rates = HitRateCurve(max(1, capacity_chunks), (1.0,)) if policy_name == AUTO else None
+    preference = Preference() if hit_rates is None else hit_rates.preference
     prioritized = None
     if any(ends):
         on_ended: Callable[[bytes], object] = hit_rates.ended if hit_rates is not None else lambda _key: None

@@ -10,15 +10,15 @@ begin follow it, and telling one twice does no harm.
 
 import logging
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from kvdepot.index.index import ChunkIndex
 from kvdepot.index.space import Space
 from kvdepot.index.tree import NO_NODE
+from kvdepot.index.visibility import Watcher
 from kvdepot.keys import digest_at, num_digests
 from kvdepot.wire import messages as m
 
@@ -88,6 +88,7 @@ class Family:
 class Described(msgspec.Struct, gc=False):
     """A chunk with its tokens."""
 
+    above: int  # node of the chunk before it, `NO_NODE` before a first one
     family: Family
     shelf: "Shelf"
     content: bytes  # the id of the block before, those of its own, its tokens
@@ -172,38 +173,34 @@ class Shelf:
             self.first += _LONGEST_LOG
 
 
-class Holdings:
-    """Every described chunk that lookups find.
+class Holdings(Watcher):
+    """Every described chunk that lookups find. The index says which ones leave.
 
     Args:
-        index: reports here.
         topic: of the events, in which {model} stands for the model's name.
+        is_in_tier: whether a tier has a node that is about to be evicted.
         most_bytes: of tokens and ids; further chunks are not described.
 
     Attributes:
         num_changes: so far, of all topics.
-        on_described: called with each message that was taken, to keep it for the next server.
-        on_change: called after each change.
-        is_in_tier: whether a tier has a node that is about to be evicted.
     """
 
-    def __init__(self, index: ChunkIndex, topic: str = "", most_bytes: int = _MOST_BYTES) -> None:
+    def __init__(
+        self, topic: str = "", is_in_tier: Callable[[int], bool] = lambda _node: False, most_bytes: int = _MOST_BYTES
+    ) -> None:
         self.shelves: dict[str, Shelf] = {}
         self.num_changes = 0
         self.num_bytes = 0
         self.num_declined = 0  # chunks, for lack of room
-        self.on_described: Callable[[Space, str, m.DescribeChunks], None] = lambda _space, _model, _request: None
-        self.on_change: Callable[[], None] = lambda: None
-        self.is_in_tier: Callable[[int], bool] = lambda _node: False
-        self._index = index
+        self._on_change: Callable[[], None] | None = None  # the next one
         self._topic = topic
+        self._is_in_tier = is_in_tier
         self._most_bytes = most_bytes
         self._by_node: list[Described | None] = []  # of visible nodes
         self._in_tier: dict[tuple[int, bytes], Described] = {}  # and not in the pool; the first that was evicted first
         self._num_tier_bytes = 0
         self._broken: set[int] = set()  # nodes that were hidden in front of others
         self._families: dict[Family, Family] = {}
-        index.on_evicted, index.on_hidden = self._on_evicted, self._on_hidden
         if _MODEL not in topic:
             self.shelf_of("")
 
@@ -219,8 +216,18 @@ class Holdings:
         """Whether routers are told of a node."""
         return node < len(self._by_node) and self._by_node[node] is not None
 
-    def describe(self, space: Space, model: str, request: m.DescribeChunks) -> int:
+    def await_change(self, on_change: Callable[[], None]) -> None:
+        """Have a function called once, at the next change. It replaces an earlier one."""
+        self._on_change = on_change
+
+    def describe(self, space: Space, model: str, request: m.DescribeChunks, nodes: Sequence[tuple[int, int]]) -> int:
         """Take the description of chunks that lookups find; return how many of them are new.
+
+        Args:
+            space: of the chunks.
+            model: as engines serve it.
+            request: describes them.
+            nodes: of them, as `Visibility.find_run` says.
 
         Raises:
             ValueError: the message contradicts itself.
@@ -235,9 +242,8 @@ class Holdings:
         parent, num_new, size = request.parent_id, 0, _ID_BYTES * per_chunk
         for chunk in range(count):
             ids = request.block_ids[chunk * size : (chunk + 1) * size]
-            node = self._index.visibility.find(space, digest_at(request.digests, chunk), request.first_chunk + chunk)
-            above = NO_NODE if node is None else self._index.nodes.parent_of(node)
-            if node is None or not (above == NO_NODE or self.is_described(above)):
+            node, above = nodes[chunk]
+            if node == NO_NODE or not (above == NO_NODE or self.is_described(above)):
                 break  # a router would not know where it belongs
             if not self.is_described(node):
                 tokens = request.tokens[chunk * chunk_tokens * _TOKEN_BYTES : (chunk + 1) * chunk_tokens * _TOKEN_BYTES]
@@ -246,20 +252,11 @@ class Holdings:
                     self.num_declined += count - chunk
                     break
                 extra = request.extra_keys[chunk * per_chunk : (chunk + 1) * per_chunk]
-                self._show(node, Described(family, shelf, content, not parent, request.lora_name or None, extra))
+                described = Described(above, family, shelf, content, not parent, request.lora_name or None, extra)
+                self._show(node, digest_at(request.digests, chunk), described)
                 num_new += 1
             parent = ids[-_ID_BYTES:]
-        if num_new:
-            self.on_described(space, model, request)
         return num_new
-
-    def knows_any(self, space: Space, request: m.DescribeChunks) -> bool:
-        """Whether routers are told of any chunk of a description."""
-        for chunk in range(num_digests(request.digests)):
-            node = self._index.visibility.find(space, digest_at(request.digests, chunk), request.first_chunk + chunk)
-            if node is not None and self.is_described(node):
-                return True
-        return False
 
     def _check(self, request: m.DescribeChunks, count: int, chunk_tokens: int) -> int:
         """Return the blocks of a chunk."""
@@ -276,35 +273,36 @@ class Holdings:
             raise ValueError(f"a parent of {len(request.parent_id)} bytes before chunk {request.first_chunk}")
         return per_chunk
 
-    def _show(self, node: int, chunk: Described) -> None:
+    def _show(self, node: int, key: bytes, chunk: Described) -> None:
         if node >= len(self._by_node):
             self._by_node.extend([None] * (node + 1 - len(self._by_node)))
         self._by_node[node] = chunk
         self.num_bytes += len(chunk.content)
-        self._leave_tier((chunk.family.space, self._index.nodes.key_of(node)))
+        self._leave_tier((chunk.family.space, key))
         chunk.shelf.show(chunk, POOL)
         if node in self._broken:
             self._broken.remove(node)
             chunk.shelf.forget()  # scans passed over the chunks behind it
         self._count()
 
-    def _on_hidden(self, node: int) -> None:
+    def hidden(self, node: int, /, *, has_children: bool) -> None:
+        """See `Watcher`."""
         if node < len(self._by_node):
             chunk = self._by_node[node]
             if chunk is not None:
                 self._by_node[node] = None
                 self.num_bytes -= len(chunk.content)
-                if self._index.nodes.num_children(node):
+                if has_children:
                     self._broken.add(node)
                 chunk.shelf.hide(chunk, POOL)
                 self._count()
 
-    def _on_evicted(self, node: int) -> None:
-        if not self.is_described(node) or not self.is_in_tier(node):
+    def evicted(self, node: int, key: bytes, /) -> None:
+        """Note that a chunk leaves the pool, perhaps not its tier."""
+        chunk = self._by_node[node] if node < len(self._by_node) else None
+        if chunk is None or not self._is_in_tier(node):
             return
-        chunk, name = self._by_node[node], (self._index.nodes.space_number[node], self._index.nodes.key_of(node))
-        assert chunk is not None
-        self._in_tier[name] = chunk
+        self._in_tier[chunk.family.space, key] = chunk
         self._num_tier_bytes += len(chunk.content)
         chunk.shelf.show(chunk, TIER)
         while len(self._in_tier) > _MOST_IN_TIER or self._num_tier_bytes > self._most_bytes // _TIER_SHARE:
@@ -329,14 +327,16 @@ class Holdings:
 
     def _count(self) -> None:
         self.num_changes += 1
-        self.on_change()
+        if self._on_change is not None:
+            on_change, self._on_change = self._on_change, None
+            on_change()
 
     def scan(self, shelf: Shelf, is_wanted: Callable[[Described], bool]) -> Iterator[tuple[Described, str] | None]:
         """Yield what a shelf has and where, each chunk behind the one before it, and None now and then.
 
         Chunks behind one that was removed because its bytes were wrong are left out, as lookups end there.
         """
-        tree, by_node = self._index.nodes.tree, self._by_node
+        by_node = self._by_node
         seen = bytearray(len(by_node))
         for start in range(len(seen)):
             if start % _SCANNED_AT_ONCE == 0:
@@ -344,9 +344,9 @@ class Holdings:
             if seen[start] or by_node[start] is None:
                 continue
             chain, node = list[int](), start
-            while node < len(seen) and not seen[node] and by_node[node] is not None:
+            while node < len(seen) and not seen[node] and (chunk := by_node[node]) is not None:
                 chain.append(node)
-                node = tree.parent[node]
+                node = chunk.above
             is_told = node == NO_NODE or (node < len(seen) and seen[node] == _TOLD)
             for node in reversed(chain):
                 seen[node] = _TOLD if is_told else _PASSED_OVER
@@ -359,14 +359,14 @@ class Holdings:
             if chunk.shelf is shelf and is_wanted(chunk):
                 yield chunk, TIER
 
-    def check_integrity(self) -> None:
+    def check_integrity(self, is_visible: Sequence[int]) -> None:
         """Check that every described chunk can be found.
 
         Raises:
             AssertionError: one cannot.
         """
         for node, chunk in enumerate(self._by_node):
-            assert chunk is None or self._index.visibility.is_visible[node], f"node {node} is not visible"
+            assert chunk is None or is_visible[node], f"node {node} is not visible"
         held = [chunk for chunk in self._by_node if chunk is not None]
         assert self.num_bytes == sum(len(chunk.content) for chunk in held), "the bytes are miscounted"
         in_tier = self._in_tier.values()
@@ -391,7 +391,7 @@ class Reader:
         self.namespace = namespace
         self.position = 0
         self.is_starting = True
-        self._holdings = holdings
+        self.holdings = holdings
         self._scan: Iterator[tuple[Described, str] | None] | None = None
 
     def restart(self) -> None:
@@ -412,7 +412,7 @@ class Reader:
         if self.is_starting or (self._scan is None and self.position < self.shelf.first):
             self.is_starting = False
             self.position = self.shelf.end
-            self._scan = self._holdings.scan(self.shelf, self._is_wanted)
+            self._scan = self.holdings.scan(self.shelf, self._is_wanted)
             return [AllBlocksCleared()]
         if self._scan is not None:
             for found in self._scan:

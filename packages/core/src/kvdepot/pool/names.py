@@ -79,7 +79,6 @@ class NamesFile:
     def __init__(self, fd: int, names: Names, size_bytes: int) -> None:
         """Take over a descriptor of a file whose first `size_bytes` hold `names`."""
         self.found = names
-        self.num_spaces, self.num_labels = len(names.spaces), len(names.labels)
         self._fd = fd
         self._size_bytes = size_bytes
 
@@ -126,8 +125,6 @@ class NamesFile:
             OSError: the disk is full.
         """
         self._append(encode_names(names))
-        self.num_spaces += len(names.spaces)
-        self.num_labels += len(names.labels)
 
     def _append(self, frame: bytes) -> None:
         written = os.pwrite(self._fd, frame, self._size_bytes)

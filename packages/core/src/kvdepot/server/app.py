@@ -25,7 +25,6 @@ from kvdepot.operators.holdings import Holdings
 from kvdepot.operators.zeromq import Listeners
 from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.files import PoolFiles, allocate_first, is_locked, open_pool, open_with_lock
-from kvdepot.pool.names import Names
 from kvdepot.pool.size import resolve_pool_size
 from kvdepot.pool.table import Writer, table_size_bytes
 from kvdepot.server.access import Access, make_room, open_lock
@@ -90,7 +89,6 @@ class DepotServer:
             extents = self.depot.index.extents
             self._results = ThreadResults(self._files, extents, opener, self._waker, str(config.pool_path))
             self.restoring = self._make_restoring()
-            self.depot.labels.save = self._save_names
             self.loop = Loop(self.sockets, self.depot, movers, self._results, self.restoring, self._files)
             undo.pop_all()
 
@@ -107,16 +105,22 @@ class DepotServer:
         quotas = QuotaTable(size, config.quotas)
         make_room(config.directory / CONTROL_SOCKET)  # now that no living depot has it
         ready = allocate_first(files.pool_fd, size)
-        index = ChunkIndex(ExtentAllocator(size, ready), files.table, config.policy, quotas)
+        holdings = Holdings(config.topic, self._is_in_tier) if config.events else None
+        index = ChunkIndex(ExtentAllocator(size, ready), files.table, config.policy, quotas, holdings)
         return Depot(
             index,
             epoch=self.epoch,
             lease_seconds=config.lease_seconds,
             clock=time.monotonic,
             verify=m.Verify(config.verify),
-            holdings=Holdings(index, config.topic) if config.events else None,
+            holdings=holdings,
             prefixes=files.prefixes,
+            save_names=files.names.add,
         )
+
+    def _is_in_tier(self, node: int) -> bool:
+        tiering = self.depot.state.tiering
+        return tiering is not None and tiering.holds(node)
 
     def _open_sockets(self, operators: Operators, undo: contextlib.ExitStack) -> Sockets:
         config, depot = self.config, self.depot
@@ -320,11 +324,6 @@ class DepotServer:
         except OSError:
             os.close(pool_fd)
             raise
-
-    def _save_names(self) -> None:
-        file, depot = self._files.names, self.depot
-        new_spaces = [space.spec for space in depot.index.spaces[file.num_spaces :]]
-        file.add(Names(new_spaces, depot.labels.names[file.num_labels :]))
 
 
 def _take_lock(directory: Path) -> int:

@@ -26,12 +26,12 @@ from kvdepot.server.background import Task
 from kvdepot.server.blend import BlendLookups
 from kvdepot.server.contexts import Context, ContextTable
 from kvdepot.server.flights import FlightTable
-from kvdepot.server.labels import LabelTable
+from kvdepot.server.labels import LabelTable, SaveNames, save_nothing
 from kvdepot.server.lookups import Lookups
 from kvdepot.server.news import NewsDesk
 from kvdepot.server.quarantine import QuarantineTable
 from kvdepot.server.replies import Outcome, PendingReply, Refused, Steps, run
-from kvdepot.server.state import DepotState, Usage
+from kvdepot.server.state import DepotState
 from kvdepot.server.status import StatusReport
 from kvdepot.server.stores import Stores
 from kvdepot.wire import frames
@@ -55,12 +55,12 @@ class Depot:
         verify: m.Verify = m.Verify.OFF,
         holdings: Holdings | None = None,
         prefixes: PrefixFile | None = None,
+        save_names: SaveNames = save_nothing,
     ) -> None:
         self.index = index
         self.leases = LeaseTable(index, lease_seconds)
-        self.labels = LabelTable(index)
-        usage = Usage(index)
-        self.state = DepotState(index, epoch, clock, verify, self.leases, self.labels, usage, holdings)
+        self.labels = LabelTable(index, save_names)
+        self.state = DepotState(index, epoch, clock, verify, self.leases, self.labels, holdings)
         self.counters = self.state.counters
         self.background = self.state.background
         self.contexts = ContextTable(self.state)

@@ -1,12 +1,12 @@
 """Names that records refer to by number: caches (spaces), and tenants with their models and weights (labels)."""
 
 from collections.abc import Callable
-from typing import Final
+from typing import Final, TypeAlias
 
 from kvdepot.errors import ErrorCode
 from kvdepot.index.index import ChunkIndex
 from kvdepot.index.space import Space
-from kvdepot.pool.names import Label
+from kvdepot.pool.names import Label, Names
 from kvdepot.server.replies import Refused
 from kvdepot.wire import messages as m
 
@@ -15,13 +15,21 @@ MAXIMUM_LABELS: Final = 65_536  # tenants, their models and weights; kept as lon
 _MOST_WITH_WEIGHTS: Final = MAXIMUM_LABELS // 2  # then a generation more has no label: its chunks leave by last use
 
 
+SaveNames: TypeAlias = Callable[[Names], None]
+"""Saves names behind those that were saved, all or nothing. If it raises, it is called again."""
+
+
+def save_nothing(_names: Names) -> None:
+    """Save no names: a `SaveNames` where no server comes after this one."""
+
+
 class LabelTable:
     """Numbers names and has them saved before any record refers to them."""
 
-    def __init__(self, index: ChunkIndex) -> None:
+    def __init__(self, index: ChunkIndex, save: SaveNames) -> None:
         self.names: list[Label] = []  # by number
-        self.save: Callable[[], None] = lambda: None  # called with new names in place; if it raises, it is called again
         self._index = index
+        self._save_names = save
         self._numbers: dict[tuple[str, str, str], int] = {}
         self._num_saved_spaces = self._num_saved_labels = 0
 
@@ -73,5 +81,6 @@ class LabelTable:
         return space
 
     def _save(self) -> None:
-        self.save()
+        new_spaces = [space.spec for space in self._index.spaces[self._num_saved_spaces :]]
+        self._save_names(Names(new_spaces, self.names[self._num_saved_labels :]))
         self._num_saved_spaces, self._num_saved_labels = len(self._index.spaces), len(self.names)

@@ -186,14 +186,14 @@ class Lookups:
         if chunk_bytes is None:
             return
         if len(digests) <= _OBSERVED_AT_ONCE * DIGEST_BYTES:
-            self._usage.hit_rates.looked_up(digests, chunk_bytes)
+            self._index.hit_rates.looked_up(digests, chunk_bytes)
         elif not self._state.background.samples.add(self._observing(digests, chunk_bytes)):
             self._counters[_LOOKUPS_NOT_SAMPLED] += 1
 
     def _observing(self, digests: bytes, chunk_bytes: int) -> Task:
         step = _OBSERVED_AT_ONCE * DIGEST_BYTES
         for start in range((len(digests) - 1) // step * step, -1, -step):
-            self._usage.hit_rates.looked_up(digests[start : start + step], chunk_bytes)
+            self._index.hit_rates.looked_up(digests[start : start + step], chunk_bytes)
             yield
 
     def _found(self, query: Query, waited_seconds: float = 0.0) -> m.LookupReply:

@@ -54,10 +54,6 @@ class NewsDesk:
         self._encoder = msgspec.msgpack.Encoder()
         self._timer = 0  # tells all who wait
         self._file: TokensFile | None = None
-        self._is_reading = False  # the file, which has these descriptions already
-        if holdings is not None:
-            holdings.on_change = self._tell_soon
-            holdings.is_in_tier = lambda node: state.tiering is not None and state.tiering.holds(node)
 
     def describe(self, context: Context, request: m.DescribeChunks) -> m.Done:
         """Take the tokens of chunks; the reply counts those that nobody had described.
@@ -70,9 +66,12 @@ class NewsDesk:
             return m.Done(self._state.epoch, 0)
         num_declined = holdings.num_declined
         try:
-            num_new = holdings.describe(context.space, context.served_model, request)
+            nodes = self._find(context.space, request)
+            num_new = holdings.describe(context.space, context.served_model, request, nodes)
         except ValueError as error:
             raise Refused(ErrorCode.MALFORMED, str(error)) from error
+        if num_new:
+            self._keep(context.space, context.served_model, request)
         self._state.counters[_CHUNKS_DESCRIBED] += num_new
         self._state.counters[_DESCRIPTIONS_DECLINED] += holdings.num_declined - num_declined
         return m.Done(self._state.epoch, num_new)
@@ -85,33 +84,35 @@ class NewsDesk:
         if self._holdings is None:
             file.clear()
             return
-        self._file, self._holdings.on_described = file, self._keep
+        self._file = file
         if not is_new:
             self._state.background.descriptions.add(file.rewrite(self._is_wanted))
 
     def _keep(self, space: Space, model: str, request: m.DescribeChunks) -> None:
         file, holdings, background = self._file, self._holdings, self._state.background
-        if file is None or holdings is None or self._is_reading:
+        if file is None or holdings is None:
             return
         file.append(self._encoder.encode((space.number, model, request)))
         if file.size_bytes > _LARGE_FILE_BYTES + _MOST_WASTE * holdings.num_bytes:
             background.descriptions.add(file.rewrite(self._is_wanted))
 
+    def _find(self, space: Space, request: m.DescribeChunks) -> list[tuple[int, int]]:
+        return self._state.index.visibility.find_run(space, request.digests, request.first_chunk)
+
     def _is_wanted(self, body: bytes) -> bool:
         """Describe the chunks in a kept message again; return whether some of them are still here."""
-        index, holdings = self._state.index, self._holdings
+        holdings = self._holdings
+        if holdings is None:
+            return False
         try:
             number, model, request = _decoder.decode(body)
-            space = index.spaces[number]
-            self._is_reading = True
-            if holdings is not None:
-                holdings.describe(space, model, request)
+            space = self._state.index.spaces[number]
+            nodes = self._find(space, request)
+            holdings.describe(space, model, request, nodes)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, LookupError, ValueError) as error:
             logger.warning("tokens of an earlier server are passed over: %s", error)
             return False
-        finally:
-            self._is_reading = False
-        return holdings is not None and holdings.knows_any(space, request)
+        return any(holdings.is_described(node) for node, _ in nodes)
 
     def await_news(self, context: Context, request: m.AwaitNews) -> m.News | Steps:
         """Answer with news at once, or when there are some."""
@@ -134,6 +135,7 @@ class NewsDesk:
     def _wait(self, listener: _Listener, wait_seconds: float, resume: Callable[[], None]) -> bool:
         timers, until = self._state.timers, self._state.clock() + wait_seconds
         listener.resume, listener.timer = resume, timers.call_at(until, lambda: self._resume(listener))
+        listener.reader.holdings.await_change(self._tell_soon)
         return True
 
     def shelf_of(self, context: Context) -> Shelf | None:
@@ -147,7 +149,7 @@ class NewsDesk:
             self._resume(listener)
 
     def _tell_soon(self) -> None:
-        if not self._timer and self._listeners:
+        if not self._timer:
             self._timer = self._state.timers.call_at(self._state.clock() + _COALESCE_SECONDS, self._tell)
 
     def _tell(self) -> None:
@@ -155,6 +157,8 @@ class NewsDesk:
         for listener in list(self._listeners.values()):
             if listener.reader.has_more:
                 self._resume(listener)
+            elif listener.resume is not None:
+                listener.reader.holdings.await_change(self._tell_soon)
 
     def _resume(self, listener: _Listener) -> None:
         if listener.resume is not None:

@@ -14,7 +14,6 @@ from kvdepot.index.leases import LeaseTable
 from kvdepot.movers.table import MoverTable
 from kvdepot.operators.holdings import Holdings
 from kvdepot.server.background import Background
-from kvdepot.server.hit_rate_curve import HitRateCurve
 from kvdepot.server.labels import LabelTable
 from kvdepot.server.replies import PendingReply, Steps, error_reply, run
 from kvdepot.tiers.tiering import Tiering
@@ -35,9 +34,7 @@ OTHERS: Final = "(others)"
 class Usage:
     """Counts what engines store, retrieve and look up."""
 
-    def __init__(self, index: ChunkIndex) -> None:
-        self.hit_rates = HitRateCurve(index.extents.capacity_bytes, index.preference)
-        index.on_ended = self.hit_rates.ended
+    def __init__(self) -> None:
         self.store_seconds = Histogram(0.0001)  # from plan to commit
         self.moved_bytes: dict[str, list[int]] = {}  # stored and retrieved, by device
         self.tenant_tokens: dict[str, list[int]] = {}  # asked for, found in the pool, found in tiers
@@ -62,8 +59,8 @@ class DepotState:
     verify: m.Verify
     leases: LeaseTable
     labels: LabelTable
-    usage: Usage
     holdings: Holdings | None = None  # None: no events are published, and no tokens wanted
+    usage: Usage = field(default_factory=Usage)
     counters: Counts = field(default_factory=Counts)
     background: Background = field(init=False)
     timers: Timers = field(default_factory=Timers)  # every deadline that somebody waits for

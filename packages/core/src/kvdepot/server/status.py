@@ -97,9 +97,9 @@ class StatusReport:
                 for name, (stored, retrieved) in usage.moved_bytes.items()
             },
             "eviction_ages": index.evictor.eviction_ages.status(),
-            "estimates": usage.hit_rates.estimates(),
-            "estimated_chunks": usage.hit_rates.num_chunks,
-            "estimate_rate": usage.hit_rates.rate,
+            "estimates": index.hit_rates.estimates(),
+            "estimated_chunks": index.hit_rates.num_chunks,
+            "estimate_rate": index.hit_rates.rate,
             "pool_regions": list(index.extents.region_bytes),
             "events": [(state.clock() - at, text) for at, text in state.events],
         }

@@ -119,7 +119,7 @@ class Stores:
             self._flights.cut(context, request.request_id, request.first_chunk + (begun[-1].chunk + 1 if begun else 0))
         if not begun:
             return m.StorePlan(state.epoch, 0, b"", num_present, num_declined)
-        state.usage.hit_rates.stored(request.digests, self._contexts.chunk_bytes[space.number])
+        index.hit_rates.stored(request.digests, self._contexts.chunk_bytes[space.number])
         packed = b"".join([pack_extent(each.chunk, each.place.group, each.place.part, each.extent) for each in begun])
         ticket = Ticket(
             next(state.numbers),

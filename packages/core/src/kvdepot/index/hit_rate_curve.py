@@ -17,8 +17,8 @@ from collections import OrderedDict
 from typing import Final
 
 from kvdepot.index.eviction import Preference
+from kvdepot.index.policy_selector import PolicySelector
 from kvdepot.keys import DIGEST_BYTES, digest_at
-from kvdepot.server.policy_selector import PolicySelector
 from kvdepot.wire.operations import PoolEstimate
 
 SCALES: Final = (0.25, 0.5, 1.0, 2.0, 4.0)  # of the pool
@@ -35,20 +35,23 @@ class HitRateCurve:
 
     Args:
         pool_bytes: of the pool.
-        preference: is kept at the rule that finds more with a pool of this size.
         scales: sizes of other pools as parts of it, ascending, and 1.0.
         budget: the most chunks that are kept.
+
+    Attributes:
+        preference: the rule that finds more with a pool of this size, which the policy `auto` follows.
+        num_chunks: asked for, as estimated from the sample.
+        segment_of: the segment of each chunk that is kept, by key.
     """
 
     def __init__(
         self,
         pool_bytes: int,
-        preference: Preference | None = None,
         scales: tuple[float, ...] = SCALES,
         budget: int = _BUDGET,
     ) -> None:
-        self.preference = preference or Preference()
-        self.num_chunks = 0  # asked for, as estimated from the sample
+        self.preference = Preference()
+        self.num_chunks = 0
         self._pool_bytes = pool_bytes
         self._scales = scales
         self._budget = budget
@@ -58,7 +61,7 @@ class HitRateCurve:
         self._segments: list[OrderedDict[bytes, int]] = [OrderedDict() for _ in scales]  # key -> bytes
         self._sizes = [0] * len(scales)
         self._limits = [0.0] * len(scales)  # bytes of each segment, at the present rate
-        self.segment_of: dict[bytes, int] = {}  # by key of a chunk that is kept
+        self.segment_of: dict[bytes, int] = {}
         self._threshold = 0  # keys whose first two bytes are below it are sampled; 0: nothing was asked yet
         self._weight = 0
         self._highest = 255  # first byte of a sampled key

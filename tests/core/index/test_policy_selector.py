@@ -8,12 +8,11 @@ from itertools import count
 import pytest
 from blake3 import blake3
 
-from kvdepot.index.eviction import Preference
+from kvdepot.index.hit_rate_curve import HitRateCurve
+from kvdepot.index.policy_selector import PolicySelector
 from kvdepot.lab.simulate import simulate
 from kvdepot.lab.trace import BLOCK_TOKENS, TraceRequest
-from kvdepot.server.hit_rate_curve import HitRateCurve
-from kvdepot.server.policy_selector import PolicySelector
-from support.index import Bench
+from support.index import Bench, prompt
 
 POOL = 2000
 CHUNK = 4096
@@ -93,13 +92,12 @@ def test_arc_of_the_duel_finds_what_the_policy_finds(traffic: Traffic) -> None:
 
 
 def test_preference_follows_traffic_that_changes() -> None:
-    preference, rng = Preference(), random.Random(2)
-    hit_rates = HitRateCurve(POOL * CHUNK, preference)
+    hit_rates, rng = HitRateCurve(POOL * CHUNK), random.Random(2)
     shares: list[float] = []  # of the lookups before which LRU was preferred
     for traffic in (popular, soon_again):
         preferred: list[bool] = []
         for number in traffic(rng):
-            preferred.append(preference.lru)
+            preferred.append(hit_rates.preference.lru)
             hit_rates.looked_up(blake3(number.to_bytes(8, "little")).digest(), CHUNK)
         shares.append(sum(preferred) / len(preferred))
     assert shares[0] < 0.3
@@ -114,8 +112,15 @@ def test_chunks_larger_than_the_sampled_pool_are_misses() -> None:
     assert -2 < selector.score < 0
 
 
-def test_depot_and_its_index_tell_each_other() -> None:
+@pytest.mark.parametrize("prefers_lru", [False, True])
+def test_the_index_evicts_by_the_rule_that_its_sample_prefers(prefers_lru: bool) -> None:
     bench = Bench(pages=4)
-    hit_rates = bench.depot.state.usage.hit_rates
-    assert hit_rates.preference is bench.index.preference
-    assert bench.index.on_ended == hit_rates.ended
+    worker = bench.worker()
+    used_again, newer = prompt(1, 1), prompt(1, 2)
+    worker.store(used_again)
+    worker.release(worker.lookup(used_again).lease)
+    worker.store(newer)
+    bench.index.hit_rates.preference.lru = prefers_lru
+    victim = bench.index.evictor.next_victim()
+    assert victim is not None
+    assert bench.index.nodes.key_of(victim) == (used_again if prefers_lru else newer).digests

@@ -1,0 +1,45 @@
+"""Schedulers that wait are told of what came and left."""
+
+from kvdepot.operators.holdings import Holdings
+from kvdepot.server.replies import PendingReply
+from kvdepot.wire import messages as m
+from support.events import NAMESPACE, description
+from support.index import Bench, Worker, prompt
+
+
+class Scheduler:
+    """One that asks for news again and again."""
+
+    def __init__(self, bench: Bench, worker: Worker, served_model: str) -> None:
+        self.bench, self.worker, self.position = bench, worker, 0
+        request = m.RegisterScheduler(m.PROTOCOL_VERSION, "engine-1", "model", bench.spec, served_model=served_model)
+        self.context = worker.ask(request).context
+
+    def wait(self) -> PendingReply:
+        """Read all news that there are, then wait for the next."""
+        while True:
+            request = m.AwaitNews(self.context, NAMESPACE, self.position, 60.0)
+            reply = self.bench.depot.handle(self.worker.session, self.worker.writer, request)
+            if isinstance(reply, PendingReply):
+                return reply
+            assert isinstance(reply, m.News)
+            self.position = reply.position
+
+    def describe(self, name: int) -> None:
+        run = prompt(1, name)
+        self.worker.store(run)
+        (request,) = description(run, 1).requests(self.context, run)
+        assert self.worker.ask(request).count == 1
+
+
+def test_who_waits_for_one_model_is_told_after_the_news_of_another() -> None:
+    bench = Bench(holdings=Holdings("{model}"))
+    worker = bench.worker()
+    one, other = (Scheduler(bench, worker, name) for name in ("one", "other"))
+    waiting = [one.wait(), other.wait()]
+    for number, scheduler in enumerate((one, other)):
+        scheduler.describe(number)
+        assert [each.reply is not None for each in waiting] == [number > 0, False], "news of a moment come together"
+        bench.now += 0.02
+        bench.depot.state.timers.expire(bench.now)
+        assert [each.reply is not None for each in waiting] == [True, number > 0]
