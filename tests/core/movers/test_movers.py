@@ -96,15 +96,23 @@ class Node:
         assert isinstance(plan, m.StorePlan)
         return plan
 
-    def move(self, context: int, number: int, *, is_store: bool = True, wait_seconds: float = 60.0) -> PendingReply:
+    def move(
+        self, context: int, number: int, *, is_store: bool = True, wait_seconds: float = 60.0
+    ) -> m.Moved | PendingReply:
         request = m.Move(context, number, is_store, (bytes(16),), (0,), (0,), wait_seconds)
         reply = self.ask(request if number else m.Move(context, 0, wait_seconds=wait_seconds))
-        return reply if isinstance(reply, PendingReply) else PendingReply(reply)
+        assert isinstance(reply, m.Moved | PendingReply)
+        return reply
 
-    def outcome(self, deferred: PendingReply) -> m.MoveOutcome:
-        self.turn_until(lambda: deferred.reply, "the end of a move")
-        assert isinstance(deferred.reply, m.Moved)
-        return deferred.reply.outcome
+    def ended(self, moving: m.Moved | PendingReply) -> m.Moved:
+        if isinstance(moving, m.Moved):
+            return moving
+        self.turn_until(lambda: moving.reply, "the end of a move")
+        assert isinstance(moving.reply, m.Moved)
+        return moving.reply
+
+    def outcome(self, moving: m.Moved | PendingReply) -> m.MoveOutcome:
+        return self.ended(moving).outcome
 
     @property
     def quarantined_bytes(self) -> int:
@@ -175,16 +183,14 @@ def test_a_mover_says_whether_later_copies_will_be_faster(device: str, node: Nod
     context = node.register(device)
     found: list[bool] = []
     for number in (0, None, 0):
-        deferred = node.move(context, node.prepare(context).ticket if number is None else number)
-        assert node.outcome(deferred) is m.MoveOutcome.DONE
-        assert isinstance(deferred.reply, m.Moved)
-        found.append(deferred.reply.is_settled)
+        moved = node.ended(node.move(context, node.prepare(context).ticket if number is None else number))
+        assert moved.outcome is m.MoveOutcome.DONE
+        found.append(moved.is_settled)
     assert found == [False, device == "settled", device == "settled"]
     before = node.pid(context)
     os.kill(before, signal.SIGKILL)
     node.turn_until(lambda: node.state(context) == MoverState.READY and node.pid(context) != before, "another mover")
-    deferred = node.move(context, 0)
-    assert deferred.reply == m.Moved(1, m.MoveOutcome.DONE)
+    assert node.move(context, 0) == m.Moved(1, m.MoveOutcome.DONE)
 
 
 def test_records_name_the_mover_as_who_writes_them(node: Node) -> None:
@@ -317,10 +323,8 @@ def test_a_copy_that_a_mover_refuses_costs_only_itself(node: Node) -> None:
     context = node.register("refuses")
     node.wait_until_ready(context)
     plan = node.prepare(context)
-    moving = node.move(context, plan.ticket)
-    assert node.outcome(moving) is m.MoveOutcome.FAILED
-    assert isinstance(moving.reply, m.Moved)
-    assert moving.reply.why == "blocks of somebody else"
+    moved = node.ended(node.move(context, plan.ticket))
+    assert (moved.outcome, moved.why) == (m.MoveOutcome.FAILED, "blocks of somebody else")
     assert node.state(context) == MoverState.READY
     assert node.ask(m.AbortStore(context, plan.ticket)) == m.Done(1, 4)
     assert node.counter("moves_refused") == 1

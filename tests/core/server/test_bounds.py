@@ -307,7 +307,8 @@ def test_the_name_of_a_new_tenant_is_all_that_its_first_store_writes(tmp_path: P
     known = [Label(f"tenant {number}", "model") for number in range(20_000)]
     with closing(make_server(tmp_path)) as server:
         depot, file = server.depot, server.config.pool_path / NAMES_FILE
-        depot.labels.restore(known)
+        for label in known:
+            depot.labels.number_of(label.tenant, label.model)
         request = m.RegisterKVCache(
             m.PROTOCOL_VERSION, "engine", 0, 1, "none", "none", "model", SPEC, (m.GroupDetail((PAGE,), 8),)
         )

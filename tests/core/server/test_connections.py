@@ -36,7 +36,7 @@ from kvdepot.server.connections import SILENCE_SECONDS, ConnectionTable
 from kvdepot.server.connections import Connection as Served
 from kvdepot.server.contexts import MAXIMUM_CONTEXTS
 from kvdepot.server.depot import Depot
-from kvdepot.server.replies import PendingReply, Refused
+from kvdepot.server.replies import PendingReply, Refused, Steps, run
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 from support.peer import SPEC, Peer, RawSocket, frame, prompt, registration
@@ -429,7 +429,7 @@ def test_a_depot_holds_few_of_the_lookups_that_wait_for_its_tiers(
 ) -> None:
     """Regression: as many as clients sent, gigabytes of them."""
     server = DepotServer(ServerConfig(tmp_path, tmp_path / "pool", pool_size_bytes=1 << 20, ephemeral=True))
-    taken: list[PendingReply] = []
+    taken: list[Callable[[], None]] = []
     num_bytes = 0
     handle = server.depot.handle
 
@@ -438,8 +438,11 @@ def test_a_depot_holds_few_of_the_lookups_that_wait_for_its_tiers(
         if not isinstance(request, m.Lookup):
             return handle(session, writer, request)
         num_bytes += len(request.digests)
-        taken.append(PendingReply())
-        return taken[-1]
+        return run(wait(), server.depot.state.fail)
+
+    def wait() -> Steps:
+        yield lambda resume: taken.append(resume) is None
+        raise AssertionError("nobody resumes it")
 
     monkeypatch.setattr(server.depot, "handle", wait_for_ever)
     thread = threading.Thread(target=server.run)

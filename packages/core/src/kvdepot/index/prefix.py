@@ -10,6 +10,30 @@ from typing import Final
 _MOST_WALKED: Final = 8192  # chunks back from the end of full attention; a boundary further back is ignored
 
 
+def closed_prefix(limit: int, group: int, has: Callable[[int, int], bool]) -> int:
+    """Return how many leading chunks have a group, if each chunk that has it has only such chunks before it.
+
+    Try the last chunk, then gallop, then bisect.
+    """
+    if not limit or has(limit - 1, group):
+        return limit
+    low, step = 0, 1  # chunks before `low` are present
+    high = limit - 1  # this chunk is missing
+    while low < high:
+        probe = min(low + step, high) - 1
+        if not has(probe, group):
+            high = probe
+            break
+        low, step = probe + 1, step * 2
+    while low < high:
+        middle = (low + high) // 2
+        if has(middle, group):
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
 def usable_prefix(
     limit: int,
     has: Callable[[int, int], bool],
@@ -17,14 +41,9 @@ def usable_prefix(
     windows: Sequence[tuple[int, int]] = (),
     *,
     start: int = 0,
-    is_closed: bool = False,
     last_boundary: Callable[[int, int], int] | None = None,
 ) -> int:
     """Return the length of the longest usable prefix; `start` if none is longer.
-
-    The index passes bit masks as groups, `is_closed` (a visible chunk has visible chunks before it) and a fast
-    `last_boundary`. Tiering passes group numbers, `start=promotion.found` and its own `has`, nothing else:
-    `usable_prefix(promotion.limit, has, full, windows, start=promotion.found)`.
 
     Args:
         limit: chunks of the prompt.
@@ -33,14 +52,11 @@ def usable_prefix(
         windows: groups that need only some chunks before the boundary, each with that number. Smallest first is
             cheapest.
         start: chunks known to be usable.
-        is_closed: a chunk with a group of `full` has only such chunks before it, so a search may bisect. Otherwise
-            it asks for each chunk.
         last_boundary: given a limit and a least length, returns the longest prefix between them whose last chunk
             has all `windows`, 0 for none. It only saves calls of `has`.
     """
-    find = _first_missing_of_closed if is_closed else _first_missing
     for group in full:
-        limit = find(start, limit, group, has)
+        limit = _first_missing(start, limit, group, has)
     if not windows:
         return max(start, limit)
     lowest = max(start, limit - _MOST_WALKED)
@@ -70,24 +86,3 @@ def _first_missing(start: int, limit: int, group: int, has: Callable[[int, int],
         if not has(chunk, group):
             return chunk
     return limit
-
-
-def _first_missing_of_closed(start: int, limit: int, group: int, has: Callable[[int, int], bool]) -> int:
-    """Try the last chunk, then gallop, then bisect."""
-    if limit <= start or has(limit - 1, group):
-        return limit
-    low, step = start, 1  # chunks before `low` are present
-    high = limit - 1  # this chunk is missing
-    while low < high:
-        probe = min(low + step, high) - 1
-        if not has(probe, group):
-            high = probe
-            break
-        low, step = probe + 1, step * 2
-    while low < high:
-        middle = (low + high) // 2
-        if has(middle, group):
-            low = middle + 1
-        else:
-            high = middle
-    return low

@@ -23,7 +23,6 @@ class Space:
     nodes: dict[bytes, int] = field(default_factory=dict[bytes, int])
     digest: bytes = b""  # names the spec in keys and records
     full_mask: int = 0  # bit g: group g is full attention
-    full: tuple[int, ...] = ()  # that mask, if it has bits
     window_mask: int = 0  # bit g: group g is a sliding window or a recurrent state
     # (bit, chunks needed before a boundary), the smallest first
     windows: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
@@ -44,5 +43,4 @@ class Space:
             self.chunks_needed.append(window_chunks(group.window_tokens, self.spec.chunk_tokens) if is_window else 1)
             self.windows.append((1 << number, self.chunks_needed[-1]))
             self.window_mask |= 1 << number
-        self.full = (self.full_mask,) if self.full_mask else ()
         self.windows.sort(key=lambda window: window[1])

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from kvdepot.errors import require
 from kvdepot.index.columns import make_column
-from kvdepot.index.prefix import usable_prefix
+from kvdepot.index.prefix import closed_prefix, usable_prefix
 from kvdepot.index.space import Space
 from kvdepot.index.tree import NO_NODE, Nodes
 from kvdepot.keys import DIGEST_BYTES, digest_at, num_digests
@@ -147,7 +147,12 @@ class Visibility:
 
     def full_prefix(self, space: Space, digests: bytes) -> int:
         """Return how many leading chunks are visible: those of a usable prefix, and of one without its windows."""
-        return usable_prefix(self._unbroken(space, digests), self._has(space, digests), space.full, is_closed=True)
+        limit, mask = len(digests) // DIGEST_BYTES, space.full_mask
+        if not mask:
+            return limit
+        if self.broken:
+            limit = self._first_break(space, digests, limit)
+        return closed_prefix(limit, mask, self._has(space, digests))
 
     def _has(self, space: Space, digests: bytes) -> Callable[[int, int], bool]:
         """Return a function that says whether a chunk is visible and has some groups."""
@@ -159,10 +164,6 @@ class Visibility:
             return node is not None and is_visible[node] != 0 and depths[node] == chunk and sealed[node] & bits == bits
 
         return has
-
-    def _unbroken(self, space: Space, digests: bytes) -> int:
-        limit = len(digests) // DIGEST_BYTES
-        return self._first_break(space, digests, limit) if self.broken and space.full_mask else limit
 
     def _first_break(self, space: Space, digests: bytes, limit: int) -> int:
         """Return how many chunks come before the first broken one. Walk chunks or breaks, whichever are fewer."""

@@ -32,6 +32,7 @@ from kvdepot.keys import digest_at, num_digests
 from kvdepot.server.contexts import Context, ContextTable
 from kvdepot.server.fair import FairBound
 from kvdepot.server.query import Query
+from kvdepot.server.replies import Wait
 from kvdepot.server.state import DepotState
 
 _FLIGHTS: Final = depot_counter("flights", "Prefixes that a lookup announced as being computed")
@@ -83,7 +84,7 @@ class Flight:
     moved_at: float
     timer: int = 0  # of its end
     waiting: dict[_Waiting, None] = field(default_factory=dict["_Waiting", None])  # in order
-    ask_tiers: "AskTiers | None" = None  # of a remote flight
+    ask_tiers: Wait | None = None  # of a remote flight: for its chunks
     has_moved: bool = False  # a chunk has arrived since it began
     is_polled: bool = False  # the next question to the tiers is under way or has its time
 
@@ -106,10 +107,6 @@ class Flight:
     def is_remote(self) -> bool:
         """Whether an engine of another node computes it."""
         return self.ask_tiers is not None
-
-
-# Promotes the chunks of a flight that the tiers have, then calls the function. False: the tiers cannot be asked now.
-AskTiers = Callable[[Flight, Callable[[], None]], bool]
 
 
 class FlightTable:
@@ -201,13 +198,13 @@ class FlightTable:
             until = min(until, self._clock() + _PATIENCE * own_seconds + _SLACK_SECONDS)
         return self._wait_for(flight, query, query.found + num_chunks, until, on_end)
 
-    def await_remote(self, query: Query, on_end: Callable[[], None], ask_tiers: AskTiers) -> bool:
+    def await_remote(self, query: Query, on_end: Callable[[], None], ask_tiers: Wait) -> bool:
         """Wait for chunks that an engine of another node brings to a tier; False if too many do, or it is too late.
 
         Args:
             query: for the chunks that come.
             on_end: called once, when the lookup must be answered with the chunks that are here then.
-            ask_tiers: called at a bounded pace while a lookup waits.
+            ask_tiers: waits for the chunks that the tiers have; called at a bounded pace while a lookup waits.
         """
         own = self._by_request.get(query.owner)
         if own is not None and own.is_remote:
@@ -257,7 +254,7 @@ class FlightTable:
         self._advance_if_under_way(flight)
         if flight.waiting and flight.ask_tiers is not None:
             flight.is_polled = True
-            if not flight.ask_tiers(flight, partial(self._polled, flight)):
+            if not flight.ask_tiers(partial(self._polled, flight)):
                 self._poll_soon(flight)
 
     def _polled(self, flight: Flight) -> None:

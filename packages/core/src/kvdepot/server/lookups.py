@@ -2,8 +2,11 @@
 
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Final
+
+from msgspec import structs
 
 from kvdepot.counting import depot_counter
 from kvdepot.errors import ErrorCode
@@ -13,7 +16,7 @@ from kvdepot.keys import DIGEST_BYTES, digest_at, num_digests
 from kvdepot.server.agents import Agents
 from kvdepot.server.background import Task
 from kvdepot.server.contexts import Context, ContextTable, check_covered
-from kvdepot.server.flights import Flight, FlightTable
+from kvdepot.server.flights import FlightTable
 from kvdepot.server.query import Query
 from kvdepot.server.replies import Refused, Steps, count_digests
 from kvdepot.server.state import HINTS_CUT, DepotState
@@ -46,6 +49,7 @@ _RETRIEVE_CHUNKS_HIT: Final = depot_counter("retrieve_chunks_hit", "Chunks deliv
 
 _OBSERVED_AT_ONCE: Final = 2048  # chunks; the sample takes at most an eighth
 _RANKED_AT_ONCE: Final = 2  # steps of a hint that its request does itself: the end of the prefix is what leaves first
+_TIERS_SECONDS: Final = 60.0  # the most that `--promote-seconds` may be, which alone bounds the answer then
 _DEFAULT_TENANT: Final = "default"
 
 
@@ -121,63 +125,42 @@ class Lookups:
 
     def _await(self, query: Query, on_end: Callable[[], None]) -> bool:
         """Wait for chunks that an engine of another node brings to a tier; False if the lookup names none."""
+        if query.is_whole:
+            return False
+        # The tiers are asked for as long as they may take, and however slow they are: the chunks are on their way.
+        request = structs.replace(query.request, digests=b"", wait_seconds=_TIERS_SECONDS, token_seconds=0.0)
+        asking = replace(query, request=request)
 
-        def ask(flight: Flight, on_answer: Callable[[], None]) -> bool:
-            here, nodes = self._index.match(flight.context.space, flight.digests)
-            return self._ask_tiers(flight.context, flight.tenant, flight.digests, here, nodes, on_answer)
+        def ask_tiers(on_answer: Callable[[], None]) -> bool:
+            asking.refresh(self._index)
+            return self._promote(asking, on_answer)
 
-        return not query.is_whole and self._flights.await_remote(query, on_end, ask)
+        return self._flights.await_remote(query, on_end, ask_tiers)
 
     def _promote(self, query: Query, on_answer: Callable[[], None]) -> bool:
-        """Ask the tiers for the rest of a prefix; False if they cannot have it."""
-        request = query.request
-        return self._ask_tiers(
-            query.context,
-            request.tenant,
-            query.digests,
-            query.found,
-            query.nodes,
-            on_answer,
-            request.wait_seconds,
-            request.token_seconds,
-            request.request_id,
-        )
-
-    def _ask_tiers(
-        self,
-        context: Context,
-        tenant: str,
-        digests: bytes,
-        found: int,
-        nodes: tuple[int, ...],
-        on_answer: Callable[[], None],
-        wait_seconds: float = 60.0,
-        token_seconds: float = 0.0,
-        request_id: str = "",
-    ) -> bool:
-        """Promote the chunks of a prefix that the tiers have, then call `on_answer`. False if they cannot be asked."""
-        tiering = self._state.tiering
+        """Ask the tiers for the rest of a prefix; False if they cannot be asked."""
+        tiering, context, request = self._state.tiering, query.context, query.request
         if tiering is None or not self._state.accepts_stores:
             return False
         places, model = self._contexts.places(context.space, context.instance)
         if not places:
             return False
         try:
-            label = self._contexts.label(tenant, model, context.instance)
+            label = self._contexts.label(request.tenant, model, context.instance)
         except (Refused, OSError):  # a tenant too many, or no room for its name
             self._counters[_LOOKUPS_WITHOUT_NAME] += 1
             return False
         return tiering.promote(
             context.space,
-            digests,
+            query.digests,
             places,
             label,
-            found=found,
-            pins=nodes,
-            wait_seconds=min(wait_seconds, tiering.settings.promotion_seconds),
+            found=query.found,
+            pins=query.nodes,
+            wait_seconds=min(request.wait_seconds, tiering.settings.promotion_seconds),
             on_answer=on_answer,
-            token_seconds=token_seconds,
-            request_id=request_id,
+            token_seconds=request.token_seconds,
+            request_id=request.request_id,
         )
 
     def _observe(self, digests: bytes, space: Space) -> None:

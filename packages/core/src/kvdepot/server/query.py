@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from kvdepot.index.index import ChunkIndex
-from kvdepot.keys import first_digests, num_digests
+from kvdepot.keys import DIGEST_BYTES, first_digests
 from kvdepot.server.contexts import Context
 from kvdepot.wire import messages as m
 
@@ -24,7 +24,7 @@ class Query:
     @property
     def is_whole(self) -> bool:
         """Whether the whole prefix is here."""
-        return self.found >= num_digests(self.digests)
+        return self.found * DIGEST_BYTES >= len(self.digests)
 
     @property
     def owner(self) -> tuple[int, str]:

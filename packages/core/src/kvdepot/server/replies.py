@@ -6,7 +6,6 @@ reply in the end.
 
 import logging
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
 from typing import Final, Generic, TypeAlias, TypeVarTuple
 
 from kvdepot.counting import Counts, depot_counter
@@ -37,20 +36,6 @@ class Refused(Exception):
         self.code = code
 
 
-@dataclass(slots=True, eq=False)
-class PendingReply:
-    """The reply of a handler that waits. Only `run` makes one."""
-
-    reply: frames.Reply | None = None
-    on_reply: Callable[[frames.Reply], None] | None = None
-
-    def send(self, reply: frames.Reply) -> None:
-        """Give the reply."""
-        self.reply = reply
-        if self.on_reply is not None:
-            self.on_reply(reply)
-
-
 class Outcome(Generic[*Ts]):
     """The end of something that a handler began, and waits for by `yield from`."""
 
@@ -75,52 +60,52 @@ class Outcome(Generic[*Ts]):
         return True
 
 
-def run(steps: Steps, on_error: Callable[[Exception], frames.Reply]) -> frames.Reply | PendingReply:
-    """Run a handler to its reply, now or later.
-
-    An exception before its first wait goes to the caller. `on_error` makes the reply of any later one.
-    """
-    try:
-        wait = next(steps)
-    except StopIteration as end:
-        return end.value
-    waiting = _Waiting(steps, on_error)
-    waiting.go_on(wait)
-    return waiting.pending.reply or waiting.pending
-
-
-class _Waiting:
-    """A handler that has not replied yet.
+class PendingReply:
+    """A handler that waits, and its reply in the end. Only `run` makes one.
 
     An object and not two closures that name each other: those are a cycle, which keeps the bytes of a request that has
     ended until the collector comes by.
     """
 
-    __slots__ = ("_on_error", "_steps", "pending")
+    __slots__ = ("_on_error", "_steps", "on_reply", "reply")
 
     def __init__(self, steps: Steps, on_error: Callable[[Exception], frames.Reply]) -> None:
-        self.pending = PendingReply()
+        self.reply: frames.Reply | None = None
+        self.on_reply: Callable[[frames.Reply], None] | None = None  # set by who has to send it
         self._steps = steps
         self._on_error = on_error
 
-    def go_on(self, wait: Wait) -> None:
+    def begin(self, wait: Wait) -> None:
         """Wait as the handler wants, or have it go on at once."""
-        try:
-            while not wait(self._resume):
-                wait = self._steps.send(False)
-        except StopIteration as end:
-            self.pending.send(end.value)
+        while not wait(self._resume):
+            wait = self._steps.send(False)
 
     def _resume(self) -> None:
         try:
             try:
-                wait = self._steps.send(True)
+                self.begin(self._steps.send(True))
             except StopIteration as end:
-                self.pending.send(end.value)
-            else:
-                self.go_on(wait)
+                self._give(end.value)
         except Exception as error:
-            self.pending.send(self._on_error(error))
+            self._give(self._on_error(error))
+
+    def _give(self, reply: frames.Reply) -> None:
+        self.reply = reply
+        if self.on_reply is not None:
+            self.on_reply(reply)
+
+
+def run(steps: Steps, on_error: Callable[[Exception], frames.Reply]) -> frames.Reply | PendingReply:
+    """Run a handler to its reply, now or later.
+
+    An exception before its first wait goes to the caller. `on_error` makes the reply of any later one.
+    """
+    pending = PendingReply(steps, on_error)
+    try:
+        pending.begin(next(steps))
+    except StopIteration as end:
+        return end.value
+    return pending.reply or pending
 
 
 def error_reply(epoch: int, counters: Counts, error: Exception) -> m.ErrorReply:
