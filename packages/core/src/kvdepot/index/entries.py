@@ -263,7 +263,6 @@ class Entries:
         """Fill a record for each wanted entry of a run, whose chunks have nodes."""
         tree, labels = self._nodes.tree, self._nodes.label
         begun: list[Begun] = []
-        used: dict[tuple[int, int], int] = {}  # bytes by label and share, which are those of a chunk's first entry
         for (chunk, place), record, offset in zip(wanted, records, offsets, strict=True):
             node, num_bytes = nodes[chunk], place.num_bytes
             key, parent, share, size = tree.keys[node], tree.parent[node], tree.share[node], extent_size(num_bytes)
@@ -285,11 +284,8 @@ class Entries:
             )
             self._link(record, node)
             self._begin_writing(record, share, size)
-            account = labels[node], share
-            used[account] = used.get(account, 0) + size
+            self._quotas.account(labels[node], share, size)  # those of the chunk's first entry
             begun.append(Begun(chunk, place, (record, header, offset, num_bytes)))
-        for (label, share), num_bytes in used.items():
-            self._quotas.account(label, share, num_bytes)
         return begun
 
     def seal(self, records: Sequence[int], now: int, checksums: bytes) -> list[tuple[int, bool, int]]:

@@ -5,8 +5,8 @@ else is asked of one part: `index.nodes`, `index.visibility`, `index.entries`, `
 `index.evictor`. Nothing here does I/O but for the table, and nothing knows of sessions.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 from kvdepot.index.entries import Entries, NewRun, Reserved, Wanted
@@ -25,20 +25,6 @@ from kvdepot.wire.messages import CacheSpec
 
 MOST_EVICTED: Final = 80  # chunks, to make room for one request: two milliseconds, with ARC four
 _SPARE_NODES: Final = 1024  # beyond twice the records, for ghosts
-
-
-@dataclass(slots=True)
-class _Room:
-    """Extents of some sizes, and as many records, as far as they were found."""
-
-    sizes: list[int]
-    offsets: list[int]
-    records: list[int]
-
-    @property
-    def is_enough(self) -> bool:
-        """Whether each size has an extent and a record."""
-        return len(self.offsets) == len(self.sizes) <= len(self.records)
 
 
 class ChunkIndex:
@@ -124,11 +110,11 @@ class ChunkIndex:
         try:
             records, offsets = self._take_room(run, nodes, missing, end_store)
             missing = missing[: len(records)]
-            self._add_nodes(run, keys, nodes, [chunk for chunk, _ in missing])
+            self._add_nodes(run, keys, nodes, missing)
             for chunk, _ in missing:
                 tree.holds[nodes[chunk]] += 1
             begun = self.entries.begin(run, nodes, missing, records, offsets)
-            self.num_overlapping += sum(number < len(begun) for number in overlapping)
+            self.num_overlapping += bisect_left(overlapping, len(begun))
         finally:
             for node in held:
                 tree.holds[node] -= 1
@@ -149,14 +135,16 @@ class ChunkIndex:
             the node of each.
         """
         tree, last_use, visibility = self.nodes.tree, self.nodes.last_use, self.visibility
-        sealed = self.entries.seal(records, now, checksums)
-        nodes = [node for node, _, _ in sealed]
-        for node, _, groups in sealed:
+        nodes: list[int] = []
+        new: list[int] = []
+        for node, is_first, groups in self.entries.seal(records, now, checksums):
             last_use[node] = now
             visibility.sealed_groups[node] |= groups
             tree.holds[node] -= 1
-        # Deepest first: the chunk that leaves first is added first.
-        self.shares.added([node for node, is_first, _ in reversed(sealed) if is_first])
+            nodes.append(node)
+            if is_first:
+                new.append(node)
+        self.shares.added(reversed(new))  # deepest first: the chunk that leaves first is added first
         visibility.reveal(nodes)
         for node in nodes:
             if not tree.num_children[node] and not tree.holds[node]:
@@ -242,10 +230,10 @@ class ChunkIndex:
         self.entries.add_nodes(nodes)
         self.priorities.add_nodes(nodes)
 
-    def _add_nodes(self, run: NewRun, keys: Sequence[bytes], nodes: list[int], chunks: Iterable[int]) -> None:
-        """Make the nodes that chunks of a run lack, each below the one before it."""
+    def _add_nodes(self, run: NewRun, keys: Sequence[bytes], nodes: list[int], wanted: Iterable[Wanted]) -> None:
+        """Make the nodes that wanted chunks of a run lack, each below the one before it."""
         added: list[int] = []
-        for chunk in chunks:
+        for chunk, _ in wanted:
             if nodes[chunk] == NO_NODE:
                 parent = nodes[chunk - 1] if chunk else run.parent
                 nodes[chunk] = self.nodes.add(run.space, keys[chunk], parent, run.first_chunk + chunk, run.label)
@@ -261,47 +249,48 @@ class ChunkIndex:
         if num_writable < len(sizes):
             self.num_over_share += 1
             del sizes[num_writable:]
-        room = _Room(sizes, self.extents.allocate_all(sizes), self.entries.take_records(len(sizes)))
-        if room.is_enough and nodes.count(NO_NODE) <= self.nodes.num_left:
-            return room.records, room.offsets
+        offsets, records = self.extents.allocate_all(sizes), self.entries.take_records(len(sizes))
+        if len(offsets) == len(sizes) == len(records) and nodes.count(NO_NODE) <= self.nodes.num_left:
+            return records, offsets
         new = list(dict.fromkeys([chunk for chunk, _ in wanted[: len(sizes)] if nodes[chunk] == NO_NODE]))
         count = 0
         try:
-            self._make_room(room, len(new), run.label, share, end_store)
-            count = min(len(room.offsets), len(room.records))
+            self._make_room(share, sizes, offsets, records, len(new), end_store)
+            count = min(len(offsets), len(records))
             if len(new) > self.nodes.num_left:  # ghosts have the others
                 count = min(count, [chunk for chunk, _ in wanted].index(new[self.nodes.num_left]))
         finally:
-            for offset, size in zip(room.offsets[count:], sizes[count:], strict=False):
+            for offset, size in zip(offsets[count:], sizes[count:], strict=False):
                 self.extents.free(offset, size)
-            for record in room.records[count:]:
+            for record in records[count:]:
                 self.entries.give_back(record)
-        return room.records[:count], room.offsets[:count]
+        return records[:count], offsets[:count]
 
-    def _make_room(self, room: _Room, num_new: int, label: int, share: int, end_store: EndStore) -> None:
-        """Evict chunks until the room is enough and new nodes are there."""
-        extents, quotas, evictor, sizes, offsets = self.extents, self.quotas, self.evictor, room.sizes, room.offsets
-        most_steps = evictor.num_steps + MOST_EVICTED
-        counted = sum(sizes[: len(offsets)])
-        quotas.account(label, share, counted)  # what was taken decides whose chunks leave
+    def _make_room(
+        self, share: int, sizes: list[int], offsets: list[int], records: list[int], num_new: int, end_store: EndStore
+    ) -> None:
+        """Evict chunks until each size has an extent and a record, and new nodes are there. Extend the lists."""
+        extents, evictor, used_bytes = self.extents, self.evictor, self.quotas.used_bytes
+        most_steps, counted = evictor.num_steps + MOST_EVICTED, sum(sizes[: len(offsets)])
+        used_bytes[share] += counted  # what was taken decides whose chunks leave
         try:
             while evictor.num_steps < most_steps:
                 place = len(offsets)
                 if place < len(sizes) and (extents.is_growing or sizes[place] > extents.ready_bytes):
                     self.num_not_ready += extents.is_growing  # its space comes soon: nothing needs to leave for it
                     del sizes[place:]
-                if room.is_enough and num_new <= self.nodes.num_left:
+                if place == len(sizes) <= len(records) and num_new <= self.nodes.num_left:
                     break
                 size = sizes[place] if place < len(sizes) else 0
-                if not evictor.evict_one(share, end_store, is_owed=quotas.is_owed(share, size)):
+                if not evictor.evict_one(share, end_store, is_owed=self.quotas.is_owed(share, size)):
                     break
                 offsets += extents.allocate_all(sizes[place:])
-                room.records += self.entries.take_records(len(sizes) - len(room.records))
+                records += self.entries.take_records(len(sizes) - len(records))
                 more = sum(sizes[place : len(offsets)])
-                quotas.account(label, share, more)
+                used_bytes[share] += more
                 counted += more
         finally:
-            quotas.account(label, share, -counted)
+            used_bytes[share] -= counted
 
     @property
     def is_restoring(self) -> bool:

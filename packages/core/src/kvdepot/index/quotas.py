@@ -108,7 +108,7 @@ class QuotaTable:
 
         All, if the tenants share the whole pool.
         """
-        if self.num_shares == 1:
+        if len(self.quota_bytes) == 1:
             return len(sizes)
         most = self.quota_bytes[share] if share else max(self.quota_bytes[0], self._least_writing_bytes)
         used = accumulate(sizes, initial=self.writing_bytes[share])

@@ -59,7 +59,7 @@ class Nodes:
     @property
     def num_left(self) -> int:
         """The number of nodes that can be added."""
-        return self.tree.capacity - len(self)
+        return self.tree.capacity - len(self.tree.keys) + self._num_free
 
     def add(self, space: Space, key: bytes, parent: int, depth: int, label: int) -> int:
         """Make a node without holds and children. A free number must be left. The caller sets share and priority."""

@@ -44,7 +44,6 @@ _HOLDER_OFFSET: Final = 128  # in the header page: bytes of the text, and the te
 _BODY: Final = struct.Struct("<IQII32s16sIII16sQIIQ")
 _CHECKED_BYTES: Final = 108  # of the body: all but crc and last use
 _CRC: Final = 116  # within a record, as the next ones
-_LAST_USE: Final = 120
 _PLACE_OFFSET: Final = 12
 _EXTENT_OFFSET: Final = 20
 _KEY_OFFSET: Final = 28
@@ -56,6 +55,7 @@ _WRITER: Final = struct.Struct("<QI")
 _U64: Final = struct.Struct("<Q")
 _U32: Final = struct.Struct("<I")
 _DIGEST: Final = struct.Struct(f"{OWNER_BYTES}s")
+_END: Final = struct.Struct("<IQ")  # of the body: crc and last use
 
 
 def _next_generation(header: int) -> int:
@@ -266,8 +266,7 @@ class IndexTable:
         base = HEADER_PAGE_BYTES + record * RECORD_BYTES + 8
         header = self._words[place] >> 8 << 8 | SEALED
         self._put(_DIGEST, base - 8 + _CHECKSUM_OFFSET, checksum)
-        self._put(_U64, base - 8 + _LAST_USE, last_use)
-        self._put(_U32, base - 8 + _CRC, self.crc_of(base, header))
+        self._put(_END, base - 8 + _CRC, self.crc_of(base, header), last_use)
         self._put_header(place, header)
 
     def free(self, record: int) -> None:

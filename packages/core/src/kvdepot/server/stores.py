@@ -120,13 +120,20 @@ class Stores:
         if not begun:
             return m.StorePlan(state.epoch, 0, b"", num_present, num_declined)
         index.hit_rates.stored(request.digests, self._contexts.chunk_bytes[space.number])
-        packed = b"".join([pack_extent(each.chunk, each.place.group, each.place.part, each.extent) for each in begun])
+        records: list[int] = []
+        extents: list[bytes] = []
+        num_bytes = 0
+        for chunk, place, extent in begun:
+            records.append(extent[0])
+            extents.append(pack_extent(chunk, place.group, place.part, extent))
+            num_bytes += place.num_bytes
+        packed = b"".join(extents)
         ticket = Ticket(
             next(state.numbers),
             context.number,
             request.request_id,
-            [each.record for each in begun],
-            sum(each.place.num_bytes for each in begun),
+            records,
+            num_bytes,
             state.clock(),
             packed if context.has_mover else b"",
         )
