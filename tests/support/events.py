@@ -138,6 +138,24 @@ class Router(View):
             batches.append((int.from_bytes(number, "big"), events_of(payload)))
 
 
+class Listener(Router):
+    """A subscriber of an engine that looks at what it says of its depot."""
+
+    def take(self, event: dict[str, Any]) -> None:
+        if event.get("medium") == "CPU":
+            super().take(event)
+
+    def holds(self, depot: Router) -> bool:
+        """Whether the engine has told the same as its depot."""
+        self.take_all()
+        depot.take_all()
+        return self.reached() == depot.reached() and all(self.tokens[each] == depot.tokens[each] for each in self.found)
+
+    def num_found(self) -> int:
+        self.take_all()
+        return len(self.found)
+
+
 class Engine:
     """A worker that copies nothing, and a scheduler that describes what it stored."""
 

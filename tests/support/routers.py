@@ -3,16 +3,17 @@
 import contextlib
 import json
 import os
+import random
 import re
 import socket
 import subprocess
 import sys
 import threading
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from kvdepot.lab.processes import DepotProcess, wait_until
 from support.events import MODEL, Engine, tokens_of
@@ -20,15 +21,21 @@ from support.peer import prompt
 
 PROGRAMS = Path(os.environ.get("ROUTER_PROGRAMS", Path(sys.executable).parent))  # `tox r -e routers` installs them
 CHUNK_TOKENS = 64
+BELOW_EPHEMERAL_PORTS = range(20_000, 32_768)
 HOST_CREDIT = 0.8  # of vllm-router, for tokens in host memory
 
 
 def free_ports(count: int) -> list[int]:
+    """Return ports that are free now, and that no connection gets by itself while their server is restarted."""
     with contextlib.ExitStack() as opened:
-        sockets = [opened.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
+        ports: list[int] = []
+        while len(ports) < count:
+            port = random.choice(BELOW_EPHEMERAL_PORTS)
+            probe = opened.enter_context(socket.socket())
+            with contextlib.suppress(OSError):
+                probe.bind(("127.0.0.1", port))
+                ports.append(port)
+        return ports
 
 
 def ask(port: int, path: str, body: object = None) -> Any:
@@ -39,9 +46,36 @@ def ask(port: int, path: str, body: object = None) -> Any:
     return json.loads(text) if text else None
 
 
-class _Answers(BaseHTTPRequestHandler):
-    """An engine that answers every request with the name of its node."""
+class Source(Protocol):
+    """An engine behind a router, with the events of what it, or its depot, holds."""
 
+    name: str
+    url: str
+    events: str
+    replay: str
+
+
+class Front(ThreadingHTTPServer):
+    """The HTTP server of an engine, which answers prompts with the engine's name and what `serve` returns.
+
+    Args:
+        name: of the engine.
+        serve: answers the tokens of a prompt with the number of those that were not computed.
+    """
+
+    def __init__(self, name: str, serve: Callable[[list[int]], int]) -> None:
+        super().__init__(("127.0.0.1", 0), _Answers)
+        self.name = name
+        self.answer = serve
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self.shutdown()
+        self.server_close()
+
+
+class _Answers(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002
@@ -59,20 +93,19 @@ class _Answers(BaseHTTPRequestHandler):
         self._say({"status": "ok", "data": [{"id": MODEL, "object": "model"}]})
 
     def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["content-length"]))
-        choice = {"index": 0, "text": cast("Node", self.server).name, "finish_reason": "stop"}
-        usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+        front = cast("Front", self.server)
+        prompt = json.loads(self.rfile.read(int(self.headers["content-length"])))["prompt"]
+        choice = {"index": 0, "text": front.name, "finish_reason": "stop"}
+        details = {"cached_tokens": front.answer(prompt)}
+        usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2, "prompt_tokens_details": details}
         self._say({"id": "x", "object": "text_completion", "model": MODEL, "choices": [choice], "usage": usage})
 
 
-class Node(ThreadingHTTPServer):
-    """A node: a depot, an engine beside it, and the engine's HTTP server."""
+class Node(Front):
+    """A node: a depot, an engine beside it that computes nothing, and the engine's HTTP server."""
 
     def __init__(self, name: str, *flags: str) -> None:
-        super().__init__(("127.0.0.1", 0), _Answers)
-        self.name = name
-        self.url = f"http://127.0.0.1:{self.server_port}"
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        super().__init__(name, lambda _prompt: 0)
         events, replay = (f"tcp://127.0.0.1:{port}" for port in free_ports(2))
         self.events, self.replay = events, replay
         self.depot = DepotProcess(
@@ -108,8 +141,7 @@ class Node(ThreadingHTTPServer):
     def close(self) -> None:
         self.engine.close()
         self.depot.close()
-        self.shutdown()
-        self.server_close()
+        super().close()
 
 
 class Program:
@@ -126,37 +158,56 @@ class Program:
 
 
 class VllmRouter(Program):
-    """vllm-router, which follows the depots' events."""
+    """vllm-router, which follows the events of engines or of their depots."""
 
-    def __init__(self, log: Path, nodes: Sequence[Node]) -> None:
+    def __init__(self, log: Path, sources: Sequence[Source], block_tokens: int = CHUNK_TOKENS) -> None:
         self.port, metrics = free_ports(2)
+        self._first_byte = 0  # of the log
         command = [str(PROGRAMS / "vllm-router"), "--host", "127.0.0.1", "--port", str(self.port)]
         command += ["--prometheus-port", str(metrics), "--prometheus-host", "127.0.0.1", "--log-level", "debug"]
-        command += ["--policy", "kv_aware", "--kv-event-block-size", str(CHUNK_TOKENS), "--kv-event-model", MODEL]
-        command += ["--worker-urls", *(node.url for node in nodes)]
-        command += [f"--kv-event-source={node.url}={node.events}" for node in nodes]
-        command += [f"--kv-event-replay-source={node.url}={node.replay}" for node in nodes]
+        command += ["--policy", "kv_aware", "--kv-event-block-size", str(block_tokens), "--kv-event-model", MODEL]
+        command += ["--worker-urls", *(source.url for source in sources)]
+        command += [f"--kv-event-source={source.url}={source.events}" for source in sources]
+        command += [f"--kv-event-replay-source={source.url}={source.replay}" for source in sources]
         super().__init__(log, *command)
         wait_until(lambda: answers(self.port, "/health"), 60, "vllm-router")
 
+    def route(self, tokens: list[int]) -> tuple[str, int]:
+        """Send a prompt; return the engine that got it and how many of its tokens that had not to compute."""
+        reply = ask(self.port, "/v1/completions", {"model": MODEL, "prompt": tokens, "max_tokens": 1})
+        return reply["choices"][0]["text"], reply["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    def forget(self) -> None:
+        """Look no more at what the log has told so far."""
+        self._first_byte = self.log.stat().st_size
+
+    def last_heard(self, source: Source) -> int:
+        """Return the number of the last batch of a source that was taken in, -1 for none."""
+        found = re.findall(rf"sequence advanced source={re.escape(source.url)} .*?seq=(\d+)", self._plain())
+        return int(found[-1]) if found else -1
+
     def choice(self, name: str, num_chunks: int) -> str:
         """Return the node that gets a prompt."""
-        tokens = tokens_of(prompt(num_chunks, name), CHUNK_TOKENS)
-        reply = ask(self.port, "/v1/completions", {"model": MODEL, "prompt": tokens, "max_tokens": 1})
-        return reply["choices"][0]["text"]
+        return self.route(tokens_of(prompt(num_chunks, name), CHUNK_TOKENS))[0]
 
     def credited(self, name: str, num_chunks: int) -> int:
         """Return how many chunks of a prompt the chosen node is credited with."""
+        return round(self.credit(tokens_of(prompt(num_chunks, name), CHUNK_TOKENS)) / HOST_CREDIT / CHUNK_TOKENS)
+
+    def credit(self, tokens: list[int]) -> int:
+        """Send a prompt; return the tokens that the chosen engine was credited with, those in host memory in part."""
         before = self._credits()
-        self.choice(name, num_chunks)
+        self.route(tokens)
         wait_until(lambda: len(self._credits()) > len(before), 10)
-        return round(self._credits()[-1] / HOST_CREDIT / CHUNK_TOKENS)
+        return self._credits()[-1]
 
     def _credits(self) -> list[int]:
         return [int(each) for each in re.findall(r"prefix_cost.*credited_prefix_tokens\D*=\D*?(\d+)", self._plain())]
 
     def _plain(self) -> str:
-        return re.sub(r"\x1b\[[0-9;]*m", "", self.log.read_text(errors="replace"))
+        with self.log.open("rb") as log:
+            log.seek(self._first_byte)
+            return re.sub(r"\x1b\[[0-9;]*m", "", log.read().decode(errors="replace"))
 
 
 class DynamoIndexer(Program):

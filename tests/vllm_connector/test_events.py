@@ -3,7 +3,6 @@
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import zmq
@@ -11,7 +10,7 @@ import zmq
 from kvdepot.client.operator import ask_depot
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.wire import operations as o
-from support.events import FLAGS, Context, Router, kept
+from support.events import FLAGS, Context, Listener, Router, kept
 from support.vllm.engines import Engine, MakeModel, RunCode, connector, prompts
 
 _DECODE = """
@@ -35,23 +34,6 @@ print(vllm.ZmqEventPublisher.END_SEQ.hex())
 
 def test_vllm_s_decoder_reads_a_depot_s_events(run_code: RunCode) -> None:
     assert run_code(_DECODE).splitlines()[-1] == "ff" * 8
-
-
-class Listener(Router):
-    """A subscriber of an engine that looks at what it says of its depot."""
-
-    def take(self, event: dict[str, Any]) -> None:
-        if event.get("medium") == "CPU":
-            super().take(event)
-
-    def holds(self, depot: Router) -> bool:
-        self.take_all()
-        depot.take_all()
-        return self.reached() == depot.reached() and all(self.tokens[each] == depot.tokens[each] for each in self.found)
-
-    def num_found(self) -> int:
-        self.take_all()
-        return len(self.found)
 
 
 @pytest.fixture
