@@ -19,6 +19,7 @@ from kvdepot.lab.bench import describe_machine
 from kvdepot.lab.engine_model import EngineModel, Geometry
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.wire import operations as o
+from kvdepot.wire.status import DepotStatus
 
 GEOMETRY = Geometry("small", num_layers=4, num_kv_heads=2, head_dim=128)  # 4 KiB a token
 CHUNK_TOKENS = 64
@@ -57,7 +58,7 @@ def row(times: dict[str, list[float]]) -> dict[str, list[float]]:
     }
 
 
-def server_part(before: o.DepotStatus, after: o.DepotStatus) -> dict[str, float]:
+def server_part(before: DepotStatus, after: DepotStatus) -> dict[str, float]:
     """Return the mean milliseconds of the server by operation; half of the prefetches bring something."""
     found: dict[str, float] = {}
     for name, total in after.latencies.items():

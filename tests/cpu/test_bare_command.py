@@ -17,6 +17,7 @@ from kvdepot.lab.processes import wait_until
 from kvdepot.ops.cli import main
 from kvdepot.pool.inventory import find_pools
 from kvdepot.wire import operations as o
+from kvdepot.wire.status import DepotStatus
 from kvdepot_cpu.context import CpuOptions, CpuTransferContext
 
 
@@ -40,7 +41,7 @@ def is_answering(directory: Path) -> bool:
     return True
 
 
-def status_of(directory: Path) -> o.DepotStatus:
+def status_of(directory: Path) -> DepotStatus:
     reply = ask_depot(o.Status(), str(directory), 10.0)
     assert isinstance(reply, o.StatusReply)
     return reply.status

@@ -17,6 +17,7 @@ from kvdepot.testing.backend import prompt
 from kvdepot.testing.engine import EngineProcess
 from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
+from kvdepot.wire.status import TierStatus
 from support.cpu.engines import CHUNK, large_engine
 
 pytestmark = pytest.mark.slow
@@ -36,7 +37,7 @@ class Node:
         self.engines.append(large_engine(self.depot, name))
         return self.engines[-1]
 
-    def tier(self, number: int = 0) -> o.TierStatus:
+    def tier(self, number: int = 0) -> TierStatus:
         return self.depot.status().tiers[number]
 
     def settle(self) -> None:

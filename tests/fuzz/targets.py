@@ -47,6 +47,7 @@ from kvdepot.server.depot import Depot
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
+from kvdepot.wire.status import ContextStatus, GroupStatus
 from support.integrity import check_empty
 from support.status import EMPTY_STATUS
 
@@ -122,12 +123,12 @@ def _request_seeds() -> list[bytes]:
 
 
 def _reply_seeds() -> list[bytes]:
-    context = o.ContextStatus(
+    context = ContextStatus(
         context=1,
         role="worker",
         instance="e",
         model="m",
-        groups=[o.GroupStatus(kind=GroupKind.SLIDING_WINDOW, block_tokens=1, window_tokens=3)],
+        groups=[GroupStatus(kind=GroupKind.SLIDING_WINDOW, block_tokens=1, window_tokens=3)],
     )
     status = msgspec.structs.replace(
         EMPTY_STATUS, contexts=[context], tenants={"default": {"used_bytes": 1}}, counters={"stores": 1}

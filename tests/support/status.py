@@ -2,9 +2,9 @@
 
 from typing import Final
 
-from kvdepot.wire import operations as o
+from kvdepot.wire.status import DepotStatus
 
-EMPTY_STATUS: Final = o.DepotStatus(
+EMPTY_STATUS: Final = DepotStatus(
     server_version="",
     protocol_version=1,
     epoch=1,

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from kvdepot.lab.processes import DepotProcess, wait_until
-from kvdepot.wire.operations import DepotStatus
+from kvdepot.wire.status import DepotStatus
 from support.vllm.engines import (
     PROFILE,
     Engine,

@@ -11,7 +11,6 @@ import msgspec
 import pytest
 
 from kvdepot.lab.processes import DepotProcess
-from kvdepot.wire import operations as o
 from support.peer import Peer, prompt, registration
 
 pytest.importorskip("rich", reason="pip install 'kvdepot[cli]'")
@@ -19,10 +18,11 @@ pytest.importorskip("rich", reason="pip install 'kvdepot[cli]'")
 from rich.console import Console
 
 from kvdepot.ops.top import draw, pool_map
+from kvdepot.wire.status import DepotStatus
 
 
 @pytest.fixture
-def busy() -> Iterator[tuple[o.DepotStatus, o.DepotStatus]]:
+def busy() -> Iterator[tuple[DepotStatus, DepotStatus]]:
     """The status of a depot before and after a store and a lookup."""
     with DepotProcess("--tier", "memory://?capacity=1MiB", "--quota", "default=1MiB") as depot:
         peer = Peer(depot, registration(instance="engine \x1b[31mred [bold]"))
@@ -33,13 +33,13 @@ def busy() -> Iterator[tuple[o.DepotStatus, o.DepotStatus]]:
         peer.close()
 
 
-def text_of(status: o.DepotStatus, before: o.DepotStatus, seconds: float) -> str:
+def text_of(status: DepotStatus, before: DepotStatus, seconds: float) -> str:
     out = io.StringIO()
     Console(file=out, width=150, force_terminal=False).print(draw(status, before, seconds))
     return out.getvalue()
 
 
-def test_a_frame_shows_who_is_there_and_what_happened(busy: tuple[o.DepotStatus, o.DepotStatus]) -> None:
+def test_a_frame_shows_who_is_there_and_what_happened(busy: tuple[DepotStatus, DepotStatus]) -> None:
     before, after = busy
     text = text_of(after, before, 2.0)
     assert "75.0%" in text, "three of four chunks"
@@ -52,7 +52,7 @@ def test_a_frame_shows_who_is_there_and_what_happened(busy: tuple[o.DepotStatus,
     assert "[31mred [bold]" in text
 
 
-def test_rates_are_of_the_time_between_two_frames(busy: tuple[o.DepotStatus, o.DepotStatus]) -> None:
+def test_rates_are_of_the_time_between_two_frames(busy: tuple[DepotStatus, DepotStatus]) -> None:
     before, after = busy
     more = msgspec.structs.replace(after, counters={**after.counters, "lookups": after.counters["lookups"] + 50})
     assert "25 /s" in text_of(more, after, 2.0)
@@ -60,7 +60,7 @@ def test_rates_are_of_the_time_between_two_frames(busy: tuple[o.DepotStatus, o.D
     assert "draining" in text_of(msgspec.structs.replace(after, draining=True), before, 1.0)
 
 
-def test_blends_are_shown_once_there_are_any(busy: tuple[o.DepotStatus, o.DepotStatus]) -> None:
+def test_blends_are_shown_once_there_are_any(busy: tuple[DepotStatus, DepotStatus]) -> None:
     _, after = busy
     assert "blends" not in text_of(after, after, 2.0)
     counters = {"blend_lookups": 1204, "blends": 17, "blend_reused_tokens": 5_120, "blend_recomputed_tokens": 900}
@@ -69,7 +69,7 @@ def test_blends_are_shown_once_there_are_any(busy: tuple[o.DepotStatus, o.DepotS
     assert "5,120 tokens reused, 900 computed again" in text
 
 
-def test_the_map_is_darker_where_the_pool_is_fuller(busy: tuple[o.DepotStatus, o.DepotStatus]) -> None:
+def test_the_map_is_darker_where_the_pool_is_fuller(busy: tuple[DepotStatus, DepotStatus]) -> None:
     _, after = busy
     assert sum(after.pool_regions) == after.pool_used_bytes
     status = msgspec.structs.replace(after, pool_size_bytes=400, pool_regions=[0, 1, 30, 60, 100, 110])

@@ -13,7 +13,7 @@ from kvdepot.server.depot import Depot
 from kvdepot.server.generations import GRACE_SECONDS
 from kvdepot.server.restoring import Restoring
 from kvdepot.wire import messages as m
-from kvdepot.wire.operations import GenerationStatus
+from kvdepot.wire.status import GenerationStatus
 from support.index import PAGE, Bench, Worker
 
 

@@ -18,12 +18,12 @@ import pytest
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.testing.backend import Cache, Worker, WorkerPlan, prompt
 from kvdepot.testing.engine import PLAN, EngineProcess
-from kvdepot.wire import operations as o
+from kvdepot.wire.status import ContextStatus
 
 WAIT_SECONDS = 60.0  # a mover that hangs at its start is replaced after 30
 
 
-def context_of(depot: DepotProcess, instance: str = "engine") -> o.ContextStatus:
+def context_of(depot: DepotProcess, instance: str = "engine") -> ContextStatus:
     (context,) = [context for context in depot.status().contexts if context.instance == instance]
     return context
 

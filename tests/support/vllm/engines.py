@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, Any, ClassVar, Protocol, Self
 
 from kvdepot.lab.processes import DepotProcess, wait_until
-from kvdepot.wire.operations import DepotStatus
+from kvdepot.wire.status import DepotStatus
 from support.nursery import Fork, Nursery
 
 Prompt = list[int]

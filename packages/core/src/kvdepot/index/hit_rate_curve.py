@@ -19,7 +19,7 @@ from typing import Final
 from kvdepot.index.eviction import Preference
 from kvdepot.index.policy_selector import PolicySelector
 from kvdepot.keys import DIGEST_BYTES, digest_at
-from kvdepot.wire.operations import PoolEstimate
+from kvdepot.wire.status import PoolEstimate
 
 SCALES: Final = (0.25, 0.5, 1.0, 2.0, 4.0)  # of the pool
 

@@ -17,6 +17,7 @@ from kvdepot.errors import DepotUnavailable
 from kvdepot.processes.children import interrupts_blocked
 from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
+from kvdepot.wire.status import DepotStatus
 
 _PATIENCE_SECONDS: Final = 120.0
 
@@ -120,7 +121,7 @@ class DepotProcess:
             else:
                 return
 
-    def status(self) -> o.DepotStatus:
+    def status(self) -> DepotStatus:
         """Ask for the server's status, patiently: the machine may be busy. A silent one ends and says where it was."""
         end = time.monotonic() + _PATIENCE_SECONDS
         while True:

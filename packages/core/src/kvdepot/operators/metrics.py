@@ -9,12 +9,12 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvdepot.wire import operations as o
+from kvdepot.wire.status import DepotStatus, HistogramStatus
 
 MEDIA_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def render_metrics(status: o.DepotStatus) -> bytes:
+def render_metrics(status: DepotStatus) -> bytes:
     """Return the metrics of a status in Prometheus' text format."""
     registry = CollectorRegistry()
     registry.register(StatusCollector(status))
@@ -24,7 +24,7 @@ def render_metrics(status: o.DepotStatus) -> bytes:
 class StatusCollector(Collector):
     """Collects the metrics of a status. Each metric has its unit in its name."""
 
-    def __init__(self, status: o.DepotStatus) -> None:
+    def __init__(self, status: DepotStatus) -> None:
         self._status = status
 
     def collect(self) -> Iterator[Metric]:
@@ -175,13 +175,13 @@ class StatusCollector(Collector):
             yield counter
 
 
-def _histogram(name: str, text: str, histogram: o.HistogramStatus) -> Metric:
+def _histogram(name: str, text: str, histogram: HistogramStatus) -> Metric:
     family = HistogramMetricFamily(name, text)
     family.add_metric([], _buckets(histogram), histogram.total)
     return family
 
 
-def _buckets(histogram: o.HistogramStatus) -> list[tuple[str, float]]:
+def _buckets(histogram: HistogramStatus) -> list[tuple[str, float]]:
     """Return each upper bound with the cumulative count below it."""
     below = list(itertools.accumulate(histogram.counts))
     bounds = [f"{histogram.base * 2**number:g}" for number in range(len(below) - 1)]

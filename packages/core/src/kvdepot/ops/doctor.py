@@ -27,6 +27,7 @@ from kvdepot.pool.inventory import find_pools
 from kvdepot.pool.size import MEMORY_FILE_SYSTEMS, SHARE_OF_FREE_MEMORY, available_memory_bytes, file_system_of
 from kvdepot.processes.descriptors import reserve_of
 from kvdepot.wire import operations as o
+from kvdepot.wire.status import DepotStatus
 
 KERNEL_POPULATE: Final = (5, 14)  # MADV_POPULATE_WRITE
 LEAST_DESCRIPTORS: Final = 4096  # enough for 350 engines of one worker
@@ -75,7 +76,7 @@ class Facts:
     directory: Path
     directory_is_writable: bool
     has_compiler: bool
-    depot: o.DepotStatus | None = None  # of the depot that answers there
+    depot: DepotStatus | None = None  # of the depot that answers there
     num_stopped_pools: int = 0  # of depots that do not run, in other folders
     stopped_pool_bytes: int = 0
     backends: tuple[BackendStatus, ...] = ()
@@ -337,7 +338,7 @@ def _is_writable(directory: Path) -> bool:
     return True
 
 
-def _status(directory: Path) -> o.DepotStatus | None:
+def _status(directory: Path) -> DepotStatus | None:
     with contextlib.suppress(KVDepotError):
         return ask_depot(o.Status(), str(directory), 1.0).status
     return None

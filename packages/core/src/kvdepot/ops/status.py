@@ -13,6 +13,7 @@ from kvdepot.layout import GroupKind
 from kvdepot.ops.settings import count_argument, number_argument
 from kvdepot.ops.terminal import fitted
 from kvdepot.wire import operations as o
+from kvdepot.wire.status import ContextStatus, DepotStatus, GenerationStatus, GroupStatus, TierStatus
 
 _MINIMUM_SAMPLE_CHUNKS: Final = 10_000  # looked up, before estimates are shown
 _PROMPT_TOKENS: Final = 8_000  # the length of prompt in which the pool's capacity is told: a state counts once a prompt
@@ -66,14 +67,14 @@ def _top(options: argparse.Namespace) -> int:
     except ImportError as error:
         raise ConfigError(f"kvdepot top needs {error.name}: pip install 'kvdepot[cli]'") from error
 
-    def ask() -> o.DepotStatus:
+    def ask() -> DepotStatus:
         return ask_depot(o.Status(), options.depot).status
 
     run_top(ask, interval_seconds=max(0.1, options.interval), num_frames=options.frames)
     return 0
 
 
-def describe_status(status: o.DepotStatus, *, verbose: bool = False) -> str:
+def describe_status(status: DepotStatus, *, verbose: bool = False) -> str:
     """Return the status for people; if `verbose`, with the layout of each engine's KV cache."""
     used = status.pool_used_bytes / max(1, status.pool_size_bytes)
     counters = status.counters
@@ -131,7 +132,7 @@ def describe_status(status: o.DepotStatus, *, verbose: bool = False) -> str:
     return "\n".join(map(printable, lines))
 
 
-def _describe_generations(generations: list[o.GenerationStatus]) -> list[str]:
+def _describe_generations(generations: list[GenerationStatus]) -> list[str]:
     """Return a line for each generation of the lineages that a trainer has updated."""
     updated = {each.lineage for each in generations if each.name}
     lines: list[str] = []
@@ -144,7 +145,7 @@ def _describe_generations(generations: list[o.GenerationStatus]) -> list[str]:
     return lines
 
 
-def _describe_context(context: o.ContextStatus, pool_bytes: int, *, verbose: bool) -> list[str]:
+def _describe_context(context: ContextStatus, pool_bytes: int, *, verbose: bool) -> list[str]:
     title = f"[{context.context}] {context.instance}"
     model = f", model {context.model}" if context.model and context.model not in context.instance else ""
     if context.role == "scheduler":
@@ -168,7 +169,7 @@ def _describe_context(context: o.ContextStatus, pool_bytes: int, *, verbose: boo
     return lines + [f"    {_describe_group(number, group)}" for number, group in enumerate(context.groups)]
 
 
-def _describe_sizes(context: o.ContextStatus, pool_bytes: int) -> str:
+def _describe_sizes(context: ContextStatus, pool_bytes: int) -> str:
     """Return the bytes that this worker keeps for a token and a state, and the capacity for prompts of all workers."""
     states = [group for group in context.groups if group.kind is GroupKind.RECURRENT]
     text = f"{format_size(context.bytes_per_token)} a token"
@@ -181,7 +182,7 @@ def _describe_sizes(context: o.ContextStatus, pool_bytes: int) -> str:
     return f"{text}; the pool holds about {counted(int(pool_bytes // prompt), 'prompt')} of {_PROMPT_TOKENS:,} tokens"
 
 
-def _describe_tier(tier: o.TierStatus) -> str:
+def _describe_tier(tier: TierStatus) -> str:
     counters = tier.counters
     parts = [f"tier     {tier.name}: {format_size(tier.used_bytes)}"]
     if tier.capacity_bytes:
@@ -200,7 +201,7 @@ def _describe_tier(tier: o.TierStatus) -> str:
     return "; ".join(parts)
 
 
-def _describe_group(number: int, group: o.GroupStatus) -> str:
+def _describe_group(number: int, group: GroupStatus) -> str:
     parts = [
         f"group {number}: {group.kind.replace('_', ' ')}",
         counted(group.num_layers, "layer"),

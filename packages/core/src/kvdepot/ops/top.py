@@ -15,14 +15,14 @@ from rich.text import Text
 
 from kvdepot.config import format_size
 from kvdepot.errors import DepotUnavailable, printable
-from kvdepot.wire import operations as o
+from kvdepot.wire.status import DepotStatus
 
 _SHADES: Final = " ░▒▓█"
 _MAP_WIDTH: Final = 48
 _LEAST_CHUNKS: Final = 1000  # looked up, before estimates are shown
 
 
-def run_top(ask: Callable[[], o.DepotStatus], *, interval_seconds: float = 1.0, num_frames: int | None = None) -> None:
+def run_top(ask: Callable[[], DepotStatus], *, interval_seconds: float = 1.0, num_frames: int | None = None) -> None:
     """Draw until interrupted, or `num_frames` times; by default once if standard output is not a terminal.
 
     Raises:
@@ -49,7 +49,7 @@ def run_top(ask: Callable[[], o.DepotStatus], *, interval_seconds: float = 1.0, 
             drawn += 1
 
 
-def draw(status: o.DepotStatus, before: o.DepotStatus, seconds: float) -> Group:
+def draw(status: DepotStatus, before: DepotStatus, seconds: float) -> Group:
     """Return one frame from the status now and the status `seconds` ago."""
     columns = Columns([_summary(status, before, seconds), _pool(status)], expand=True)
     parts: list[Any] = [_title(status), columns]
@@ -60,7 +60,7 @@ def draw(status: o.DepotStatus, before: o.DepotStatus, seconds: float) -> Group:
     return Group(*parts)
 
 
-def _title(status: o.DepotStatus) -> Text:
+def _title(status: DepotStatus) -> Text:
     state = "reading back" if status.recovering else "draining" if status.draining else "serving"
     title = Text(f"kvdepot {status.server_version}  ", style="bold")
     title.append(state, style="green" if state == "serving" else "yellow")
@@ -68,7 +68,7 @@ def _title(status: o.DepotStatus) -> Text:
     return title
 
 
-def _summary(status: o.DepotStatus, before: o.DepotStatus, seconds: float) -> Table:
+def _summary(status: DepotStatus, before: DepotStatus, seconds: float) -> Table:
     def gained(name: str) -> int:
         return status.counters.get(name, 0) - before.counters.get(name, 0)
 
@@ -97,7 +97,7 @@ def _summary(status: o.DepotStatus, before: o.DepotStatus, seconds: float) -> Ta
     return table
 
 
-def _pool(status: o.DepotStatus) -> Table:
+def _pool(status: DepotStatus) -> Table:
     table = Table(show_header=False, box=None)
     table.add_column(style="bold")
     table.add_column()
@@ -114,7 +114,7 @@ def _pool(status: o.DepotStatus) -> Table:
     return table
 
 
-def pool_map(status: o.DepotStatus) -> str:
+def pool_map(status: DepotStatus) -> str:
     """Return one character per region of the pool; darker is fuller."""
     region = status.pool_size_bytes / max(1, len(status.pool_regions))
     darkest = len(_SHADES) - 1
@@ -123,7 +123,7 @@ def pool_map(status: o.DepotStatus) -> str:
     )
 
 
-def _engines(status: o.DepotStatus) -> Table:
+def _engines(status: DepotStatus) -> Table:
     table = _table("engine", "role", "model", "device", "a token", "leases", "stores")
     for context in status.contexts:
         role = f"worker {context.rank} of {context.world_size}" if context.world_size > 1 else context.role
@@ -138,7 +138,7 @@ def _engines(status: o.DepotStatus) -> Table:
     return table
 
 
-def _tenants(status: o.DepotStatus) -> Table:
+def _tenants(status: DepotStatus) -> Table:
     table = _table("tenant", "in the pool", "quota", "hit rate")
     for name, usage in sorted(status.tenants.items()):
         hit = usage.get("pool_hit_tokens", 0) + usage.get("tier_hit_tokens", 0)
@@ -147,7 +147,7 @@ def _tenants(status: o.DepotStatus) -> Table:
     return table
 
 
-def _tiers(status: o.DepotStatus) -> Table:
+def _tiers(status: DepotStatus) -> Table:
     table = _table("tier", "holds", "waits", "read", "written", "state")
     for tier in status.tiers:
         state = "in use" if tier.state == "closed" else f"suspended: {tier.why_open}"

@@ -43,6 +43,7 @@ from kvdepot.tiers.tiering import Tiering, TieringSettings
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
+from kvdepot.wire.status import DepotStatus
 
 logger = logging.getLogger(__name__)
 
@@ -282,12 +283,12 @@ class DepotServer:
                 "stopped; %s keeps the cache in %s of memory: 'kvdepot pools --remove %s' frees it", path, size, path
             )
 
-    def _status(self) -> o.DepotStatus:
+    def _status(self) -> DepotStatus:
         depot, watch, events = self.depot, self.loop.watch, self.sockets.events
         fields = depot.status.fields()
         if events is not None:
             fields["counters"][EVENT_BATCHES] = events.num_batches
-        return o.DepotStatus(
+        return DepotStatus(
             server_version=self._version,
             protocol_version=m.PROTOCOL_VERSION,
             epoch=self.epoch,

@@ -17,7 +17,7 @@ from kvdepot.server.registration import check_spec, check_version, check_worker
 from kvdepot.server.replies import Refused
 from kvdepot.server.state import DepotState
 from kvdepot.wire import messages as m
-from kvdepot.wire import operations as o
+from kvdepot.wire.status import ContextStatus
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class Context:
     blend: str = ""  # of a scheduler: whether its engine blends
     served_model: str = ""  # of a scheduler: the model's name in requests
     weights: str = ""  # of a scheduler: those that its engine computes with
-    status: o.ContextStatus | None = None  # as it was last
+    status: ContextStatus | None = None  # as it was last
     owner: bytes = field(init=False)  # which worker of its process this is
 
     def __post_init__(self) -> None:

@@ -16,7 +16,7 @@ from kvdepot.server.quarantine import QuarantineTable
 from kvdepot.server.state import MAXIMUM_ROWS, OTHERS, DepotState
 from kvdepot.server.stores import Stores
 from kvdepot.wire import messages as m
-from kvdepot.wire import operations as o
+from kvdepot.wire.status import ContextStatus, GenerationStatus, GroupStatus
 
 _CHUNKS_EVICTED: Final = depot_counter("chunks_evicted", "Chunks evicted to make room")
 _CHUNKS_EVICTED_LEASED: Final = depot_counter(
@@ -117,11 +117,11 @@ class StatusReport:
             usage["lookup_tokens"], usage["pool_hit_tokens"], usage["tier_hit_tokens"] = asked, in_pool, in_tiers
         return tenants
 
-    def _generations_status(self) -> list[o.GenerationStatus]:
-        found: list[o.GenerationStatus] = []
+    def _generations_status(self) -> list[GenerationStatus]:
+        found: list[GenerationStatus] = []
         for usage in self._contexts.generations.usage():
             found.append(
-                o.GenerationStatus(
+                GenerationStatus(
                     lineage=lineage_of(usage.weights),
                     name=generation_of(usage.weights),
                     models=list(usage.models),
@@ -132,14 +132,14 @@ class StatusReport:
             )
         return found[-MAXIMUM_ROWS:]
 
-    def _contexts_status(self) -> list[o.ContextStatus]:
+    def _contexts_status(self) -> list[ContextStatus]:
         tickets = Counter(ticket.context for ticket in self._stores.tickets.values())
         return [
             self._context_status(context, tickets.get(context.number, 0))
             for context in self._contexts.by_number.values()
         ]
 
-    def _context_status(self, context: Context, num_tickets: int) -> o.ContextStatus:
+    def _context_status(self, context: Context, num_tickets: int) -> ContextStatus:
         """Return the status that was made last if it is the same: there may be a thousand contexts."""
         movers = self._state.movers
         state, pid, why = ("", 0, "") if movers is None else movers.status(context.number)
@@ -159,10 +159,10 @@ class StatusReport:
         return last
 
 
-def _registered_status(context: Context) -> o.ContextStatus:
+def _registered_status(context: Context) -> ContextStatus:
     """Return the part that does not change."""
     spec, registration = context.space.spec, context.registration
-    common = o.ContextStatus(
+    common = ContextStatus(
         context=context.number,
         role="scheduler",
         instance=context.instance,
@@ -191,10 +191,10 @@ def _registered_status(context: Context) -> o.ContextStatus:
     )
 
 
-def _group_status(shape: m.GroupShape, detail: m.GroupDetail) -> o.GroupStatus:
+def _group_status(shape: m.GroupShape, detail: m.GroupDetail) -> GroupStatus:
     block_tokens, block_size_bytes = shape.row_tokens * detail.rows, sum(detail.page_sizes_bytes)
     recurrent = shape.kind is GroupKind.RECURRENT
-    return o.GroupStatus(
+    return GroupStatus(
         kind=shape.kind,
         block_tokens=block_tokens,
         window_tokens=shape.window_tokens,

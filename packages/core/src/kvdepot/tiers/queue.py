@@ -22,7 +22,7 @@ from kvdepot.tiers.jobs import Call, Job, Operation, Part
 from kvdepot.tiers.keys import MOST_CHUNKS_A_RUN, has_labels, run_of
 from kvdepot.tiers.url import DEFAULT_THREADS, PATIENCE
 from kvdepot.tiers.workers import Workers
-from kvdepot.wire.operations import TierStatus
+from kvdepot.wire.status import TierStatus
 
 logger = logging.getLogger(__name__)
 

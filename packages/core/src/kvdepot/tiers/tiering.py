@@ -31,7 +31,7 @@ from kvdepot.tiers.promotion import Promotions, Waiter
 from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.reading import Prefix, PromotionContext
 from kvdepot.tiers.tier_state import TierState
-from kvdepot.wire.operations import TierStatus
+from kvdepot.wire.status import TierStatus
 
 logger = logging.getLogger(__name__)
 

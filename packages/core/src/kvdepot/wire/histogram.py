@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from kvdepot.wire.operations import HistogramStatus
+from kvdepot.wire.status import HistogramStatus
 
 NUM_BUCKETS: Final = 24
 SHORTEST_SECONDS: Final = 0.000016  # of the first bucket: of requests, and of turns of the server's loop

@@ -1,0 +1,144 @@
+"""The status of a depot: what `kvdepot status` and the metrics show, as the parts of the server report it."""
+
+from msgspec import Struct
+
+from kvdepot.layout import GroupKind
+
+
+class GroupStatus(Struct, frozen=True, kw_only=True):
+    """One layer group of a registered context, with the worker's sizes in tokens and bytes."""
+
+    kind: GroupKind
+    block_tokens: int  # logical: the unit of the engine's block table
+    window_tokens: int
+    num_parts: int = 1  # of the size that this worker has, in the whole model
+    part: str = ""  # in words, if it is not all of the group
+    num_layers: int = 0
+    num_blocks: int = 0
+    physical_block_tokens: int = 0
+    compress_ratio: int = 1
+    hidden_dims: tuple[int, ...] = ()
+    dtype: str = ""
+    is_mla: bool = False
+    shape: tuple[int, ...] = ()
+    attention_backend: str = ""
+    block_size_bytes: int = 0
+    bytes_per_token: float = 0.0
+
+
+class ContextStatus(Struct, frozen=True, kw_only=True):
+    """One registered context."""
+
+    context: int
+    role: str
+    instance: str
+    model: str
+    rank: int = 0
+    world_size: int = 0
+    device: str = ""
+    transfer_mode: str = ""
+    fallback: str = ""  # the reason for this mode, if another was intended
+    blend: str = ""  # of a scheduler: whether its engine blends
+    weights: str = ""  # of a scheduler: the generation with which its engine computes, "" for weights that were loaded
+    mover: str = ""  # "starting", "ready", "ending" or "unavailable"
+    mover_pid: int = 0
+    why_no_mover: str = ""  # how the last one ended
+    pid: int = 0
+    chunk_tokens: int = 0
+    dtype: str = ""
+    format: str = ""
+    num_leases: int = 0
+    num_tickets: int = 0
+    bytes_per_token: float = 0.0
+    groups: list[GroupStatus] = []
+
+
+class TierStatus(Struct, frozen=True, kw_only=True):
+    """One tier below the pool. Sizes are bytes, 0 if the storage does not report them."""
+
+    name: str
+    state: str  # of its breaker: "closed" is in use, "open" is suspended
+    why_open: str = ""
+    num_entries: int = 0
+    used_bytes: int = 0
+    capacity_bytes: int = 0
+    queued_write_bytes: int = 0
+    num_waiting_reads: int = 0
+    num_waiting_writes: int = 0
+    num_hung_calls: int = 0
+    counters: dict[str, int] = {}
+
+
+class HistogramStatus(Struct, frozen=True, kw_only=True):
+    """Counts by powers of two: bucket `i` has the values below `base * 2**i` that no earlier one has; the last, all."""
+
+    base: float
+    counts: list[int]
+    total: float  # sum of the values
+
+
+class PoolEstimate(Struct, frozen=True, kw_only=True):
+    """Chunks that a pool of another size would have found, out of `DepotStatus.estimated_chunks`."""
+
+    scale: float  # of the present size
+    pool_bytes: int
+    hit_chunks: int
+
+
+class GenerationStatus(Struct, frozen=True, kw_only=True):
+    """Weights with which engines compute, or the pool has KV of. Of a lineage, outdated generations leave first."""
+
+    lineage: str  # digits; equal for generations of the same model and settings
+    name: str  # of the generation: a version and a digest, or ""; "" too for weights that were loaded
+    models: list[str]
+    num_schedulers: int  # attached, whose engines compute with them
+    used_bytes: int  # of the pool
+    is_outdated: bool
+
+
+class DepotStatus(Struct, frozen=True, kw_only=True):
+    """The content of `kvdepot status`, in JSON under these names. Sizes are bytes."""
+
+    server_version: str
+    protocol_version: int
+    epoch: int
+    pid: int
+    uptime_seconds: float
+    policy: str
+    num_entries: int
+    num_chunks: int
+    max_entries: int
+    pool_size_bytes: int
+    pool_ready_bytes: int
+    pool_used_bytes: int
+    quarantined_bytes: int
+    num_leases: int
+    num_pins: int = 0  # agents' sessions whose prefix is retained
+    num_agent_sessions: int = 0  # agents' sessions whose last prefix is known
+    num_tickets: int
+    num_flights: int = 0  # prefixes that a lookup announced as being computed
+    num_segments: int = 0  # names in the index of contents, which blends ask
+    prefill_seconds_saved: float = 0.0  # time to compute the retrieved tokens, without subtracting the retrieves
+    num_sessions: int
+    recovering: bool
+    draining: bool = False  # an operator stopped stores
+    log_level: str = ""
+    verify: str = "off"
+    event_endpoints: list[str] = []  # of KV events and of their replay ("": none), with the actual ports
+    contexts: list[ContextStatus]
+    tenants: dict[str, dict[str, int]]
+    generations: list[GenerationStatus] = []  # the most recent last, 1,024 at most
+    tiers: list[TierStatus] = []
+    loop_longest_seconds: float = 0.0  # longest turn of the server's loop, including waits for a core
+    loop_slow_turns: int = 0  # turns of more than 20 ms
+    counters: dict[str, int]
+    counter_texts: dict[str, str] = {}  # what each counts
+    tier_counter_texts: dict[str, str] = {}  # the same of `TierStatus.counters`
+    devices: dict[str, dict[str, int]] = {}  # bytes stored and retrieved, by the device at the other end
+    latencies: dict[str, HistogramStatus] = {}  # seconds from request to reply by operation; also of stores and turns
+    eviction_ages: HistogramStatus | None = None  # seconds since the last use of evicted chunks
+    estimates: list[PoolEstimate] = []  # by pool size
+    estimated_chunks: int = 0  # asked for, extrapolated from the sample
+    estimate_rate: float = 0.0  # share of chunks in the sample
+    pool_regions: list[int] = []  # bytes used in equal parts of the pool, by the start of extents
+    events: list[tuple[float, str]] = []  # recent ones: seconds ago, and text
