@@ -142,7 +142,7 @@ class Listener(Router):
     """A subscriber of an engine that looks at what it says of its depot."""
 
     def take(self, event: dict[str, Any]) -> None:
-        if event.get("medium") == "CPU":
+        if event.get("medium") == "CPU" or event["type"] == "AllBlocksCleared":
             super().take(event)
 
     def holds(self, depot: Router) -> bool:

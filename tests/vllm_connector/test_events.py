@@ -45,7 +45,7 @@ def context() -> Iterator[Context]:
 
 
 def test_each_engine_announces_what_its_depot_holds(model: MakeModel, tmp_path: Path, context: Context) -> None:
-    """Two engines store; the pool is cleared; an engine is restarted and finds the depot as it was."""
+    """Two engines store; one empties its own cache; the pool is cleared; an engine is restarted."""
     endpoints = [f"ipc://{tmp_path}/{name}" for name in "ab"]
     asked = prompts(6, 300, seed=70)
 
@@ -72,6 +72,11 @@ pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_p
 result = [int.from_bytes(b.block_hash[:-4], "big") & (1 << 64) - 1 for b in pool.blocks if b.block_hash is not None]
 """)
         assert set(own) & truth.found, "the engine's own ids"
+
+        first.reset()
+        first.generate(prompts(1, 20, seed=72))  # an idle engine publishes nothing of its own
+        wait_until(lambda: (routers[0].take_all(), routers[0].num_clears)[1], what="that the engine's cache is empty")
+        wait_until(lambda: routers[0].holds(truth), what="what the depot still has")
 
         ask_depot(o.Clear(), depot.url, 30)
         for router in routers:

@@ -146,8 +146,8 @@ def test_two_ranks_store_their_shards_or_what_both_hold_once(
     }
     if name != "mla":  # there two ranks differ from run to run, without a connector too
         options["reference"] = PROMPTS[:2]
-    # In a namespace of its own, as what one rank stored for the tests before would be found.
-    with Engine(model(name), connector(depot.url, namespace="two ranks"), **options) as engine:
+    # In a namespace of its own, as what engines of other sizes stored for the tests before would be found.
+    with Engine(model(name), connector(depot.url, namespace=f"two by {ranks}"), **options) as engine:
         wait_until_stored(engine, depot, seed=900)
         before = depot.status()
         workers = [context for context in before.contexts if context.role == "worker"]

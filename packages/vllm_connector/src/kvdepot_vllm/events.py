@@ -106,10 +106,14 @@ class Announcer:
 
     Attributes:
         publish: given each list of events; None until vLLM has made its publisher: `take` returns them then.
+        on_cleared: called once vLLM has published that all blocks are cleared. It means its own, but a router forgets
+            the depot's, too: have everything told again.
     """
 
     def __init__(self) -> None:
         self.publish: Callable[[list[Any]], None] | None = None
+        self.on_cleared: Callable[[], None] = lambda: None
+        self._is_cleared = False  # nothing that was announced before counts any more
         self._kept: list[Any] = []  # until somebody takes them
         self._heard_at = 0.0  # by then subscribers of an earlier engine are connected again
         self._lock = threading.Lock()
@@ -122,6 +126,9 @@ class Announcer:
         events: list[Any] = []
         if news.is_start:
             self._fresh = {}
+            if self._is_cleared:
+                self._is_cleared = False
+                self._announced.clear()
         for event in self._decoder.decode(news.events) if news.events else ():
             if isinstance(event, AllBlocksCleared):
                 continue  # it would take back the blocks in the device's memory, too
@@ -176,7 +183,16 @@ class Announcer:
             registry[_ZMQ] = make
             publisher = make(**options)
             self._heard_at = time.monotonic() + _SUBSCRIBE_SECONDS
-            self.publish = lambda events: publisher.publish(KVEventBatch(ts=time.time(), events=events))
+            publish = publisher.publish
+            self.publish = lambda events: publish(KVEventBatch(ts=time.time(), events=events))
+
+            def publish_and_watch(batch: Any) -> None:
+                publish(batch)
+                if any(isinstance(event, AllBlocksCleared) for event in batch.events):
+                    self._is_cleared = True
+                    self.on_cleared()
+
+            publisher.publish = publish_and_watch
             return publisher
 
         registry[_ZMQ] = make_and_keep

@@ -43,9 +43,14 @@ class NewsFeed:
         self._connection = connection
         self._on_news = on_news
         self._on_lost = on_lost
+        self._wants_all = False
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvdepot-news", daemon=True)
         self._thread.start()
+
+    def tell_again(self) -> None:
+        """Have everything told from the beginning, within the wait of one request."""
+        self._wants_all = True
 
     def close(self) -> None:
         """End the thread, within the wait of one request. Twice is harmless."""
@@ -75,8 +80,8 @@ class NewsFeed:
         channel, position, namespace = self._connection.channel(link), 0, b""
         try:
             while not self._closing.is_set() and self._connection.link is link:
-                if namespace != self.namespace:
-                    position, namespace = 0, self.namespace
+                if namespace != self.namespace or self._wants_all:
+                    position, namespace, self._wants_all = 0, self.namespace, False
                 request = m.AwaitNews(link.context, namespace, position, _WAIT_SECONDS)
                 reply = channel.call(request, _WAIT_SECONDS + self._connection.deadline_seconds)
                 if not isinstance(reply, m.News):

@@ -132,11 +132,11 @@ class EngineProcess:
             AssertionError: none within `timeout_seconds`, or the child ended.
         """
         assert self._process.stdout is not None
-        end = time.monotonic() + timeout_seconds
+        end, descriptor = time.monotonic() + timeout_seconds, self._process.stdout.fileno()
+        poller = select.poll()  # `select` takes no descriptor above 1,023
+        poller.register(descriptor, select.POLLIN)
         while b"\n" not in self._unread:
-            descriptor = self._process.stdout.fileno()
-            readable, _, _ = select.select([descriptor], [], [], max(0.0, end - time.monotonic()))
-            assert readable, f"the engine said nothing for {timeout_seconds} s"
+            assert poller.poll(1000 * max(0.0, end - time.monotonic())), f"the engine said nothing for {timeout_seconds} s"
             some = os.read(descriptor, 4096)
             assert some, f"the engine ended with {self._process.wait()}"
             self._unread += some
