@@ -1,5 +1,6 @@
 """A machine with a fake device whose memory other processes can open, and a depot that has a mover for it."""
 
+import gc
 import json
 import os
 import tempfile
@@ -66,6 +67,7 @@ class FakeDevice:
         return holders(self.memory) - {os.getpid()}
 
     def close(self) -> None:
+        gc.collect()  # workers that were closed map memory of the device, by a descriptor each
         remove_tree(self.memory)
         remove_tree(self.folder)
 

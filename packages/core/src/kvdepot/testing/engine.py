@@ -136,7 +136,9 @@ class EngineProcess:
         poller = select.poll()  # `select` takes no descriptor above 1,023
         poller.register(descriptor, select.POLLIN)
         while b"\n" not in self._unread:
-            assert poller.poll(1000 * max(0.0, end - time.monotonic())), f"the engine said nothing for {timeout_seconds} s"
+            assert poller.poll(1000 * max(0.0, end - time.monotonic())), (
+                f"the engine said nothing for {timeout_seconds} s"
+            )
             some = os.read(descriptor, 4096)
             assert some, f"the engine ended with {self._process.wait()}"
             self._unread += some
