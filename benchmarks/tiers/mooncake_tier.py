@@ -1,7 +1,7 @@
 """Measures a tier in Mooncake Store: `python benchmarks/tiers/mooncake_tier.py` in tox's environment `mooncake`.
 
 Starts a master and a cluster on loopback, over TCP. Entries are written from and read into a pool through the depot's
-tier queue, including seals, checks and the child process. They lie in this node's own part of the cluster (`own`) or in
+tier queue, including trailers, checks and the child process. They lie in this node's part of the cluster (`own`) or
 that of another process (`other`). Each round writes, reads and copies the same number of bytes (memcpy, one thread,
 between halves of the pool). Prints medians and extremes of the ratios within a round.
 """

@@ -38,9 +38,9 @@ def serve(directory: str, pool_directory: str, call_seconds: float) -> None:
             time.sleep(call_seconds)
             return super().read(keys, extents)
 
-        def write(self, keys: Sequence[bytes], seals: Sequence[bytes], extents: Extents) -> Sequence[bool]:
+        def write(self, keys: Sequence[bytes], trailers: Sequence[bytes], extents: Extents) -> Sequence[bool]:
             time.sleep(call_seconds)
-            return super().write(keys, seals, extents)
+            return super().write(keys, trailers, extents)
 
     def open_slow_tier(url: TierUrl, pool: TierPool) -> Tier:
         return SlowTier(open_tier(url, pool))

@@ -36,7 +36,7 @@ from kvdepot.tiers.mooncake import messages as mooncake
 from kvdepot.tiers.mooncake.options import MooncakeUnavailable
 from kvdepot.tiers.mooncake.process import ChildProcess
 from kvdepot.tiers.mooncake.tier import MooncakeTier
-from kvdepot.tiers.seal import SEAL_BYTES, checksum_of, make_seal
+from kvdepot.tiers.trailer import TRAILER_BYTES, checksum_of, make_trailer
 from kvdepot.tiers.valkey.connections import Server
 from kvdepot.tiers.valkey.resp import ReplyError, receive
 from kvdepot.tiers.valkey.tier import ValkeyTier
@@ -208,7 +208,7 @@ def valkey(data: bytes) -> None:
         sockets.callback(tier.close)
         for ask in (
             lambda: tier.contains(keys),
-            lambda: tier.write(keys, [bytes(SEAL_BYTES)] * 2, extents),
+            lambda: tier.write(keys, [bytes(TRAILER_BYTES)] * 2, extents),
             lambda: tier.read(keys, extents),
         ):
             with contextlib.suppress(OSError):
@@ -226,7 +226,7 @@ def valkey_seeds() -> list[bytes]:
     """Return replies to each question, behind that to the password: right ones, heads without parts, and refusals."""
     parts = [b"$%d\r\n%b\r\n" % (size, bytes(size)) for size in _SIZES[1:3]]
     heads = [
-        make_seal(key, size, checksum_of(b"something else")) + (1).to_bytes(4, "little")
+        make_trailer(key, size, checksum_of(b"something else")) + (1).to_bytes(4, "little")
         for key, size in zip(_KEYS[1:3], _SIZES[1:3], strict=True)
     ]
     heads = [b"$%d\r\n%b\r\n" % (len(head), head) for head in heads]
@@ -282,7 +282,7 @@ def mooncake_replies(data: bytes) -> None:
     pool.view[: 2 * EXTENT_BYTES] = bytes(2 * EXTENT_BYTES)
     for ask in (
         lambda: tier.contains(keys),
-        lambda: tier.write(keys, [bytes(SEAL_BYTES)] * 2, extents),
+        lambda: tier.write(keys, [bytes(TRAILER_BYTES)] * 2, extents),
         lambda: tier.read(keys, extents),
     ):
         with contextlib.suppress(MooncakeUnavailable):
@@ -295,14 +295,14 @@ def mooncake_replies(data: bytes) -> None:
 def mooncake_seeds() -> list[bytes]:
     """Return a reply of each kind, with too few and too many outcomes."""
     here, miss = mooncake.Outcome.HERE, mooncake.Outcome.MISS
-    seal = make_seal(_KEYS[0], _SIZES[0], checksum_of(b"something else"))
+    trailer = make_trailer(_KEYS[0], _SIZES[0], checksum_of(b"something else"))
     replies = [
         mooncake.Ready(),
         mooncake.Cleared(3),
         mooncake.Failed("no"),
-        mooncake.Outcomes([here, miss], [seal, b""]),
-        mooncake.Outcomes([here, here], [seal]),
-        mooncake.Outcomes([here], [seal]),
+        mooncake.Outcomes([here, miss], [trailer, b""]),
+        mooncake.Outcomes([here, here], [trailer]),
+        mooncake.Outcomes([here], [trailer]),
         mooncake.Outcomes([here, miss]),
         mooncake.Outcomes([mooncake.Outcome.NO_SPACE, mooncake.Outcome.TRANSFER_FAILED], [b"", b"x"]),
     ]

@@ -13,7 +13,7 @@ from kvdepot.tiers.breaker import Breaker
 from kvdepot.tiers.jobs import Call, Operation
 from kvdepot.tiers.keys import has_labels
 from kvdepot.tiers.queue import TierQueue
-from kvdepot.tiers.seal import checksum_of, make_seal
+from kvdepot.tiers.trailer import checksum_of, make_trailer
 from simulation.memory import PAGE, Claim, Memory, Tag, Violation, num_pages, pages_in
 
 DEADLINE_SECONDS = 2.0
@@ -42,7 +42,7 @@ class Storage(Tier):
         del sizes
         return self.contains(keys)
 
-    def write(self, keys: Sequence[bytes], seals: Sequence[bytes], extents: Extents) -> list[bool]:
+    def write(self, keys: Sequence[bytes], trailers: Sequence[bytes], extents: Extents) -> list[bool]:
         self._check()
         for key, (offset, num_bytes) in zip(keys, extents, strict=True):
             tags = self.memory.pages_of(offset, num_bytes)
@@ -65,11 +65,11 @@ class Storage(Tier):
         return [self.fill(key, offset, num_bytes) for key, (offset, num_bytes) in zip(keys, extents, strict=True)]
 
     def fill(self, key: bytes, offset: int, num_bytes: int) -> bytes | None:
-        """Copy an entry into its extent; return its seal, that of no bytes, as this pool has none."""
+        """Copy an entry into its extent; return its trailer, that of no bytes, as this pool has none."""
         tags = self.entries.get(key, [])
         for number, tag in enumerate(tags):
             self.memory.pages[offset // PAGE + number] = tag
-        return make_seal(key, num_bytes, checksum_of(b"")) if len(tags) == num_pages(num_bytes) else None
+        return make_trailer(key, num_bytes, checksum_of(b"")) if len(tags) == num_pages(num_bytes) else None
 
     def remove(self, keys: Sequence[bytes]) -> None:
         raise Violation(f"the tier is said to have broken {len(keys)} entries")

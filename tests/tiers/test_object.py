@@ -20,11 +20,11 @@ from kvdepot.tiers.base import Tier, TierPool
 from kvdepot.tiers.keys import digest_of, run_of
 from kvdepot.tiers.object import ObjectTier, copy
 from kvdepot.tiers.runs import RunHead, make_head, object_name
-from kvdepot.tiers.seal import SEAL_BYTES
+from kvdepot.tiers.trailer import TRAILER_BYTES
 from kvdepot.tiers.url import TierUrl, open_tier
 from kvdepot.wire import messages as m
 from support.peer import Peer, prompt
-from support.tiers.kept import KEPT_KEY, KEPT_SEAL
+from support.tiers.kept import KEPT_KEY, KEPT_TRAILER
 from support.tiers.servers import S3Server, listening
 
 KEPT_NAME = "86d97ba414bf826f/7fcccec0361f0442/00/616f187d46f5724f328844808b151a4100000000000000070000000000000000"
@@ -66,11 +66,11 @@ class ObjectSuite(TierSuite):
         tier = open_url(self.url, make_pool())
         store = tier.store
         stored = bytearray(obstore.get(store, name_of(key)).bytes())
-        if how is Damage.SWAPPED:  # the seal and the bytes of another chunk under the key of this one
-            offset, size, seal = head_of(stored).chunks[digest_of(key)]
+        if how is Damage.SWAPPED:  # the trailer and the bytes of another chunk under the key of this one
+            offset, size, trailer = head_of(stored).chunks[digest_of(key)]
             from_other = bytearray(obstore.get(store, name_of(other)).bytes())
-            ((start, _, seal),) = head_of(from_other).chunks.values()
-            stored = bytearray(make_head([digest_of(key)], [size], [seal])) + from_other[start:]
+            ((start, _, trailer),) = head_of(from_other).chunks.values()
+            stored = bytearray(make_head([digest_of(key)], [size], [trailer])) + from_other[start:]
             assert len(stored) == offset + size
         elif how is Damage.FLIPPED:
             stored[-77] ^= 4
@@ -103,7 +103,7 @@ def test_the_format_of_objects_is_kept(tmp_path: Path) -> None:
     """Name and bytes of an object as the first version with runs wrote them."""
     pool, payload = make_pool(), content(KEPT_KEY, 5000)
     digest, place = KEPT_KEY[-DIGEST_BYTES:], (5000).to_bytes(8, "little")
-    head = b"KVDRUN\0\1" + (1).to_bytes(8, "little") + digest + (184).to_bytes(8, "little") + place + KEPT_SEAL
+    head = b"KVDRUN\0\1" + (1).to_bytes(8, "little") + digest + (184).to_bytes(8, "little") + place + KEPT_TRAILER
     path = tmp_path / KEPT_NAME
     path.parent.mkdir(parents=True)
     path.write_bytes(head + payload)
@@ -135,7 +135,7 @@ def test_many_are_asked_for_and_cleared_at_once(server: S3Server) -> None:
     keys = [make_key(number) for number in range(300)]
     fill(pool, 0, keys[:1], [1])
     for key in keys[::2]:
-        obstore.put(tier.store, name_of(key), make_head([digest_of(key)], [0], [bytes(SEAL_BYTES)]))
+        obstore.put(tier.store, name_of(key), make_head([digest_of(key)], [0], [bytes(TRAILER_BYTES)]))
     assert tier.contains(keys) == [True, False] * 150
     assert sum(tier.clear(None, None)) == 150
     assert not any(tier.contains(keys))

@@ -34,7 +34,7 @@ from kvdepot.tiers.valkey.resp import Reply, ReplyError
 from kvdepot.tiers.valkey.tier import PART_BYTES, ValkeyTier, head_name, part_name
 from kvdepot.wire import messages as m
 from support.peer import Peer, find, prompt, registration
-from support.tiers.kept import KEPT_KEY, KEPT_SEAL
+from support.tiers.kept import KEPT_KEY, KEPT_TRAILER
 from support.tiers.servers import ValkeyServer, listening, make_certificate, tls_in_front_of, valkey_program
 from support.tools import needs_tool
 
@@ -129,7 +129,7 @@ def test_a_large_payload_goes_in_parts_and_without_one_of_them_it_is_a_miss(serv
 def test_the_format_of_strings_is_kept(server: ValkeyServer) -> None:
     """Names and bytes of an entry as the first release wrote them."""
     pool, payload = make_pool(), content(KEPT_KEY, 5000)
-    head = KEPT_SEAL + b"\1\0\0\0"
+    head = KEPT_TRAILER + b"\1\0\0\0"
     ask(server, b"SET", KEPT_NAME, head)
     ask(server, b"SET", KEPT_NAME + b":0", payload)
     tier = open_url(server.url(), pool)

@@ -40,9 +40,9 @@ from kvdepot.tiers.disk.tier import DiskTier
 from kvdepot.tiers.jobs import Job, Operation
 from kvdepot.tiers.keys import label_of, mark_of
 from kvdepot.tiers.queue import TierQueue
-from kvdepot.tiers.seal import SEAL_BYTES
+from kvdepot.tiers.trailer import TRAILER_BYTES
 from kvdepot.tiers.url import TierUrl, open_tier
-from support.tiers.kept import KEPT_KEY, KEPT_SEAL
+from support.tiers.kept import KEPT_KEY, KEPT_TRAILER
 
 FILE_BYTES = EXTENT_BYTES + 4096
 
@@ -306,7 +306,7 @@ def test_the_format_of_files_is_kept(pool: TierPool, tmp_path: Path) -> None:
     key = KEPT_KEY
     path = tmp_path / KEPT_NAME
     path.parent.mkdir(parents=True)
-    path.write_bytes(content(key, 5000).ljust(8192, b"\0") + KEPT_SEAL.ljust(4096, b"\0"))
+    path.write_bytes(content(key, 5000).ljust(8192, b"\0") + KEPT_TRAILER.ljust(4096, b"\0"))
     queue = opened(pool, tmp_path)
     assert read(queue, [key], extents_of(0, [5000])) == [True]
     assert pool.view[:5000] == content(key, 5000)
@@ -315,7 +315,7 @@ def test_the_format_of_files_is_kept(pool: TierPool, tmp_path: Path) -> None:
     assert write(queue, [key], extents_of(0, [5000])) == [True]
     queue.close()
     data = path.read_bytes()
-    assert (data[:5000], data[8192 : 8192 + len(KEPT_SEAL)], len(data)) == (content(key, 5000), KEPT_SEAL, 12288)
+    assert (data[:5000], data[8192 : 8192 + len(KEPT_TRAILER)], len(data)) == (content(key, 5000), KEPT_TRAILER, 12288)
 
 
 WRITER = """
@@ -732,7 +732,7 @@ def test_entries_of_outdated_weights_are_evicted_first(tmp_path: Path, *, listed
 
     def write(tier: DiskTier, *some: bytes) -> None:
         for key in some:
-            assert tier.write([key], [bytes(SEAL_BYTES)], [(0, EXTENT_BYTES)]) == [True]
+            assert tier.write([key], [bytes(TRAILER_BYTES)], [(0, EXTENT_BYTES)]) == [True]
 
     with contextlib.closing(DiskTier(pool, tmp_path / "tier", len(keys) * FILE_BYTES)) as tier:
         write(tier, *keys)

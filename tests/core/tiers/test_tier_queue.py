@@ -46,9 +46,9 @@ class PartlyDeadTier(MemoryTier):
         self._suffer(Operation.CONTAINS)
         return super().contains(keys)
 
-    def write(self, keys: Sequence[bytes], seals: Sequence[bytes], extents: Extents) -> list[bool]:
+    def write(self, keys: Sequence[bytes], trailers: Sequence[bytes], extents: Extents) -> list[bool]:
         self._suffer(Operation.WRITE)
-        return super().write(keys, seals, extents)
+        return super().write(keys, trailers, extents)
 
     def read(self, keys: Sequence[bytes], extents: Extents) -> list[bytes | None]:
         self._suffer(Operation.READ)

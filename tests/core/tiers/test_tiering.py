@@ -28,15 +28,15 @@ from kvdepot.server.depot import Depot
 from kvdepot.server.labels import SaveNames, save_nothing
 from kvdepot.server.replies import PendingReply, Refused
 from kvdepot.testing.tier import FaultyTier, make_pool
-from kvdepot.tiers import jobs, promotion, reading, sealed
+from kvdepot.tiers import checked, jobs, promotion, reading
 from kvdepot.tiers.base import Extents
 from kvdepot.tiers.jobs import Operation
 from kvdepot.tiers.keys import KEY_BYTES
 from kvdepot.tiers.memory import MemoryTier
 from kvdepot.tiers.names import EntryKeys
 from kvdepot.tiers.queue import TierQueue
-from kvdepot.tiers.seal import checksum_of
 from kvdepot.tiers.tiering import Tiering, TieringSettings
+from kvdepot.tiers.trailer import checksum_of
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
@@ -1217,7 +1217,7 @@ def test_bytes_that_changed_in_the_pool_never_go_down(make: Maker, monkeypatch: 
         has_changed.wait(30.0)
         return checksum_of(payload)
 
-    monkeypatch.setattr(sealed, "checksum_of", checksum_later)
+    monkeypatch.setattr(checked, "checksum_of", checksum_later)
     run = prompt(4)
     bench.store(run)
     record = bench.index.entries.sealed(bench.index.visibility.find(bench.index.spaces[0], run.digests[64:96], 2) or 0)[
@@ -1882,9 +1882,9 @@ def test_what_is_handed_over_is_written_first_whatever_the_rule(rule: Demotion, 
     written: list[bytes] = []
     write = tier.write
 
-    def note(keys: Sequence[bytes], seals: Sequence[bytes], extents: Extents) -> Sequence[bool]:
+    def note(keys: Sequence[bytes], trailers: Sequence[bytes], extents: Extents) -> Sequence[bool]:
         written.extend(key[-DIGEST_BYTES:] for key in keys)
-        return write(keys, seals, extents)
+        return write(keys, trailers, extents)
 
     tier.write = note  # type: ignore[method-assign]
     tier.hang = False

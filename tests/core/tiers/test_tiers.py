@@ -24,13 +24,13 @@ from kvdepot.testing.tier import (
     run,
     write,
 )
-from kvdepot.tiers import seal, sealed, url
+from kvdepot.tiers import checked, trailer, url
 from kvdepot.tiers.base import Extents, Tier, TierPool
 from kvdepot.tiers.breaker import ERRORS_TO_SUSPEND
 from kvdepot.tiers.jobs import Job, Operation
 from kvdepot.tiers.memory import MemoryTier
 from kvdepot.tiers.queue import TierQueue
-from kvdepot.tiers.seal import checksum_of
+from kvdepot.tiers.trailer import checksum_of
 from kvdepot.tiers.url import TierUrl, open_tier
 
 
@@ -79,7 +79,7 @@ def test_a_broken_entry_that_cannot_be_removed_costs_no_other() -> None:
 
 
 def test_each_payload_is_hashed_once_each_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also with `--verify`, whose checksums are those of the seals."""
+    """Also with `--verify`, whose checksums are those of the trailers."""
     bench, num_hashed = faulty_bench(), list[int]()
     expected = [checksum_of(content(key, 4096)) for key in bench.keys[:4]]
 
@@ -87,8 +87,8 @@ def test_each_payload_is_hashed_once_each_way(monkeypatch: pytest.MonkeyPatch) -
         num_hashed.append(len(payload))
         return checksum_of(payload)
 
-    monkeypatch.setattr(seal, "checksum_of", counting)
-    monkeypatch.setattr(sealed, "checksum_of", counting)
+    monkeypatch.setattr(trailer, "checksum_of", counting)
+    monkeypatch.setattr(checked, "checksum_of", counting)
     assert run(bench.queue, Job(Operation.WRITE, bench.keys[:4], extents_of(0, [4096] * 4), expected)) == [[True] * 4]
     assert num_hashed == [4096] * 4
     found = list[bytes]()

@@ -1,6 +1,6 @@
 """A tier that keeps each entry as a file, `folder:///PATH`: an example to start from.
 
-A file holds the payload and behind it the seal by which the depot recognizes what it wrote.
+A file holds the payload and behind it the trailer by which the depot recognizes what it wrote.
 """
 
 import os
@@ -34,14 +34,14 @@ class FolderTier(Tier):
         """See `Tier`."""
         return [self._path(key).exists() for key in keys]
 
-    def write(self, keys: Sequence[bytes], seals: Sequence[bytes], extents: Extents) -> list[bool]:
+    def write(self, keys: Sequence[bytes], trailers: Sequence[bytes], extents: Extents) -> list[bool]:
         """See `Tier`. A file appears under its name when it is complete."""
-        for key, seal, (offset, num_bytes) in zip(keys, seals, extents, strict=True):
+        for key, trailer, (offset, num_bytes) in zip(keys, trailers, extents, strict=True):
             new = self._folder / f".{key.hex()}-{threading.get_ident()}"
             try:
                 with new.open("wb") as file:
                     file.write(self._pool.view[offset : offset + num_bytes])
-                    file.write(seal)
+                    file.write(trailer)
                 with self._lock:
                     self._num_entries += not self._path(key).exists()
                     new.rename(self._path(key))

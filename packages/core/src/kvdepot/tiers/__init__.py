@@ -1,6 +1,6 @@
 """Storage below the pool. Found by URL: `kvdepot serve --tier disk:///path?capacity=200GiB`, in order, fastest first.
 
-The author of a tier needs the names below, beside `kvdepot.tiers.seal` (checksums, needs xxhash) and
+The author of a tier needs the names below, beside `kvdepot.tiers.trailer` (checksums, needs xxhash) and
 `kvdepot.testing.tier.TierSuite` (the conformance suite). `docs/tiers.md`, "Your own tier", shows how they fit.
 """
 

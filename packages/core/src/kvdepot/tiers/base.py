@@ -39,9 +39,9 @@ class Tier(Protocol):
 
     Two more, `touch` and `outdate`, are for storage that evicts what is not used.
 
-    A key of `kvdepot.tiers.keys.KEY_BYTES` bytes names an entry: a payload, and a seal of 120 bytes. Payloads move
-    straight between the pool's extents and the storage. The tier keeps each seal beside its payload and gives it back.
-    The depot makes and verifies the seals, removes entries that do not match, and counts them. So a tier may always
+    A key of `kvdepot.tiers.keys.KEY_BYTES` bytes names an entry: a payload, and a trailer of 120 bytes. Payloads move
+    straight between the pool's extents and the storage. The tier keeps each trailer beside its payload and returns it.
+    The depot makes and verifies the trailers, removes entries that do not match, and counts them. So a tier may always
     miss, and storage that returns other bytes costs misses only.
 
     The depot calls from several threads at a time (`TierQueue`). A call may take long, hang or raise: its operation
@@ -85,12 +85,12 @@ class Tier(Protocol):
         del sizes
         return self.contains(keys)
 
-    def write(self, keys: Sequence[bytes], seals: Sequence[bytes], extents: Extents) -> Sequence[bool]:
+    def write(self, keys: Sequence[bytes], trailers: Sequence[bytes], extents: Extents) -> Sequence[bool]:
         """Store entries; return True for each that is here afterwards, which it may have been before."""
         ...
 
     def read(self, keys: Sequence[bytes], extents: Extents) -> Sequence[bytes | None]:
-        """Fill extents and return the seal stored beside each payload; None for an entry that is not here.
+        """Fill extents and return the trailer stored beside each payload; None for an entry that is not here.
 
         Return b"" for an entry that cannot be the one written, for example because it has another size. The depot
         removes it. The extents of such entries and of misses may hold anything.

@@ -19,7 +19,7 @@ class MemoryTier(Tier):
         self._used_bytes = 0
         self._num_evicted = 0
         self._sizes = LruSizes()
-        self._entries: dict[bytes, tuple[bytes, bytes]] = {}  # seal and payload
+        self._entries: dict[bytes, tuple[bytes, bytes]] = {}  # trailer and payload
         self._lock = threading.Lock()
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
@@ -33,13 +33,13 @@ class MemoryTier(Tier):
                 self._sizes.use(key)
         return self.contains(keys)
 
-    def write(self, keys: Sequence[bytes], seals: Sequence[bytes], extents: Extents) -> list[bool]:
+    def write(self, keys: Sequence[bytes], trailers: Sequence[bytes], extents: Extents) -> list[bool]:
         """See `Tier`."""
-        for key, seal, (offset, num_bytes) in zip(keys, seals, extents, strict=True):
+        for key, trailer, (offset, num_bytes) in zip(keys, trailers, extents, strict=True):
             payload = bytes(self._pool.view[offset : offset + num_bytes])
             with self._lock:
                 self._forget(key)
-                self._entries[key] = seal, payload
+                self._entries[key] = trailer, payload
                 self._sizes.put(key, num_bytes)
                 self._used_bytes += num_bytes
                 while self._used_bytes > self._capacity_bytes:
@@ -49,14 +49,14 @@ class MemoryTier(Tier):
 
     def read(self, keys: Sequence[bytes], extents: Extents) -> list[bytes | None]:
         """See `Tier`."""
-        seals: list[bytes | None] = []
+        trailers: list[bytes | None] = []
         for key, (offset, num_bytes) in zip(keys, extents, strict=True):
             with self._lock:
-                seal, payload = self._entries.get(key, (None, b""))
+                trailer, payload = self._entries.get(key, (None, b""))
                 self._sizes.use(key)
-            seals.append(seal)
+            trailers.append(trailer)
             self._pool.view[offset : offset + min(num_bytes, len(payload))] = payload[:num_bytes]
-        return seals
+        return trailers
 
     def remove(self, keys: Sequence[bytes]) -> None:
         """See `Tier`."""

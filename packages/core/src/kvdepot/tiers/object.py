@@ -16,7 +16,7 @@ The client's threads enter Python when a request ends. One that is still there w
 process (SIGABRT; in 13 of 40 processes that exited right after their last put). `close` waits for running calls and a
 moment more (then 0 of 40). Only `os._exit` is safe, so a process that used this tier ends with it.
 
-Payloads are not hashed for the request's signature, which would make puts two to three times slower. The seal has a
+Payloads are not hashed for the request's signature, which would make puts two to three times slower. The trailer has a
 checksum, and TLS protects the bytes over https. The URL must name a plain http endpoint. There a signature would
 protect only writes, not reads, so it is off as well. `sign_payload=yes` is for stores that insist.
 """
@@ -76,7 +76,7 @@ class _Walk:
     began: float
 
     def find(self, key: bytes) -> tuple[str, tuple[int, int, bytes]] | None:
-        """Return the object with a chunk, and offset, size and seal there."""
+        """Return the object with a chunk, and offset, size and trailer there."""
         digest = digest_of(key)
         return next(((name, head.chunks[digest]) for name, head in self.objects if digest in head.chunks), None)
 
@@ -116,10 +116,10 @@ class ObjectTier(Tier):
         del sizes
         return self.contains(keys)
 
-    def write(self, keys: Sequence[bytes], seals: Sequence[bytes], extents: Extents) -> list[bool]:
+    def write(self, keys: Sequence[bytes], trailers: Sequence[bytes], extents: Extents) -> list[bool]:
         """See `Tier`. Raises only if nothing was written."""
         runs = _by_run(keys)
-        done = self._run(lambda: self._each([self._put_run(places, keys, seals, extents) for places in runs]))
+        done = self._run(lambda: self._each([self._put_run(places, keys, trailers, extents) for places in runs]))
         here = set[int]().union(*(some for some in done if some is not None))
         return [place in here for place in range(len(keys))]
 
@@ -127,10 +127,10 @@ class ObjectTier(Tier):
         """See `Tier`. Raises only if nothing was read."""
         runs = _by_run(keys)
         done = self._run(lambda: self._each([self._get_run(places, keys, extents) for places in runs]))
-        seals: dict[int, bytes | None] = {}
+        trailers: dict[int, bytes | None] = {}
         for some in done:
-            seals |= some or {}
-        return [seals.get(place) for place in range(len(keys))]
+            trailers |= some or {}
+        return [trailers.get(place) for place in range(len(keys))]
 
     def remove(self, keys: Sequence[bytes]) -> None:
         """See `Tier`. Removes all of an object."""
@@ -259,13 +259,13 @@ class ObjectTier(Tier):
         return [None if isinstance(outcome, BaseException) else outcome for outcome in outcomes]
 
     async def _put_run(
-        self, places: Sequence[int], keys: Sequence[bytes], seals: Sequence[bytes], extents: Extents
+        self, places: Sequence[int], keys: Sequence[bytes], trailers: Sequence[bytes], extents: Extents
     ) -> set[int]:
         """Add an object with the chunks of a run that others lack; return the places of those that are here then."""
         first = keys[places[0]]
         name, left = object_name(run_of(first)) if begins_run(first) else None, list(places)
         for _ in range(_MOST_TRIES):
-            if name is not None and await self._put(name, left, keys, seals, extents):
+            if name is not None and await self._put(name, left, keys, trailers, extents):
                 return set(places)
             walk = await self._walk(places, keys)
             left = [place for place in places if walk.find(keys[place]) is None]
@@ -275,14 +275,14 @@ class ObjectTier(Tier):
         return set(places) - set(left)
 
     async def _put(
-        self, name: str, places: Sequence[int], keys: Sequence[bytes], seals: Sequence[bytes], extents: Extents
+        self, name: str, places: Sequence[int], keys: Sequence[bytes], trailers: Sequence[bytes], extents: Extents
     ) -> bool:
         """Make an object; False if there is one of that name."""
         payloads = self._payloads([extents[place] for place in places])
         head = make_head(
             [digest_of(keys[place]) for place in places],
             [payload.nbytes for payload in payloads],
-            [seals[place] for place in places],
+            [trailers[place] for place in places],
         )
         buffers = [memoryview(head), *payloads]
         try:
@@ -295,8 +295,8 @@ class ObjectTier(Tier):
         return True
 
     async def _get_run(self, places: Sequence[int], keys: Sequence[bytes], extents: Extents) -> dict[int, bytes | None]:
-        """Fill extents with chunks of a run; return their seals, b"" for a chunk of another size, by place."""
-        walk, seals = self._known.get(run_of(keys[places[0]])), dict[int, bytes | None]()
+        """Fill extents with chunks of a run; return their trailers, b"" for a chunk of another size, by place."""
+        walk, trailers = self._known.get(run_of(keys[places[0]])), dict[int, bytes | None]()
         is_old = walk is None or time.monotonic() - walk.began > _KNOWN_SECONDS
         if walk is None or is_old or any(walk.find(keys[place]) is None for place in places):
             walk = await self._walk(places, keys)
@@ -305,15 +305,15 @@ class ObjectTier(Tier):
             found = walk.find(keys[place])
             if found is None:
                 continue
-            name, (offset, size, seal) = found
+            name, (offset, size, trailer) = found
             if size != extents[place][1]:
-                seals[place] = b""
+                trailers[place] = b""
             else:
-                seals[place] = seal
+                trailers[place] = trailer
                 by_object.setdefault(name, []).append((offset, size, place))
         for name, chunks in by_object.items():
-            seals |= await self._fill(name, chunks, extents)
-        return seals
+            trailers |= await self._fill(name, chunks, extents)
+        return trailers
 
     async def _fill(
         self, name: str, chunks: Sequence[tuple[int, int, int]], extents: Extents

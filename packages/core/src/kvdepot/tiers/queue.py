@@ -1,7 +1,7 @@
 """Drives one tier from the depot's loop. Nothing here ever waits for the storage.
 
-The queue cuts jobs into calls, and its threads (`Workers`) make them through `SealedTier`, which seals and verifies
-entries. Each call has a deadline from its start. A call that overruns it is reported as late and suspends the tier
+The queue cuts jobs into calls, and its threads (`Workers`) make them through `CheckedTier`, which adds trailers and
+verifies them. Each call has a deadline from its start. One that overruns it is reported as late and suspends the tier
 (`Breaker`): waiting calls fail, and the queue takes no job until a probe succeeds. A hanging call keeps its extents
 until it returns, because the storage may still touch them. Another thread replaces its thread.
 """
@@ -78,9 +78,9 @@ class TierQueue:
         self._num_threads = max(2, num_threads)
         self._wake = wake
         self._clock = clock
-        from kvdepot.tiers.sealed import SealedTier  # xxhash comes with tiers only
+        from kvdepot.tiers.checked import CheckedTier  # xxhash comes with tiers only
 
-        self._sealed = SealedTier(tier, pool, name)
+        self._checked = CheckedTier(tier, pool, name)
         self._workers = Workers(name, self._num_threads - 1, self._make, self._on_ended, clock)
         most_hung = max(MAXIMUM_HUNG_CALLS, self._num_threads)
         self.breaker = Breaker(name, tier, self.counters, most_hung, wake, clock)
@@ -99,7 +99,7 @@ class TierQueue:
     @property
     def keeps_runs(self) -> bool:
         """Whether the tier keeps runs, and so wants to know the chunks before those that it is asked for."""
-        return self._sealed.keeps_runs
+        return self._checked.keeps_runs
 
     @property
     def is_retired(self) -> bool:
@@ -307,13 +307,13 @@ class TierQueue:
                 case Operation.CLEAR:
                     self._clear(call)
                 case Operation.CONTAINS:
-                    call.outcomes = self._sealed.contains(call.keys)
+                    call.outcomes = self._checked.contains(call.keys)
                 case Operation.READ:
-                    self._sealed.read(call)
+                    self._checked.read(call)
                 case Operation.WRITE:
-                    self._sealed.write(call)
+                    self._checked.write(call)
                 case Operation.TOUCH:
-                    call.outcomes = self._sealed.touch(call.keys, [num_bytes for _, num_bytes in call.extents])
+                    call.outcomes = self._checked.touch(call.keys, [num_bytes for _, num_bytes in call.extents])
                 case Operation.OUTDATE:
                     self.tier.outdate(call.job.labels[1] or b"", call.job.mark)
                     call.outcomes = ()

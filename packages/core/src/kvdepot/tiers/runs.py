@@ -7,7 +7,7 @@ so on, until there is no such object. Prompts that part between two cuts share t
 its own behind them. A writer takes the same walk and adds an object at its end. Objects never change, so a walk only
 becomes longer; when one of them is removed, the next writer puts another one in its place.
 
-An object begins with its **head**: for each chunk its key, its seal, and the place of its payload.
+An object begins with its **head**: for each chunk its key, its trailer, and the place of its payload.
 """
 
 import struct
@@ -17,18 +17,18 @@ from typing import Final
 
 from kvdepot.keys import DIGEST_BYTES
 from kvdepot.tiers.keys import LABEL_BYTES, MOST_CHUNKS_A_RUN, PLACE_BYTES, RUN_BYTES
-from kvdepot.tiers.seal import SEAL_BYTES
+from kvdepot.tiers.trailer import TRAILER_BYTES
 
 _MAGIC: Final = b"KVDRUN\0\1"
 _START: Final = struct.Struct("<8sQ")  # and the number of chunks
-_CHUNK: Final = struct.Struct(f"<{DIGEST_BYTES}sQQ{SEAL_BYTES}s")  # and offset and size of the payload
+_CHUNK: Final = struct.Struct(f"<{DIGEST_BYTES}sQQ{TRAILER_BYTES}s")  # and offset and size of the payload
 HEAD_BYTES: Final = _START.size + MOST_CHUNKS_A_RUN * _CHUNK.size  # at most
 NO_CHUNK: Final = bytes(RUN_BYTES)  # the first object of a walk is named after its cut alone
 
 
 @dataclass(frozen=True, slots=True)
 class RunHead:
-    """The chunks of an object: offset, size and seal by key of the chunk."""
+    """The chunks of an object: offset, size and trailer by key of the chunk."""
 
     chunks: dict[bytes, tuple[int, int, bytes]]
 
@@ -42,14 +42,14 @@ class RunHead:
         if magic != _MAGIC or not 0 < count <= MOST_CHUNKS_A_RUN or len(data) < end:
             return None
         rows = _CHUNK.iter_unpack(data[_START.size : end])
-        return cls({digest: (offset, size, seal) for digest, offset, size, seal in rows})
+        return cls({digest: (offset, size, trailer) for digest, offset, size, trailer in rows})
 
 
-def make_head(digests: Sequence[bytes], sizes: Sequence[int], seals: Sequence[bytes]) -> bytes:
+def make_head(digests: Sequence[bytes], sizes: Sequence[int], trailers: Sequence[bytes]) -> bytes:
     """Return the head of an object; the payloads follow it in the same order."""
     rows, offset = list[bytes](), _START.size + len(digests) * _CHUNK.size
-    for digest, size, seal in zip(digests, sizes, seals, strict=True):
-        rows.append(_CHUNK.pack(digest, offset, size, seal))
+    for digest, size, trailer in zip(digests, sizes, trailers, strict=True):
+        rows.append(_CHUNK.pack(digest, offset, size, trailer))
         offset += size
     return _START.pack(_MAGIC, len(digests)) + b"".join(rows)
 

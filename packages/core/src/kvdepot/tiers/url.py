@@ -125,7 +125,7 @@ def open_tier(url: TierUrl, pool: TierPool) -> Tier:
         raise ConfigError(f"--tier {url.name}: no tier {url.scheme!r}; there are {known}")
     try:
         opener: Callable[[TierUrl, TierPool], Tier] = entry.load()
-        import_module("xxhash")  # for the seals of any tier
+        import_module("xxhash")  # for the trailers of any tier
     except ImportError as error:
         way_out = f"pip install '{KNOWN_TIERS[url.scheme]}'" if url.scheme in KNOWN_TIERS else "install its library"
         raise ConfigError(f"--tier {url.name} needs {error.name or 'a library'}: {way_out}") from error

@@ -89,18 +89,18 @@ class FaultyTier:
         self._suffer()
         return self._cut([True] * len(keys) if self.lie else self.inner.touch(keys, sizes))
 
-    def write(self, keys: Sequence[bytes], seals: Sequence[bytes], extents: Extents) -> Sequence[bool]:
+    def write(self, keys: Sequence[bytes], trailers: Sequence[bytes], extents: Extents) -> Sequence[bool]:
         """See `Tier`."""
         self._suffer()
         self.last_written = keys[-1]
-        return self._cut([True] * len(keys) if self.forget else self.inner.write(keys, seals, extents))
+        return self._cut([True] * len(keys) if self.forget else self.inner.write(keys, trailers, extents))
 
     def read(self, keys: Sequence[bytes], extents: Extents) -> Sequence[bytes | None]:
         """See `Tier`."""
         self._suffer()
         if self.wrong is Wrong.KEY:
             keys = [self.last_written] * len(keys)
-        seals = self.inner.read(keys, extents)
+        trailers = self.inner.read(keys, extents)
         if self.wrong in (Wrong.BYTES, Wrong.TOO_FEW):
             assert self.pool is not None
             for offset, num_bytes in extents:
@@ -108,7 +108,7 @@ class FaultyTier:
                     self.pool.view[offset + num_bytes // 3] ^= 1
                 else:
                     self.pool.view[offset + num_bytes // 2 : offset + num_bytes] = bytes(num_bytes - num_bytes // 2)
-        return self._cut(seals)
+        return self._cut(trailers)
 
     def remove(self, keys: Sequence[bytes]) -> None:
         """See `Tier`."""

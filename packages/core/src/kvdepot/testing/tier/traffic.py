@@ -9,10 +9,10 @@ from typing import Final
 from kvdepot.keys import DIGEST_BYTES
 from kvdepot.lab.processes import wait_until
 from kvdepot.tiers.base import Extents, Tier, TierPool
+from kvdepot.tiers.checked import CheckedTier
 from kvdepot.tiers.jobs import Call, Job, Operation
 from kvdepot.tiers.keys import label_of, mark_of, place_of, tier_key
 from kvdepot.tiers.queue import TierQueue
-from kvdepot.tiers.sealed import SealedTier
 
 EXTENT_BYTES: Final = 8192
 NUM_EXTENTS: Final = 96
@@ -89,14 +89,14 @@ def read(queue: TierQueue, keys: Sequence[bytes], extents: Extents) -> list[bool
 def write_to(tier: Tier, pool: TierPool, keys: Sequence[bytes], extents: Extents) -> list[bool]:
     """Write to a tier on this thread, as a queue's threads do, but without deadlines; the tier's errors propagate."""
     call = Call(Job(Operation.WRITE, keys, extents), 0, len(keys))
-    SealedTier(tier, pool, "test").write(call)
+    CheckedTier(tier, pool, "test").write(call)
     return list(call.outcomes or ())
 
 
 def read_from(tier: Tier, pool: TierPool, keys: Sequence[bytes], extents: Extents) -> list[bool]:
     """Read from a tier on this thread, as a queue's threads do, but without deadlines; the tier's errors propagate."""
     call = Call(Job(Operation.READ, keys, extents), 0, len(keys))
-    SealedTier(tier, pool, "test").read(call)
+    CheckedTier(tier, pool, "test").read(call)
     return list(call.outcomes or ())
 
 

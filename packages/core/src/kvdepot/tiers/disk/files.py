@@ -1,7 +1,7 @@
 """The folder of a disk tier: one file per entry, named after its key, moved with `O_DIRECT` where that works.
 
-A file is the payload, rounded up to 4 KiB, and one page with its seal. It is written under a temporary name and then
-renamed, never synced. A crash of the machine may leave half a file, which fails the comparison with its seal.
+A file is the payload, rounded up to 4 KiB, and one page with its trailer. It is written under a temporary name and then
+renamed, never synced. A crash of the machine may leave half a file, which fails the comparison with its trailer.
 """
 
 import contextlib
@@ -111,22 +111,21 @@ class Folder:
 
     # --- entries --------------------------------------------------------------------------------------------------
 
-    def write(self, key: bytes, payload: memoryview, seal: bytes) -> str:
+    def write(self, key: bytes, payload: memoryview, trailer: bytes) -> str:
         """Write an entry under a temporary name; return the name.
 
         Raises:
             OSError: it could not be written; nothing is left of it.
         """
-        page = self._page()
-        page[: len(seal)] = seal
-        name, trailer = self._temporary(name_of(key)), memoryview(page)
+        name, page = self._temporary(name_of(key)), memoryview(self._page())
+        page[: len(trailer)] = trailer
         try:
             fd = self._create(name)
             try:
                 with self._slots:
                     done = 0
                     while done < payload.nbytes + PAGE:
-                        done += os.pwritev(fd, _rest(payload, trailer, done), done)
+                        done += os.pwritev(fd, _rest(payload, page, done), done)
                     self._drop_cache(fd)
             finally:
                 os.close(fd)
@@ -151,18 +150,18 @@ class Folder:
             FileNotFoundError: the entry does not exist.
             OSError: it cannot be read.
         """
-        trailer, done = memoryview(self._page()), 0
+        page, done = memoryview(self._page()), 0
         fd = os.open(name_of(key), os.O_RDONLY | os.O_CLOEXEC | self._direct, dir_fd=self.root)
         try:
             while done < payload.nbytes + PAGE:
-                num_bytes = os.preadv(fd, _rest(payload, trailer, done), done)
+                num_bytes = os.preadv(fd, _rest(payload, page, done), done)
                 done += num_bytes
                 if not num_bytes or num_bytes % PAGE:  # the end; `O_DIRECT` can only continue at the start of a page
                     break
             self._drop_cache(fd)
         finally:
             os.close(fd)
-        return done, trailer
+        return done, page
 
     def remove(self, key: bytes) -> None:
         """Remove an entry's file, if there is one.
@@ -290,9 +289,9 @@ def is_temporary(name: str) -> bool:
     return is_ours and (entry == _PROBE or key_of(entry) is not None)
 
 
-def _rest(payload: memoryview, trailer: memoryview, done: int) -> list[memoryview]:
+def _rest(payload: memoryview, page: memoryview, done: int) -> list[memoryview]:
     """Return the rest of a file's two parts after `done` bytes."""
-    return [payload[done:], trailer] if done < payload.nbytes else [trailer[done - payload.nbytes :]]
+    return [payload[done:], page] if done < payload.nbytes else [page[done - payload.nbytes :]]
 
 
 def _make_folders(root: int, folder: str) -> None:

@@ -20,7 +20,7 @@ from kvdepot.tiers.disk import listing
 from kvdepot.tiers.disk.capacity import Capacity
 from kvdepot.tiers.disk.files import NO_ROOM, NOT_WRITABLE, PAGE, STORAGE_AWAY, Folder, round_up, size_on_disk
 from kvdepot.tiers.keys import has_mark
-from kvdepot.tiers.seal import SEAL_BYTES
+from kvdepot.tiers.trailer import TRAILER_BYTES
 from kvdepot.tiers.url import DEFAULT_THREADS, TierUrl
 
 logger = logging.getLogger(__name__)
@@ -86,9 +86,11 @@ class DiskTier:
             self._entries.use(key)
         return self.contains(keys)
 
-    def write(self, keys: Sequence[bytes], seals: Sequence[bytes], extents: Extents) -> list[bool]:
+    def write(self, keys: Sequence[bytes], trailers: Sequence[bytes], extents: Extents) -> list[bool]:
         """See `Tier`."""
-        return [self._write(key, seal, *extent) for key, seal, extent in zip(keys, seals, extents, strict=True)]
+        return [
+            self._write(key, trailer, *extent) for key, trailer, extent in zip(keys, trailers, extents, strict=True)
+        ]
 
     def read(self, keys: Sequence[bytes], extents: Extents) -> list[bytes | None]:
         """See `Tier`."""
@@ -161,7 +163,7 @@ class DiskTier:
 
     # --- one entry ------------------------------------------------------------------------------------------------
 
-    def _write(self, key: bytes, seal: bytes, offset: int, num_bytes: int) -> bool:
+    def _write(self, key: bytes, trailer: bytes, offset: int, num_bytes: int) -> bool:
         size = size_on_disk(num_bytes)
         if self._entries.use_if_size(key, size):
             return True
@@ -169,7 +171,7 @@ class DiskTier:
             if not self._make_room(size):
                 return False
             try:
-                self._write_file(key, seal, offset, num_bytes)
+                self._write_file(key, trailer, offset, num_bytes)
             finally:
                 self._capacity.release(size)
         except OSError as error:
@@ -197,8 +199,8 @@ class DiskTier:
                 self._open_folder()
             return self._capacity.reserve(size)
 
-    def _write_file(self, key: bytes, seal: bytes, offset: int, num_bytes: int) -> None:
-        temporary = self._folder.write(key, self._pool.view[offset : offset + round_up(num_bytes)], seal)
+    def _write_file(self, key: bytes, trailer: bytes, offset: int, num_bytes: int) -> None:
+        temporary = self._folder.write(key, self._pool.view[offset : offset + round_up(num_bytes)], trailer)
         try:
             with self._naming:
                 self._folder.keep(temporary, key)
@@ -212,7 +214,7 @@ class DiskTier:
         if (self._folder.root < 0 and not self._closed) or self._entries.is_unremoved(key):
             return None
         try:
-            num_read, trailer = self._folder.read(key, self._pool.view[offset : offset + rounded])
+            num_read, page = self._folder.read(key, self._pool.view[offset : offset + rounded])
         except FileNotFoundError:
             self._forget_missing(key)
             return None
@@ -224,7 +226,7 @@ class DiskTier:
         if num_read < rounded + PAGE:  # the key contains the payload size, so the file was cut
             return b""
         self._entries.use(key)
-        return bytes(trailer[:SEAL_BYTES])
+        return bytes(page[:TRAILER_BYTES])
 
     def _remove(self, key: bytes) -> None:
         """Remove an entry.

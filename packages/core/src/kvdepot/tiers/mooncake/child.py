@@ -1,12 +1,12 @@
 """The child process with Mooncake's SDK: `python -m kvdepot.tiers.mooncake.child`.
 
 The SDK can hold the interpreter for minutes and crash it, so the depot's process never loads it. This process maps the
-pool, registers it once, and moves bytes straight between the pool's extents and the cluster. Messages carry the seals
-and name the extents. It inherits the descriptors of the pool and of some sockets, the **channels**. A channel carries
+pool, registers it once, and moves bytes straight between the pool's extents and the cluster. Messages carry trailers
+and name extents. It inherits the descriptors of the pool and of some sockets, the **channels**. A channel carries
 one request at a time, served by a thread of its own; the first channel starts with `Setup`. Calls of the SDK release
 the interpreter, so the channels run concurrently.
 
-An object of the cluster is a payload and its seal, put and got as two parts of one object.
+An object of the cluster is a payload and its trailer, put and got as two parts of one object.
 
 The end of any channel ends the process. It leaves the cluster properly if that takes at most a second. It ends with the
 depot even inside a hung call, because the kernel kills it then (`PR_SET_PDEATHSIG`). It ignores signals that a terminal
@@ -45,9 +45,9 @@ from kvdepot.tiers.mooncake.messages import (
     Setup,
     Write,
 )
-from kvdepot.tiers.seal import SEAL_BYTES
+from kvdepot.tiers.trailer import TRAILER_BYTES
 
-_SEAL_SLOT_BYTES: Final = 128
+_TRAILER_SLOT_BYTES: Final = 128
 _FULL_PAUSES: Final = (0.01, 0.02)  # seconds; the master evicts in the background within some milliseconds
 _LEAVE_SECONDS: Final = 0.5  # for calls under way, when the depot closes the connection
 
@@ -92,8 +92,8 @@ class Node:
         self._pool = mmap.mmap(pool_fd, setup.pool_bytes)
         self._view = memoryview(self._pool)
         self._base = ctypes.addressof(ctypes.c_char.from_buffer(self._pool))
-        self._seals = memoryview(mmap.mmap(-1, num_channels * KEYS_A_MESSAGE * _SEAL_SLOT_BYTES))
-        self._seals_base = ctypes.addressof(ctypes.c_char.from_buffer(self._seals))
+        self._trailers = memoryview(mmap.mmap(-1, num_channels * KEYS_A_MESSAGE * _TRAILER_SLOT_BYTES))
+        self._trailers_base = ctypes.addressof(ctypes.c_char.from_buffer(self._trailers))
         self._config: Any = sdk.ReplicateConfig()
         self._config.replica_num = setup.replicas
         self._store: Any = sdk.MooncakeDistributedStore()
@@ -108,13 +108,13 @@ class Node:
         )
         _check(code, f"joining the cluster of {setup.master}")
         _check(self._store.register_buffer(self._base, setup.pool_bytes), "registering the pool")
-        _check(self._store.register_buffer(self._seals_base, self._seals.nbytes), "registering memory")
+        _check(self._store.register_buffer(self._trailers_base, self._trailers.nbytes), "registering memory")
 
     def serve(self, request: Request, channel: int) -> Reply:
         """Serve one request."""
         match request:
-            case Write(keys, seals, extents):
-                return Outcomes(self._write(keys, seals, extents, channel))
+            case Write(keys, trailers, extents):
+                return Outcomes(self._write(keys, trailers, extents, channel))
             case Read(keys, extents):
                 return Outcomes(*self._read(keys, extents, channel))
             case Contains(keys):
@@ -137,11 +137,11 @@ class Node:
         self._store.close()
 
     def _write(
-        self, keys: list[bytes], seals: list[bytes], extents: list[tuple[int, int]], channel: int
+        self, keys: list[bytes], trailers: list[bytes], extents: list[tuple[int, int]], channel: int
     ) -> list[Outcome]:
         pointers, sizes, slots = self._places(keys, extents, channel)
-        for slot, seal in zip(slots, seals, strict=True):
-            slot[:] = seal
+        for slot, trailer in zip(slots, trailers, strict=True):
+            slot[:] = trailer
         names = [object_name(self._prefix, key) for key in keys]
         codes: list[int] = self._store.batch_put_from_multi_buffers(names, pointers, sizes, self._config)
         for pause in _FULL_PAUSES:
@@ -166,30 +166,30 @@ class Node:
         names = [object_name(self._prefix, key) for key in keys]
         codes: list[int] = self._store.batch_get_into_multi_buffers(names, pointers, sizes)
         outcomes: list[Outcome] = []
-        seals: list[bytes] = []
+        trailers: list[bytes] = []
         for name, size, slot, code in zip(names, map(sum, sizes), slots, codes, strict=True):
             outcome = Outcome.HERE if code >= 0 else _outcome(code)
             if code in (_INVALID_SIZE, _TRANSFER_FAILED) and 0 <= self._store.get_size(name) != size:
                 outcome = Outcome.HERE  # the SDK's code is the same for a wrong size and a lost node
             outcomes.append(outcome)
-            seals.append(bytes(slot) if code == size else b"")
-        return outcomes, seals
+            trailers.append(bytes(slot) if code == size else b"")
+        return outcomes, trailers
 
     def _places(
         self, keys: Sequence[bytes], extents: Sequence[tuple[int, int]], channel: int
     ) -> tuple[list[list[int]], list[list[int]], list[memoryview]]:
-        """Return pointers and sizes of the two parts of each object, and the slots of their seals."""
+        """Return pointers and sizes of the two parts of each object, and the slots of their trailers."""
         if len(keys) != len(extents) or any(offset + size > self._view.nbytes for offset, size in extents):
             raise _ClusterAway("extents that are not in the pool")
-        first = channel * KEYS_A_MESSAGE * _SEAL_SLOT_BYTES
-        starts = [first + place * _SEAL_SLOT_BYTES for place in range(len(keys))]
+        first = channel * KEYS_A_MESSAGE * _TRAILER_SLOT_BYTES
+        starts = [first + place * _TRAILER_SLOT_BYTES for place in range(len(keys))]
         return (
             [
-                [self._base + offset, self._seals_base + start]
+                [self._base + offset, self._trailers_base + start]
                 for (offset, _), start in zip(extents, starts, strict=True)
             ],
-            [[size, SEAL_BYTES] for _, size in extents],
-            [self._seals[start : start + SEAL_BYTES] for start in starts],
+            [[size, TRAILER_BYTES] for _, size in extents],
+            [self._trailers[start : start + TRAILER_BYTES] for start in starts],
         )
 
 

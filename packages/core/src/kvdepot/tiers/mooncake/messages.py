@@ -6,14 +6,14 @@ from typing import Annotated, Final, TypeAlias
 import msgspec
 
 from kvdepot.tiers.keys import KEY_BYTES, LABEL_BYTES
-from kvdepot.tiers.seal import SEAL_BYTES
+from kvdepot.tiers.trailer import TRAILER_BYTES
 
 KEYS_A_MESSAGE: Final = 256
 MESSAGE_BYTES: Final = 1 << 16
 
 Key = Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 Label = Annotated[bytes, msgspec.Meta(min_length=LABEL_BYTES, max_length=LABEL_BYTES)]
-Seal = Annotated[bytes, msgspec.Meta(min_length=SEAL_BYTES, max_length=SEAL_BYTES)]
+Trailer = Annotated[bytes, msgspec.Meta(min_length=TRAILER_BYTES, max_length=TRAILER_BYTES)]
 Keys = Annotated[list[Key], msgspec.Meta(max_length=KEYS_A_MESSAGE)]
 Natural = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -46,12 +46,12 @@ class Write(msgspec.Struct, frozen=True, array_like=True, tag="write"):
     """Put extents; answered by `Outcomes`. If either side dies, an entry is there as a whole or not at all."""
 
     keys: Keys
-    seals: list[Seal]
+    trailers: list[Trailer]
     extents: list[tuple[Natural, Natural]]
 
 
 class Read(msgspec.Struct, frozen=True, array_like=True, tag="read"):
-    """Fill extents; answered by `Outcomes` with seals. If either side dies, they hold anything.
+    """Fill extents; answered by `Outcomes` with trailers. If either side dies, they hold anything.
 
     Nothing touches them once this process is dead.
     """
@@ -87,10 +87,10 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
 
 
 class Outcomes(msgspec.Struct, frozen=True, array_like=True, tag="outcomes"):
-    """One for each key. After `Read` with one seal for each, empty for a miss or an object of another size."""
+    """One for each key. After `Read` with one trailer for each, empty for a miss or an object of another size."""
 
     values: list[Outcome]
-    seals: list[bytes] = []
+    trailers: list[bytes] = []
 
 
 class Cleared(msgspec.Struct, frozen=True, array_like=True, tag="cleared"):

@@ -68,18 +68,18 @@ class MooncakeTier(Tier):
         """See `Tier`."""
         return self.contains(keys)
 
-    def write(self, keys: Sequence[bytes], seals: Sequence[bytes], extents: Extents) -> list[bool]:
+    def write(self, keys: Sequence[bytes], trailers: Sequence[bytes], extents: Extents) -> list[bool]:
         """See `Tier`. An entry that finds no room, or whose node does not answer, is not written."""
-        reply = self._ask(m.Write(list(keys), list(seals), list(extents)))
+        reply = self._ask(m.Write(list(keys), list(trailers), list(extents)))
         return [outcome is m.Outcome.HERE for outcome in reply.values]
 
     def read(self, keys: Sequence[bytes], extents: Extents) -> list[bytes | None]:
         """See `Tier`."""
         reply = self._ask(m.Read(list(keys), list(extents)))
-        if len(reply.seals) != len(keys):
-            raise MooncakeUnavailable(f"{len(reply.seals)} seals for {len(keys)} keys")
-        pairs = zip(reply.values, reply.seals, strict=True)
-        return [seal if outcome is m.Outcome.HERE else None for outcome, seal in pairs]
+        if len(reply.trailers) != len(keys):
+            raise MooncakeUnavailable(f"{len(reply.trailers)} trailers for {len(keys)} keys")
+        pairs = zip(reply.values, reply.trailers, strict=True)
+        return [trailer if outcome is m.Outcome.HERE else None for outcome, trailer in pairs]
 
     def remove(self, keys: Sequence[bytes]) -> None:
         """See `Tier`."""

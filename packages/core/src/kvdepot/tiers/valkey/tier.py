@@ -1,7 +1,7 @@
 """A tier in Valkey or Redis, for a few nodes that share short-lived entries.
 
-An entry is a small string, its **head** (seal and number of parts), and its payload in parts of at most 4 MiB, because
-the server is slow with larger strings. All names begin with `kvdepot:TENANT:MODEL:` (labels in hex), so that a scan
+An entry is a small string, its **head** (trailer and number of parts), and its payload in parts of at most 4 MiB: the
+server is slow with larger strings. All names begin with `kvdepot:TENANT:MODEL:` (labels in hex), so that a scan
 finds them. The head is written last. The server may evict single parts; an entry that lacks one is a miss.
 
 The option `ttl` limits how long entries stay, and the server decides which ones to evict (`maxmemory-policy
@@ -22,7 +22,7 @@ from kvdepot.counting import CounterName, Counts, tier_counter
 from kvdepot.errors import ConfigError
 from kvdepot.tiers.base import Extents, Tier, TierPool, TierUsage
 from kvdepot.tiers.keys import LABEL_BYTES
-from kvdepot.tiers.seal import SEAL_BYTES
+from kvdepot.tiers.trailer import TRAILER_BYTES
 from kvdepot.tiers.url import TierUrl
 from kvdepot.tiers.valkey.connections import Connections, Server
 from kvdepot.tiers.valkey.resp import Command, Reply, ReplyError
@@ -33,7 +33,7 @@ _INCOMPLETE: Final = tier_counter("incomplete", "Entries removed because a part 
 PART_BYTES: Final = 4 << 20
 
 _PREFIX: Final = b"kvdepot:"
-_HEAD_BYTES: Final = SEAL_BYTES + 4
+_HEAD_BYTES: Final = TRAILER_BYTES + 4
 _MOST_PARTS: Final = 1024  # removed with one entry
 _SCANNED_AT_ONCE: Final = b"1000"
 _PROBE: Final = b"kvdepot-probe"
@@ -84,13 +84,13 @@ class ValkeyTier(Tier):
         replies = self._call([[b"TOUCH", *each] for each in names])
         return [reply == len(each) for reply, each in zip(replies, names, strict=True)]
 
-    def write(self, keys: Sequence[bytes], seals: Sequence[bytes], extents: Extents) -> list[bool]:
+    def write(self, keys: Sequence[bytes], trailers: Sequence[bytes], extents: Extents) -> list[bool]:
         """See `Tier`."""
         commands: list[Command] = []
         lengths: list[int] = []
-        for key, seal, payload in zip(keys, seals, self._payloads(extents), strict=True):
+        for key, trailer, payload in zip(keys, trailers, self._payloads(extents), strict=True):
             parts = list(_parts(payload))
-            head = seal + len(parts).to_bytes(4, "little")
+            head = trailer + len(parts).to_bytes(4, "little")
             commands += ([b"SET", part_name(key, place), part, *self._lifetime] for place, part in enumerate(parts))
             commands.append([b"SET", head_name(key), head, *self._lifetime])
             lengths.append(len(parts) + 1)
@@ -119,27 +119,27 @@ class ValkeyTier(Tier):
             commands += [[b"GET", head_name(key)], *([b"GET", part_name(key, place)] for place in range(len(parts)))]
             targets += [None, *parts]
         replies = iter(self._call(commands, targets))
-        seals: list[bytes | None] = []
+        trailers: list[bytes | None] = []
         incomplete: list[bytes] = []
         for key, parts in zip(keys, cut, strict=True):
             head, found = next(replies), [next(replies) for _ in parts]
             if not isinstance(head, bytes):
-                seals.append(None)
+                trailers.append(None)
             elif len(head) == _HEAD_BYTES and None in found:
-                seals.append(None)
+                trailers.append(None)
                 incomplete.append(key)
             else:
-                is_whole = head[SEAL_BYTES:] == len(parts).to_bytes(4, "little") and all(map(is_, found, parts))
-                seals.append(head[:SEAL_BYTES] if is_whole else b"")
+                is_whole = head[TRAILER_BYTES:] == len(parts).to_bytes(4, "little") and all(map(is_, found, parts))
+                trailers.append(head[:TRAILER_BYTES] if is_whole else b"")
         self._count(_INCOMPLETE, len(incomplete))
         self.remove(incomplete)
-        return seals
+        return trailers
 
     def remove(self, keys: Sequence[bytes]) -> None:
         """See `Tier`. The head has the number of parts; a damaged one may leave parts, which the server evicts."""
         names: list[bytes] = []
         for key, head in zip(keys, self._call([[b"GET", head_name(key)] for key in keys]), strict=True):
-            num_parts = int.from_bytes(head[SEAL_BYTES:_HEAD_BYTES], "little") if isinstance(head, bytes) else 0
+            num_parts = int.from_bytes(head[TRAILER_BYTES:_HEAD_BYTES], "little") if isinstance(head, bytes) else 0
             names += [head_name(key), *(part_name(key, part) for part in range(min(max(1, num_parts), _MOST_PARTS)))]
         if names:
             self._call([[b"UNLINK", *names]])

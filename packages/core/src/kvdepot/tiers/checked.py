@@ -1,8 +1,8 @@
-"""Seals the entries that go down to a tier and verifies those that come back, on the threads of its queue.
+"""Writes a trailer beside each entry that goes down to a tier, and verifies those that come back.
 
-The tier only keeps each seal beside its payload and returns both. An entry other than the one written under its key
-is a miss. It is removed, and the queue counts it as "corrupt". Each payload is hashed once: the checksums that
-`--verify` keeps in the pool are those of the seals.
+It runs on the threads of the tier's queue. The tier only keeps each trailer beside its payload and returns both. An
+entry other than the one written under its key is a miss. It is removed, and the queue counts it as "corrupt". Each
+payload is hashed once: the checksums that `--verify` keeps in the pool are those of the trailers.
 """
 
 import logging
@@ -12,18 +12,18 @@ from typing import TypeVar
 from kvdepot.tiers.base import Tier, TierPool
 from kvdepot.tiers.jobs import Call
 from kvdepot.tiers.keys import KEY_BYTES
-from kvdepot.tiers.seal import BrokenEntry, checksum_of, make_seal, verify
+from kvdepot.tiers.trailer import BrokenEntry, checksum_of, make_trailer, verify
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 
-class SealedTier:
-    """A tier whose entries are sealed. Several threads call it at a time.
+class CheckedTier:
+    """A tier whose entries are checked by their trailers. Several threads call it at a time.
 
     Args:
-        tier: keeps payloads and seals.
+        tier: keeps payloads and trailers.
         pool: the one that the tier was opened with.
         name: for logs.
     """
@@ -53,18 +53,18 @@ class SealedTier:
         """
         keys, extents, checksums = call.keys, call.extents, call.job.checksums[call.first : call.last]
         outcomes = [False] * len(keys)
-        places, seals, corrupt = list[int](), list[bytes](), list[int]()
+        places, trailers, corrupt = list[int](), list[bytes](), list[int]()
         for place, (key, (offset, num_bytes)) in enumerate(zip(keys, extents, strict=True)):
             checksum = checksum_of(self._pool.view[offset : offset + num_bytes])
             if checksums and any(checksums[place]) and checksums[place] != checksum:
                 corrupt.append(call.first + place)
                 continue
             places.append(place)
-            seals.append(make_seal(key[:KEY_BYTES], num_bytes, checksum))
+            trailers.append(make_trailer(key[:KEY_BYTES], num_bytes, checksum))
         call.corrupt = corrupt
         if places:
             names = self._names([keys[place] for place in places])
-            written = self._tier.write(names, seals, [extents[place] for place in places])
+            written = self._tier.write(names, trailers, [extents[place] for place in places])
             for place, ok in zip(places, _whole(written, len(places), False), strict=True):
                 outcomes[place] = bool(ok)
         call.outcomes = outcomes
@@ -72,12 +72,14 @@ class SealedTier:
     def read(self, call: Call) -> None:
         """Fill the extents of a call, verify them, and note outcomes and checksums in it. Remove broken entries."""
         checksums, corrupt = list[bytes](), list[int]()
-        seals = _whole(self._tier.read(self._names(call.keys), call.extents), len(call.keys), None)
-        for place, (key, (offset, num_bytes), seal) in enumerate(zip(call.keys, call.extents, seals, strict=True)):
+        trailers = _whole(self._tier.read(self._names(call.keys), call.extents), len(call.keys), None)
+        for place, (key, (offset, num_bytes), trailer) in enumerate(
+            zip(call.keys, call.extents, trailers, strict=True)
+        ):
             checksum = b""
-            if seal is not None:
+            if trailer is not None:
                 try:
-                    checksum = verify(seal, key[:KEY_BYTES], num_bytes, self._pool.view[offset : offset + num_bytes])
+                    checksum = verify(trailer, key[:KEY_BYTES], num_bytes, self._pool.view[offset : offset + num_bytes])
                 except BrokenEntry as error:
                     corrupt.append(call.first + place)
                     logger.error("tier %s: entry %s is removed: %s", self._name, key[:KEY_BYTES].hex()[-16:], error)
