@@ -102,7 +102,7 @@ class Tier(Protocol):
         ...
 
     def clear(self, tenant: bytes | None, model: bytes | None) -> Iterator[int]:
-        """Remove the entries with these hashes of names in their keys (None: any), in steps with a deadline each.
+        """Remove the entries with these labels in their keys (None: any), in steps with a deadline each.
 
         Yield after each step how many entries it removed, as far as that is known.
         """

@@ -30,8 +30,8 @@ class Job:
     keys: Sequence[bytes] = ()
     extents: Extents = ()
     checksums: Sequence[bytes] = ()  # of payloads to write, empty or zeros if unknown; others are not written
-    names: tuple[bytes | None, bytes | None] = (None, None)  # to clear: hashes of tenant and model
-    mark: bytes = b""  # to outdate, of the model in `names`
+    labels: tuple[bytes | None, bytes | None] = (None, None)  # to clear
+    mark: bytes = b""  # to outdate, of the model in `labels`
     is_first: bool = False  # written before others: an engine of another node waits for it
     on_part: "Callable[[Part], object]" = _ignore  # the queue's owner calls it with each part
     on_late: Callable[[], object] = _ignore  # likewise, once, for a late call; parts may follow

@@ -1,8 +1,8 @@
 """Names of entries in tiers, the same for every kind of storage.
 
 A key contains everything that decides whether bytes may be used: the chunk (and with it model, weights, adapter and
-salt), the layer group, the part and the page sizes. It begins with hashes of tenant and model, whose
-entries can so be found without an index. The place of weights that a trainer wrote ends with their mark.
+salt), the layer group, the part and the page sizes. It begins with labels of tenant and model, so that their entries
+can be found without an index. The place of weights that a trainer wrote ends with their mark.
 """
 
 from typing import Final
@@ -12,19 +12,19 @@ from blake3 import blake3
 
 from kvdepot.keys import DIGEST_BYTES
 
-NAME_HASH_BYTES: Final = 8
+LABEL_BYTES: Final = 8
 PLACE_BYTES: Final = 16
-KEY_BYTES: Final = 2 * NAME_HASH_BYTES + PLACE_BYTES + DIGEST_BYTES  # tenant, model, place, chunk
+KEY_BYTES: Final = 2 * LABEL_BYTES + PLACE_BYTES + DIGEST_BYTES  # tenant, model, place, chunk
 MARK_BYTES: Final = 4  # at the end of the place
 RUN_BYTES: Final = 8  # behind a key, for tiers that keep runs: the first chunk of the run that the chunk is in
-_MARK: Final = slice(2 * NAME_HASH_BYTES + PLACE_BYTES - MARK_BYTES, 2 * NAME_HASH_BYTES + PLACE_BYTES)
+_MARK: Final = slice(2 * LABEL_BYTES + PLACE_BYTES - MARK_BYTES, 2 * LABEL_BYTES + PLACE_BYTES)
 MOST_CHUNKS_A_RUN: Final = 128  # 2,048 tokens in chunks of 16
 _MOST_BYTES_A_RUN: Final = 16 << 20  # at 1 GB/s 16 ms: a request's own cost is small beside it
 
 
-def name_hash(name: str) -> bytes:
-    """Return the hash of a tenant's or a model's name, which does not reveal it."""
-    return blake3(name.encode()).digest(NAME_HASH_BYTES)
+def label_of(name: str) -> bytes:
+    """Return the label of a tenant's or a model's name, a hash that does not reveal the name."""
+    return blake3(name.encode()).digest(LABEL_BYTES)
 
 
 def mark_of(weights: str) -> bytes:
@@ -38,7 +38,7 @@ def mark_of(weights: str) -> bytes:
 
 def has_mark(key: bytes, model: bytes, mark: bytes) -> bool:
     """Whether a key is one of a model's with the mark of a generation."""
-    return key[NAME_HASH_BYTES : 2 * NAME_HASH_BYTES] == model and key[_MARK] == mark
+    return key[LABEL_BYTES : 2 * LABEL_BYTES] == model and key[_MARK] == mark
 
 
 def place_of(space: bytes, group: int, part: int, check: int, num_bytes: int, mark: bytes = b"") -> bytes:
@@ -62,7 +62,7 @@ def chunks_a_run(num_bytes: int) -> int:
 
 
 def tier_key(tenant: bytes, model: bytes, place: bytes, chunk: bytes) -> bytes:
-    """Return the key of an entry: hashes of tenant and model, its place, and the chunk's key."""
+    """Return the key of an entry: labels of tenant and model, its place, and the chunk's key."""
     return tenant + model + place + chunk
 
 
@@ -81,6 +81,6 @@ def begins_run(key: bytes) -> bool:
     return key[KEY_BYTES:] in (b"", digest_of(key)[:RUN_BYTES])
 
 
-def has_names(key: bytes, tenant: bytes | None, model: bytes | None) -> bool:
-    """Whether a key has the hashes of these names (None: any)."""
-    return tenant in (None, key[:NAME_HASH_BYTES]) and model in (None, key[NAME_HASH_BYTES : 2 * NAME_HASH_BYTES])
+def has_labels(key: bytes, tenant: bytes | None, model: bytes | None) -> bool:
+    """Whether a key has these labels (None: any)."""
+    return tenant in (None, key[:LABEL_BYTES]) and model in (None, key[LABEL_BYTES : 2 * LABEL_BYTES])

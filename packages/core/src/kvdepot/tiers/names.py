@@ -8,7 +8,7 @@ from kvdepot.index.index import ChunkIndex
 from kvdepot.index.space import Space
 from kvdepot.keys import DIGEST_BYTES, digest_at
 from kvdepot.pool.names import Label
-from kvdepot.tiers.keys import KEY_BYTES, RUN_BYTES, chunks_a_run, mark_of, name_hash, place_of, tier_key
+from kvdepot.tiers.keys import KEY_BYTES, RUN_BYTES, chunks_a_run, label_of, mark_of, place_of, tier_key
 
 
 class EntryKeys:
@@ -22,19 +22,19 @@ class EntryKeys:
     def __init__(self, index: ChunkIndex, names_of: Callable[[int], Label]) -> None:
         self._index = index
         self._names_of = names_of
-        self._hashes: dict[int, tuple[bytes, bytes]] = {}
+        self._labels: dict[int, tuple[bytes, bytes]] = {}
         self._marks: dict[int, bytes] = {}  # by owner
         self._places: dict[tuple[int, int, int, int, int, bytes], bytes] = {}
         self._last_runs: dict[int, tuple[int, bytes, bytes]] = {}  # node, its key and its run, by chunks of a run
 
-    def hashes(self, owner: int) -> tuple[bytes, bytes]:
-        """Return the hashes of the names of a tenant and a model."""
-        hashes = self._hashes.get(owner)
-        if hashes is None:
+    def labels(self, owner: int) -> tuple[bytes, bytes]:
+        """Return the labels of a tenant and a model."""
+        labels = self._labels.get(owner)
+        if labels is None:
             tenant, model, weights = self._names_of(owner)
-            hashes = self._hashes[owner] = name_hash(tenant), name_hash(model)
+            labels = self._labels[owner] = label_of(tenant), label_of(model)
             self._marks[owner] = mark_of(weights)
-        return hashes
+        return labels
 
     def key(self, owner: int, space: Space, place: PartPlace, digests: bytes, chunk: int) -> bytes:
         """Return the key of an entry and its run, whether the pool has it or not; `digests` are those of a prefix."""
@@ -42,14 +42,14 @@ class EntryKeys:
         return self._key(owner, space, place, digest_at(digests, chunk)) + digest_at(digests, first)[:RUN_BYTES]
 
     def _key(self, owner: int, space: Space, place: PartPlace, digest: bytes) -> bytes:
-        hashes, mark = self.hashes(owner), self._marks[owner]
+        labels, mark = self.labels(owner), self._marks[owner]
         number = space.number, place.group, place.part, place.check, place.num_bytes, mark
         packed = self._places.get(number)
         if packed is None:
             packed = self._places[number] = place_of(
                 space.digest, place.group, place.part, place.check, place.num_bytes, mark
             )
-        return tier_key(*hashes, packed, digest)
+        return tier_key(*labels, packed, digest)
 
     def key_of(self, record: int) -> bytes:
         """Return the key of an entry in the pool, and its run."""
@@ -86,6 +86,6 @@ def by_run(keys: Sequence[bytes]) -> list[int]:
     return sorted(range(len(keys)), key=lambda number: keys[number][: KEY_BYTES - DIGEST_BYTES])
 
 
-def name_hashes(tenant: str | None, model: str | None) -> tuple[bytes | None, bytes | None]:
-    """Return the hashes of a tenant's and a model's name; None stays None and stands for any."""
-    return None if tenant is None else name_hash(tenant), None if model is None else name_hash(model)
+def labels_to_match(tenant: str | None, model: str | None) -> tuple[bytes | None, bytes | None]:
+    """Return the labels of a tenant's and a model's name; None stays None and stands for any."""
+    return None if tenant is None else label_of(tenant), None if model is None else label_of(model)

@@ -1,7 +1,7 @@
 """A tier in an object store: S3, Google Cloud Storage, Azure, or a file system that several nodes share.
 
 Stores are paid and slow by the request, so an object has many chunks: `kvdepot.tiers.runs`. Its name is
-`TENANT/MODEL/XX/REST` (hashes, place, cut and first chunk in hex). The objects of a tenant or a model lie below few
+`TENANT/MODEL/XX/REST` (labels, place, cut and first chunk in hex). The objects of a tenant or a model lie below few
 prefixes, and a clear lists these. Objects are never overwritten with other bytes. The store decides how much it holds
 (lifecycle rules), or `kvdepot tier gc` does.
 
@@ -339,8 +339,8 @@ class ObjectTier(Tier):
             tenants = await _list_folders(self.patient, None)
         else:
             tenants = [tenant.hex() if tenant else ""]
-        for name in tenants:
-            prefix = "/".join(filter(None, (name, model.hex() if model else "")))
+        for label in tenants:
+            prefix = "/".join(filter(None, (label, model.hex() if model else "")))
             pages: AsyncIterable[Sequence[ObjectMeta]] = obstore.list(  # pyright: ignore[reportUnknownMemberType]
                 self.patient, prefix or None, chunk_size=_DELETES_A_REQUEST
             )

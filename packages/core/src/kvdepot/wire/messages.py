@@ -48,7 +48,7 @@ MAXIMUM_DESCRIBED_TOKENS: Final = 1 << 16  # per request, unless one chunk has m
 MAXIMUM_RETAIN_SECONDS: Final = 30 * 86400.0
 _U32 = (1 << 32) - 1
 Name = Annotated[str, Meta(max_length=256)]
-Text = Annotated[str, Meta(max_length=1024)]
+Label = Annotated[str, Meta(max_length=1024)]
 Count = Annotated[int, Meta(ge=0, le=_U32)]
 ChunkNumber = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]  # the index stores the last chunk of a run as u32
 Identifier = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
@@ -168,11 +168,11 @@ class RegisterKVCache(Struct, array_like=True, tag="register_kv_cache", frozen=T
     world_size: Annotated[int, Meta(ge=1, le=65536)]
     device: Name
     transfer_mode: Name
-    model: Text
+    model: Label
     spec: CacheSpec
     details: Annotated[tuple[GroupDetail, ...], Meta(min_length=1, max_length=64)]
     offer: MoverOffer | None = None  # None: the worker copies by itself
-    fallback: Text = ""  # the reason, if another mode was intended
+    fallback: Label = ""  # the reason, if another mode was intended
 
 
 class RegisterScheduler(Struct, array_like=True, tag="register_scheduler", frozen=True):
@@ -185,18 +185,18 @@ class RegisterScheduler(Struct, array_like=True, tag="register_scheduler", froze
 
     protocol_version: Count
     instance: Name
-    model: Text
+    model: Label
     spec: CacheSpec
-    blend: Text = ""
-    served_model: Text = ""
-    weights: Text = ""
+    blend: Label = ""
+    served_model: Label = ""
+    weights: Label = ""
 
 
 class ChangeWeights(Struct, array_like=True, tag="change_weights", frozen=True):
     """Say that the engine of a scheduler computes with these weights from now on, as in `RegisterScheduler`."""
 
     context: Identifier
-    weights: Text
+    weights: Label
 
 
 class Unregister(Struct, array_like=True, tag="unregister", frozen=True):
@@ -220,7 +220,7 @@ class Lookup(Struct, array_like=True, tag="lookup", frozen=True):
     """
 
     context: Identifier
-    request_id: Text
+    request_id: Label
     digests: Digests
     tenant: Name = ""
     wait_seconds: Annotated[float, Meta(ge=0.0, le=60.0)] = 0.0
@@ -248,7 +248,7 @@ class EndRequest(Struct, array_like=True, tag="end_request", frozen=True):
     """Release all leases of a request of this context, and withdraw what its lookup announced."""
 
     context: Identifier
-    request_id: Text
+    request_id: Label
 
 
 class PrepareStore(Struct, array_like=True, tag="prepare_store", frozen=True):
@@ -259,7 +259,7 @@ class PrepareStore(Struct, array_like=True, tag="prepare_store", frozen=True):
     """
 
     context: Identifier
-    request_id: Text
+    request_id: Label
     tenant: Name
     digests: BatchDigests
     first_chunk: ChunkNumber
@@ -292,7 +292,7 @@ class PrepareRetrieve(Struct, array_like=True, tag="prepare_retrieve", frozen=Tr
     """
 
     context: Identifier
-    request_id: Text
+    request_id: Label
     digests: BatchDigests
     first_chunk: ChunkNumber
     covered: Annotated[tuple[Count, ...], Meta(max_length=64)]
@@ -356,7 +356,7 @@ class BlendLookup(Struct, array_like=True, tag="blend_lookup", frozen=True):
     """
 
     context: Identifier
-    request_id: Text
+    request_id: Label
     segments: PackedSegments
     min_run_tokens: Count = 0
 
