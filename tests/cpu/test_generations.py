@@ -70,6 +70,7 @@ def test_status_names_versions_and_the_next_server_knows_them(depot: DepotProces
         depot.start()
         engine.wait_until_connected()
         wait_until(lambda: len(depot.status().contexts) == 2, what="the engine")
+        wait_until(lambda: not depot.status().recovering, what="the entries of the server before")
         status = depot.status()
         assert [(each.name, each.num_schedulers) for each in status.generations] == [("", 0), ("7 abc", 1)]
         assert all(each.used_bytes for each in status.generations)
