@@ -19,7 +19,7 @@ import zmq
 from kvdepot.client.connection import Connection
 from kvdepot.client.operator import ask_depot
 from kvdepot.config import CONTROL_SOCKET, ServerConfig
-from kvdepot.errors import DepotUnavailable, ErrorCode
+from kvdepot.errors import DepotUnavailable, ErrorCode, RemoteError
 from kvdepot.index.index import ChunkIndex
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.operators import zeromq
@@ -568,21 +568,17 @@ def test_zeromq_serves_the_connected_and_has_newcomers_wait_while_the_reserve_is
 
 
 def test_a_session_that_breaks_the_framing_is_over_and_its_engine_comes_back(depot: DepotProcess) -> None:
-    peer = Peer(depot)
-    raw = RawSocket(depot, peer.link.token)
-    raw.send(frame(["lookup", peer.context, "r", b"x" * 32]))
-    assert isinstance(frames.decode_reply(raw.receive()), m.LookupReply)
-    raw.socket.sendall(frames.LENGTH.pack(frames.MAXIMUM_FRAME_BYTES + 1))
-    assert raw.is_closed()
-    wait_until(lambda: not peer.link.mark_lost.alive)
-    with pytest.raises(DepotUnavailable):
-        peer.ask(m.Lookup(peer.context, "r", b"x" * 32))
-    link = peer.connection.wait_until_open(10)
-    channel = peer.connection.channel(link)
-    assert isinstance(channel.call(m.Lookup(link.context, "r", b"x" * 32), 1.0), m.LookupReply)
-    channel.close()
-    raw.close()
-    peer.close()
+    with closing(Peer(depot)) as peer, closing(RawSocket(depot, peer.link.token)) as raw:
+        raw.send(frame(["lookup", peer.context, "r", b"x" * 32]))
+        assert isinstance(frames.decode_reply(raw.receive()), m.LookupReply)
+        raw.socket.sendall(frames.LENGTH.pack(frames.MAXIMUM_FRAME_BYTES + 1))
+        assert raw.is_closed()
+        wait_until(lambda: not peer.link.mark_lost.alive)
+        with pytest.raises((DepotUnavailable, RemoteError)):  # the link is lost, or the depot knows no such session
+            peer.ask(m.Lookup(peer.context, "r", b"x" * 32))
+        link = peer.connection.wait_until_open(10)
+        with closing(peer.connection.channel(link)) as channel:
+            assert isinstance(channel.call(m.Lookup(link.context, "r", b"x" * 32), 1.0), m.LookupReply)
 
 
 # --- the client's side ----------------------------------------------------------------------------------------------
