@@ -1,10 +1,15 @@
 """How many processes run the tests, how many examples they draw, and what their children find in the environment."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from support.events import Context
 
 os.environ["PYTHONPATH"] = os.pathsep.join(
     path for path in (str(Path(__file__).parent), os.environ.get("PYTHONPATH")) if path
@@ -30,3 +35,16 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     is_plain = config.args_source is pytest.Config.ArgsSource.TESTPATHS
     if is_plain and not hasattr(config, "workerinput") and getattr(config.option, "numprocesses", 0) is None:
         config.option.numprocesses = len(os.sched_getaffinity(0)) + 1
+
+
+@pytest.fixture
+def context() -> "Iterator[Context]":
+    """A ZeroMQ context. It closes the sockets in `support.events.kept` at the end of the test."""
+    import zmq
+
+    from support.events import kept
+
+    context: Context = zmq.Context()
+    yield context
+    context.destroy(linger=0)
+    kept.clear()

@@ -15,10 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from kvdepot.client.operator import ask_depot
-from kvdepot.errors import RemoteError
 from kvdepot.lab.processes import DepotProcess, wait_until
-from kvdepot.wire import operations as o
 from support.events import MODEL, Engine, tokens_of
 from support.peer import prompt
 
@@ -139,15 +136,8 @@ class Node(Front):
             for file in self.depot.pool_directory.iterdir():
                 file.unlink()
         self.depot.start()
-        wait_until(self._has_read_back)
+        wait_until(lambda: not self.depot.status().recovering, what="the entries of the depot before")
         self.engine = Engine(self.depot)
-
-    def _has_read_back(self) -> bool:
-        try:
-            ask_depot(o.Clear(digests=bytes(32)), self.depot.url, 30)  # it is refused until all entries are read back
-        except RemoteError:
-            return False
-        return True
 
     def close(self) -> None:
         self.engine.close()

@@ -1,16 +1,12 @@
 """KV events of a depot as vLLM's own decoder reads them, and those that engines pass on for it."""
 
 import contextlib
-from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
-import zmq
 
 from kvdepot.client.operator import ask_depot
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.wire import operations as o
-from support.events import FLAGS, Context, Listener, Router, kept
+from support.events import FLAGS, Context, Listener, Router
 from support.vllm.engines import Engine, MakeModel, RunCode, connector, prompts
 
 _DECODE = """
@@ -34,14 +30,6 @@ print(vllm.ZmqEventPublisher.END_SEQ.hex())
 
 def test_vllm_s_decoder_reads_a_depot_s_events(run_code: RunCode) -> None:
     assert run_code(_DECODE).splitlines()[-1] == "ff" * 8
-
-
-@pytest.fixture
-def context() -> Iterator[Context]:
-    context: Context = zmq.Context()
-    yield context
-    context.destroy(linger=0)
-    kept.clear()
 
 
 def test_each_engine_announces_what_its_depot_holds(model: MakeModel, tmp_path: Path, context: Context) -> None:

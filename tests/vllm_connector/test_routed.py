@@ -5,12 +5,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import zmq
 
 from kvdepot.client.operator import ask_depot
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.wire import operations as o
-from support.events import FLAGS, Context, Listener, kept
+from support.events import FLAGS, Context, Listener
 from support.routers import HOST_CREDIT, Front, VllmRouter, free_ports
 from support.vllm.engines import Engine, MakeModel, Prompt, cached, connector, prompts
 
@@ -66,14 +65,6 @@ class Served(Front):
 
     def _serve(self, prompt: Prompt) -> int:
         return cached(self.engine.generate([prompt]))[0]
-
-
-@pytest.fixture
-def context() -> Iterator[Context]:
-    context: Context = zmq.Context()
-    yield context
-    context.destroy(linger=0)
-    kept.clear()
 
 
 @pytest.fixture

@@ -42,14 +42,6 @@ from support.peer import prompt
 
 
 @pytest.fixture
-def context() -> Iterator[Context]:
-    context: Context = zmq.Context()
-    yield context
-    context.destroy(linger=0)
-    kept.clear()
-
-
-@pytest.fixture
 def engine(depot: DepotProcess) -> Iterator[Engine]:
     engine = Engine(depot)
     yield engine

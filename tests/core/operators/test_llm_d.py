@@ -1,24 +1,13 @@
 """A router with llm-d's rules indexes a depot's chunks and forgets those that left."""
 
-from collections.abc import Iterator
-
 import pytest
-import zmq
 
 from kvdepot.client.operator import ask_depot
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.wire import operations as o
-from support.events import Context, Engine, kept, tokens_of
+from support.events import Context, Engine, tokens_of
 from support.llm_d import Index
 from support.peer import prompt
-
-
-@pytest.fixture
-def context() -> Iterator[Context]:
-    context: Context = zmq.Context()
-    yield context
-    context.destroy(linger=0)
-    kept.clear()
 
 
 @pytest.mark.parametrize("block_tokens", [64, 16], ids=["the engine's blocks", "four in a block"])

@@ -186,9 +186,6 @@ class MoverRoute(CopyRoute):
         """End the movers of all sessions, so that no other process has the device's memory open."""
         for link in self._moved_links:
             link.end_movers()
-        # A link keeps descriptors and its pool mapped, and only a garbage collection would free it with this context.
-        self._moved_links = [link for link in self._moved_links if link.has_movers()]
-        self._ready_link = None
 
     def copies_here(self, link: Link) -> bool:
         """See `CopyRoute`."""

@@ -106,14 +106,11 @@ class Announcer:
 
     Attributes:
         publish: given each list of events; None until vLLM has made its publisher: `take` returns them then.
-        on_cleared: called once vLLM has published that all blocks are cleared. It means its own, but a router forgets
-            the depot's, too: have everything told again.
     """
 
     def __init__(self) -> None:
         self.publish: Callable[[list[Any]], None] | None = None
-        self.on_cleared: Callable[[], None] = lambda: None
-        self._is_cleared = False  # nothing that was announced before counts any more
+        self._is_cleared = False  # routers have forgotten what was announced
         self._kept: list[Any] = []  # until somebody takes them
         self._heard_at = 0.0  # by then subscribers of an earlier engine are connected again
         self._lock = threading.Lock()
@@ -150,6 +147,10 @@ class Announcer:
                 announced -= gone
                 events += _removals(place, sorted(gone))
         self._give(events)
+
+    def wants_all(self) -> bool:
+        """Return whether the depot is to tell of everything again."""
+        return self._is_cleared
 
     def on_lost(self) -> None:
         """Take everything back: the depot is away."""
@@ -189,8 +190,7 @@ class Announcer:
             def publish_and_watch(batch: Any) -> None:
                 publish(batch)
                 if any(isinstance(event, AllBlocksCleared) for event in batch.events):
-                    self._is_cleared = True
-                    self.on_cleared()
+                    self._is_cleared = True  # vLLM means its own blocks, but routers forget the depot's, too
 
             publisher.publish = publish_and_watch
             return publisher

@@ -85,8 +85,7 @@ class SchedulerSide:
         self._feed: NewsFeed | None = None
         if announcer is not None:
             digest = generation.namespace.digest(cache.chunk_tokens)
-            self._feed = client.follow(digest, announcer.on_news, announcer.on_lost)
-            announcer.on_cleared = self._feed.tell_again
+            self._feed = client.follow(digest, announcer.on_news, announcer.on_lost, announcer.wants_all)
         self._clock = clock
         self._identity = RequestIdentity()
         self._requests: dict[str, RequestState] = {}

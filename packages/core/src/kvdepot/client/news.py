@@ -30,6 +30,8 @@ class NewsFeed:
         on_news: called on the thread with each piece of news. If a piece `is_start`, it tells of everything from the
             beginning; so does the first one after the depot was away.
         on_lost: called on the thread when the depot was away for ten seconds: nothing that was told counts any more.
+        wants_all: asked on the thread before each request, at least every five seconds. If it returns True, the depot
+            tells of everything from the beginning.
     """
 
     def __init__(
@@ -38,19 +40,16 @@ class NewsFeed:
         namespace: bytes,
         on_news: Callable[[m.News], None],
         on_lost: Callable[[], None],
+        wants_all: Callable[[], bool],
     ) -> None:
         self.namespace = namespace  # assign another one to follow that from now on
         self._connection = connection
         self._on_news = on_news
         self._on_lost = on_lost
-        self._wants_all = False
+        self._wants_all = wants_all
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvdepot-news", daemon=True)
         self._thread.start()
-
-    def tell_again(self) -> None:
-        """Have everything told from the beginning, within the wait of one request."""
-        self._wants_all = True
 
     def close(self) -> None:
         """End the thread, within the wait of one request. Twice is harmless."""
@@ -80,8 +79,8 @@ class NewsFeed:
         channel, position, namespace = self._connection.channel(link), 0, b""
         try:
             while not self._closing.is_set() and self._connection.link is link:
-                if namespace != self.namespace or self._wants_all:
-                    position, namespace, self._wants_all = 0, self.namespace, False
+                if namespace != self.namespace or self._wants_all():
+                    position, namespace = 0, self.namespace
                 request = m.AwaitNews(link.context, namespace, position, _WAIT_SECONDS)
                 reply = channel.call(request, _WAIT_SECONDS + self._connection.deadline_seconds)
                 if not isinstance(reply, m.News):

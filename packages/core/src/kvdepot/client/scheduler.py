@@ -246,9 +246,15 @@ class SchedulerClient:
             for request in description.requests(channel.link.context, key):
                 self._post(channel.link, request)
 
-    def follow(self, namespace: bytes, on_news: Callable[[m.News], None], on_lost: Callable[[], None]) -> NewsFeed:
+    def follow(
+        self,
+        namespace: bytes,
+        on_news: Callable[[m.News], None],
+        on_lost: Callable[[], None],
+        wants_all: Callable[[], bool],
+    ) -> NewsFeed:
         """Begin to follow the chunks of a namespace; see `NewsFeed`. The caller closes the feed before this client."""
-        return NewsFeed(self._connection, namespace, on_news, on_lost)
+        return NewsFeed(self._connection, namespace, on_news, on_lost, wants_all)
 
     def release(self, lease: Lease, *, reused_tokens: int = 0, recomputed_tokens: int = 0) -> None:
         """Release a lease. Twice is harmless; leases of an earlier server are gone.

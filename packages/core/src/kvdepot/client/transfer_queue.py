@@ -96,7 +96,6 @@ class TransferQueue:
                 self._jobs.put(None)  # the first one may have been dropped
         if self._channel is not None:
             self._channel.close()
-            self._channel = None  # its link keeps descriptors and the pool mapped
 
     def _drop(self) -> None:
         with contextlib.suppress(queue.Empty):
