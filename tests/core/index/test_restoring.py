@@ -35,6 +35,7 @@ NUM_RECORDS = 256
 LONG = prompt(60)
 SHORT = [prompt(2, name) for name in range(1, 31)]
 UNFINISHED = prompt(61).slice(60)
+THIS_PROCESS = Writer(os.getpid(), process_start_time(os.getpid()))
 
 
 @pytest.fixture(scope="module")
@@ -262,34 +263,59 @@ def test_a_server_whose_reading_back_fails_goes_on_without_stores(
         assert not server.depot.state.accepts_stores
 
 
-def test_a_worker_that_is_back_by_the_time_that_its_entries_are_looked_at_is_not_waited_for(tmp_path: Path) -> None:
-    writer = Writer(os.getpid(), process_start_time(os.getpid()))
-    spec = m.CacheSpec(1, (m.GroupShape(GroupKind.FULL_ATTENTION, 1),), "bytes")
-
-    def register(server: DepotServer, name: str) -> int:
-        details = (m.GroupDetail((PAGE,), 8),)
-        request = m.RegisterKVCache(m.PROTOCOL_VERSION, name, 0, 1, "none", "none", "model", spec, details)
-        reply = server.depot.handle(1, writer, request)
-        assert isinstance(reply, m.Registered)
-        return reply.context
-
+@pytest.fixture
+def next_server(tmp_path: Path) -> Iterator[DepotServer]:
+    """The server after one for which the workers `a` and `b` of this process had prepared two chunks each."""
     with closing(make_server(tmp_path)) as server:
         assert server.restoring is not None
         server.restoring.go_on(lambda: False)
         for number, name in enumerate(("a", "b")):
             run = prompt(2, number)
             store = m.PrepareStore(register(server, name), "r", "", run.digests, 0, run.parent, (2,))
-            plan = server.depot.handle(1, writer, store)
+            plan = server.depot.handle(1, THIS_PROCESS, store)
             assert isinstance(plan, m.StorePlan)
             assert plan.ticket
     with closing(make_server(tmp_path)) as server:
-        assert server.restoring is not None
-        while not server.depot.quarantine.held:
-            server.restoring.go_on(lambda: True)
-        assert len(server.depot.quarantine.held) == 1, "between the entries of one worker and those of the other"
-        for name in ("a", "b"):
-            register(server, name)
-        while server.depot.state.is_restoring:
-            server.restoring.go_on(lambda: True)
-        assert server.depot.quarantine.held == []
-        assert server.depot.index.extents.used_bytes == 0
+        yield server
+
+
+def register(server: DepotServer, name: str) -> int:
+    spec = m.CacheSpec(1, (m.GroupShape(GroupKind.FULL_ATTENTION, 1),), "bytes")
+    details = (m.GroupDetail((PAGE,), 8),)
+    request = m.RegisterKVCache(m.PROTOCOL_VERSION, name, 0, 1, "none", "none", "model", spec, details)
+    reply = server.depot.handle(1, THIS_PROCESS, request)
+    assert isinstance(reply, m.Registered)
+    return reply.context
+
+
+def test_a_worker_that_is_back_by_the_time_that_its_entries_are_looked_at_is_not_waited_for(
+    next_server: DepotServer,
+) -> None:
+    assert next_server.restoring is not None
+    while not next_server.depot.quarantine.held:
+        next_server.restoring.go_on(lambda: True)
+    assert len(next_server.depot.quarantine.held) == 1, "between the entries of one worker and those of the other"
+    for name in ("a", "b"):
+        register(next_server, name)
+    while next_server.depot.state.is_restoring:
+        next_server.restoring.go_on(lambda: True)
+    assert next_server.depot.quarantine.held == []
+    assert next_server.depot.index.extents.used_bytes == 0
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+def test_a_worker_that_is_back_frees_nothing_that_another_one_of_its_process_may_be_writing(
+    is_early: bool, next_server: DepotServer
+) -> None:
+    assert next_server.restoring is not None
+    if is_early:
+        register(next_server, "a")
+    next_server.restoring.go_on(lambda: False)
+    if not is_early:
+        register(next_server, "a")
+    (held,) = next_server.depot.quarantine.held
+    assert len(held.records) == 2
+    assert next_server.depot.index.extents.used_bytes == 2 * PAGE
+    register(next_server, "b")
+    assert next_server.depot.quarantine.held == []
+    assert next_server.depot.index.extents.used_bytes == 0
