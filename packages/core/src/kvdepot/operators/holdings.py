@@ -396,7 +396,12 @@ class Reader:
 
     def restart(self) -> None:
         """Begin again with everything."""
-        self.is_starting = True
+        self.is_starting, self._scan = True, None
+
+    @property
+    def is_scanning(self) -> bool:
+        """Whether it has begun to tell of everything, and has not ended."""
+        return self._scan is not None
 
     @property
     def has_more(self) -> bool:

@@ -200,6 +200,8 @@ class Loop:
         due = state.timers.due
         if state.tiering is not None and state.tiering.due < due:
             due = state.tiering.due
+        if events is not None:
+            due = min(due, events.due)
         now = time.monotonic()
         longest = LOOK_MILLISECONDS if self._has_listeners else _SWEEP_MILLISECONDS
         return longest if due > now + _SWEEP_SECONDS else max(0, min(longest, math.ceil((due - now) * 1000)))
