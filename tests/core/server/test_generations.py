@@ -215,6 +215,23 @@ def test_the_next_server_knows_the_generations_and_waits_for_their_engines() -> 
     assert priorities(after, prompt("1")) == {NORMAL}, "its engine is back, however late"
 
 
+def test_after_a_restart_the_weights_that_engines_went_back_to_are_the_present_ones() -> None:
+    bench = Bench(pages=16)
+    engine = Engine.at(bench, "1")
+    for generation in "12":
+        engine.update(generation)
+        engine.worker.store(prompt(generation))
+    engine.update("1")
+    names, after = list(bench.depot.labels.names), Bench(pages=16)
+    after.memory[:] = bench.memory
+    Restoring(after.depot, Names([bench.spec], names), lambda _writer: False, lambda: False).go_on(lambda: False)
+    pass_time(after, GRACE_SECONDS)
+    assert not after.index.shares.outdated, "nobody knows which ones engines compute with"
+    Engine.at(after, "1")
+    after.depot.background.work()
+    assert (priorities(after, prompt("1")), priorities(after, prompt("2"))) == ({NORMAL}, {ENDED})
+
+
 def test_status_shows_the_version_of_each_engine_and_the_bytes_of_each_generation() -> None:
     bench = Bench(pages=16)
     engine = Engine.at(bench, "7 abc", "trained")

@@ -739,7 +739,7 @@ def test_entries_of_outdated_weights_are_evicted_first(tmp_path: Path, *, listed
     with contextlib.closing(DiskTier(pool, tmp_path / "tier", len(keys) * FILE_BYTES)) as tier:
         if listed:
             wait_until(lambda: tier.is_listed)
-        tier.outdate(label_of("a model"), mark_of(old))
+        tier.outdate({label_of("a model") + mark_of(old)})
         wait_until(lambda: tier.is_listed)
         write(tier, *(make_key(number) for number in range(20, 23)))
         assert tier.contains([*present, *others]) == [True] * 7

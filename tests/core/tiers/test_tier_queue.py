@@ -347,7 +347,7 @@ def test_a_tier_hears_through_its_queue_which_weights_are_outdated() -> None:
     queue = TierQueue(MemoryTier(pool, 4 * EXTENT_BYTES), pool, "memory")
     try:
         assert write(queue, keys, extents_of(0, [EXTENT_BYTES] * 4)) == [True] * 4
-        run(queue, Job(Operation.OUTDATE, labels=(None, label_of("a model")), mark=mark_of("lineage 7")))
+        run(queue, Job(Operation.OUTDATE, generations=frozenset([label_of("a model") + mark_of("lineage 7")])))
         assert write(queue, [make_key(9)], extents_of(0, [EXTENT_BYTES])) == [True]
         assert contains(queue, keys) == [True, True, False, True]
     finally:

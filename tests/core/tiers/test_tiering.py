@@ -27,7 +27,7 @@ from kvdepot.server import commands, flights
 from kvdepot.server.depot import Depot
 from kvdepot.server.labels import SaveNames, save_nothing
 from kvdepot.server.replies import PendingReply, Refused
-from kvdepot.testing.tier import FaultyTier, make_pool
+from kvdepot.testing.tier import NUM_THREADS, PATIENCE_SECONDS, FaultyTier, make_pool
 from kvdepot.tiers import checked, jobs, promotion, reading
 from kvdepot.tiers.base import Extents
 from kvdepot.tiers.jobs import Operation
@@ -506,6 +506,47 @@ def test_a_tier_that_is_added_gets_what_is_used_and_one_that_is_removed_is_left_
     bench.settle()
     assert bench.tiers[0].num_calls == before
     assert bench.wait(operate(bench.depot, o.Clear())).count >= 6
+
+
+@pytest.mark.parametrize("how", ["added", "suspended", "hanging"])
+def test_a_tier_that_was_not_there_when_weights_became_outdated_hears_it_later(how: str, make: Maker) -> None:
+    bench = make(pages=32, tier_pages=12)
+    present, old = "lineage 2", "lineage 1"
+    scheduler = bench.ask(m.RegisterScheduler(m.PROTOCOL_VERSION, "engine", "model", bench.spec, weights=present))
+    bench.store(prompt(2))
+    bench.ask(m.ChangeWeights(scheduler.context, old))
+    bench.store(prompt(3, 1))  # used last
+    bench.settle()
+    [tier], [queue], num_calls = bench.tiers, bench.tiering.queues, bench.tiers[0].num_calls
+    if how == "added":
+        tier.close = lambda: None  # type: ignore[method-assign]  # it keeps its entries
+        assert bench.tiering.remove(queue.name)
+    elif how == "suspended":
+        queue.breaker.suspend("it is away")
+    else:
+        tier.hang = True
+        bench.begin_lookup(prompt(1, 20))
+        for name in range(10, 14):
+            bench.store(prompt(1, name))
+        wait_until(lambda: (bench.tiering.turn(), tier.num_calls == num_calls + NUM_THREADS)[1])
+    bench.ask(m.ChangeWeights(scheduler.context, present))
+    bench.depot.background.work()
+    bench.tiering.turn()
+    if how == "added":
+        queue = TierQueue(tier, bench.pool, "more", deadline_seconds=1.0, clock=bench.clock)
+        bench.tiering.add(queue)
+    elif how == "hanging":
+        bench.clock.now += PATIENCE_SECONDS
+        bench.tiering.turn()
+        assert queue.is_suspended
+        tier.hang = False
+    bench.clock.now += 1.0
+    wait_until(lambda: (bench.tiering.turn(), not queue.is_suspended and not queue.num_calls)[1])
+    bench.store(prompt(8, 2))
+    bench.forget()
+    assert bench.lookup(prompt(2)) == 2
+    bench.ask(m.ChangeWeights(scheduler.context, old))
+    assert bench.lookup(prompt(3, 1)) < 3
 
 
 def test_a_tier_that_is_removed_is_closed_when_its_calls_have_ended(

@@ -7,7 +7,9 @@ sessions, and tiers that order their entries by use evict them first. An engine 
 
 An engine that leaves may be restarting, and so may all of them with the depot. Therefore a generation becomes outdated
 `GRACE_SECONDS` after the last engine left it. It does at once if that engine said that it changed its weights. Labels
-have the names of weights, so the next server learns from them which generations there are.
+have the names of weights, so the next server learns from them which generations there are, but not which one was the
+present one: engines may have gone back to an earlier one. So nothing of a lineage is outdated before an engine of it
+has come.
 """
 
 import logging
@@ -114,11 +116,10 @@ class Generations:
             self._state.timers.call_at(until, partial(self._review, lineage_of(weights)))
 
     def learn(self) -> None:
-        """Learn from the labels of an earlier server which generations there are. The last label has the newest one."""
+        """Learn from the labels of an earlier server which generations there are."""
         self._learn()
         until = self._state.clock() + GRACE_SECONDS
-        for lineage, known in self._labels.items():
-            self._last.setdefault(lineage, next(reversed(known)))
+        for known in self._labels.values():
             self._kept_until.update(dict.fromkeys(known, until))
 
     def restored(self) -> None:
@@ -164,10 +165,12 @@ class Generations:
         if self._state.is_restoring:  # `restored` does it for all
             return
         state, outdated, now = self._state, self._state.index.shares.outdated, self._state.clock()
-        known = self._known(lineage)
+        known, last = self._known(lineage), self._last.get(lineage)
+        if last is None:
+            return  # no engine has come since the start: any of them may be the present one
         for weights in list(self._open.get(lineage, ())):
             labels = known[weights]
-            is_used = bool(self._num_engines[weights]) or weights == self._last.get(lineage)
+            is_used = bool(self._num_engines[weights]) or weights == last
             is_outdated = not is_used and self._kept_until.get(weights, 0.0) <= now
             if is_used or is_outdated:
                 self._kept_until.pop(weights, None)
@@ -181,8 +184,7 @@ class Generations:
             state.counters[_OUTDATED] += is_outdated
             logger.info("weights %s are %s", weights, "outdated: first to leave" if is_outdated else "in use again")
             if is_outdated and state.tiering is not None:
-                for model in dict.fromkeys(state.labels.names[label].model for label in labels):
-                    state.tiering.outdate(model, weights)
+                state.tiering.outdate()
         if self._pending:
             state.background.generations.add(self._rank())
 

@@ -1,6 +1,6 @@
 """The contract of a tier, for its author: storage below the pool."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
@@ -108,8 +108,8 @@ class Tier(Protocol):
         """
         ...
 
-    def outdate(self, model: bytes, mark: bytes) -> None:
-        """Let the entries of a model with this mark (`keys.has_mark`) leave first, as no engine uses their weights.
+    def outdate(self, generations: Container[bytes]) -> None:
+        """Let the entries of these generations (`keys.generation_of`) leave first, as no engine uses their weights.
 
         Storage that does not choose what it evicts ignores that.
         """

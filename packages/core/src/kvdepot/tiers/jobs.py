@@ -31,7 +31,7 @@ class Job:
     extents: Extents = ()
     checksums: Sequence[bytes] = ()  # of payloads to write, empty or zeros if unknown; others are not written
     labels: tuple[bytes | None, bytes | None] = (None, None)  # to clear
-    mark: bytes = b""  # to outdate, of the model in `labels`
+    generations: frozenset[bytes] = frozenset()  # to outdate
     is_first: bool = False  # written before others: an engine of another node waits for it
     on_part: "Callable[[Part], object]" = _ignore  # the queue's owner calls it with each part
     on_late: Callable[[], object] = _ignore  # likewise, once, for a late call; parts may follow

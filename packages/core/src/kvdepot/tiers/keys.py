@@ -36,9 +36,9 @@ def mark_of(weights: str) -> bytes:
     return blake3(generation.encode()).digest(MARK_BYTES) if generation else b""
 
 
-def has_mark(key: bytes, model: bytes, mark: bytes) -> bool:
-    """Whether a key is one of a model's with the mark of a generation."""
-    return key[LABEL_BYTES : 2 * LABEL_BYTES] == model and key[_MARK] == mark
+def generation_of(key: bytes) -> bytes:
+    """Return the label of a key's model and the mark of its weights; without a mark, other bytes of its place."""
+    return key[LABEL_BYTES : 2 * LABEL_BYTES] + key[_MARK]
 
 
 def place_of(space: bytes, group: int, part: int, check: int, num_bytes: int, mark: bytes = b"") -> bytes:

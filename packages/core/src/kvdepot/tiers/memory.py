@@ -1,11 +1,11 @@
 """A tier in this process's own memory, `memory://?capacity=SIZE`: for tests, and the smallest example of a tier."""
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 
 from kvdepot.config import parse_size
 from kvdepot.tiers.base import EVICTED, Extents, Tier, TierPool, TierUsage
-from kvdepot.tiers.keys import has_labels, has_mark
+from kvdepot.tiers.keys import generation_of, has_labels
 from kvdepot.tiers.sizes import LruSizes
 from kvdepot.tiers.url import TierUrl
 
@@ -72,10 +72,10 @@ class MemoryTier(Tier):
                 self._forget(key)
         yield len(wanted)
 
-    def outdate(self, model: bytes, mark: bytes) -> None:
+    def outdate(self, generations: Container[bytes]) -> None:
         """See `Tier`."""
         with self._lock:
-            self._sizes.outdate(lambda key: has_mark(key, model, mark))
+            self._sizes.outdate(lambda key: generation_of(key) in generations)
 
     def _forget(self, key: bytes) -> None:
         self._entries.pop(key, None)

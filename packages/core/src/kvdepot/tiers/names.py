@@ -36,6 +36,12 @@ class EntryKeys:
             self._marks[owner] = mark_of(weights)
         return labels
 
+    def generation(self, owner: int) -> bytes:
+        """Return what `generation_of` finds in keys of this owner; nothing if its weights have no mark."""
+        _, model = self.labels(owner)
+        mark = self._marks[owner]
+        return model + mark if mark else b""
+
     def key(self, owner: int, space: Space, place: PartPlace, digests: bytes, chunk: int) -> bytes:
         """Return the key of an entry and its run, whether the pool has it or not; `digests` are those of a prefix."""
         first = chunk - chunk % chunks_of_run(space, place.group, place.num_bytes)

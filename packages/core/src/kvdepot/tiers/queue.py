@@ -315,7 +315,7 @@ class TierQueue:
                 case Operation.TOUCH:
                     call.outcomes = self._checked.touch(call.keys, [num_bytes for _, num_bytes in call.extents])
                 case Operation.OUTDATE:
-                    self.tier.outdate(call.job.labels[1] or b"", call.job.mark)
+                    self.tier.outdate(call.job.generations)
                     call.outcomes = ()
         except Exception as error:
             level = logging.WARNING if self.breaker.num_errors < ERRORS_TO_SUSPEND else logging.DEBUG

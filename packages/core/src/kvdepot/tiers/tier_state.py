@@ -28,6 +28,7 @@ class TierState:
 
     def __init__(self, queue: TierQueue, num_records: int) -> None:
         self.queue = queue
+        self.knows_outdated = False  # or is about to be told which weights are outdated
         # By record: the header of an entry that is in the tier or on its way there, 0 for unknown; and when the tier
         # got it or was asked for it last.
         self._headers = make_column("Q", num_records)

@@ -25,7 +25,6 @@ from kvdepot.keys import num_digests
 from kvdepot.pool.names import Label
 from kvdepot.tiers.demotion import Demotions
 from kvdepot.tiers.jobs import Job, Operation, Part
-from kvdepot.tiers.keys import label_of, mark_of
 from kvdepot.tiers.names import EntryKeys, labels_to_match
 from kvdepot.tiers.promotion import Promotions, Waiter
 from kvdepot.tiers.queue import TierQueue
@@ -140,6 +139,8 @@ class Tiering:
     def add(self, queue: TierQueue) -> None:
         """Use one more tier, below the others. Entries of the pool go there as they are used.
 
+        It hears which weights are outdated, as a tier does that was suspended.
+
         Raises:
             OSError: not enough memory for the table of its entries; the tier is not used.
         """
@@ -188,13 +189,11 @@ class Tiering:
                 clearing.problems.append(f"{tier.queue.name} is suspended ({tier.queue.breaker.why_suspended})")
         clearing.one_is_done()
 
-    def outdate(self, model: str, weights: str) -> None:
-        """Let the entries of a generation of a model's weights leave tiers first; a suspended tier does not hear it."""
-        mark = mark_of(weights)
-        if mark:
-            for queue in self.queues:
-                queue.submit(Job(Operation.OUTDATE, labels=(None, label_of(model)), mark=mark))
-            self.due = 0.0
+    def outdate(self) -> None:
+        """Let the entries of outdated weights (`Shares.outdated`) leave tiers first."""
+        for tier in self._tiers:
+            tier.knows_outdated = False
+        self.due = 0.0
 
     # --- the depot ------------------------------------------------------------------------------------------------
 
@@ -284,7 +283,10 @@ class Tiering:
         """
         now = self._clock()
         self.due = now + _IDLE_SECONDS  # even if this turn fails
-        for queue in self.queues:
+        for tier in self._tiers:
+            queue = tier.queue
+            if not (tier.knows_outdated or queue.is_suspended):
+                self._tell_outdated(tier)
             for job in queue.expire():
                 self.counters[_TIER_JOBS_LATE] += 1
                 job.on_late()
@@ -298,6 +300,18 @@ class Tiering:
         if self._demotions.lacks_victims:
             self._index.evictor.await_victim(self._wake)
         self.due = self._next_deadline()
+
+    def _tell_outdated(self, tier: TierState) -> None:
+        """Tell a tier of all outdated weights: it may have missed some."""
+
+        def on_part(part: Part) -> None:
+            if part.job.has_failed and tier.queue.is_suspended:
+                tier.knows_outdated = False  # once it is back; a tier that only raises is not asked again
+
+        tier.knows_outdated = True
+        generations = frozenset(map(self._keys.generation, self._index.shares.outdated)) - {b""}
+        if generations:
+            tier.queue.submit(Job(Operation.OUTDATE, generations=generations, on_part=on_part))
 
     def _wake(self) -> None:
         self.due = 0.0

@@ -2,7 +2,7 @@
 
 import enum
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Final, TypeVar
 
 from kvdepot.lab.processes import wait_until
@@ -120,10 +120,10 @@ class FaultyTier:
         self._suffer()
         yield from self.inner.clear(tenant, model)
 
-    def outdate(self, model: bytes, mark: bytes) -> None:
+    def outdate(self, generations: Container[bytes]) -> None:
         """See `Tier`."""
         self._suffer()
-        self.inner.outdate(model, mark)
+        self.inner.outdate(generations)
 
     def probe(self) -> None:
         """See `Tier`."""

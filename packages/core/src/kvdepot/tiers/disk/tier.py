@@ -8,7 +8,7 @@ import errno
 import logging
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -19,7 +19,7 @@ from kvdepot.tiers.base import Extents, TierPool, TierUsage
 from kvdepot.tiers.disk import listing
 from kvdepot.tiers.disk.capacity import Capacity
 from kvdepot.tiers.disk.files import NO_ROOM, NOT_WRITABLE, PAGE, STORAGE_AWAY, Folder, round_up, size_on_disk
-from kvdepot.tiers.keys import has_mark
+from kvdepot.tiers.keys import generation_of
 from kvdepot.tiers.trailer import TRAILER_BYTES
 from kvdepot.tiers.url import DEFAULT_THREADS, TierUrl
 
@@ -123,9 +123,9 @@ class DiskTier:
         if failed is not None:
             raise OSError(failed.errno, f"not all files could be removed, clear again: {failed.strerror}")
 
-    def outdate(self, model: bytes, mark: bytes) -> None:
+    def outdate(self, generations: Container[bytes]) -> None:
         """See `Tier`."""
-        self._entries.outdate(lambda key: has_mark(key, model, mark))
+        self._entries.outdate(lambda key: generation_of(key) in generations)
 
     def probe(self) -> None:
         """See `Tier`."""
