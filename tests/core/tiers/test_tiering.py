@@ -1644,21 +1644,24 @@ def test_a_session_is_brought_up_and_stays_for_a_time(make: Maker) -> None:
     bench.index.check_integrity()
 
 
+@pytest.mark.parametrize("num_chunks", [64, 70])
 @pytest.mark.parametrize("demotion", list(Demotion))
-def test_a_session_that_is_demoted_leaves_the_pool_and_comes_back(make: Maker, demotion: Demotion) -> None:
+def test_a_session_that_is_demoted_leaves_the_pool_and_comes_back(
+    make: Maker, demotion: Demotion, num_chunks: int
+) -> None:
     bench = make(pages=80, demotion=demotion)
-    agent, other = prompt(70), prompt(4, name=1)
+    agent, other = prompt(num_chunks), prompt(4, name=1)
     bench.store_long(agent)
     bench.store(other)
     bench.settle()
     remembered(bench, agent)
     assert bench.wait(operate(bench.depot, o.RetainSession("agent", 60.0, agent.tenant))).count == 40
-    assert bench.wait(operate(bench.depot, o.DemoteSession("agent", agent.tenant))).count == 70
+    assert bench.wait(operate(bench.depot, o.DemoteSession("agent", agent.tenant))).count == num_chunks
     bench.settle()
     space = bench.index.spaces[0]
     assert bench.index.match(space, agent.digests)[0] == 0
     assert bench.index.match(space, other.digests)[0] == 4
-    assert bench.lookup(agent) == 70
+    assert bench.lookup(agent) == num_chunks
     bench.index.check_integrity()
 
 

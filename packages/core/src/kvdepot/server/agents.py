@@ -5,7 +5,7 @@ on anybody who knows the name can have the prefix kept, brought up from the tier
 no request runs and without its keys. The names outlive the server (`kvdepot.pool.prefixes`), pins do not.
 """
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterator
 from typing import Final
 
 from kvdepot.errors import ErrorCode, printable
@@ -117,13 +117,7 @@ class Agents:
         tiering = self._state.tiering
         if tiering is None or not tiering.can_write:
             raise Refused(ErrorCode.TIER_UNAVAILABLE, "no tier is in use: nothing was changed")
-        count = yield from self._end(named, digests)
-        for space in list(self._index.spaces):
-            yield self._turns.again
-            found, nodes = self._match(space, named, digests)
-            if found:
-                yield from self._turns.total(tiering.leave(nodes[-1]))
-        return count
+        return (yield from self._end(named, digests, tiering.leave))
 
     def forget(self, named: Session, digests: bytes, *, at_once: bool) -> Counting:
         """Forget a session, and have the chunks that only its prefix needs leave first, or now.
@@ -132,7 +126,7 @@ class Agents:
         """
         self.prefixes.forget(*named)
         if not at_once:
-            return (yield from self._end(named, digests))
+            return (yield from self._end(named, digests, self._index.priorities.end_session))
         self.pins.end(named)
         count = 0
         for space in list(self._index.spaces):
@@ -142,8 +136,13 @@ class Agents:
                 count += yield from self._turns.total(self._index.evictor.clear_end(nodes[-1]))
         return count
 
-    def _end(self, named: Session, digests: bytes) -> Counting:
-        """Have the chunks that only this prefix needs leave before all others."""
+    def _end(
+        self, named: Session, digests: bytes, end: Callable[[int, Callable[[int], bool]], Iterator[int]]
+    ) -> Counting:
+        """End a session's pin, and its prefix in each space by a function of its last node and of labels that are own.
+
+        Return the number of chunks that only this prefix needs.
+        """
         names, tenant, count = self._state.labels.names, named[0], 0
 
         def is_own(label: int) -> bool:
@@ -154,5 +153,5 @@ class Agents:
             yield self._turns.again
             found, nodes = self._match(space, named, digests)
             if found:
-                count += yield from self._turns.total(self._index.priorities.end_session(nodes[-1], is_own))
+                count += yield from self._turns.total(end(nodes[-1], is_own))
         return count

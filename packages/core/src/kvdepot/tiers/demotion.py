@@ -113,11 +113,38 @@ class Demotions:
             for tier in self._tiers:
                 self.refresher.begin(tier, node, Reason.USED)
 
-    def leave(self, node: int) -> Iterator[int]:
-        """Write a prefix whose session has ended to the tiers that lack it, and evict each chunk once a tier has it.
+    def leave(self, node: int, is_own: Callable[[int], bool]) -> Iterator[int]:
+        """Have the chunks leave that only this prefix needs and whose label `is_own`, those at its end first.
 
-        Begin with its end, and stop at the first chunk that has not ended. A chunk that no tier takes stays. Yield
-        after each step how many chunks left at once. Between two steps the index may be used for anything.
+        Chunks that a tier has leave now: ranking them before (`Priorities.end_session`) took a third of the time. From
+        the first chunk that no tier has, they are ranked and written, and leave once a tier has them. A chunk that no
+        tier takes stays. Yield after each step how many chunks it changed. Between two steps the index may be used for
+        anything.
+        """
+        index, nodes, count = self._index, self._index.nodes, 0
+        while node != NO_NODE and is_own(nodes.label_of(node)) and self.holds(node):
+            above, key = nodes.parent_of(node), nodes.key_of(node)
+            if not index.evict(node):
+                break
+            index.hit_rates.ended(key)
+            node = above
+            count += 1
+            if count % _CHUNKS_A_STEP == 0:
+                key = nodes.key_of(node) if node != NO_NODE else b""
+                yield _CHUNKS_A_STEP
+                if key and nodes.tree.keys[node] != key:
+                    return  # it was evicted in the meantime
+        if node != NO_NODE:
+            key = nodes.key_of(node)
+            yield from index.priorities.end_session(node, is_own)
+            if nodes.tree.keys[node] == key:
+                yield from self._write_ended(node)
+        yield count % _CHUNKS_A_STEP
+
+    def _write_ended(self, node: int) -> Iterator[int]:
+        """Write chunks whose session has ended to the tiers that lack them, from this one up to the first that has not.
+
+        Each leaves once a tier has it.
         """
         index, nodes = self._index, self._index.nodes.space_of(node).nodes
         while self._has_ended(node):
@@ -134,9 +161,8 @@ class Demotions:
             ]
             if missing:
                 self._write(missing, self._tiers, leaves=Leaves.WRITTEN)
-            num_before = index.evictor.num_evicted
             self._evict_ended(path[0])
-            yield index.evictor.num_evicted - num_before
+            yield 0
             if nodes.get(key) != node:
                 return
 
@@ -146,17 +172,12 @@ class Demotions:
     def _evict_ended(self, node: int) -> None:
         """Evict chunks that have ended and that a tier has, from this one up to the first that cannot leave."""
         for _ in range(_CHUNKS_A_STEP):
-            if not self._has_ended(node) or not self._is_in_a_tier(node):
+            if not self._has_ended(node) or not self.holds(node):
                 break
             above = self._index.nodes.parent_of(node)
             if not self._index.evict(node):
                 break
             node = above
-
-    def _is_in_a_tier(self, node: int) -> bool:
-        table, records = self._index.table, self._index.entries.sealed(node)
-        tiers = [tier for tier in self._tiers if not tier.queue.is_suspended]
-        return any(all(tier.has(record, table.header(record)) for record in records) for tier in tiers)
 
     def turn(self, is_over: Callable[[], bool]) -> None:
         """Do at least one step of each kind of pending work, then continue until `is_over`."""
@@ -182,11 +203,9 @@ class Demotions:
 
     def holds(self, node: int) -> bool:
         """Whether a tier that is not suspended has all sealed entries of a chunk, or they are on their way there."""
-        table, records = self._index.table, self._index.entries.sealed(node)
-        return any(
-            not tier.queue.is_suspended and all(tier.has(record, table.header(record)) for record in records)
-            for tier in self._tiers
-        )
+        records = self._index.entries.sealed(node)
+        headers = list(map(self._index.table.header, records))
+        return any(not tier.queue.is_suspended and all(map(tier.has, records, headers)) for tier in self._tiers)
 
     def _is_wanted(self, node: int) -> bool:
         """Whether tiers are to have a prefix that ends here: it is long enough, and its weights are not outdated."""

@@ -213,10 +213,10 @@ class Tiering:
         """Whether a tier takes entries now."""
         return any(not queue.is_suspended for queue in self.queues)
 
-    def leave(self, node: int) -> Iterator[int]:
-        """Have a prefix whose session has ended leave the pool as soon as a tier has it; see `Demotions.leave`."""
+    def leave(self, node: int, is_own: Callable[[int], bool]) -> Iterator[int]:
+        """Have the chunks that only a prefix needs leave the pool as soon as a tier has them; see `Demotions.leave`."""
         self.due = 0.0
-        return self._demotions.leave(node)
+        return self._demotions.leave(node, is_own)
 
     def holds(self, node: int) -> bool:
         """Whether a tier that answers has all entries of a chunk, or they are on their way there."""
