@@ -320,6 +320,9 @@ class ServerConfig:
     promotion_seconds: float = setting(
         1.0, "longest time a lookup waits for the tiers (default {default})", "--promote-seconds", "SECONDS", most=60.0
     )
+    share_hottest: bool = setting(
+        False, "list the most used prefixes in the tiers, and promote what other depots listed before a request asks"
+    )
     events: str | None = setting(
         None,
         "publish which blocks can be loaded and their tokens, in vLLM's format; for example tcp://127.0.0.1:5557",

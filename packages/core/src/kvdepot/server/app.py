@@ -31,6 +31,7 @@ from kvdepot.server.access import Access, make_room, open_lock
 from kvdepot.server.commands import Operators, Who, add_tier, log_level, settings_of
 from kvdepot.server.connections import ConnectionTable
 from kvdepot.server.depot import Depot
+from kvdepot.server.hottest import Hottest
 from kvdepot.server.loop import Loop, Sockets
 from kvdepot.server.registration import check_version
 from kvdepot.server.requests import Requests
@@ -87,6 +88,8 @@ class DepotServer:
             undo.callback(movers.close)
             if config.tiers:
                 self.depot.state.tiering = self._make_tiering(opener.open_all(config.tiers))
+            if config.share_hottest:
+                Hottest(self.depot.state, self.depot.contexts, self._files.pool_fd)
             extents = self.depot.index.extents
             self._results = ThreadResults(self._files, extents, opener, self._waker, str(config.pool_path))
             self.restoring = self._make_restoring()

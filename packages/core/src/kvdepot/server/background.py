@@ -95,6 +95,7 @@ class Background:
         self.generations = Turns(self, 1)  # chunks of weights that became outdated
         self.samples = Turns(self, 1)  # a very long lookup, counted for the estimates
         self.replays = Turns(self, 1)  # events sent again
+        self.hottest = Turns(self, 1)  # lists of prefixes
         self.descriptions = Turns(self, 1)  # tokens of an earlier server, or the file of tokens written anew
         self._counters = counters
         self._others = deque(
@@ -107,6 +108,7 @@ class Background:
                 self.generations,
                 self.samples,
                 self.replays,
+                self.hottest,
                 self.descriptions,
             ]
         )

@@ -29,6 +29,7 @@ HINTS_CUT: Final = depot_counter(
 MAXIMUM_EVENTS: Final = 20  # that operators see
 MAXIMUM_ROWS: Final = 1024  # names with counters of their own
 OTHERS: Final = "(others)"
+_MOST_RECENT: Final = 1024  # used prefixes: what a list of the hottest ones is made of
 
 
 class Usage:
@@ -65,6 +66,7 @@ class DepotState:
     background: Background = field(init=False)
     timers: Timers = field(default_factory=Timers)  # every deadline that somebody waits for
     events: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=MAXIMUM_EVENTS))
+    recent: deque[int] = field(default_factory=lambda: deque(maxlen=_MOST_RECENT))  # last nodes of used prefixes
     numbers: "count[int]" = field(default_factory=lambda: count(1))  # of contexts and tickets
     tiering: Tiering | None = None
     movers: MoverTable | None = None
@@ -85,6 +87,7 @@ class DepotState:
 
     def used(self, node: int) -> None:
         """Count a use of the prefix that ends with this chunk."""
+        self.recent.append(node)
         rest = self.index.priorities.used(node)
         if rest is not None and not self.background.hints.add(rest):
             self.counters[HINTS_CUT] += 1

@@ -1,0 +1,307 @@
+"""The hottest prefixes of a fleet: depots list theirs in a tier that they share, and a new one promotes what is listed.
+
+A list is an entry like any other, in a space of its own: tiers write it, check it and evict it. Its key names the space
+of the listed chunks and a period of the clock. Of the depots that write in one period the first one's list stays, so a
+reader takes the lists of several periods, which are mostly those of several depots.
+"""
+
+import logging
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Generator
+from typing import Final
+
+import msgspec
+
+from kvdepot.counting import depot_counter
+from kvdepot.index.entries import NewRun, PartPlace
+from kvdepot.index.space import Space, digest_of
+from kvdepot.index.tree import NO_NODE
+from kvdepot.keys import DIGEST_BYTES, first_digests, num_digests
+from kvdepot.layout import THAT_CELL, GroupKind
+from kvdepot.server.contexts import ContextTable
+from kvdepot.server.replies import Outcome, Steps, Wait, run
+from kvdepot.server.state import DepotState
+from kvdepot.wire import messages as m
+
+logger = logging.getLogger(__name__)
+
+_LISTS_WRITTEN: Final = depot_counter("hottest_lists_written", "Lists of hot prefixes that were put into the tiers")
+_CHUNKS_PROMOTED: Final = depot_counter(
+    "hottest_chunks_promoted", "Chunks that were in the pool before a request, as other depots list them"
+)
+
+LIST_BYTES: Final = 256 << 10  # 6,000 chunks: of 2 MiB each (an 8B model, 16 tokens) 12 GiB
+PERIOD_SECONDS: Final = 300.0  # 288 lists a day take 72 MiB of a tier that evicts nothing
+_MOST_SHARE: Final = 0.25  # of the pool in use, until which listed prefixes are promoted: engines need the rest
+_NUM_PERIODS: Final = 3  # whose lists a reader asks for, from the present one back
+_LOOK_SECONDS: Final = 0.5  # between two looks for engines that attached; their first request is rarely sooner
+_PATIENT_SECONDS: Final = 60.0  # that a promotion may take: nobody waits for it
+_PREFIXES_A_STEP: Final = 8  # walked: of 512 chunks, 1 ms
+_CHUNKS_A_STEP: Final = 2048
+_MOST_LABELS: Final = 64  # of one list
+_NO_PARENT: Final = 0xFFFF_FFFF
+
+_PLACE: Final = PartPlace(0, THAT_CELL.number, LIST_BYTES, 0)
+# So many tokens that no `--promote-min-tokens` keeps a list out.
+_SPEC: Final = m.CacheSpec(1 << 20, (m.GroupShape(GroupKind.FULL_ATTENTION, 1 << 20),), "kvdepot's hottest prefixes")
+_OWNER: Final = "(kvdepot)", "(hottest prefixes)"  # tenant and model, in `status` and in keys of tiers
+
+
+class _List(msgspec.Struct, array_like=True, frozen=True):
+    """Chunks, each behind its parent, the most used first. Numbers are little-endian, u16 and u32."""
+
+    labels: list[tuple[m.Name, m.Label, m.Name]]  # tenant, model, weights
+    label_of: bytes  # u16 by chunk
+    parents: bytes  # u32 by chunk: the place of the one before it, `_NO_PARENT` before a first one
+    digests: bytes
+
+
+_decoder: Final = msgspec.msgpack.Decoder(_List)
+
+
+class Hottest:
+    """Writes lists, and promotes what others listed. Its timer runs as long as the depot.
+
+    Args:
+        state: of the depot.
+        contexts: of the depot.
+        pool_fd: the pool's file.
+        wall_clock: seconds, the same on all nodes, to within a period.
+    """
+
+    def __init__(
+        self, state: DepotState, contexts: ContextTable, pool_fd: int, wall_clock: Callable[[], float] = time.time
+    ) -> None:
+        self._state = state
+        self._contexts = contexts
+        self._pool_fd = pool_fd
+        self._wall_clock = wall_clock
+        self._turns = state.background.hottest
+        self._seen: set[int] = set()  # spaces whose engines were here before, by number
+        self._period = self._period_now()
+        self._write_at = self._moment_in_period()
+        self._is_busy = False
+        self._look()
+
+    def _look(self) -> None:
+        """Begin what is due, and look again soon."""
+        state = self._state
+        state.timers.call_at(state.clock() + _LOOK_SECONDS, self._look)
+        if self._is_busy or state.is_restoring or not state.accepts_stores:
+            return
+        if state.tiering is None or not state.tiering.can_write:
+            return
+        new = [
+            space for space in state.index.spaces if space.number not in self._seen and self._contexts.places(space)[0]
+        ]
+        if new:
+            self._seen.update(space.number for space in new)
+            run(self._doing(self._promote_all(new)), state.fail)
+        elif self._wall_clock() >= self._write_at:
+            self._period = self._period_now() + 1
+            self._write_at = self._moment_in_period()
+            run(self._doing(self._write_all()), state.fail)
+
+    def _period_now(self) -> int:
+        return int(self._wall_clock() // PERIOD_SECONDS)
+
+    def _moment_in_period(self) -> float:
+        """Return a random moment, so that each depot of a fleet comes first at times."""
+        return (self._period + random.random()) * PERIOD_SECONDS
+
+    def _doing(self, work: Generator[Wait, bool, int]) -> Steps:
+        self._is_busy = True
+        try:
+            yield self._turns.again
+            return m.Done(self._state.epoch, (yield from work))
+        finally:
+            self._is_busy = False
+
+    # --- writing --------------------------------------------------------------------------------------------------
+
+    def _write_all(self) -> Generator[Wait, bool, int]:
+        """List the hottest prefixes of each space; return the number of lists."""
+        visits = yield from self._count_visits()
+        count = 0
+        for space in list(self._state.index.spaces):
+            body = yield from self._list(space, visits)
+            if body:
+                count += yield from self._write(self._digest(space, self._period_now()), body)
+        self._state.counters[_LISTS_WRITTEN] += count
+        return count
+
+    def _count_visits(self) -> Generator[Wait, bool, Counter[int]]:
+        """Return how many of the recent prefixes go through each node; a child before its parents."""
+        nodes, visits = self._state.index.nodes, Counter[int]()
+        for number, node in enumerate(list(self._state.recent)):
+            while node != NO_NODE and nodes.tree.keys[node] is not None:
+                visits[node] += 1
+                node = nodes.parent_of(node)
+            if number % _PREFIXES_A_STEP == 0:
+                yield self._turns.again
+        return visits
+
+    def _list(self, space: Space, visits: Counter[int]) -> Generator[Wait, bool, bytes]:
+        """Return the list of a space, empty if nothing of it was used."""
+        nodes = self._state.index.nodes
+        by_visits: dict[int, list[int]] = {}
+        for number, (node, count) in enumerate(visits.items(), 1):
+            if nodes.tree.keys[node] is not None and nodes.space_of(node) is space:
+                by_visits.setdefault(count, []).append(node)
+            if number % _CHUNKS_A_STEP == 0:
+                yield self._turns.again
+        # Backwards, as a parent was counted behind its child, or oftener.
+        hottest, most = list[int](), LIST_BYTES // (DIGEST_BYTES + 6)
+        for count in sorted(by_visits, reverse=True):
+            hottest += by_visits[count][: -most - 1 : -1]
+        while hottest:
+            body = self._pack(hottest[:most])
+            if len(body) <= LIST_BYTES - 4:
+                return body
+            most -= most // 16  # the names are long
+            yield self._turns.again
+        return b""
+
+    def _pack(self, listed: list[int]) -> bytes:
+        nodes, names = self._state.index.nodes, self._state.labels.names
+        places, labels = dict[int, int](), dict[int, int]()
+        label_of, parents, digests = bytearray(), bytearray(), bytearray()
+        for node in listed:
+            key, parent, label = nodes.tree.keys[node], nodes.parent_of(node), nodes.label_of(node)
+            if key is None or (parent != NO_NODE and parent not in places):
+                continue  # it left meanwhile, or the one before it
+            if label not in labels and len(labels) == _MOST_LABELS:
+                continue
+            label_of += labels.setdefault(label, len(labels)).to_bytes(2, "little")
+            parents += places.get(parent, _NO_PARENT).to_bytes(4, "little")
+            digests += key
+            places[node] = len(places)
+        listing = _List([names[label] for label in labels], bytes(label_of), bytes(parents), bytes(digests))
+        return msgspec.msgpack.encode(listing) if places else b""
+
+    def _write(self, digest: bytes, body: bytes) -> Generator[Wait, bool, int]:
+        """Store a list and have it leave the pool once a tier has it; return 1, or 0 if there is no room."""
+        state, index = self._state, self._state.index
+        tiering, label = state.tiering, state.labels.number_of(*_OWNER)
+        begun = index.reserve(NewRun(self._space, digest, label=label), [(0, _PLACE)]).begun
+        if not begun or tiering is None:
+            return 0
+        record, _, offset, size = begun[0].extent
+        os.pwrite(self._pool_fd, (len(body).to_bytes(4, "little") + body).ljust(size, b"\0"), offset)
+        (node,) = index.seal([record], int(state.clock()))
+        yield from self._turns.total(index.priorities.end_session(node, label.__eq__))
+        yield from self._turns.total(tiering.leave(node))
+        return 1
+
+    # --- reading --------------------------------------------------------------------------------------------------
+
+    def _promote_all(self, spaces: list[Space]) -> Generator[Wait, bool, int]:
+        """Promote what the last lists of some spaces name; return the number of chunks."""
+        before = self._state.counters[_CHUNKS_PROMOTED]
+        for space in spaces:
+            for back in range(_NUM_PERIODS):
+                listing = yield from self._read(self._digest(space, self._period_now() - back))
+                if listing is not None:
+                    yield from self._promote_list(space, listing)
+        count = self._state.counters[_CHUNKS_PROMOTED] - before
+        if count:
+            logger.info("promoted %d chunks that other depots use most, before a request asked for them", count)
+        return count
+
+    def _read(self, digest: bytes) -> Generator[Wait, bool, _List | None]:
+        """Return a list that the tiers have, None without a valid one."""
+        index, label = self._state.index, self._state.labels.number_of(*_OWNER)
+        yield from self._bring_up(self._space, digest, [_PLACE], label)
+        found, nodes = index.match(self._space, digest)
+        if not found:
+            return None
+        (record,) = index.entries.sealed(nodes[-1])
+        offset, size = index.table.extent(record)
+        data = os.pread(self._pool_fd, size, offset)
+        yield from self._turns.total(index.priorities.end_session(nodes[-1], label.__eq__))
+        index.evict(nodes[-1])
+        try:
+            listing = _decoder.decode(data[4 : 4 + int.from_bytes(data[:4], "little")])
+            _check(listing)
+        except (msgspec.MsgspecError, UnicodeDecodeError, ValueError) as error:
+            logger.warning("a list of hot prefixes from a tier is passed over: %s", error)
+            return None
+        return listing
+
+    def _promote_list(self, space: Space, listing: _List) -> Generator[Wait, bool, None]:
+        """Promote the prefixes of a list, the hottest first, until a quarter of the pool is in use."""
+        digests, labels = listing.digests, listing.labels
+        parents = [int.from_bytes(listing.parents[at : at + 4], "little") for at in range(0, len(listing.parents), 4)]
+        inner = set(parents)
+        for last in range(len(parents)):
+            if last in inner:
+                continue
+            yield self._turns.again
+            chain, chunk = list[bytes](), last
+            while chunk != _NO_PARENT:
+                chain.append(digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES])
+                chunk = parents[chunk]
+            label = int.from_bytes(listing.label_of[2 * last : 2 * last + 2], "little")
+            if not (yield from self._promote_prefix(space, b"".join(reversed(chain)), labels[label])):
+                return
+
+    def _promote_prefix(self, space: Space, digests: bytes, owner: tuple[str, str, str]) -> Generator[Wait, bool, bool]:
+        """Promote a prefix as far as there is room; False if there is none."""
+        index, (places, _) = self._state.index, self._contexts.places(space)
+        extents, found = index.extents, index.match(space, digests)[0]
+        chunk_bytes = max(1, self._contexts.chunk_bytes.get(space.number, 0))
+        room = int(extents.capacity_bytes * _MOST_SHARE) - extents.used_bytes
+        length = min(num_digests(digests), found + room // chunk_bytes)
+        if not places or room < chunk_bytes:
+            return False
+        if length > found:
+            wanted = first_digests(digests, length)
+            yield from self._bring_up(space, wanted, places, self._state.labels.number_of(*owner))
+            self._state.counters[_CHUNKS_PROMOTED] += max(0, index.match(space, wanted)[0] - found)
+        return True
+
+    def _bring_up(
+        self, space: Space, digests: bytes, places: list[PartPlace], label: int
+    ) -> Generator[Wait, bool, None]:
+        tiering, (found, nodes) = self._state.tiering, self._state.index.match(space, digests)
+        answer = Outcome[()]()
+        if tiering is not None and tiering.promote(
+            space,
+            digests,
+            places,
+            label,
+            found=found,
+            pins=nodes,
+            wait_seconds=_PATIENT_SECONDS,
+            on_answer=answer.set,
+            request_id="hottest prefixes",
+        ):
+            yield from answer.wait()
+
+    @property
+    def _space(self) -> Space:
+        return self._state.labels.space_of(_SPEC)
+
+    def _digest(self, space: Space, period: int) -> bytes:
+        return digest_of(("hottest", space.digest, period))
+
+
+def _check(listing: _List) -> None:
+    """Check that a list agrees with itself, as its bytes come from storage that others write.
+
+    Raises:
+        ValueError: it does not.
+    """
+    count = num_digests(listing.digests)
+    if (len(listing.label_of), len(listing.parents), len(listing.digests)) != (2 * count, 4 * count, 32 * count):
+        raise ValueError(f"{len(listing.parents)} bytes of parents for {len(listing.digests)} of digests")
+    for chunk in range(count):
+        parent = int.from_bytes(listing.parents[4 * chunk : 4 * chunk + 4], "little")
+        if parent != _NO_PARENT and parent >= chunk:
+            raise ValueError(f"chunk {chunk} before its parent {parent}")
+        label = int.from_bytes(listing.label_of[2 * chunk : 2 * chunk + 2], "little")
+        if label >= len(listing.labels):
+            raise ValueError(f"label {label} of {len(listing.labels)}")

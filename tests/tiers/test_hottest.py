@@ -1,0 +1,298 @@
+"""Lists of hot prefixes between depots that share a tier; each depot has a pool of real memory, and a clock to turn."""
+
+import mmap
+import os
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import msgspec
+import pytest
+
+from kvdepot.index.index import ChunkIndex
+from kvdepot.keys import KeyRun, Namespace, digest_at, hash_prefix
+from kvdepot.lab.processes import wait_until
+from kvdepot.layout import GroupKind
+from kvdepot.pool.extents import ExtentAllocator
+from kvdepot.pool.table import IndexTable, Writer
+from kvdepot.server.depot import Depot
+from kvdepot.server.hottest import LIST_BYTES, PERIOD_SECONDS, Hottest
+from kvdepot.tiers.base import TierPool
+from kvdepot.tiers.queue import TierQueue
+from kvdepot.tiers.tiering import Tiering, TieringSettings
+from kvdepot.tiers.url import TierUrl, open_tier
+from kvdepot.wire import frames
+from kvdepot.wire import messages as m
+
+PAGE = 4096
+POOL_BYTES = 8 << 20
+SPEC = m.CacheSpec(1, (m.GroupShape(GroupKind.FULL_ATTENTION, 1),), "bytes")
+
+
+def prompt(name: str, num_chunks: int, tenant: str = "default", head: int = 0) -> KeyRun:
+    """Return a prompt whose first `head` chunks are those of all others."""
+    tokens = [*range(head), *random.Random(name).sample(range(1000, 100_000), num_chunks - head)]
+    return hash_prefix(Namespace("model", tenant=tenant), 1, tokens)
+
+
+class Node:
+    """A depot over a shared folder, and its engine."""
+
+    def __init__(self, folder: Path, wall_clock: Callable[[], float], num_chunks: int = 8192) -> None:
+        self.now = 100.0
+        self.fd = os.memfd_create("pool")
+        os.ftruncate(self.fd, POOL_BYTES)
+        self.pool = TierPool(self.fd, memoryview(mmap.mmap(self.fd, POOL_BYTES)))
+        self.index = ChunkIndex(ExtentAllocator(POOL_BYTES), IndexTable.in_memory(num_chunks))
+        self.depot = Depot(self.index, epoch=1, lease_seconds=10.0, clock=lambda: self.now)
+        self.tiering = Tiering(
+            self.index,
+            [TierQueue(open_tier(TierUrl.parse(f"file://{folder}"), self.pool), self.pool, "shared")],
+            TieringSettings(),
+            names_of=self.depot.labels.names.__getitem__,
+            end_store=self.depot.stores.end_one_above_quota,
+            on_corrupt=self.depot.remove_corrupt,
+            clock=lambda: self.now,
+        )
+        self.depot.state.tiering = self.tiering
+        Hottest(self.depot.state, self.depot.contexts, self.fd, wall_clock)
+        self.context = 0
+
+    def attach(self) -> None:
+        details = (m.GroupDetail((PAGE,), 8),)
+        request = m.RegisterKVCache(m.PROTOCOL_VERSION, "engine", 0, 1, "none", "none", "model", SPEC, details)
+        self.context = self.ask(request).context
+
+    def ask(self, request: frames.Request) -> Any:
+        return self.depot.handle(1, Writer(1, 1), request)
+
+    def store(self, run: KeyRun) -> None:
+        for start in range(0, run.num_chunks, m.MAXIMUM_STORE_ENTRIES):
+            part = run.slice(start, min(start + m.MAXIMUM_STORE_ENTRIES, run.num_chunks))
+            plan = self.ask(
+                m.PrepareStore(
+                    self.context, "r", run.tenant, part.digests, part.first_chunk, part.parent, (part.num_chunks,)
+                )
+            )
+            for chunk, _, _, _, _, _, offset, size in m.EXTENT.iter_unpack(plan.extents):
+                self.pool.view[offset : offset + size] = content(part, chunk)
+            if plan.ticket:
+                self.ask(m.CommitStore(self.context, plan.ticket))
+
+    def use(self, run: KeyRun) -> None:
+        reply = self.ask(m.Lookup(self.context, "r", run.digests, run.tenant))
+        self.ask(m.Release(self.context, (reply.lease,)))
+
+    def holds(self, run: KeyRun) -> int:
+        """Return how many chunks the pool has; their bytes must be right."""
+        found, _ = self.index.match(self.index.spaces[0], run.digests)
+        for start in range(0, found, 100):
+            part = run.slice(start, min(start + 100, found))
+            request = m.PrepareRetrieve(self.context, "r", part.digests, start, (part.num_chunks,))
+            plan = self.ask(request)
+            assert plan.num_chunks == part.num_chunks
+            for chunk, _, _, _, _, _, offset, size in m.EXTENT.iter_unpack(plan.extents):
+                assert self.pool.view[offset : offset + size] == content(part, chunk)
+            self.ask(m.Release(self.context, (plan.lease,)))
+        return found
+
+    def turn(self) -> None:
+        self.now += 0.1
+        self.depot.state.timers.expire(self.now)
+        self.depot.background.work(lambda: True)
+        self.tiering.turn()
+
+    def turn_until(self, is_over: Callable[[], bool]) -> None:
+        wait_until(lambda: (self.turn(), is_over())[1])
+
+    def settle(self) -> None:
+        """Let everything arrive in the tier."""
+        for _ in range(3):
+            self.turn_until(
+                lambda: not any(q.queued_write_bytes for q in self.tiering.queues) and not self.tiering.num_refreshing
+            )
+            self.now += 3.0
+
+    @property
+    def num_lists(self) -> int:
+        return self.depot.counters["hottest_lists_written"]
+
+    @property
+    def num_promoted(self) -> int:
+        return self.depot.counters["hottest_chunks_promoted"]
+
+    def is_idle(self) -> bool:
+        return not self.depot.background.num_waiting and not len(self.tiering.promotions)
+
+
+def content(run: KeyRun, chunk: int) -> bytes:
+    return random.Random(digest_at(run.digests, chunk)).randbytes(PAGE)
+
+
+class Fleet:
+    """Nodes over one folder, with one wall clock."""
+
+    def __init__(self, folder: Path) -> None:
+        self.wall = 1_000_000.0 * PERIOD_SECONDS
+        self.folder = folder
+        self.nodes: list[Node] = []
+
+    def node(self) -> Node:
+        self.nodes.append(Node(self.folder, lambda: self.wall))
+        return self.nodes[-1]
+
+    def write_list(self, node: Node) -> None:
+        """Let a node's moment in the next period come, and its list arrive."""
+        before = node.num_lists
+        self.wall += 2 * PERIOD_SECONDS - 1
+        node.turn_until(lambda: node.num_lists > before)
+        node.settle()
+        self.wall -= PERIOD_SECONDS - 1
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[Fleet]:
+    fleet = Fleet(tmp_path)
+    yield fleet
+    for node in fleet.nodes:
+        node.tiering.close()
+        node.index.check_integrity()
+        os.close(node.fd)
+
+
+def test_a_new_depot_has_what_others_use_most_before_its_first_request(fleet: Fleet) -> None:
+    old, new = fleet.node(), fleet.node()
+    old.attach()
+    hot = [prompt(f"hot {number}", 40, tenant="ab"[number % 2], head=8 * (number % 2)) for number in range(4)]
+    cold = prompt("cold", 40)
+    for run in [*hot, cold]:
+        old.store(run)
+    old.settle()
+    for run in hot:
+        old.use(run)
+    fleet.write_list(old)
+    assert old.index.extents.used_bytes == (5 * 40 - 8) * PAGE, "the list has left the pool"
+    new.attach()
+    new.turn_until(lambda: new.num_promoted >= 152)
+    assert [new.holds(run) for run in hot] == [40] * 4
+    assert new.holds(cold) == 0
+    new.turn_until(new.is_idle)
+    assert new.index.extents.used_bytes == 152 * PAGE, "no list stays in the pool"
+
+
+def test_lists_of_several_depots_are_taken_and_the_most_used_prefixes_first(fleet: Fleet) -> None:
+    """A quarter of the pool has room for 512 chunks: for two prompts of 200, and half of a third one."""
+    first, second, new = fleet.node(), fleet.node(), fleet.node()
+    runs = [prompt(f"{number}", 200) for number in range(4)]
+    for node, mine in ((first, runs[:1]), (second, runs[1:])):
+        node.attach()
+        for run in mine:
+            node.store(run)
+        node.settle()
+    for number, run in enumerate(runs[1:]):
+        for _ in range(3 - number):
+            second.use(run)
+    first.use(runs[0])
+    fleet.write_list(first)
+    fleet.write_list(second)
+    new.attach()
+    new.turn_until(lambda: new.num_promoted >= 512)
+    new.turn_until(new.is_idle)
+    assert new.holds(runs[1]) == new.holds(runs[2]) == 200
+    assert new.holds(runs[3]) == 112
+    assert new.holds(runs[0]) == 0
+    assert new.index.extents.used_bytes == POOL_BYTES // 4
+
+
+def test_a_depot_that_is_full_enough_promotes_nothing(fleet: Fleet) -> None:
+    old, new = fleet.node(), fleet.node()
+    old.attach()
+    old.store(prompt("hot", 40))
+    old.settle()
+    old.use(prompt("hot", 40))
+    fleet.write_list(old)
+    new.attach()
+    new.store(prompt("mine", 512))
+    new.settle()
+    new.turn_until(new.is_idle)
+    assert new.num_promoted == 0
+    assert new.holds(prompt("hot", 40)) == 0
+
+
+def test_a_prompt_that_left_the_pool_is_listed_as_far_as_it_is_there(fleet: Fleet) -> None:
+    old, new, run = fleet.node(), fleet.node(), prompt("hot", 40)
+    old.attach()
+    old.store(run)
+    old.settle()
+    old.use(run)
+    old.use(run.slice(0, 30))
+    for chunk in range(39, 29, -1):
+        assert old.index.evict(old.index.spaces[0].nodes[digest_at(run.digests, chunk)])
+    old.store(prompt("another", 20))
+    fleet.write_list(old)
+    new.attach()
+    new.turn_until(lambda: new.num_promoted >= 30)
+    new.turn_until(new.is_idle)
+    assert new.holds(run) == 30
+
+
+def test_nothing_is_listed_without_a_use(fleet: Fleet) -> None:
+    node = fleet.node()
+    node.attach()
+    node.store(prompt("stored", 20))
+    node.settle()
+    for _ in range(4):
+        fleet.wall += PERIOD_SECONDS
+        for _ in range(20):
+            node.turn()
+    assert node.num_lists == 0
+
+
+@pytest.mark.parametrize(
+    "listing",
+    [
+        (["label"], b"", b"", b""),
+        ([("a", "model", "")], b"\0\0", b"\0\0\0\0", b"k" * 32),
+        ([("a", "model", "")], b"\1\0", b"\xff\xff\xff\xff", b"k" * 32),
+        ([("a", "model", "")], b"\0\0", b"\xff\xff\xff\xff", b"k" * 64),
+        ([("a" * 2000, "model", "")], b"\0\0", b"\xff\xff\xff\xff", b"k" * 32),
+        "nonsense",
+    ],
+    ids=["labels", "its own parent", "unknown label", "too few parents", "a long name", "no list"],
+)
+def test_a_list_that_contradicts_itself_is_passed_over(
+    listing: object, fleet: Fleet, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new, run = fleet.node(), fleet.node(), prompt("hot", 40)
+    old.attach()
+    old.store(run)
+    old.settle()
+    old.use(run)
+    with monkeypatch.context() as patched:
+        patched.setattr(Hottest, "_pack", Mock(return_value=msgspec.msgpack.encode(listing)))
+        fleet.write_list(old)
+    new.attach()
+    new.turn_until(lambda: "passed over" in caplog.text)
+    new.turn_until(new.is_idle)
+    assert new.num_promoted == 0
+    assert new.depot.counters["requests_failed"] == new.depot.counters["chores_failed"] == 0
+
+
+def test_long_names_leave_room_for_fewer_chunks(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvdepot.server.hottest.LIST_BYTES", 2000)
+    old, new = fleet.node(), fleet.node()
+    old.attach()
+    runs = [prompt(f"{number}", 10, tenant=f"{number}" * 250) for number in range(6)]
+    for run in runs:
+        old.store(run)
+    old.settle()
+    for run in runs:
+        old.use(run)
+    fleet.write_list(old)
+    new.attach()
+    new.turn_until(lambda: new.num_promoted > 0)
+    new.turn_until(new.is_idle)
+    assert 0 < sum(new.holds(run) for run in runs) < 60
+    assert LIST_BYTES > 2000
