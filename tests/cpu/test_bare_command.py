@@ -59,6 +59,7 @@ def store(directory: Path) -> None:
         worker.close()
 
 
+@pytest.mark.slow
 @pytest.mark.promise(23)
 def test_the_bare_command_finds_its_cache_again_however_much_memory_is_free_by_then(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

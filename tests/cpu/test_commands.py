@@ -60,6 +60,7 @@ def test_the_demo_verifies_what_two_engines_share_and_survives_a_killed_depot() 
     assert without["compute_seconds"] > summary["compute_seconds"]
 
 
+@pytest.mark.slow
 def test_a_trace_is_replayed_with_real_bytes(trace: Path) -> None:
     summary = run_json("replay", str(trace), "--pool-size", "64MiB", "--policy", "arc")
     assert summary["num_requests"] == 60

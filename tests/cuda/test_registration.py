@@ -197,6 +197,7 @@ class TestAWorker:
     def worker_options(self) -> dict[str, Any]:
         return {"piece_bytes": 2 * self.UNIT_BYTES, "plan": "large pages", "num_pieces": self.NUM_PIECES}
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("has_kernel", [False, True])
     def test_no_copy_crosses_the_end_of_what_is_registered(
         self, has_kernel: bool, cache: MakeCache, driver: FullDevice, monkeypatch: pytest.MonkeyPatch

@@ -206,6 +206,7 @@ def test_where_quotas_leave_nothing_the_others_may_still_borrow() -> None:
     assert fill(worker, "a", range(32)) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.promise(71)
 def test_whatever_others_hold_a_tenant_has_its_quota(policy: str) -> None:

@@ -429,6 +429,7 @@ def test_subscribers_that_come_again_and_again_leave_each_snapshot_its_end(
     assert publisher.due == float("inf")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_kills", [1, 2])
 def test_tokens_survive_a_killed_depot(num_kills: int, depot: DepotProcess, context: Context) -> None:
     engine, run = Engine(depot), prompt(5, "a")

@@ -234,6 +234,7 @@ HALF_A_BODY = b"POST /cache/find HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sent", [SILENT, HALF_A_HEADER, HALF_A_BODY], ids=["silent", "header", "body"])
 @pytest.mark.promise(63)
 def test_health_is_answered_whoever_holds_connections(http: Http, sent: bytes) -> None:
@@ -572,6 +573,7 @@ def test_the_settings_name_no_secrets() -> None:
     assert settings["pool_size"] == 64 << 20
 
 
+@pytest.mark.slow
 def test_every_path_is_in_the_openapi_document_and_answers_what_it_says(http: Http) -> None:
     document = json.loads(http.get("/openapi.json")[1])
     assert set(document["paths"]) == paths_of_the_application() - {"/openapi.json", "/"}

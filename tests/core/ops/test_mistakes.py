@@ -54,6 +54,7 @@ def test_a_value_out_of_bounds_is_refused_in_one_line(arguments: list[str], reas
     assert said.count("\n") == 1
 
 
+@pytest.mark.slow
 @small_shm
 @pytest.mark.parametrize("command", [["demo"], ["bench", "lookup"]])
 def test_a_small_dev_shm_ends_a_demo_with_the_way_out(command: list[str]) -> None:
@@ -144,6 +145,7 @@ def said_by(*arguments: str) -> str:
     return subprocess.run([*_COMMAND, *arguments], capture_output=True, text=True, timeout=60, check=False).stdout
 
 
+@pytest.mark.slow
 def test_dir_and_url_name_a_depot_wherever_one_is_named(tmp_path: Path) -> None:
     with DepotProcess() as depot:
         for flag in ("--dir", "--url"):

@@ -232,6 +232,7 @@ with DepotProcess(pool_size="50MiB") as depot:
 _SMALL_SHM = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=64m none /dev/shm && exec "$@"', "sh"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     subprocess.run([*_SMALL_SHM, "true"], capture_output=True, check=False).returncode != 0,
     reason="needs the right to mount a tmpfs, as root has",

@@ -174,6 +174,7 @@ def test_a_full_disk_is_a_small_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
     file.close()
 
 
+@pytest.mark.slow
 @pytest.mark.promise(61)
 def test_remembering_finding_and_forgetting_take_a_millisecond_among_100_000_sessions() -> None:
     file = PrefixFile.in_memory()

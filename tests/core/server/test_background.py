@@ -191,6 +191,7 @@ def test_very_long_lookups_wait_for_one_sample_at_a_time(bench: Bench) -> None:
     assert bench.depot.background.num_waiting
 
 
+@pytest.mark.slow
 @pytest.mark.promise(61)
 def test_very_many_hints_wait_neither_without_bound_nor_before_operators(bench: Bench) -> None:
     runs = [prompt(name, tenant="ab"[name % 2]) for name in range(4)]

@@ -161,6 +161,7 @@ def test_the_status_of_many_tenants() -> None:
     assert tenants["(others)"] == {"used_bytes": 2 * PAGE * (num_tenants - MAXIMUM_ROWS)}
 
 
+@pytest.mark.slow
 @pytest.mark.promise(61)
 def test_a_thousand_workers_of_one_cache() -> None:
     bench, num_workers, num_groups = Bench(filled=False), 1000, 4
@@ -209,6 +210,7 @@ def test_a_boundary_of_states_is_looked_for_so_far_and_no_further(num_new: int, 
     assert bench.index.match(bench.index.space(spec), run.digests)[0] == expected
 
 
+@pytest.mark.slow
 @pytest.mark.promise(61)
 def test_a_victim_is_found_in_a_few_steps_when_nearly_all_was_used_again() -> None:
     """What leaves then need not be the very coldest, but none of those that were used last."""

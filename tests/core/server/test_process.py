@@ -84,6 +84,7 @@ def test_neither_server_nor_client_has_a_socket_that_leaves_the_machine(busy: De
             assert sockets & network == set()
 
 
+@pytest.mark.slow
 @pytest.mark.promise(66)
 @pytest.mark.parametrize("same_directory", [False, True])
 def test_a_second_depot_on_a_living_depot_s_pool_says_who_has_it(
@@ -153,6 +154,7 @@ def change_record(table: bytearray, place: int, value: int) -> None:
     table[base + 116 : base + 120] = crc.to_bytes(4, "little")
 
 
+@pytest.mark.slow
 @pytest.mark.promise(60)
 @pytest.mark.parametrize(
     ("place", "value"),
@@ -187,6 +189,7 @@ def frame(body: bytes) -> bytes:
     return len(body).to_bytes(4, "little") + zlib.crc32(body).to_bytes(4, "little") + body
 
 
+@pytest.mark.slow
 @pytest.mark.promise(60)
 @pytest.mark.parametrize(
     "raw",
@@ -225,6 +228,7 @@ def test_names_that_no_server_wrote_are_a_cold_start(raw: bytes, depot: DepotPro
     assert depot.status().num_entries == 0
 
 
+@pytest.mark.slow
 @pytest.mark.promise(23)
 @pytest.mark.parametrize("tail", [b"\x05", frame(b"\x92\x90\x90")[:-1], b"\x00\x01\x00\x00" + bytes(40)])
 def test_a_name_that_was_not_written_to_its_end_is_cut_off(tail: bytes, depot: DepotProcess) -> None:

@@ -141,6 +141,7 @@ def test_lookups_stores_and_hints_of_engines(full: FullDepot) -> None:
     gate(full, ENGINE_SECONDS, work)
 
 
+@pytest.mark.slow
 @pytest.mark.promise(61)
 def test_notes_and_lookups_of_contents(full: FullDepot) -> None:
     run = prompt(NUM_PROMPTS + ROUNDS)
@@ -164,6 +165,7 @@ def test_notes_and_lookups_of_contents(full: FullDepot) -> None:
     gate(full, ENGINE_SECONDS, work)
 
 
+@pytest.mark.slow
 @pytest.mark.promise(61)
 def test_many_leases_that_expire_and_sessions_that_end_at_once(full: FullDepot) -> None:
     runs = [prompt(name) for name in range(8)]
