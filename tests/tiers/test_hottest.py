@@ -296,3 +296,18 @@ def test_long_names_leave_room_for_fewer_chunks(fleet: Fleet, monkeypatch: pytes
     new.turn_until(new.is_idle)
     assert 0 < sum(new.holds(run) for run in runs) < 60
     assert LIST_BYTES > 2000
+
+
+def test_lists_of_the_last_periods_are_taken_and_no_older_ones(fleet: Fleet) -> None:
+    nodes, new = [fleet.node() for _ in range(4)], fleet.node()
+    runs = [prompt(f"{number}", 10) for number in range(4)]
+    for node, run in zip(nodes, runs, strict=True):
+        node.attach()
+        node.store(run)
+        node.settle()
+        node.use(run)
+        fleet.write_list(node)
+    new.attach()
+    new.turn_until(lambda: new.num_promoted >= 30)
+    new.turn_until(new.is_idle)
+    assert [new.holds(run) for run in runs] == [0, 10, 10, 10]
