@@ -192,8 +192,7 @@ class Hottest:
         record, _, offset, size = begun[0].extent
         os.pwrite(self._pool_fd, (len(body).to_bytes(4, "little") + body).ljust(size, b"\0"), offset)
         (node,) = index.seal([record], int(state.clock()))
-        yield from self._turns.total(index.priorities.end_session(node, label.__eq__))
-        yield from self._turns.total(tiering.leave(node))
+        yield from self._turns.total(tiering.leave(node, label.__eq__))
         return 1
 
     # --- reading --------------------------------------------------------------------------------------------------
