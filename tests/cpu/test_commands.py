@@ -84,6 +84,7 @@ def test_a_trace_that_is_none_is_an_error_in_one_line(tmp_path: Path) -> None:
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.slow
 def test_status_is_for_people_and_for_machines() -> None:
     with DepotProcess() as depot:
         fields = run_json("status", "--url", depot.url)

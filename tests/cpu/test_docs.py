@@ -47,6 +47,7 @@ def spans() -> Iterator[tuple[str, str]]:
 BLOCKS, COMMANDS = dict(python_blocks()), dict(commands())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", BLOCKS)
 @pytest.mark.promise(6)
 def test_python_runs_as_it_stands(place: str, tmp_path: Path) -> None:

@@ -53,6 +53,7 @@ class TestFaults(FaultSuite):
         return command(url, instance)
 
 
+@pytest.mark.slow
 @pytest.mark.promise(10, 24, 26)
 def test_leases_of_a_killed_scheduler_end_at_once(depot: DepotProcess, spawn: Spawn) -> None:
     victim = spawn("victim")
@@ -64,6 +65,7 @@ def test_leases_of_a_killed_scheduler_end_at_once(depot: DepotProcess, spawn: Sp
     wait_until(lambda: depot.status().num_sessions == 0, 1.0)
 
 
+@pytest.mark.slow
 def test_two_engines_that_store_the_same_at_once_make_one_copy(depot: DepotProcess, spawn: Spawn) -> None:
     engines = [spawn("one"), spawn("two")]
     for engine in engines:

@@ -57,6 +57,7 @@ def test_a_generation_is_found_in_the_tier_under_its_own_name_and_by_session(dep
         assert reply.count == 4
 
 
+@pytest.mark.slow
 def test_status_names_versions_and_the_next_server_knows_them(depot: DepotProcess) -> None:
     with ExitStack() as stack:
         engine = EngineModel("trained", GEOMETRY, 512, namespace(""), url=depot.url, chunk_tokens=CHUNK_TOKENS)

@@ -104,6 +104,7 @@ def test_the_next_server_waits_for_a_container_that_may_be_writing_and_for_no_ot
     assert depot.status().pool_used_bytes == 2 * CHUNK
 
 
+@pytest.mark.slow
 @pytest.mark.promise(23, 54)
 def test_a_container_that_comes_back_to_the_next_server_frees_what_it_left(depot: DepotProcess, spawn: Spawn) -> None:
     engine = spawn("engine")

@@ -326,6 +326,7 @@ def test_stores_of_other_clouds_open_without_asking_them(monkeypatch: pytest.Mon
         open_url(text, make_pool()).close()
 
 
+@pytest.mark.slow
 @pytest.mark.promise(77)
 def test_a_lookup_waits_for_what_another_depot_writes_to_shared_files(tmp_path: Path) -> None:
     with (

@@ -420,6 +420,7 @@ def settle(depot: DepotProcess) -> None:
     wait_until(lambda: not depot.status().tiers[0].queued_write_bytes, what="the end of writes")
 
 
+@pytest.mark.slow
 @pytest.mark.promise(78)
 def test_a_server_that_came_back_empty_gets_again_what_a_pool_is_asked_for(own_server: ValkeyServer) -> None:
     with (

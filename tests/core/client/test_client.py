@@ -146,6 +146,7 @@ def test_a_lookup_that_does_not_start_at_the_beginning_is_refused(client: Schedu
         client.lookup("r", prompt(3).slice(1))
 
 
+@pytest.mark.slow
 @pytest.mark.promise(4, 23)
 def test_a_killed_depot_costs_less_than_a_deadline_and_comes_back(client: SchedulerClient, depot: DepotProcess) -> None:
     epoch = depot.status().epoch

@@ -11,6 +11,7 @@ from kvdepot.engines.fingerprint import fingerprint
 from support.weights import archive, model_tensors, safetensors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("write", [safetensors, archive])
 @pytest.mark.promise(19, 69)
 def test_any_tensor_that_changed_in_place_makes_other_weights(

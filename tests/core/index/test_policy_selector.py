@@ -47,6 +47,7 @@ def found(traffic: Traffic) -> dict[str, float]:
     return {row.policy: row.hit_rate for row in table.rows if row.pool_bytes == POOL * CHUNK}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("traffic", "better", "worse"), [(popular, "arc", "lru"), (soon_again, "lru", "arc")])
 def test_auto_is_at_most_a_point_below_the_better_rule(traffic: Traffic, better: str, worse: str) -> None:
     rates = found(traffic)

@@ -112,6 +112,7 @@ def test_a_depot_that_starts_empty_says_so(context: Context) -> None:
         assert router.topics == {b""}
 
 
+@pytest.mark.slow
 def test_numbers_grow_across_a_restart(context: Context) -> None:
     """Dynamo takes a lower number than before for old news."""
     last = 0
@@ -356,6 +357,7 @@ def test_a_port_that_is_taken_is_an_error_in_words(depot: DepotProcess, context:
         EventPublisher(context, Holdings(), depot.status().event_endpoints[0], None)
 
 
+@pytest.mark.slow
 def test_who_is_slow_misses_nothing_of_what_may_wait(context: Context, tmp_path: Path) -> None:
     """Regression: the bound was set after binding, so it was ZMQ's thousand, for batches sent again as well."""
     holdings, num_batches = Holdings(), 3000
@@ -443,6 +445,7 @@ def test_tokens_survive_a_killed_depot(num_kills: int, depot: DepotProcess, cont
     assert [token for each in ids_of(run) for token in router.tokens[each]] == tokens_of(run, 64)
 
 
+@pytest.mark.slow
 def test_damaged_tokens_end_the_file_and_nothing_else(depot: DepotProcess, context: Context) -> None:
     engine, runs = Engine(depot), [prompt(2, name) for name in "abc"]
     for run in runs:
@@ -488,6 +491,7 @@ def test_a_depot_without_events_forgets_the_tokens_of_an_earlier_one(tmp_path: P
     assert b"secret" not in (tmp_path / TOKENS_FILE).read_bytes()
 
 
+@pytest.mark.slow
 def test_chunks_that_only_a_tier_has_are_announced_there(tmp_path: Path, context: Context) -> None:
     """A hit brings them back into the pool, and they leave the tier's medium."""
     tier = f"disk://{tmp_path}/tier?capacity=64MiB"

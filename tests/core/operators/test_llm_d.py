@@ -10,6 +10,7 @@ from support.llm_d import Index
 from support.peer import prompt
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block_tokens", [64, 16], ids=["the engine's blocks", "four in a block"])
 def test_llm_d_indexes_what_a_depot_holds(block_tokens: int, context: Context) -> None:
     flags = ("--events", "tcp://127.0.0.1:0", "--events-topic", "kv@node-7@{model}")

@@ -85,6 +85,7 @@ def test_health_follows_the_request_loop(depot: DepotProcess, http: Http) -> Non
     assert http.get("/healthz")[0] == 200
 
 
+@pytest.mark.slow
 def test_metrics_count_what_happened(http: Http, peer: Peer) -> None:
     assert peer.store(prompt(3, "a")) == 3
     assert peer.find(prompt(3, "a")).num_chunks == 3
@@ -96,6 +97,7 @@ def test_metrics_count_what_happened(http: Http, peer: Peer) -> None:
     assert metrics["kvdepot_leases"] == 1
 
 
+@pytest.mark.slow
 def test_tiers_have_metrics_of_their_own() -> None:
     with DepotProcess("--tier", "memory://?capacity=1MiB") as depot:
         http = Http(depot)
@@ -105,6 +107,7 @@ def test_tiers_have_metrics_of_their_own() -> None:
         http.server.close()
 
 
+@pytest.mark.slow
 def test_status_is_what_the_command_shows(http: Http, depot: DepotProcess) -> None:
     status, text = http.get("/status")
     assert status == 200
@@ -112,6 +115,7 @@ def test_status_is_what_the_command_shows(http: Http, depot: DepotProcess) -> No
     assert json.loads(http.get("/tenants")[1]) == {}
 
 
+@pytest.mark.slow
 def test_changes_take_the_token(http: Http, peer: Peer, depot: DepotProcess) -> None:
     peer.store(prompt(3, "a"))
     for token in ("", "wrong", TOKEN + "x"):
@@ -123,6 +127,7 @@ def test_changes_take_the_token(http: Http, peer: Peer, depot: DepotProcess) -> 
     assert depot.status().events[-1][1].startswith("cleared everything: 3 entries removed, asked by process ")
 
 
+@pytest.mark.slow
 def test_a_session_is_kept_and_forgotten_by_its_name(http: Http, peer: Peer) -> None:
     peer.store(prompt(2, "a"))
     peer.ask(m.Hint(peer.context, "default", prompt(2, "a").digests, session="agent"))
@@ -139,6 +144,7 @@ def test_a_session_is_kept_and_forgotten_by_its_name(http: Http, peer: Peer) -> 
     assert http.post("/sessions/forget", {"session": "agent"})[0] == 409
 
 
+@pytest.mark.slow
 def test_what_is_here_is_warm_without_an_engine(http: Http, peer: Peer, depot: DepotProcess) -> None:
     peer.store(prompt(2, "a"))
     peer.close()
@@ -155,6 +161,7 @@ def test_a_body_that_is_wrong_is_refused_and_changes_nothing(body: bytes, shared
     assert "error" in json.loads(text)
 
 
+@pytest.mark.slow
 @pytest.mark.promise(62)
 def test_without_the_token_nobody_learns_who_has_what(http: Http, peer: Peer) -> None:
     """Every path there is, by every method; new ones are asked, too."""
@@ -383,6 +390,7 @@ def children_of(pid: int) -> list[int]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.promise(61)
 def test_the_depots_process_runs_no_http(depot: DepotProcess) -> None:
     """Its Python would keep the loop waiting for the interpreter's lock."""
@@ -397,6 +405,7 @@ server.close()
     assert shown.stdout.strip() == "[]"
 
 
+@pytest.mark.slow
 def test_a_depot_serves_http_by_flag() -> None:
     with DepotProcess("--http", "127.0.0.1:0", log_level="info") as depot:
         url = f"http://127.0.0.1:{port_of(depot)}"
@@ -414,6 +423,7 @@ def test_a_depot_serves_http_by_flag() -> None:
         assert depot.terminate() == 0
 
 
+@pytest.mark.slow
 def test_a_client_that_leaves_while_it_sends_puts_nothing_into_the_log(capfd: pytest.CaptureFixture[str]) -> None:
     with DepotProcess("--http", "127.0.0.1:0") as depot:
         port = port_of(depot)
@@ -427,6 +437,7 @@ def test_a_client_that_leaves_while_it_sends_puts_nothing_into_the_log(capfd: py
     assert "Traceback" not in capfd.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.promise(62)
 def test_a_depot_makes_a_token_for_its_user_alone(tmp_path: Path) -> None:
     with DepotProcess("--http", "127.0.0.1:0") as depot:
@@ -463,6 +474,7 @@ def port_of(depot: DepotProcess) -> int:
     return port
 
 
+@pytest.mark.slow
 def test_a_port_that_is_taken_says_so_and_leaves_no_pool(tmp_path: Path) -> None:
     with DepotProcess() as depot:
         http = Http(depot)
@@ -495,6 +507,7 @@ def hex_of(run: KeyRun) -> list[str]:
     return [run.digests[place : place + 32].hex() for place in range(0, len(run.digests), 32)]
 
 
+@pytest.mark.slow
 def test_a_prefix_is_found_with_whose_it_is_and_who_holds_it(http: Http, peer: Peer) -> None:
     peer.store(prompt(3, "a"))
     status, found = http.post("/cache/find", {"digests": hex_of(prompt(5, "a"))})
@@ -508,6 +521,7 @@ def test_a_prefix_is_found_with_whose_it_is_and_who_holds_it(http: Http, peer: P
     assert http.post("/cache/find", {"digests": hex_of(prompt(2, "b"))}) == (200, [])
 
 
+@pytest.mark.slow
 def test_one_prefix_is_cleared_up_to_what_another_needs(http: Http, peer: Peer, depot: DepotProcess) -> None:
     peer.store(prompt(6, "a"))
     other = hash_prefix(Namespace("model", tenant_salt="a"), 64, [*range(128), *range(1000, 1128)])
@@ -519,6 +533,7 @@ def test_one_prefix_is_cleared_up_to_what_another_needs(http: Http, peer: Peer, 
     assert http.post("/cache/clear", {"digests": hex_of(other)}) == (200, {"count": 0}), "a lease holds it"
 
 
+@pytest.mark.slow
 def test_a_quota_is_changed_at_runtime(http: Http, peer: Peer) -> None:
     peer.store(prompt(3, "a"))
     body = {"tenant": "default", "quota_bytes": 1 << 20}
@@ -532,6 +547,7 @@ def test_a_quota_is_changed_at_runtime(http: Http, peer: Peer) -> None:
     assert http.post("/tenants/quota", {"tenant": "default", "quota_bytes": 0}) == (200, {"count": 3})
 
 
+@pytest.mark.slow
 def test_a_draining_depot_finds_and_takes_no_stores(http: Http, peer: Peer, depot: DepotProcess) -> None:
     peer.store(prompt(3, "a"))
     ticket = peer.prepare(prompt(2, "b")).ticket
@@ -546,6 +562,7 @@ def test_a_draining_depot_finds_and_takes_no_stores(http: Http, peer: Peer, depo
     assert peer.store(prompt(3, "c")) == 3
 
 
+@pytest.mark.slow
 def test_the_log_level_is_changed_at_runtime(http: Http, depot: DepotProcess) -> None:
     assert json.loads(http.get("/loglevel")[1]) == {"level": "warning"}
     assert http.post("/loglevel", {"level": "debug"}) == (200, {"level": "debug"})
@@ -561,6 +578,7 @@ def paths_of_the_application() -> set[str]:
     return {route.path for route in app.routes if isinstance(route, Route)}
 
 
+@pytest.mark.slow
 def test_the_settings_name_no_secrets() -> None:
     with DepotProcess("--tier", "memory://user:hunter2@host?capacity=1MiB") as depot:
         http = Http(depot)

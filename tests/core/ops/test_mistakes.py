@@ -116,6 +116,7 @@ def test_a_wrong_argument_is_named_in_one_line() -> None:
     )
 
 
+@pytest.mark.slow
 def test_after_a_kill_status_says_at_once_that_there_is_no_depot(depot: DepotProcess) -> None:
     depot.kill()
     status, said = run("status", "--url", depot.url)
@@ -125,6 +126,7 @@ def test_after_a_kill_status_says_at_once_that_there_is_no_depot(depot: DepotPro
     )
 
 
+@pytest.mark.slow
 def test_a_tier_that_cannot_work_is_told_at_the_start_in_one_line(tmp_path: Path) -> None:
     folder, log = str(tmp_path / "d"), tmp_path / "log"
     with socket.socket() as closed, log.open("w") as written:
@@ -160,6 +162,7 @@ def test_dir_and_url_name_a_depot_wherever_one_is_named(tmp_path: Path) -> None:
         assert "the depot's directory has no name" in said
 
 
+@pytest.mark.slow
 def test_no_file_and_no_error_is_named_twice(tmp_path: Path) -> None:
     missing = str(tmp_path / "missing")
     for arguments in (

@@ -83,6 +83,7 @@ def test_without_a_terminal_it_is_one_frame(depot: DepotProcess) -> None:
     assert done.stdout.count("serving") == 1
 
 
+@pytest.mark.slow
 def test_in_a_terminal_it_is_drawn_again_and_again(depot: DepotProcess) -> None:
     leader, follower = pty.openpty()
     command = [sys.executable, "-m", "kvdepot", "top", "--url", depot.url, "--frames", "3", "--interval", "0.1"]

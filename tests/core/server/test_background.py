@@ -336,6 +336,7 @@ def test_a_prefix_is_looked_for_in_many_caches_step_by_step(bench: Bench) -> Non
     assert cleared.reply == m.Done(1, PROMPT_CHUNKS)
 
 
+@pytest.mark.slow
 @pytest.mark.promise(61)
 def test_of_very_many_caches_those_are_named_that_have_the_most_of_a_prefix(bench: Bench) -> None:
     details = (m.GroupDetail((PAGE,), 8),)

@@ -318,6 +318,7 @@ def test_other_tenants_and_forged_names_find_nothing() -> None:
     assert worker.ask(m.BlendLookup(worker.context, "r", forged)).runs == b""
 
 
+@pytest.mark.slow
 def test_random_prompts_agree_with_their_tokens() -> None:
     rng, scene = random.Random(0), bench(pages=120)
     worker = scene.worker()
@@ -374,6 +375,7 @@ def test_a_scheduler_asks_a_real_depot() -> None:
         worker.close()
 
 
+@pytest.mark.slow
 def test_a_new_server_is_told_again_and_cleared_chunks_are_no_sources() -> None:
     tokens = text(0, 640)
     key, segments = hash_prefix(NAMESPACE, SPEC.chunk_tokens, tokens), NAMER.name(tokens)

@@ -230,6 +230,7 @@ def test_a_victim_is_found_in_a_few_steps_when_nearly_all_was_used_again() -> No
     assert sum(is_here[: len(order) // 2]) <= 0.6 * len(order) / 2
 
 
+@pytest.mark.slow
 @pytest.mark.promise(61)
 def test_leaves_that_were_popped_over_are_found_later() -> None:
     """Leases keep the coldest chunks: chunks that can leave are found, if need be by the next store."""
@@ -248,6 +249,7 @@ def test_leaves_that_were_popped_over_are_found_later() -> None:
     assert bench.index.match(bench.index.spaces[0], prompt(NUM_CHUNKS - 1, 1).digests) == (0, ())
 
 
+@pytest.mark.slow
 @pytest.mark.promise(61)
 @pytest.mark.parametrize("num_prompts", [1, 64])
 def test_a_promotion_of_many_chunks(num_prompts: int) -> None:

@@ -423,6 +423,7 @@ def test_unread_replies_are_bounded_in_bytes_and_whoever_reads_gets_all_of_them(
         assert len(table.frames) == 5
 
 
+@pytest.mark.slow
 @pytest.mark.promise(74)
 def test_a_depot_holds_few_of_the_lookups_that_wait_for_its_tiers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -48,6 +48,7 @@ def open_files(pid: int | str) -> list[str]:
     return [os.readlink(entry.path) for entry in os.scandir(f"/proc/{pid}/fd") if os.path.lexists(entry.path)]
 
 
+@pytest.mark.slow
 @pytest.mark.promise(35)
 def test_the_server_opens_no_device_and_loads_no_engine(busy: DepotProcess) -> None:
     devices = [path for path in open_files(busy.pid) if path.startswith("/dev/")]
@@ -109,6 +110,7 @@ def test_a_second_depot_on_a_living_depot_s_pool_says_who_has_it(
 # --- nothing runs ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.promise(5)
 def test_no_module_unpickles_or_evaluates_anything() -> None:
     forbidden = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "eval", "exec", "compile", "yaml"}

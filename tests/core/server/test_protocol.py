@@ -386,6 +386,7 @@ def test_a_chunk_is_not_found_before_what_comes_before_it(peer: Peer, bystander:
     assert bystander.find(prompt(5)).num_chunks == 5
 
 
+@pytest.mark.slow
 def test_chunks_below_a_store_that_was_given_up_are_found_once_it_is_made_up_for(peer: Peer, bystander: Peer) -> None:
     first = peer.prepare(prompt(2))
     bystander.ask(m.CommitStore(bystander.context, bystander.prepare(prompt(5)).ticket))
