@@ -51,7 +51,8 @@ class Demotions:
         rule: when entries are written.
         least_tokens: shorter prefixes are not written.
         counters: those of tiering.
-        on_corrupt: called with record and header of an entry whose bytes do not match their checksum.
+        on_corrupt: called with record and header of an entry whose bytes do not match their checksum; compares the
+            header, as the record may be another entry's by now.
         clock: monotonic seconds.
     """
 
@@ -281,8 +282,7 @@ class Demotions:
                 self._evict_ended(node)
         for place in part.corrupt:
             record, header, _ = entries[place]
-            if self._index.table.header(record) == header:
-                self._on_corrupt(record, header)
+            self._on_corrupt(record, header)
 
     def _make_reserve(self, is_over: Callable[[], bool]) -> None:
         """Write and evict the entries that leave next, until the reserve is free or `is_over`."""
