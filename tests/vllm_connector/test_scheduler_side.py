@@ -2,6 +2,7 @@
 """The scheduler's side by itself: its claims, loads, stores and holds, without an engine."""
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -90,6 +91,9 @@ class Client:
 
     def release(self, lease: Lease) -> None:
         self.released.append(lease)
+
+    def change_weights(self, weights: str) -> None:
+        pass
 
     def close(self) -> None:
         pass
@@ -1008,3 +1012,25 @@ def test_the_log_tells_each_decision_about_a_request(
         "request asked: a store of 6 chunks from 0 on ended, 1 were cut",
         "request declined: no lookup, as it may not load",
     ]
+
+
+def test_the_log_names_the_namespace_again_once_the_weights_are_others(
+    scene: Callable[..., Scene], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "kvdepot_vllm")
+
+    def named(**settings: Any) -> list[str]:
+        caplog.clear()
+        it = scene(**settings)
+        it.side.log_namespace()
+        it.side.reset()
+        request = it.request(100)
+        it.side.matched_tokens(request, 0)
+        plan = it.step(request, 0, (blocks(1, 7),))
+        it.side.workers_reported(WorkerReport(weights={0: (plan.asks_for_weights, "others")}), (), (), set())
+        return re.findall(r'beside "tokens": \{"namespace": "(.*?)"', caplog.text)
+
+    before, after = named()
+    assert before == Namespace("m").digest(16).hex()
+    assert after != before
+    assert named(tenant_salt="secret") == []

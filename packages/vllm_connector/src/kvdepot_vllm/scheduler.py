@@ -5,6 +5,7 @@ lookup is sent when the request arrives, and its answer is polled.
 """
 
 import contextlib
+import json
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -400,11 +401,21 @@ class SchedulerSide:
     def _named(self) -> None:
         """Begin the requests that waited for a name of the weights."""
         self._client.change_weights(self._namespace.weights)
+        self.log_namespace()
         if self._feed is not None:
             self._feed.namespace = self._namespace.digest(self._cache.chunk_tokens)
         unnamed, self._unnamed = self._unnamed, {}
         for request in unnamed.values():
             self.begin(request)
+
+    def log_namespace(self) -> None:
+        """Log how operators name the prompts of this engine."""
+        if self._settings.tenant_salt:  # from the digest of a salted namespace others could compute a tenant's keys
+            return
+        chunk_tokens = self._cache.chunk_tokens
+        digest = self._namespace.digest(chunk_tokens).hex()
+        named = {"namespace": digest, "chunk_tokens": chunk_tokens, "tenant": self._settings.tenant}
+        logger.info('for "kvdepot warm" and "kvdepot find", beside "tokens": %s', json.dumps(named))
 
     @property
     def _namespace(self) -> Namespace:

@@ -6,7 +6,6 @@
 engine runs without a depot. Nothing here is used after the start.
 """
 
-import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -222,10 +221,7 @@ class Start:
             "in, and loads from," if settings.load else "in, and does not load from,",
             directory_of_url(settings.url),
         )
-        if not settings.tenant_salt:  # from the digest of a salted namespace others could compute a tenant's keys
-            digest = namespace.digest(cache.chunk_tokens).hex()
-            named = {"namespace": digest, "chunk_tokens": cache.chunk_tokens, "tenant": settings.tenant}
-            logger.info('for "kvdepot warm" and "kvdepot find", beside "tokens": %s', json.dumps(named))
+        scheduler.log_namespace()
         return scheduler
 
 
