@@ -29,6 +29,7 @@ class Storage(Tier):
     is_failing: bool = False
     batch_entries: int = 2
     keeps_runs: bool = False
+    wants_places: bool = False
 
     def _check(self) -> None:
         if self.is_failing:

@@ -4,13 +4,14 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from kvdepot.errors import ConfigError
-from kvdepot.keys import DIGEST_BYTES
+from kvdepot.keys import DIGEST_BYTES, KeyRun, digest_at
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.testing.tier import (
     Damage,
@@ -27,6 +28,7 @@ from kvdepot.testing.tier import (
     write_to,
 )
 from kvdepot.tiers.base import Tier, TierPool
+from kvdepot.tiers.keys import DEPTH_BYTES, RUN_BYTES
 from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.url import TierUrl, open_tier
 from kvdepot.tiers.valkey.connections import Connection, Server
@@ -153,15 +155,41 @@ def test_a_head_that_is_damaged_is_a_miss_and_its_parts_go_as_well(server: Valke
     tier.close()
 
 
-def test_entries_leave_after_their_time(server: ValkeyServer) -> None:
+def test_entries_leave_some_time_after_their_last_use_and_ends_of_prefixes_first(server: ValkeyServer) -> None:
+    pool = make_pool()
+    keys = [make_key(depth) + bytes(RUN_BYTES) + depth.to_bytes(DEPTH_BYTES, "big") for depth in (0, 100, 10**6)]
+    fill(pool, 0, keys, [8192] * 3)
+    tier = open_url(server.url(options="ttl=2h"), pool)
+    hours = 3_600_000
+    for use in (
+        lambda: write_to(tier, pool, keys, extents_of(0, [8192] * 3)),
+        lambda: read_from(tier, pool, keys, extents_of(3, [8192] * 3)),
+        lambda: tier.touch(keys, [8192] * 3),
+    ):
+        assert use() == [True] * 3
+        for key, expected in zip(keys, (2 * hours, 2 * hours - 2000, hours), strict=True):
+            for name in (head_name(key), part_name(key, 0)):
+                left = ask(server, b"PTTL", name)
+                assert isinstance(left, int)
+                assert expected - 1000 < left <= expected
+                ask(server, b"PEXPIRE", name, b"60000")
+    ask(server, b"DEL", part_name(keys[1], 0))
+    assert tier.touch(keys, [8192] * 3) == [True, False, True]
+    tier.close()
+
+
+def test_a_use_of_an_entry_in_the_pool_is_a_use_of_all_its_strings(own_server: ValkeyServer) -> None:
+    ask(own_server, b"CONFIG", b"SET", b"maxmemory-policy", b"allkeys-lfu")  # the clock of LRU has whole seconds
     pool, key = make_pool(), make_key(1)
     fill(pool, 0, [key], [8192])
-    tier = open_url(server.url(options="ttl=2h"), pool)
+    tier = open_url(own_server.url(), pool)
     write_to(tier, pool, [key], extents_of(0, [8192]))
-    for name in (head_name(key), part_name(key, 0)):
-        left = ask(server, b"PTTL", name)
-        assert isinstance(left, int)
-        assert 7_000_000 < left <= 7_200_000
+    names = head_name(key), part_name(key, 0)
+    assert [ask(own_server, b"OBJECT", b"FREQ", name) for name in names] == [5, 5]
+    assert tier.touch([key], [8192]) == [True]
+    assert [ask(own_server, b"OBJECT", b"FREQ", name) for name in names] == [6, 6]
+    ask(own_server, b"DEL", names[1])
+    assert tier.touch([key], [8192]) == [False]
     tier.close()
 
 
@@ -440,18 +468,31 @@ def test_a_server_that_came_back_empty_gets_again_what_a_pool_is_asked_for(own_s
             assert time.monotonic() < began + 2.0
 
 
+def usable_and_held(server: ValkeyServer, prompts: Sequence[KeyRun]) -> tuple[int, int]:
+    """Return how many chunks a server has of prompts, of entries of one part: those behind no gap, and all."""
+    names = ask(server, b"KEYS", b"kvdepot:*")
+    assert isinstance(names, list)
+    strings = Counter(name.split(b":")[3][-2 * DIGEST_BYTES :] for name in names if isinstance(name, bytes))
+    usable = held = 0
+    for run in prompts:
+        whole = [strings[digest_at(run.digests, chunk).hex().encode()] == 2 for chunk in range(run.num_chunks)]
+        usable += [*whole, False].index(False)
+        held += sum(whole)
+    return usable, held
+
+
 @pytest.mark.slow
 @pytest.mark.promise(78)
-def test_a_full_server_keeps_what_a_pool_is_asked_for(tmp_path: Path) -> None:
-    """Prompts of 4 MiB come each half second, twice as many as fit; the server's clock of uses has whole seconds."""
-    options = ("--maxmemory", "50mb", "--maxmemory-policy", "allkeys-lru", "--maxmemory-samples", "64")
+def test_a_full_server_keeps_what_a_pool_is_asked_for_and_evicts_the_ends_of_other_prompts(tmp_path: Path) -> None:
+    """Prompts of 4 MiB come each half second, twice as many as fit."""
+    options = ("--maxmemory", "50mb", "--maxmemory-policy", "volatile-ttl", "--maxmemory-samples", "64")
     server = ValkeyServer(tmp_path, *options)
     registered = registration(details=(m.GroupDetail(page_sizes_bytes=(16384,), num_blocks=8),))
     hot, others = prompt(64, "hot"), [prompt(64, f"{number}") for number in range(24)]
     try:
         with (
-            DepotProcess("--tier", server.url()) as one,
-            DepotProcess("--tier", server.url(options="deadline=10"), "--promote-seconds", "10") as two,
+            DepotProcess("--tier", server.url(options="ttl=1h")) as one,
+            DepotProcess("--tier", server.url(options="ttl=1h&deadline=10"), "--promote-seconds", "10") as two,
             contextlib.closing(Peer(one, registered)) as first,
             contextlib.closing(Peer(two, registered)) as second,
         ):
@@ -463,6 +504,9 @@ def test_a_full_server_keeps_what_a_pool_is_asked_for(tmp_path: Path) -> None:
                 wait_until(lambda until=due: time.monotonic() >= until, what="the next prompt")
                 assert find(first, hot) == 64
             settle(one)
+            usable, held = usable_and_held(server, [hot, *others])
+            assert 640 < held < 1000
+            assert usable >= 0.95 * held, "of what is behind a gap, nothing is found"
             assert find(second, hot) == 64
     finally:
         server.kill()

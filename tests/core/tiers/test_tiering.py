@@ -15,9 +15,10 @@ import pytest
 
 from kvdepot.config import Demotion
 from kvdepot.errors import ErrorCode
+from kvdepot.index.entries import PartPlace
 from kvdepot.index.eviction import AdaptiveReplacement
 from kvdepot.index.index import ChunkIndex
-from kvdepot.keys import DIGEST_BYTES, KeyRun, Namespace, hash_prefix
+from kvdepot.keys import DIGEST_BYTES, KeyRun, Namespace, digest_at, hash_prefix
 from kvdepot.lab.processes import wait_until
 from kvdepot.layout import GroupKind, Part, heads_of_both, layers_of_both
 from kvdepot.pool.extents import ExtentAllocator
@@ -31,7 +32,7 @@ from kvdepot.testing.tier import NUM_THREADS, PATIENCE_SECONDS, FaultyTier, make
 from kvdepot.tiers import checked, jobs, promotion, reading
 from kvdepot.tiers.base import Extents
 from kvdepot.tiers.jobs import Operation
-from kvdepot.tiers.keys import KEY_BYTES
+from kvdepot.tiers.keys import KEY_BYTES, RUN_BYTES, depth_of
 from kvdepot.tiers.memory import MemoryTier
 from kvdepot.tiers.names import EntryKeys
 from kvdepot.tiers.queue import TierQueue
@@ -620,9 +621,9 @@ def test_a_lookup_during_a_promotion_waits_for_what_is_on_its_way_and_gets_all_o
         wait_until(lambda: bench.tiering.queues[0].num_calls == 0 or bench.tiering.queues[0].has_results, what="a call")
         bench.tiers[0].hang = True
         bench.tiering.turn(lambda: True)
-    second = bench.begin_lookup(prompt(40))
+    others = [bench.begin_lookup(prompt(40)) for _ in range(2)]
     bench.tiers[0].hang = False
-    assert (bench.wait(first).num_chunks, bench.wait(second).num_chunks) == (40, 40)
+    assert [bench.wait(each).num_chunks for each in (first, *others)] == [40] * 3
     assert bench.tiering.counters["entries_promoted"] == 40 * len(bench.contexts), "each is read once"
 
 
@@ -1489,6 +1490,26 @@ def lose(bench: Bench, run: KeyRun, chunks: Sequence[int]) -> None:
     digests = {run.slice(chunk, chunk + 1).digests for chunk in chunks}
     records = [record.number for record in table.records() if record.state == SEALED and record.key in digests]
     bench.tiers[0].inner.remove([keys.key_of(record)[:KEY_BYTES] for record in records])
+
+
+def test_lookups_and_stores_name_an_entry_its_run_and_its_depth_alike(make: Maker) -> None:
+    """The pool reuses the places of chunks that have left, and stores make names in any order."""
+    bench, chance = make(pages=160, tier_pages=1024), random.Random(1)
+    keys, index = EntryKeys(bench.index, bench.depot.labels.names.__getitem__), bench.index
+    for name in range(3):
+        run = prompt(150, 10 * name)
+        bench.store_long(run)
+        bench.settle()
+        records = {record.key: record.number for record in index.table.records() if record.state == SEALED}
+        for chunk in [140, *chance.sample(range(150), 150), 5]:  # a run of before ended at a chunk of the same place
+            record = records[digest_at(run.digests, chunk)]
+            node, (group, part) = index.entries.node_of(record), index.table.place_of(record)
+            place = PartPlace(group, part, index.table.extent(record)[1], index.table.check_of(record))
+            key = keys.key(index.nodes.label_of(node), index.nodes.space_of(node), place, run.digests, chunk)
+            assert keys.key_of(record) == key
+            assert key[KEY_BYTES : KEY_BYTES + RUN_BYTES] == digest_at(run.digests, chunk - chunk % 128)[:RUN_BYTES]
+            assert depth_of(key) == chunk
+        sum(commands.clear_pool(bench.depot, None))
 
 
 @pytest.mark.parametrize("groups", [PLAIN, SHARDED, HYBRID], ids=["plain", "sharded", "hybrid"])

@@ -57,11 +57,14 @@ class Tier(Protocol):
     """The most entries of one call. Calls run concurrently."""
 
     keeps_runs: bool = False
-    """Whether keys have the entry's run behind them (`keys.RUN_BYTES`).
+    """Whether the tier keeps runs. It wants places, too.
 
     Questions then have all chunks of a prefix from the run's first one on, and a call reads or writes entries of one
     run.
     """
+
+    wants_places: bool = False
+    """Whether keys have the entry's run and the depth of its chunk behind them (`keys.run_of`, `keys.depth_of`)."""
 
     @property
     def writer_pid(self) -> int:

@@ -31,12 +31,13 @@ class CheckedTier:
     def __init__(self, tier: Tier, pool: TierPool, name: str) -> None:
         self._tier = tier
         self.keeps_runs: bool = getattr(tier, "keeps_runs", False)
+        self._wants_places: bool = getattr(tier, "wants_places", False)
         self._pool = pool
         self._name = name
 
     def _names(self, keys: Sequence[bytes]) -> Sequence[bytes]:
         """Return keys as the tier wants them."""
-        return keys if self.keeps_runs else [key[:KEY_BYTES] for key in keys]
+        return keys if self._wants_places else [key[:KEY_BYTES] for key in keys]
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """Return one answer for each key."""

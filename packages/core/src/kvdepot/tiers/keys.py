@@ -16,7 +16,9 @@ LABEL_BYTES: Final = 8
 PLACE_BYTES: Final = 16
 KEY_BYTES: Final = 2 * LABEL_BYTES + PLACE_BYTES + DIGEST_BYTES  # tenant, model, place, chunk
 MARK_BYTES: Final = 4  # at the end of the place
-RUN_BYTES: Final = 8  # behind a key, for tiers that keep runs: the first chunk of the run that the chunk is in
+RUN_BYTES: Final = 8  # behind a key, for tiers that want it: the first chunk of the run that the chunk is in
+DEPTH_BYTES: Final = 4  # behind the run: the number of the chunk in its prefix
+_RUN: Final = slice(KEY_BYTES, KEY_BYTES + RUN_BYTES)
 _MARK: Final = slice(2 * LABEL_BYTES + PLACE_BYTES - MARK_BYTES, 2 * LABEL_BYTES + PLACE_BYTES)
 MOST_CHUNKS_A_RUN: Final = 128  # 2,048 tokens in chunks of 16
 _MOST_BYTES_A_RUN: Final = 16 << 20  # at 1 GB/s 16 ms: a request's own cost is small beside it
@@ -73,12 +75,17 @@ def digest_of(key: bytes) -> bytes:
 
 def run_of(key: bytes) -> bytes:
     """Return the part of a key that all entries between two cuts share; a key that names no cut is one by itself."""
-    return key[: KEY_BYTES - DIGEST_BYTES] + (key[KEY_BYTES:] or key[KEY_BYTES - RUN_BYTES :])
+    return key[: KEY_BYTES - DIGEST_BYTES] + (key[_RUN] or key[KEY_BYTES - RUN_BYTES :])
 
 
 def begins_run(key: bytes) -> bool:
     """Whether an entry's chunk is the first one behind a cut."""
-    return key[KEY_BYTES:] in (b"", digest_of(key)[:RUN_BYTES])
+    return key[_RUN] in (b"", digest_of(key)[:RUN_BYTES])
+
+
+def depth_of(key: bytes) -> int:
+    """Return the number of an entry's chunk in its prefix, 0 for a key that does not say it."""
+    return int.from_bytes(key[_RUN.stop :], "big")
 
 
 def has_labels(key: bytes, tenant: bytes | None, model: bytes | None) -> bool:

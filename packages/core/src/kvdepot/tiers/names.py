@@ -8,7 +8,7 @@ from kvdepot.index.index import ChunkIndex
 from kvdepot.index.space import Space
 from kvdepot.keys import DIGEST_BYTES, digest_at
 from kvdepot.pool.names import Label
-from kvdepot.tiers.keys import KEY_BYTES, RUN_BYTES, chunks_a_run, label_of, mark_of, place_of, tier_key
+from kvdepot.tiers.keys import DEPTH_BYTES, KEY_BYTES, RUN_BYTES, chunks_a_run, label_of, mark_of, place_of, tier_key
 
 
 class EntryKeys:
@@ -43,9 +43,10 @@ class EntryKeys:
         return model + mark if mark else b""
 
     def key(self, owner: int, space: Space, place: PartPlace, digests: bytes, chunk: int) -> bytes:
-        """Return the key of an entry and its run, whether the pool has it or not; `digests` are those of a prefix."""
+        """Return key, run and depth of an entry, whether the pool has it or not; `digests` are those of a prefix."""
         first = chunk - chunk % chunks_of_run(space, place.group, place.num_bytes)
-        return self._key(owner, space, place, digest_at(digests, chunk)) + digest_at(digests, first)[:RUN_BYTES]
+        run = digest_at(digests, first)[:RUN_BYTES]
+        return self._key(owner, space, place, digest_at(digests, chunk)) + run + chunk.to_bytes(DEPTH_BYTES, "big")
 
     def _key(self, owner: int, space: Space, place: PartPlace, digest: bytes) -> bytes:
         labels, mark = self.labels(owner), self._marks[owner]
@@ -58,14 +59,15 @@ class EntryKeys:
         return tier_key(*labels, packed, digest)
 
     def key_of(self, record: int) -> bytes:
-        """Return the key of an entry in the pool, and its run."""
+        """Return the key of an entry in the pool, its run and its depth."""
         index, table = self._index, self._index.table
         node = index.entries.node_of(record)
         group, part = table.place_of(record)
         place = PartPlace(group, part, table.extent(record)[1], table.check_of(record))
         space = index.nodes.space_of(node)
         key = self._key(index.nodes.label_of(node), space, place, table.key_of(record))
-        return key + self._run_of(node, chunks_of_run(space, group, place.num_bytes))
+        run = self._run_of(node, chunks_of_run(space, group, place.num_bytes))
+        return key + run + index.nodes.depth_of(node).to_bytes(DEPTH_BYTES, "big")
 
     def _run_of(self, node: int, num_chunks: int) -> bytes:
         """Return the run of a chunk. Keys are mostly made in the order of a prefix, so the last run is remembered."""

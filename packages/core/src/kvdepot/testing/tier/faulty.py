@@ -44,6 +44,7 @@ class FaultyTier:
         self.batch_entries = inner.batch_entries
         self.writer_pid = inner.writer_pid
         self.keeps_runs = getattr(inner, "keeps_runs", False)
+        self.wants_places = getattr(inner, "wants_places", False)
         self.error: Exception | None = None
         self.lie = False
         self.forget = False

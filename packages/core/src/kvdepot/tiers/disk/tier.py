@@ -48,6 +48,7 @@ class DiskTier:
     batch_entries = 1
     writer_pid = 0
     keeps_runs = False
+    wants_places = False
 
     def __init__(
         self, pool: TierPool, directory: Path, capacity_bytes: int, num_threads: int = DEFAULT_THREADS

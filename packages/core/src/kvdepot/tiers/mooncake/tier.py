@@ -43,6 +43,7 @@ class MooncakeTier(Tier):
 
     batch_entries = 256
     keeps_runs = False
+    wants_places = False
 
     def __init__(self, options: MooncakeOptions, pool: TierPool) -> None:
         self._options = options

@@ -4,11 +4,16 @@ An entry is a small string, its **head** (trailer and number of parts), and its 
 server is slow with larger strings. All names begin with `kvdepot:TENANT:MODEL:` (labels in hex), so that a scan
 finds them. The head is written last. The server may evict single parts; an entry that lacks one is a miss.
 
-The option `ttl` limits how long entries stay, and the server decides which ones to evict (`maxmemory-policy
-allkeys-lru`). A full server that refuses a write fails this write only. A batch of entries is one round trip on one
-connection. Cluster mode is not supported: its redirections are errors.
+The option `ttl` limits how long entries stay after their last use. The server decides which ones to evict. With
+`maxmemory-policy volatile-ttl` it evicts those that end next, and a chunk ends a little before the one it follows, so
+prefixes lose their ends first. The server's clock of uses (`allkeys-lru`) has whole seconds, and evicts the chunks of a
+prompt that was stored within one in any order.
+
+A full server that refuses a write fails this write only. A batch of entries is one round trip on one connection.
+Cluster mode is not supported: its redirections are errors.
 """
 
+import math
 import re
 import ssl
 import threading
@@ -21,7 +26,7 @@ from urllib.parse import unquote, urlsplit
 from kvdepot.counting import CounterName, Counts, tier_counter
 from kvdepot.errors import ConfigError
 from kvdepot.tiers.base import Extents, Tier, TierPool, TierUsage
-from kvdepot.tiers.keys import LABEL_BYTES
+from kvdepot.tiers.keys import KEY_BYTES, LABEL_BYTES, depth_of
 from kvdepot.tiers.trailer import TRAILER_BYTES
 from kvdepot.tiers.url import TierUrl
 from kvdepot.tiers.valkey.connections import Connections, Server
@@ -31,6 +36,7 @@ _REFUSED: Final = tier_counter("refused", "Entries that the server refused for l
 _INCOMPLETE: Final = tier_counter("incomplete", "Entries removed because a part was missing")
 
 PART_BYTES: Final = 4 << 20
+_CHUNK_MS: Final = 20  # a chunk ends so much before the one it follows: engines compute 16 tokens in less
 
 _PREFIX: Final = b"kvdepot:"
 _HEAD_BYTES: Final = TRAILER_BYTES + 4
@@ -44,7 +50,7 @@ _UNITS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 def head_name(key: bytes) -> bytes:
     """Return the name of an entry's head."""
     labels = key[:LABEL_BYTES].hex(), key[LABEL_BYTES : 2 * LABEL_BYTES].hex()
-    return _PREFIX + ":".join((*labels, key[2 * LABEL_BYTES :].hex())).encode()
+    return _PREFIX + ":".join((*labels, key[2 * LABEL_BYTES : KEY_BYTES].hex())).encode()
 
 
 def part_name(key: bytes, part: int) -> bytes:
@@ -58,16 +64,17 @@ class ValkeyTier(Tier):
     Args:
         pool: contains the extents.
         server: its address and credentials.
-        ttl_seconds: lifetime of entries; 0 for as long as the server keeps them.
+        ttl_seconds: lifetime of entries after their last use; 0 for as long as the server keeps them.
     """
 
     batch_entries = 256
     keeps_runs = False
+    wants_places = True
 
     def __init__(self, pool: TierPool, server: Server, ttl_seconds: float = 0.0) -> None:
         self._pool = pool
         self.connections = Connections(server)
-        self._lifetime = [b"PX", b"%d" % max(1, round(1000 * ttl_seconds))] if ttl_seconds else []
+        self._ttl_ms = math.ceil(1000 * ttl_seconds)
         self._counters = Counts()
         self._lock = threading.Lock()
 
@@ -81,8 +88,13 @@ class ValkeyTier(Tier):
             [head_name(key), *(part_name(key, part) for part in range(-(-size // PART_BYTES)))]
             for key, size in zip(keys, sizes, strict=True)
         ]
-        replies = self._call([[b"TOUCH", *each] for each in names])
-        return [reply == len(each) for reply, each in zip(replies, names, strict=True)]
+        if not self._ttl_ms:
+            replies = self._call([[b"TOUCH", *each] for each in names])
+            return [reply == len(each) for reply, each in zip(replies, names, strict=True)]
+        lifetimes = map(self._milliseconds, keys)
+        commands = [[b"PEXPIRE", name, time] for each, time in zip(names, lifetimes, strict=True) for name in each]
+        replies = iter(self._call(commands))
+        return [[next(replies) for _ in each] == [1] * len(each) for each in names]
 
     def write(self, keys: Sequence[bytes], trailers: Sequence[bytes], extents: Extents) -> list[bool]:
         """See `Tier`."""
@@ -91,8 +103,9 @@ class ValkeyTier(Tier):
         for key, trailer, payload in zip(keys, trailers, self._payloads(extents), strict=True):
             parts = list(_parts(payload))
             head = trailer + len(parts).to_bytes(4, "little")
-            commands += ([b"SET", part_name(key, place), part, *self._lifetime] for place, part in enumerate(parts))
-            commands.append([b"SET", head_name(key), head, *self._lifetime])
+            lifetime = self._lifetime(key)
+            commands += ([b"SET", part_name(key, place), part, *lifetime] for place, part in enumerate(parts))
+            commands.append([b"SET", head_name(key), head, *lifetime])
             lengths.append(len(parts) + 1)
         replies = iter(self._call(commands, may_be_full=True))
         outcomes = [[next(replies) for _ in range(length)] == [b"OK"] * length for length in lengths]
@@ -116,7 +129,9 @@ class ValkeyTier(Tier):
         commands: list[Command] = []
         targets: list[memoryview | None] = []
         for key, parts in zip(keys, cut, strict=True):
-            commands += [[b"GET", head_name(key)], *([b"GET", part_name(key, place)] for place in range(len(parts)))]
+            get, lifetime = b"GETEX" if self._ttl_ms else b"GET", self._lifetime(key)
+            names = [head_name(key), *(part_name(key, place) for place in range(len(parts)))]
+            commands += ([get, name, *lifetime] for name in names)
             targets += [None, *parts]
         replies = iter(self._call(commands, targets))
         trailers: list[bytes | None] = []
@@ -175,6 +190,14 @@ class ValkeyTier(Tier):
     def close(self) -> None:
         """See `Tier`."""
         self.connections.close()
+
+    def _milliseconds(self, key: bytes) -> bytes:
+        """Return how long an entry stays that is used now."""
+        return b"%d" % max(1, self._ttl_ms - min(depth_of(key) * _CHUNK_MS, self._ttl_ms // 2))
+
+    def _lifetime(self, key: bytes) -> Command:
+        """Return the arguments for a command that writes or reads an entry."""
+        return [b"PX", self._milliseconds(key)] if self._ttl_ms else []
 
     def _payloads(self, extents: Extents) -> list[memoryview]:
         return [self._pool.view[offset : offset + num_bytes] for offset, num_bytes in extents]
