@@ -1,5 +1,6 @@
 """Depots with tiers, as processes, and engines that use them: right bytes or a miss, whatever the storage does."""
 
+import itertools
 import json
 import os
 import signal
@@ -194,6 +195,42 @@ def test_damaged_files_are_misses_and_gone(make: MakeNode, tmp_path: Path) -> No
         path.write_bytes(data)
     assert find(engine, 1, 8) == 0
     assert node.tier().counters["corrupt"] >= 1
+
+
+def test_a_share_under_two_writers_is_at_its_size_after_each_collection(make: MakeNode, tmp_path: Path) -> None:
+    """Depots write before each pass and during it, and others read; in between the share grows by what they write."""
+    capacity, url, num_stored, salts = 36 << 20, f"file://{tmp_path}/share", 0, itertools.count()
+    writers, reader = [make(url, pool_size="256MiB") for _ in range(2)], make(url, pool_size="8MiB")
+    engines, other = [node.spawn(f"writer {number}") for number, node in enumerate(writers)], reader.spawn("reader")
+    command = [sys.executable, "-m", "kvdepot", "tier", "gc", url, "--capacity", "36MiB"]
+
+    def size() -> int:
+        return sum(path.stat().st_size for path in (tmp_path / "share").rglob("*") if path.is_file())
+
+    def store(num_prompts: int, num_chunks: int) -> None:
+        nonlocal num_stored
+        for engine in engines * num_prompts:
+            engine.expect(str(num_chunks), f"store {next(salts)} {num_chunks}")
+            num_stored += num_chunks
+
+    def is_written() -> bool:
+        return sum(node.tier().counters.get("written_entries", 0) for node in writers) == num_stored
+
+    found = 0
+    for _ in range(3):
+        store(5, 16)
+        wait_until(is_written, what="the end of writes")
+        assert size() > 1.05 * capacity
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as collection:
+            store(1, 2)
+            for salt in range(0, next(salts), 3):
+                found += find(other, salt, 16)
+            assert "removed: " in collection.communicate(timeout=60)[0]
+        wait_until(is_written, what="the end of writes")
+        assert size() <= 1.05 * capacity
+    assert found
+    counters = [node.tier().counters for node in (*writers, reader)]
+    assert [each.get("errors", 0) + each.get("corrupt", 0) for each in counters] == [0, 0, 0]
 
 
 HANGING = """

@@ -17,14 +17,14 @@ import obstore
 import pytest
 from obstore.store import LocalStore
 
-from kvdepot.keys import KeyRun, Namespace, digest_at, hash_prefix
+from kvdepot.keys import DIGEST_BYTES, KeyRun, Namespace, digest_at, hash_prefix
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.layout import GroupKind
 from kvdepot.ops.cli import main
 from kvdepot.testing.tier import content, make_pool, read_from, write_to
 from kvdepot.tiers.base import TierPool
 from kvdepot.tiers.collecting import collect
-from kvdepot.tiers.keys import KEY_BYTES, RUN_BYTES, chunks_a_run, label_of, mark_of, place_of, tier_key
+from kvdepot.tiers.keys import KEY_BYTES, RUN_BYTES, chunks_a_run, digest_of, label_of, mark_of, place_of, tier_key
 from kvdepot.tiers.object import ObjectTier
 from kvdepot.tiers.url import TierUrl, open_tier
 from kvdepot.wire import messages as m
@@ -213,17 +213,51 @@ def test_gc_removes_by_age_and_by_format_and_leaves_others_alone(
 ) -> None:
     nodes[0].store(keys_of(range(16)))
     old = f"{'0' * 16}/{'0' * 16}/00/{'0' * 94}"
-    for name in (old, "notes"):
+    others = ("notes", f"{old}.copy")
+    for name in (old, *others):
         obstore.put(nodes[0].tier.store, name, b"x")
+    being_written = tmp_path / f"{old}#1"  # as obstore names a file until it is whole
+    being_written.write_bytes(b"x")
     collect_there(tmp_path)
     assert capsys.readouterr().out.splitlines()[:2] == ["entries: 1 objects, 1 B", "runs: 2 objects, 18.3 KiB"]
     collect_there(tmp_path, "--format", "entries")
     assert old not in nodes[0].names()
     assert nodes[1].find(keys_of(range(16))) == 16
-    os.utime(tmp_path / nodes[0].names()[0], (0, 0))
+    os.utime(tmp_path / next(name for name in nodes[0].names() if name not in others), (0, 0))
     collect_there(tmp_path, "--older-than", "7d")
     assert nodes[1].find(keys_of(range(16))) < 16
-    assert "notes" in nodes[0].names()
+    os.utime(being_written, (0, 0))
+    collect_there(tmp_path, "--older-than", "1s", "--format", "entries", "--capacity", "1")
+    assert nodes[0].names() == sorted(others)
+    assert being_written.exists()
+
+
+def test_gc_removes_the_oldest_objects_and_no_more_than_it_must(nodes: list[Node], tmp_path: Path) -> None:
+    ages = {5: 40, 7: 30, 3: 20, 6: 10}  # the oldest is neither the smallest nor the largest
+    for num_chunks, hours in ages.items():
+        nodes[0].store(keys_of(range(100 * num_chunks, 101 * num_chunks)))
+        (new,) = (path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_mtime > 1e9)
+        os.utime(new, (0, 1e9 - 3600 * hours))
+    total = collect(LocalStore(tmp_path), time.time()).num_bytes.total()
+    for num_left in (3, 2, 1):
+        left = collect(LocalStore(tmp_path), time.time(), capacity_bytes=total - 1)
+        total = left.num_bytes.total() - left.removed_bytes
+        found = [n for n in ages if nodes[1].find(keys_of(range(100 * n, 101 * n)))]
+        assert found == list(ages)[-num_left:]
+
+
+def test_a_chunk_of_another_size_than_the_one_that_is_read_is_none(nodes: list[Node]) -> None:
+    keys = keys_of(range(8))
+    nodes[0].store(keys)
+    (name,) = nodes[0].names()
+    data = bytearray(bytes(obstore.get(nodes[0].tier.store, name).bytes()))
+    size = data.index(digest_of(keys[3])) + DIGEST_BYTES + 8
+    assert data[size : size + 8] == SIZE.to_bytes(8, "little")
+    data[size : size + 8] = (SIZE - 1).to_bytes(8, "little")
+    obstore.put(nodes[0].tier.store, name, bytes(data))
+    trailers = nodes[1].tier.read(keys, [(number * 4096, SIZE) for number in range(8)])
+    assert [bool(trailer) for trailer in trailers] == [True, True, True, False, True, True, True, True]
+    assert trailers[3] == b"", "the depot removes it"
 
 
 def test_gc_removes_the_weights_of_a_model_that_nobody_keeps(nodes: list[Node], tmp_path: Path) -> None:

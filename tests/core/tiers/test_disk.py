@@ -151,6 +151,25 @@ def test_at_its_capacity_what_was_used_longest_ago_leaves(pool: TierPool, tmp_pa
     queue.close()
 
 
+def test_of_a_prefix_that_engines_find_in_the_pool_the_first_entries_stay_longest(
+    pool: TierPool, tmp_path: Path
+) -> None:
+    queue = opened(pool, tmp_path, 10 * FILE_BYTES)
+    keys = [make_key(number) for number in range(20)]
+    fill(pool, 0, keys, [EXTENT_BYTES] * 20)
+    num_here = list[int]()
+    for number, extent in enumerate(extents_of(0, [EXTENT_BYTES] * 20)):
+        assert write(queue, [keys[number]], [extent]) == [True]
+        if number == 7:
+            assert queue.tier.touch(keys[:4], [EXTENT_BYTES] * 4) == [True] * 4
+        here = contains(queue, keys[:4])
+        assert here == sorted(here, reverse=True)
+        num_here.append(sum(here))
+    assert num_here[:12] == [1, 2, 3, *[4] * 9], "older entries than those that were used leave"
+    assert num_here[-1] == 0
+    queue.close()
+
+
 def test_what_cannot_be_removed_stays_and_others_leave(
     pool: TierPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
