@@ -42,7 +42,7 @@ def found(bench: Bench, run: KeyRun) -> int:
 
 @pytest.mark.parametrize("how", ["an operation", "a hint"])
 def test_a_retained_session_stays_until_its_time_is_over(how: str) -> None:
-    bench = Bench(pages=16)
+    bench = Bench(pages=16, now=1000.0)
     worker, run = bench.worker(), prompt(8)
     worker.store(run)
     if how == "a hint":
@@ -50,9 +50,12 @@ def test_a_retained_session_stays_until_its_time_is_over(how: str) -> None:
     else:
         remember(worker, run)
         assert operated(bench, o.RetainSession("agent", 60.0)) == 8
+    bench.now += 59.0
+    bench.depot.expire()
+    bench.depot.background.work()
     fill(worker, range(1, 40))
     assert found(bench, run) == 8
-    bench.now += 60.0
+    bench.now += 1.0
     bench.depot.expire()
     bench.depot.background.work()
     fill(worker, range(40, 80))
@@ -156,6 +159,7 @@ def test_a_session_is_forgotten_first_or_at_once_as_far_as_no_other_needs_it() -
     assert operated(bench, o.ForgetSession("agent")) == 3
     assert ranks_of(bench.index).count(ENDED) == 3
     remember(worker, run)
+    operated(bench, o.RetainSession("agent", 60.0))
     assert operated(bench, o.ForgetSession("agent", at_once=True)) == 3
     assert (found(bench, run), found(bench, branch)) == (5, 8)
     assert not len(bench.depot.agents.prefixes)
@@ -182,6 +186,16 @@ def test_a_session_of_a_model_with_windows_and_states_is_kept_whole() -> None:
     assert bench.depot.agents.pins.bytes_of(0) == (8 + 2 + 1) * PAGE
     fill(worker, range(1, 90))
     assert worker.lookup(run).num_chunks == 8
+
+
+def test_a_session_with_parts_in_two_caches_is_kept_in_the_one_that_has_more() -> None:
+    bench = Bench()
+    longer = bench.worker()
+    longer.store(prompt(8))
+    bench.spec = m.CacheSpec(1, bench.groups, "another cache")
+    bench.worker().store(prompt(3))
+    remember(longer, prompt(8))
+    assert operated(bench, o.RetainSession("agent", 60.0)) == 8
 
 
 def test_without_an_engine_of_its_cache_nothing_is_kept() -> None:

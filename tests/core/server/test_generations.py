@@ -136,10 +136,11 @@ def test_an_engine_that_comes_back_in_time_finds_its_generation_as_it_was() -> N
 
 def test_an_engine_whose_new_session_is_there_before_its_old_one_ends_keeps_its_weights() -> None:
     bench = Bench(pages=16)
-    before, after = Engine.at(bench, "1"), Engine.at(bench, "1")
+    before, after = Engine.at(bench, "1"), Engine.at(bench, "2")
+    after.worker.store(prompt("2", num_chunks=1))
     before.leave()
-    after.worker.store(prompt("1"))
-    assert generations(bench.depot)["1"].used_bytes == 4 * PAGE
+    after.worker.store(prompt("2"))
+    assert generations(bench.depot)["2"].used_bytes == 4 * PAGE
     after.leave()
     assert bench.depot.contexts.generations.weights_of("engine") == ""
 
@@ -175,6 +176,15 @@ def test_neither_uses_nor_hints_nor_late_stores_rank_an_outdated_generation_high
     outdated = bench.depot.labels.number_of("default", "model", namespace("1").weights)
     bench.index.add_node(bench.index.spaces[0], bytes(32), 0xFFFFFFFF, 0, outdated)
     assert bench.index.nodes.tree.priority[bench.index.spaces[0].nodes[bytes(32)]] == ENDED
+
+
+def test_nothing_is_left_of_a_lineage_whose_engine_stored_nothing() -> None:
+    bench = Bench(pages=16)
+    engine = Engine.at(bench, "1")
+    engine.update("2")
+    bench.depot.contexts.generations.check_integrity([("engine", namespace("2").weights)])
+    engine.leave()
+    bench.depot.contexts.generations.check_integrity([])
 
 
 def test_lineages_do_not_outdate_each_other() -> None:
@@ -215,7 +225,8 @@ def test_the_next_server_knows_the_generations_and_waits_for_their_engines() -> 
     assert priorities(after, prompt("1")) == {NORMAL}, "its engine is back, however late"
 
 
-def test_after_a_restart_the_weights_that_engines_went_back_to_are_the_present_ones() -> None:
+@pytest.mark.parametrize("returns", ["in time", "late"])
+def test_after_a_restart_the_weights_that_engines_went_back_to_are_the_present_ones(returns: str) -> None:
     bench = Bench(pages=16)
     engine = Engine.at(bench, "1")
     for generation in "12":
@@ -225,10 +236,13 @@ def test_after_a_restart_the_weights_that_engines_went_back_to_are_the_present_o
     names, after = list(bench.depot.labels.names), Bench(pages=16)
     after.memory[:] = bench.memory
     Restoring(after.depot, Names([bench.spec], names), lambda _writer: False, lambda: False).go_on(lambda: False)
+    if returns == "in time":
+        Engine.at(after, "1")
     pass_time(after, GRACE_SECONDS)
-    assert not after.index.shares.outdated, "nobody knows which ones engines compute with"
-    Engine.at(after, "1")
-    after.depot.background.work()
+    if returns == "late":
+        assert not after.index.shares.outdated, "nobody knows which ones engines compute with"
+        Engine.at(after, "1")
+        after.depot.background.work()
     assert (priorities(after, prompt("1")), priorities(after, prompt("2"))) == ({NORMAL}, {ENDED})
 
 

@@ -198,6 +198,8 @@ class Generations:
         require(self._num_engines == Counter(weights for _, weights in named), "engines by weights are miscounted")
         known = [(instance, weights) for instance, each in self._of_instance.items() for weights in each]
         require(sorted(known) == sorted(named), "the weights of engines are others than their schedulers named")
+        in_use = set(map(lineage_of, self._num_engines))
+        require(self._last.keys() <= self._labels.keys() | in_use, "a lineage without engines or chunks is kept")
         state, tree = self._state, self._state.index.nodes.tree
         if state.background.num_waiting or state.is_restoring:
             return
