@@ -284,6 +284,18 @@ def set_quota(bench: Bench, tenant: str, pages: int) -> frames.Reply | None:
     return deferred.reply
 
 
+def test_what_is_being_written_counts_against_a_quota_that_comes_in_the_meantime() -> None:
+    bench = Bench(pages=8, quotas={"b": 2})
+    worker = bench.worker()
+    plan = worker.prepare(prompt(2, 0, "a"))
+    assert set_quota(bench, "a", 4) == m.Done(1, 2)
+    assert worker.prepare(prompt(3, 1, "a")).num_declined == 1
+    bench.index.check_integrity()
+    worker.commit(plan)
+    assert worker.prepare(prompt(2, 2, "a")).num_declined == 0
+    bench.index.check_integrity()
+
+
 def test_a_quota_given_at_runtime_holds_for_what_is_here_already() -> None:
     bench = Bench(pages=12)
     worker = bench.worker()

@@ -429,10 +429,11 @@ class Entries:
         for number, record in records.items():
             node, size = self._node_of[number], extent_size(record.num_bytes)
             is_linked = node != NO_NODE
-            used[self._nodes.tree.share[node] if is_linked else self._writing_share[number] - 1] += size
+            share = self._nodes.tree.share[node] if is_linked else self._writing_share[number] - 1
+            used[share] += size
             of_labels[self._nodes.label[node] if is_linked else self.abandoned[number]] += size
             if record.state != SEALED:
-                writing[self._writing_share[number] - 1] += size
+                writing[share] += size
         require(used == quotas.used_bytes, f"the shares use {used} bytes, {quotas.used_bytes} are counted")
         of_tenants = Counter[int]()
         for label, size in of_labels.items():
