@@ -1,5 +1,7 @@
 """The copy kernels: every byte of every run in its place, no other byte touched, and the right checksums."""
 
+import itertools
+
 import numpy as np
 import pytest
 import xxhash
@@ -9,6 +11,7 @@ from kvdepot_cpu.kernels.copy import (
     SUMMED_BLOCK_BYTES,
     CopyRuns,
     memcpy_runs,
+    native_copy_rows,
     native_copy_runs,
     native_copy_summed,
 )
@@ -43,6 +46,36 @@ def test_runs_of_any_size_and_alignment_arrive_whole(copy_runs: CopyRuns, seed: 
         (reads + source.ctypes.data).astype(np.uint64),
         (writes + target.ctypes.data).astype(np.uint64),
         sizes.astype(np.uint64),
+    )
+
+    assert np.array_equal(target, expected)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_rows_of_any_size_and_step_arrive_whole(seed: int) -> None:
+    copy_rows = native_copy_rows()
+    if copy_rows is None:
+        tool_is_missing("the compiled copy was not built")
+    rng = np.random.default_rng(seed)
+    num_pages, num_rows = int(rng.integers(1, 14)), int(rng.integers(2, 20))
+    sizes = rng.choice(_SIZES[:9], num_pages)
+    sizes[0] = (1 << 20) // num_rows  # enough together to be streamed
+    room = int((sizes.max() + _GAP) * num_rows)
+    source = rng.integers(0, 256, num_pages * room, dtype=np.uint8)
+    target, expected = np.zeros_like(source), np.zeros_like(source)
+    reads, writes = (np.arange(num_pages) * room + rng.integers(0, _GAP, num_pages) for _ in range(2))
+    read_steps, write_steps = (sizes + rng.integers(0, _GAP - _GAP // num_rows, num_pages) for _ in range(2))
+    for page, row in itertools.product(range(num_pages), range(num_rows)):
+        read, write = reads[page] + row * read_steps[page], writes[page] + row * write_steps[page]
+        expected[write : write + sizes[page]] = source[read : read + sizes[page]]
+
+    copy_rows(
+        (reads + source.ctypes.data).astype(np.uint64),
+        (writes + target.ctypes.data).astype(np.uint64),
+        sizes.astype(np.uint64),
+        read_steps.astype(np.uint64),
+        write_steps.astype(np.uint64),
+        num_rows,
     )
 
     assert np.array_equal(target, expected)

@@ -5,6 +5,6 @@
 - `staged`: for devices that torch drives and whose memory has none.
 """
 
-from kvdepot.copying.runs import EXTENT_DTYPE, Addresses, BatchRuns, Runs, merge, split
+from kvdepot.copying.runs import EXTENT_DTYPE, Addresses, BatchRuns, Rows, Runs, merge, split
 
-__all__ = ["EXTENT_DTYPE", "Addresses", "BatchRuns", "Runs", "merge", "split"]
+__all__ = ["EXTENT_DTYPE", "Addresses", "BatchRuns", "Rows", "Runs", "merge", "split"]

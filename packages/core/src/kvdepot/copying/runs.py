@@ -49,6 +49,25 @@ class Runs:
         return Runs(self.blocks[chosen], self.offsets[chosen], self.sizes[chosen])
 
 
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Pages of which rows are copied, as columns, `(num_pages,)` each: no number for each row."""
+
+    first: Runs  # the first row of each page
+    num_rows: int
+    block_steps: Addresses  # bytes on the device from one row to the next
+    offset_steps: Addresses  # and in the pool
+
+    def runs(self) -> Runs:
+        """Return a run for every row."""
+        rows = np.arange(self.num_rows, dtype=np.uint64)
+        return Runs(
+            (self.first.blocks[:, None] + rows * self.block_steps[:, None]).reshape(-1),
+            (self.first.offsets[:, None] + rows * self.offset_steps[:, None]).reshape(-1),
+            np.repeat(self.first.sizes, self.num_rows),
+        )
+
+
 class BatchRuns:
     """Turns batches of one cache into runs.
 
@@ -69,25 +88,28 @@ class BatchRuns:
         An extent of another part has runs for the layers that both parts have: a page each, if the parts have the same
         heads, else the heads of both in every row of a page.
         """
+        pages, rows = self.in_rows(batch)
+        return _joined([pages, *(each.runs() for each in rows)]) if rows else pages
+
+    def in_rows(self, batch: CopyBatch) -> tuple[Runs, list[Rows]]:
+        """Return the runs of whole pages, in the order of their extents, and the pages of which rows are copied."""
         records = np.frombuffer(batch.extents, EXTENT_DTYPE)
-        parts: list[Runs] = []
+        pages: list[Runs] = []
+        rows: list[Rows] = []
         for number in range(len(self._groups)):
             for group, mine in self._by_part(number, records[records["group"] == number]):
                 chunks = mine["chunk"].astype(np.int64)
                 places = np.arange(group.blocks_per_chunk)
-                rows = (chunks - batch.first_covered[number])[:, None] * group.blocks_per_chunk
-                ids = np.asarray(batch.block_ids[number], np.int64)[rows + places]
+                blocks = (chunks - batch.first_covered[number])[:, None] * group.blocks_per_chunk
+                ids = np.asarray(batch.block_ids[number], np.int64)[blocks + places]
                 wanted = (chunks > 0)[:, None] | (places >= batch.skip_blocks[number])
                 wanted &= ids >= 0  # not NO_BLOCK
-                parts.append(group.runs(ids.astype(np.uint64), mine["offset"].astype(np.uint64), wanted))
-        if len(parts) == 1:
-            return parts[0]
-        empty = np.empty(0, np.uint64)
-        return Runs(
-            np.concatenate([empty, *(part.blocks for part in parts)]),
-            np.concatenate([empty, *(part.offsets for part in parts)]),
-            np.concatenate([empty, *(part.sizes for part in parts)]),
-        )
+                found = group.rows(ids.astype(np.uint64), mine["offset"].astype(np.uint64), wanted)
+                if found.num_rows == 1:
+                    pages.append(found.first)
+                else:
+                    rows.append(found)
+        return _joined(pages), rows
 
     def _by_part(self, number: int, records: npt.NDArray[Any]) -> "Iterator[tuple[_GroupAddresses, npt.NDArray[Any]]]":
         """Yield the records of a group by their part, with the pages cut for it."""
@@ -102,6 +124,17 @@ class BatchRuns:
         for each in np.unique(numbers).tolist():
             part = Part.of(each)
             yield own if part == group.part else own.cut(group, part), records[numbers == each]
+
+
+def _joined(parts: list[Runs]) -> Runs:
+    if len(parts) == 1:
+        return parts[0]
+    empty = np.empty(0, np.uint64)
+    return Runs(
+        np.concatenate([empty, *(part.blocks for part in parts)]),
+        np.concatenate([empty, *(part.offsets for part in parts)]),
+        np.concatenate([empty, *(part.sizes for part in parts)]),
+    )
 
 
 def merge(runs: Runs, starts: Addresses | None = None) -> Runs:
@@ -155,22 +188,26 @@ class _GroupAddresses:
     """The pages of one layer group, as columns of numbers."""
 
     blocks_per_chunk: int
-    addresses: Addresses  # (num_pages,), of block 0
+    num_rows: int  # of every page, that are copied one by one
+    addresses: Addresses  # (num_pages,), of the first row of block 0
     strides: Addresses
-    page_sizes: Addresses
-    run_offsets: Addresses  # of each page's bytes within an extent
+    sizes: Addresses  # of a row
+    run_offsets: Addresses  # of each page's first row within an extent
     steps: Addresses  # within an extent, from a page of one block to that of the next
+    row_steps: tuple[Addresses, Addresses]  # on the device and within an extent, from one row to the next
 
     @classmethod
     def of(cls, pages: Sequence[PageLayout], blocks_per_chunk: int) -> "_GroupAddresses":
         sizes = np.array([page.page_size_bytes for page in pages], np.uint64)
         return cls(
             blocks_per_chunk,
+            1,
             np.array([page.address for page in pages], np.uint64),
             np.array([page.stride_bytes for page in pages], np.uint64),
             sizes,
             (np.cumsum(sizes) - sizes) * np.uint64(blocks_per_chunk),
             sizes,
+            (sizes, sizes),
         )
 
     def cut(self, group: LayerGroup, part: Part) -> "_GroupAddresses":
@@ -180,27 +217,26 @@ class _GroupAddresses:
         """
         mine, layers, both = group.part, layers_of_both(group.part, part), heads_of_both(group.part, part)
         rows = 1 if len(both) == mine.num_heads == part.num_heads else group.rows  # whole pages are one row
-        of_layer = len(self.page_sizes) // mine.num_layers
-        pages = np.arange(len(layers) * of_layer) + (layers.start - mine.first_layer) * of_layer
-        page, row = np.repeat(pages, rows), np.tile(np.arange(rows, dtype=np.uint64), len(pages))
-        of_head = self.page_sizes[page] // np.uint64(rows * mine.num_heads)
-        of_page = of_head * np.uint64(rows * part.num_heads)
-        layer_bytes = int(self.page_sizes[:of_layer].sum()) * self.blocks_per_chunk
-        before_page = self.run_offsets[page] + np.uint64(mine.first_layer * layer_bytes)
+        of_layer = len(self.sizes) // mine.num_layers
+        pages = slice((layers.start - mine.first_layer) * of_layer, (layers.stop - mine.first_layer) * of_layer)
+        my_heads, their_heads = np.uint64(mine.num_heads), np.uint64(part.num_heads)
+        of_head = self.sizes[pages] // (np.uint64(rows) * my_heads)
+        layer_bytes = int(self.sizes[:of_layer].sum()) * self.blocks_per_chunk
+        before_page = self.run_offsets[pages] + np.uint64(mine.first_layer * layer_bytes)
         before_page -= np.uint64(part.first_layer * layer_bytes)
-        before_page = before_page // np.uint64(mine.num_heads) * np.uint64(part.num_heads)
         return _GroupAddresses(
             self.blocks_per_chunk,
-            self.addresses[page]
-            + (row * np.uint64(mine.num_heads) + np.uint64(both.start - mine.first_head)) * of_head,
-            self.strides[page],
+            rows,
+            self.addresses[pages] + np.uint64(both.start - mine.first_head) * of_head,
+            self.strides[pages],
             of_head * np.uint64(len(both)),
-            before_page + (row * np.uint64(part.num_heads) + np.uint64(both.start - part.first_head)) * of_head,
-            of_page,
+            before_page // my_heads * their_heads + np.uint64(both.start - part.first_head) * of_head,
+            of_head * np.uint64(rows) * their_heads,
+            (of_head * my_heads, of_head * their_heads),
         )
 
-    def runs(self, ids: Addresses, extents: Addresses, wanted: npt.NDArray[np.bool_]) -> Runs:
-        """Return one run a page or a row.
+    def rows(self, ids: Addresses, extents: Addresses, wanted: npt.NDArray[np.bool_]) -> Rows:
+        """Return the rows of some blocks.
 
         Args:
             ids: block ids, `(num_chunks, blocks_per_chunk)`.
@@ -211,9 +247,14 @@ class _GroupAddresses:
         blocks = self.addresses[:, None] + ids[:, None, :] * self.strides[:, None]
         offsets = extents[:, None, None] + self.run_offsets[:, None] + places * self.steps[:, None]
         shape: Any = blocks.shape
-        sizes = np.broadcast_to(self.page_sizes[:, None], shape)
-        if wanted.all():  # a mask takes longer than all the rest
-            # With one page, reshaping `sizes` leaves one number and a step of 0; compiled copies need them in a row.
-            return Runs(blocks.reshape(-1), offsets.reshape(-1), np.ascontiguousarray(sizes.reshape(-1)))
-        chosen = np.broadcast_to(wanted[:, None, :], shape)
-        return Runs(blocks[chosen], offsets[chosen], sizes[chosen])
+        # A mask takes longer than all the rest.
+        chosen = ... if wanted.all() else np.broadcast_to(wanted[:, None, :], shape)
+
+        def column(numbers: Addresses) -> Addresses:
+            # Compiled copies need numbers in a row; reshaping those of one page would leave one number and a step of 0.
+            return np.ascontiguousarray(np.broadcast_to(numbers, shape)[chosen].reshape(-1))
+
+        first = Runs(column(blocks), column(offsets), column(self.sizes[:, None]))
+        if self.num_rows == 1:
+            return Rows(first, 1, first.sizes, first.sizes)
+        return Rows(first, self.num_rows, *(column(each[:, None]) for each in self.row_steps))

@@ -1,4 +1,4 @@
-"""One copy per block and layer between a paged cache and extents of the pool.
+"""One copy per block and layer, or per row of one, between a paged cache and extents of the pool.
 
 numpy computes the addresses of a whole batch. `copy_runs.c` moves the bytes: it copies four runs side by side with
 stores that bypass the caches, and releases the GIL for the batch. `copy_summed.c` makes the checksums of a store on the
@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdepot.backends import Copier, CopyBatch
-from kvdepot.copying.runs import EXTENT_DTYPE, Addresses, BatchRuns
+from kvdepot.copying.runs import EXTENT_DTYPE, Addresses, BatchRuns, Rows
 from kvdepot.layout import CacheLayout
 from kvdepot.wire.messages import CHECKSUM_BYTES
 
@@ -25,6 +25,13 @@ _BYTES_WORTH_STREAMING: Final = 1 << 20  # smaller copies stay in the caches for
 
 CopyRuns = Callable[[Addresses, Addresses, Addresses], None]
 """Copies runs: sources, targets and sizes in bytes, each `(num_runs,)`; no two targets overlap."""
+
+CopyRows = Callable[[Addresses, Addresses, Addresses, Addresses, Addresses, int], None]
+"""Copies rows of pages; no two targets overlap.
+
+Args: sources, targets and sizes in bytes of each page's first row, its steps in bytes from row to row at the source and
+at the target, `(num_pages,)` each, and how many rows every page has.
+"""
 
 CopySummed = Callable[[Addresses, Addresses, Addresses, Addresses], npt.NDArray[np.uint8]]
 """Copies runs that fill extents one after the other, and returns the XXH3-128 of each extent, `(num_extents, 16)`.
@@ -50,6 +57,30 @@ def native_copy_runs() -> CopyRuns | None:
         function(sources.ctypes.data, targets.ctypes.data, sizes.ctypes.data, len(sizes), streamed)
 
     return copy_runs
+
+
+def native_copy_rows() -> CopyRows | None:
+    """Return the compiled copy of rows, None if it was not built here."""
+    function = getattr(_library(), "kvdepot_copy_rows", None)  # a checkout may have an older build
+    if function is None:
+        return None
+    array = ctypes.c_void_p
+    function.argtypes = [array, array, array, ctypes.c_size_t, array, array, ctypes.c_size_t, ctypes.c_int]
+    function.restype = None
+
+    def copy_rows(
+        sources: Addresses,
+        targets: Addresses,
+        sizes: Addresses,
+        source_steps: Addresses,
+        target_steps: Addresses,
+        num_rows: int,
+    ) -> None:
+        first = [each.ctypes.data for each in (sources, targets, sizes)]
+        steps = [each.ctypes.data for each in (source_steps, target_steps)]
+        function(*first, len(sizes), *steps, num_rows, int(sizes.sum()) * num_rows >= _BYTES_WORTH_STREAMING)
+
+    return copy_rows
 
 
 def native_copy_summed() -> CopySummed | None:
@@ -108,6 +139,7 @@ class PageCopier(Copier):
     ) -> None:
         self._keep_alive = keep_alive
         self._copy_runs = copy_runs or native_copy_runs() or memcpy_runs()
+        self._copy_rows = native_copy_rows() if copy_runs is None else None
         self._copy_summed = native_copy_summed() if copy_runs is None else None
         self._runs = BatchRuns(layout)
         self._num_threads = num_threads
@@ -129,8 +161,11 @@ class PageCopier(Copier):
 
     def retrieve(self, batch: CopyBatch) -> None:
         """See `Copier`."""
-        runs = self._runs.of(batch)
-        self._copy(runs.offsets + np.uint64(batch.mapping.address), runs.blocks, runs.sizes, self._num_threads[1])
+        pool = np.uint64(batch.mapping.address)
+        pages, cut = self._runs.in_rows(batch)
+        self._copy(pages.offsets + pool, pages.blocks, pages.sizes, self._num_threads[1])
+        for rows in cut:
+            self._retrieve_rows(rows, pool)
 
     def close(self) -> None:
         """See `Copier`."""
@@ -142,6 +177,21 @@ class PageCopier(Copier):
             self._copy_runs(sources[start:stop], targets[start:stop], sizes[start:stop])
 
         self._in_parts(copy, len(sizes), int(sizes.sum()), num_threads)
+
+    def _retrieve_rows(self, rows: Rows, pool: np.uint64) -> None:
+        copy_rows, num_threads = self._copy_rows, self._num_threads[1]
+        if copy_rows is None:
+            runs = rows.runs()
+            self._copy(runs.offsets + pool, runs.blocks, runs.sizes, num_threads)
+            return
+        first, sources = rows.first, rows.first.offsets + pool
+
+        def copy(start: int, stop: int) -> None:
+            part = slice(start, stop)
+            steps = rows.offset_steps[part], rows.block_steps[part]
+            copy_rows(sources[part], first.blocks[part], first.sizes[part], *steps, rows.num_rows)
+
+        self._in_parts(copy, len(first), int(first.sizes.sum()) * rows.num_rows, num_threads)
 
     def _store_summed(
         self, sources: Addresses, targets: Addresses, sizes: Addresses, extents: Addresses

@@ -1,4 +1,5 @@
-/* Copies runs of bytes between host memories with stores that bypass the caches, four runs side by side.
+/* Copies runs of bytes between host memories with stores that bypass the caches, four runs side by side. A run is a page,
+ * or one row of a page whose rows lie apart.
  *
  * A plain store first reads the line that it overwrites. memcpy avoids that only for copies of many megabytes, and pages
  * of a KV cache are smaller. One stream of such stores does not fill the memory system of every processor (0.5 of a large
@@ -17,12 +18,13 @@
 #define SMALLEST_STREAMED 1024
 #define SMALLEST_SPLIT 65536   /* a run without three others is cut into four parts from here on */
 /* Runs up to here end before the processor has begun to fetch ahead: the next four are fetched while four are copied.
- * Rows of 2 KiB, every other one: .76 of a large memcpy without, .86 with it; of 1 KiB .58 and .67 (AMD EPYC). */
+ * Rows of 2 KiB, every other one: .54 of a large memcpy without, .70 with it; pages of 32 KiB 1.80 and 1.26 (AMD EPYC). */
 #define LARGEST_FETCHED 8192
 #define STEP 128               /* bytes that one stream copies at a time: two lines */
-
-#if defined(__x86_64__)
-#include <immintrin.h>
+/* Pages begin at multiples of 4 KiB, and lines alike in the last 12 bits of their address share a place in the first
+ * cache. So each stream is this far ahead of the one before it: pages of 32 KiB reach 1.80 of a large memcpy in place of
+ * .67 (AMD EPYC). */
+#define SKEW 256
 
 typedef struct {
     char *target;
@@ -30,7 +32,12 @@ typedef struct {
     size_t bytes;
 } run;
 
-__attribute__((target("avx2"))) static inline void stream_step(char *target, const char *source)
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+#define AVX2 __attribute__((target("avx2")))
+
+AVX2 static inline void stream_step(char *target, const char *source)
 {
     __m256i a = _mm256_loadu_si256((const __m256i *)source);
     __m256i b = _mm256_loadu_si256((const __m256i *)(source + 32));
@@ -52,7 +59,7 @@ static void align(run *r)
     *r = (run){r->target + head, r->source + head, r->bytes - head};
 }
 
-__attribute__((target("avx2"))) static void copy_one(run r)
+AVX2 static void copy_one(run r)
 {
     align(&r);
     size_t body = r.bytes & ~(size_t)(STEP - 1);
@@ -62,8 +69,8 @@ __attribute__((target("avx2"))) static void copy_one(run r)
 }
 
 /* Copy four runs side by side as far as the shortest reaches, then the rest of each. `next` are the sources of the four
- * after them, NULL if there are not as many. */
-__attribute__((target("avx2"))) static void copy_four(run *runs, const uint64_t *next)
+ * after them, NULL for none. */
+AVX2 static void copy_four(run *runs, const uint64_t *next)
 {
     size_t body = SIZE_MAX;
     for (int i = 0; i < STREAMS; i++) {
@@ -74,8 +81,11 @@ __attribute__((target("avx2"))) static void copy_four(run *runs, const uint64_t 
     body &= ~(size_t)(STEP - 1);
     if (body > LARGEST_FETCHED)
         next = NULL;
-    for (size_t at = 0; at < body; at += STEP)
+    for (size_t step = 0; step < body; step += STEP)
         for (int i = 0; i < STREAMS; i++) {
+            size_t at = step + i * SKEW;
+            if (at >= body)
+                at -= body;
             if (next) {
                 _mm_prefetch((const char *)(uintptr_t)next[i] + at, _MM_HINT_T0);
                 _mm_prefetch((const char *)(uintptr_t)next[i] + at + 64, _MM_HINT_T0);
@@ -95,6 +105,41 @@ static void copy_split(run r)
         parts[i] = (run){r.target + i * part, r.source + i * part, i < STREAMS - 1 ? part : r.bytes - i * part};
     copy_four(parts, NULL);
 }
+
+static int can_stream(void)
+{
+    return __builtin_cpu_supports("avx2");
+}
+
+/* Copy at most four runs of at least SMALLEST_STREAMED bytes; `next` as in `copy_four`. */
+static void stream(run *runs, int count, const uint64_t *next)
+{
+    if (count == STREAMS)
+        copy_four(runs, next);
+    else
+        while (count-- > 0)
+            (runs[count].bytes >= SMALLEST_SPLIT ? copy_split : copy_one)(runs[count]);
+}
+
+static void finish(void)
+{
+    _mm_sfence();
+}
+#else
+static int can_stream(void)
+{
+    return 0;
+}
+
+static void stream(run *runs, int count, const uint64_t *next)
+{
+    (void)runs, (void)count, (void)next;
+}
+
+static void finish(void)
+{
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+}
 #endif
 
 /* Copy `count` runs of `bytes[i]` bytes from `sources[i]` to `targets[i]`; no two targets overlap. With `streamed` the
@@ -102,8 +147,7 @@ static void copy_split(run r)
 void kvdepot_copy_runs(const uint64_t *sources, const uint64_t *targets, const uint64_t *bytes, size_t count,
                        int streamed)
 {
-#if defined(__x86_64__)
-    streamed = streamed && __builtin_cpu_supports("avx2");
+    streamed = streamed && can_stream();
     run waiting[STREAMS];
     int num_waiting = 0;
     for (size_t i = 0; i < count; i++) {
@@ -114,17 +158,40 @@ void kvdepot_copy_runs(const uint64_t *sources, const uint64_t *targets, const u
         }
         waiting[num_waiting++] = r;
         if (num_waiting == STREAMS) {
-            copy_four(waiting, i + STREAMS < count ? sources + i + 1 : NULL);
+            stream(waiting, STREAMS, i + STREAMS < count ? sources + i + 1 : NULL);
             num_waiting = 0;
         }
     }
-    while (num_waiting-- > 0)
-        (waiting[num_waiting].bytes >= SMALLEST_SPLIT ? copy_split : copy_one)(waiting[num_waiting]);
-    _mm_sfence();
-#else
-    (void)streamed;
-    for (size_t i = 0; i < count; i++)
-        memcpy((char *)(uintptr_t)targets[i], (const char *)(uintptr_t)sources[i], bytes[i]);
-    __atomic_thread_fence(__ATOMIC_SEQ_CST);
-#endif
+    stream(waiting, num_waiting, NULL);
+    finish();
+}
+
+/* Copy `count` pages of `num_rows` rows each, as runs: row `r` of page `i` has `bytes[i]` bytes, and goes from
+ * `sources[i] + r * source_steps[i]` to `targets[i] + r * target_steps[i]`. Four pages are copied side by side, row after
+ * row: row after row of one page reaches .74 of memcpy where four reach 1.0 (AMD EPYC). */
+void kvdepot_copy_rows(const uint64_t *sources, const uint64_t *targets, const uint64_t *bytes, size_t count,
+                       const uint64_t *source_steps, const uint64_t *target_steps, size_t num_rows, int streamed)
+{
+    streamed = streamed && can_stream();
+    for (size_t first = 0; first < count; first += STREAMS) {
+        size_t end = count - first < STREAMS ? count : first + STREAMS;
+        for (size_t row = 0; row < num_rows; row++) {
+            run waiting[STREAMS];
+            uint64_t next[STREAMS];
+            int num_waiting = 0;
+            for (size_t i = first; i < end; i++) {
+                run r = {(char *)(uintptr_t)(targets[i] + row * target_steps[i]),
+                         (const char *)(uintptr_t)(sources[i] + row * source_steps[i]), bytes[i]};
+                if (!streamed || r.bytes < SMALLEST_STREAMED) {
+                    memcpy(r.target, r.source, r.bytes);
+                    continue;
+                }
+                next[num_waiting] = row + 1 < num_rows ? (uintptr_t)r.source + source_steps[i]
+                                                       : sources[i + STREAMS < count ? i + STREAMS : i];
+                waiting[num_waiting++] = r;
+            }
+            stream(waiting, num_waiting, next);
+        }
+    }
+    finish();
 }
