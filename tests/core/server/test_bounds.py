@@ -369,6 +369,32 @@ def test_connections_are_accepted_one_at_a_time_and_hold_up_nobody(
         assert len(server.sockets.sessions) == 1
 
 
+def test_a_session_too_many_is_refused_and_says_how_many_there_may_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvdepot.server.sessions.MAXIMUM_SESSIONS", 2)
+    with closing(make_server(tmp_path)) as server, contextlib.ExitStack() as stack:
+        replies: list[frames.SessionReply] = []
+        for number in range(3):
+            client = stack.enter_context(socket.socket(socket.AF_UNIX))
+            client.connect(str(server.config.directory / CONTROL_SOCKET))
+            client.sendall(frames.encode_greeting(frames.OpenSession(m.PROTOCOL_VERSION, f"client {number}")))
+            client.setblocking(False)
+            answer: list[bytes] = []
+
+            def is_answered(client: socket.socket = client, answer: list[bytes] = answer) -> bool:
+                server.sockets.connections.serve(0.0)
+                with contextlib.suppress(BlockingIOError):
+                    answer.append(client.recv(4096))
+                return bool(answer)
+
+            wait_until(is_answered)
+            replies.append(frames.decode_session_reply(answer[0][frames.LENGTH.size :]))
+        assert [type(reply) for reply in replies] == [frames.SessionOpened, frames.SessionOpened, m.ErrorReply]
+        assert "2 sessions" in replies[2].message  # type: ignore[union-attr]
+        assert len(server.sockets.sessions) == 2
+
+
 @pytest.mark.promise(61)
 def test_a_thousand_processes_without_a_number_that_die_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
