@@ -36,18 +36,22 @@ def measure(depot: DepotProcess, engine: EngineModel, key: KeyRun, rounds: int) 
         times.setdefault(name, []).append((time.perf_counter() - began) * 1e3)
         assert expected in (None, count), f"{name}: {count} chunks"
 
-    def remember() -> None:
-        engine.scheduler.hint(key, session="agent")
-        wait_until(lambda: not depot.status().tiers[0].queued_write_bytes)
-
     for _ in range(rounds):
         timed("retain", o.RetainSession("agent", 60.0))
         timed("prefetch", o.PrefetchSession("agent", retain_seconds=60.0))
         timed("demote", o.DemoteSession("agent"))
         timed("bring up", o.PrefetchSession("agent", retain_seconds=60.0))
         timed("forget", o.ForgetSession("agent"))
-        remember()
+        remember(depot, engine, key)
     return times
+
+
+def remember(depot: DepotProcess, engine: EngineModel, key: KeyRun) -> None:
+    """Name the session, and wait until the depot knows it: nothing answers a hint."""
+    num_sessions = depot.status().num_agent_sessions
+    engine.scheduler.hint(key, session="agent")
+    wait_until(lambda: depot.status().num_agent_sessions > num_sessions)
+    wait_until(lambda: not depot.status().tiers[0].queued_write_bytes)
 
 
 def row(times: dict[str, list[float]]) -> dict[str, list[float]]:
@@ -94,8 +98,8 @@ def main() -> None:
                     for number in range(known, min(known + 2000, num_sessions - 1)):
                         digests = os.urandom(NUM_CHUNKS * DIGEST_BYTES)
                         engine.scheduler.hint(KeyRun(digests, 0, bytes(DIGEST_BYTES)), session=f"other {number}")
-                engine.scheduler.hint(key, session="agent")
-                wait_until(lambda: not depot.status().tiers[0].queued_write_bytes)
+                if num_sessions == 1:
+                    remember(depot, engine, key)
                 before = depot.status()
                 times = row(measure(depot, engine, key, options.rounds))
                 server = server_part(before, depot.status())
