@@ -164,7 +164,8 @@ def test_a_session_by_its_name(run: Run, peer: Peer) -> None:
     peer.ask(m.Hint(peer.context, "default", prompt(2, "a").digests, session="agent"))
     assert run("session", "retain", "agent", "60")[1] == "2 chunks of agent are in the pool and stay for 60 s\n"
     assert run("session", "retain", "agent", "0")[1] == "2 chunks of agent are in the pool\n"
-    assert run("session", "prefetch", "agent", "--retain", "5")[1] == "2 chunks of agent are in the pool\n"
+    kept = "2 chunks of agent are in the pool and stay for 5 s\n"
+    assert run("session", "prefetch", "agent", "--retain", "5")[1] == kept
     code, _, error = run("session", "demote", "agent")
     assert (code, "no tier is in use" in error) == (1, True)
     code, _, error = run("session", "prefetch", "agent", "--tenant", "another")

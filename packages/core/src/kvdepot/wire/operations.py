@@ -161,6 +161,11 @@ _SESSION: Final = Argument("as requests named it", "SESSION")
 _TENANT: Final = Argument("whose session it is (default: default)")
 
 
+def _say_kept(request: "RetainSession | PrefetchSession", reply: Done) -> str:
+    staying = f" and stay for {request.retain_seconds:g} s" if request.retain_seconds else ""
+    return f"{counted(reply.count, 'chunk')} of {printable(request.session)} are in the pool{staying}"
+
+
 class RetainSession(Operation[Done], tag="retain_session", frozen=True):
     """Keep the last prefix of a tenant's session in the pool, as far as it is there and within the tenant's quota.
 
@@ -172,10 +177,7 @@ class RetainSession(Operation[Done], tag="retain_session", frozen=True):
         "keep a session in the pool for a time",
         "Keep the last prefix of a session in the pool, for example while an agent's tool runs. All sessions of a"
         " tenant together keep at most half of its quota.",
-        lambda request, reply: (
-            f"{counted(reply.count, 'chunk')} of {printable(request.session)} are in the pool"
-            + (f" and stay for {request.retain_seconds:g} s" if request.retain_seconds else "")
-        ),
+        _say_kept,
     )
     endpoints = (Endpoint("POST", "/sessions/retain", "Keep a session in the pool for a time"),)
     needs_entries = True
@@ -190,14 +192,15 @@ class RetainSession(Operation[Done], tag="retain_session", frozen=True):
 class PrefetchSession(Operation[Done], tag="prefetch_session", frozen=True):
     """Promote the last prefix of a tenant's session from the tiers, and keep it for `retain_seconds`.
 
-    The reply comes when it is in the pool, and counts its chunks.
+    The reply comes when it is in the pool, and counts the chunks that are kept: perhaps not all, as for `RetainSession`.
     """
 
     command = Command(
         "session prefetch",
         "load a session from the tiers, before it is used again",
-        "Load the last prefix of a session from the tiers into the pool, and keep it there for --retain seconds.",
-        lambda request, reply: f"{counted(reply.count, 'chunk')} of {printable(request.session)} are in the pool",
+        "Load the last prefix of a session from the tiers into the pool, and keep it there for --retain seconds. All"
+        " sessions of a tenant together keep at most half of its quota.",
+        _say_kept,
     )
     seconds = 90.0  # the depot waits for a minute at most
     endpoints = (Endpoint("POST", "/sessions/prefetch", "Load a session from the tiers"),)
