@@ -192,7 +192,7 @@ class RetainSession(Operation[Done], tag="retain_session", frozen=True):
 class PrefetchSession(Operation[Done], tag="prefetch_session", frozen=True):
     """Promote the last prefix of a tenant's session from the tiers, and keep it for `retain_seconds`.
 
-    The reply comes when it is in the pool, and counts the chunks that are kept: perhaps not all, as for `RetainSession`.
+    The reply comes when it is in the pool, and counts the chunks that are kept, perhaps not all: see `RetainSession`.
     """
 
     command = Command(
