@@ -118,7 +118,7 @@ def test_a_pool_of_an_earlier_format_is_replaced_with_one_line_that_says_why(
         caplog.clear()
         files.close(remove=False)
     assert len(lines) == 1
-    assert f"the cache of an earlier server in {tmp_path} is thrown away" in lines[0]
+    assert f"discarding the cache of an earlier server in {tmp_path}" in lines[0]
     assert f"table format {TABLE_VERSION - 1}, this version writes {TABLE_VERSION}" in lines[0]
 
 

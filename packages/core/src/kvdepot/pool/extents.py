@@ -1,7 +1,7 @@
-"""Space of the pool: extents, aligned to 4 KiB, given out best fit first and joined with their neighbours when freed.
+"""Allocates the pool's space: best fit, in extents aligned to 4 KiB. Freed extents are joined with free neighbours.
 
-Pure bookkeeping on offsets; nothing here touches memory. With one extent size in use (the common case: one model) each
-freed extent fits the next allocation exactly.
+Pure bookkeeping on offsets: it never touches the memory. In the common case, one model with one extent size, each freed
+extent fits the next allocation exactly.
 """
 
 from bisect import bisect_left, insort
@@ -12,10 +12,10 @@ from typing import Final
 
 from kvdepot.errors import require
 
-EXTENT_ALIGNMENT_BYTES: Final = 4096  # a page: direct I/O and the registration of memory need whole ones
-NUM_REGIONS: Final = 96  # of the pool's map
-_RESTORE_STEP: Final = 2_000  # extents between two pauses
-_SORT_STEP: Final = 20_000  # numbers that are sorted at once
+EXTENT_ALIGNMENT_BYTES: Final = 4096  # a page: direct I/O and memory registration need whole pages
+NUM_REGIONS: Final = 96  # in the map of the pool
+_RESTORE_STEP: Final = 2_000  # extents per step
+_SORT_STEP: Final = 20_000  # numbers that are sorted per step
 
 
 def extent_size(num_bytes: int) -> int:
@@ -24,28 +24,32 @@ def extent_size(num_bytes: int) -> int:
 
 
 def sorted_runs(numbers: list[int]) -> Iterator[list[int]]:
-    """Yield the numbers in sorted parts, each sorted in one go: `heapq.merge` joins them."""
+    """Yield the numbers in parts, each sorted in one step. `heapq.merge` joins them."""
     for start in range(0, len(numbers), _SORT_STEP):
         yield sorted(numbers[start : start + _SORT_STEP])
 
 
 class ExtentAllocator:
-    """Allocates and frees extents of `[0, capacity_bytes)`, of which `grow` has made the first part usable."""
+    """Allocates and frees extents of `[0, capacity_bytes)`. `grow` makes the space usable from its start on."""
 
     def __init__(self, capacity_bytes: int, ready_bytes: int | None = None) -> None:
         self.capacity_bytes = capacity_bytes
         self.ready_bytes = 0
-        self._stays = False  # no more of the capacity becomes usable
+        self._stays = False  # whether growth has ended before the capacity
         self._region_bytes = max(1, -(-capacity_bytes // NUM_REGIONS))
         self.clear()
         self.grow(capacity_bytes if ready_bytes is None else ready_bytes)
 
     def clear(self) -> None:
-        """Forget every extent: all usable space is free. Whoever makes the pool grow keeps this object."""
+        """Forget all extents, so that all usable space is free.
+
+        The object stays the same, as the growing thread uses it.
+        """
         self.used_bytes = 0
         self._is_restoring = False
-        self.region_bytes = [0] * NUM_REGIONS  # used, by where an extent starts, of equal parts of the capacity
-        # Every free extent, by its start, its end and its size.
+        # Used bytes by region, an equal part of the capacity, in which an extent starts.
+        self.region_bytes = [0] * NUM_REGIONS
+        # The free extents by start, by end and by size.
         self._size_at: dict[int, int] = {}
         self._start_by_end: dict[int, int] = {}
         self._starts: dict[int, dict[int, None]] = {}
@@ -54,21 +58,21 @@ class ExtentAllocator:
             self._add_free(0, self.ready_bytes)
 
     def grow(self, ready_bytes: int) -> None:
-        """Make the space up to `ready_bytes` usable; never shrinks."""
+        """Make the space up to `ready_bytes` usable. It never shrinks."""
         ready_bytes = min(ready_bytes, self.capacity_bytes)
         ready_bytes -= ready_bytes % EXTENT_ALIGNMENT_BYTES
         if ready_bytes > self.ready_bytes:
-            if not self._is_restoring:  # its last step frees all space behind the last extent
+            if not self._is_restoring:  # the last step of restoring frees all space behind the last extent
                 self._add_free(self.ready_bytes, ready_bytes - self.ready_bytes)
             self.ready_bytes = ready_bytes
 
     def stop_growing(self) -> None:
-        """Stay as large as it is: the file system has no more space."""
+        """Stop growing, because the file system has no more space."""
         self._stays = True
 
     @property
     def is_growing(self) -> bool:
-        """Whether more of the capacity becomes usable later."""
+        """Whether more of the capacity will become usable."""
         return self.ready_bytes < self.capacity_bytes and not self._stays
 
     def allocate(self, num_bytes: int) -> int | None:
@@ -87,7 +91,7 @@ class ExtentAllocator:
         return start
 
     def allocate_all(self, sizes: Iterable[int]) -> list[int]:
-        """Return the offsets of extents for sizes in bytes, in order, up to the first one that finds none."""
+        """Allocate an extent for each size in order, up to the first that does not fit. Return their offsets."""
         offsets: list[int] = []
         for num_bytes in sizes:
             offset = self.allocate(num_bytes)
@@ -97,18 +101,18 @@ class ExtentAllocator:
         return offsets
 
     def free(self, offset: int, num_bytes: int) -> None:
-        """Take back the extent that `allocate` gave for `num_bytes`."""
+        """Free the extent that `allocate` returned for `num_bytes`."""
         size = extent_size(num_bytes)
         self.used_bytes -= size
         self.region_bytes[offset // self._region_bytes] -= size
         self._add_free(offset, size)
 
     def restore(self, count: int, extent: Callable[[int], tuple[int, int]]) -> Iterator[list[int]]:
-        """Mark extents of an earlier life as used; call once, before any allocation.
+        """Mark extents of an earlier server as used. Call this once, before any allocation.
 
-        `extent(i)` returns `(offset, num_bytes)` of one of `count`. Iterating over the result does the work; each item
-        has the numbers of some that were taken. An extent that is misaligned, out of range or overlaps an earlier one
-        is not taken. Nothing can be allocated before the end.
+        `extent(i)` returns `(offset, num_bytes)` of extent `i` of `count`. Iterating over the result does the work.
+        Each item has the numbers of the extents taken in one step. An extent that is misaligned, out of range or
+        overlaps an earlier one is not taken. Nothing can be allocated before the end.
         """
         if self.used_bytes:
             raise ValueError("restore comes before the first allocation")
@@ -161,7 +165,7 @@ class ExtentAllocator:
         return sorted(self._size_at.items())
 
     def check_integrity(self, used: Iterable[tuple[int, int]]) -> None:
-        """Check that `(offset, num_bytes)` in use and the free extents make up the usable space.
+        """Check that the `used` `(offset, num_bytes)` and the free extents make up the usable space.
 
         Raises:
             IntegrityError: they do not.

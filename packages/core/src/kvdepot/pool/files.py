@@ -1,8 +1,8 @@
 """The pool's files: KV bytes, the index table, the names that records refer to, tokens and sessions, in one folder.
 
-The server owns them; workers get the descriptors when they open a session. A server that is started again in the same
-folder finds all of them. If they do not fit together, it refuses all and makes new ones. It never maps the pool: only
-copying processes do (`PoolMemory`).
+The server owns them. Workers get their descriptors when they open a session. A server that is restarted with the same
+folder finds all files again. If they do not fit together, it discards all of them and creates new ones. Only processes
+that copy map the pool (`PoolMemory`); the server does not.
 """
 
 import contextlib
@@ -45,14 +45,14 @@ ENLARGE_TMPFS = (
 )
 """Advice for a machine with too little room for a pool; containers have 64 MiB in /dev/shm by default."""
 
-_FIRST_ALLOCATION_BYTES = 64 << 20  # takes 14 ms, and is room for the first prompt
-_ALLOCATION_STEP_BYTES = 16 << 20  # takes 4 ms: between two steps an engine gets the core
-_POPULATE_STEP_BYTES = 8 << 20  # takes 3 ms, for the same reason
-_MADV_POPULATE_WRITE = 23  # Linux 5.14; `mmap` has no name for it
+_FIRST_ALLOCATION_BYTES = 64 << 20  # takes 14 ms, and has room for the first prompt
+_ALLOCATION_STEP_BYTES = 16 << 20  # takes 4 ms; between two steps, an engine gets the core
+_POPULATE_STEP_BYTES = 8 << 20  # takes 3 ms; for the same reason
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; the module `mmap` lacks the constant
 
 _FLOCK = struct.Struct("@hhqqi0q")  # type, whence, start, length, process
-_SERVER_LOCK = 1 << 60  # the byte of the pool's file that its server has locked: far behind the end of any pool
-_TRAILER = struct.Struct("<8sQ")  # magic, generation: behind the pool's last byte
+_SERVER_LOCK = 1 << 60  # the byte of the pool's file that its server locks, far beyond the end of any pool
+_TRAILER = struct.Struct("<8sQ")  # magic, generation; behind the pool's last byte
 
 
 @dataclass(slots=True)
@@ -62,25 +62,25 @@ class PoolFiles:
     directory: Path
     size_bytes: int
     pool_fd: int
-    lock_fd: int  # another descriptor of the pool's file, handed to nobody: it alone keeps the lock
+    lock_fd: int  # a separate descriptor of the pool's file, which holds the lock and is not passed on
     table: IndexTable
     table_fd: int  # read only, for workers
     names: NamesFile
     tokens: TokensFile
     prefixes: PrefixFile
     is_new: bool
-    unnamed: dict[str, str] = field(default_factory=dict[str, str])  # what new files are called until `take_place`
+    unnamed: dict[str, str] = field(default_factory=dict[str, str])  # temporary names of new files, until `take_place`
     earlier_fd: int | None = None  # locks the pool that new files replace
-    why_new: str = ""  # although there was an earlier pool
+    why_new: str = ""  # the reason why an earlier pool was not used
 
     def take_place(self) -> None:
-        """Give new files their names, in place of an earlier server's; call it when nothing else of a start can fail.
+        """Give new files their names, in place of an earlier server's. Call this when nothing else can fail at startup.
 
-        All are whole, locked and have memory by then, so a crash leaves files that a later start knows as a
-        depot's. Earlier files are not truncated: a client of an earlier server may still have them mapped.
+        By then the files are complete, locked and allocated, so after a crash a later start recognises them as a
+        depot's. Earlier files are not truncated, because a client of an earlier server may still have them mapped.
 
         Raises:
-            DepotBusy: another server has made a pool here meanwhile.
+            DepotBusy: another server has created a pool here meanwhile.
             PoolError: the folder has no room for the names.
         """
         with PoolFolder(self.directory, through_links=True) as folder:
@@ -94,20 +94,20 @@ class PoolFiles:
                 raise PoolError(f"no pool in {self.directory}: {error}") from error
             self.unnamed = {}
             self.tokens.moved(self.directory / TOKENS_FILE)
-            folder.remove_files(only_unfinished=True)  # of starts that were killed: whoever else starts now has lost
+            folder.remove_files(only_unfinished=True)  # of killed starts; a concurrent start has lost the race
         if self.why_new:
-            logger.warning("the cache of an earlier server in %s is thrown away: %s", self.directory, self.why_new)
+            logger.warning("discarding the cache of an earlier server in %s: %s", self.directory, self.why_new)
         if self.earlier_fd is not None:
             os.close(self.earlier_fd)
             self.earlier_fd = None
 
     def advance(self) -> None:
-        """Begin a new generation, so that copies of the files that were made before do not fit together any more."""
+        """Begin a new generation, so that older copies of single files no longer fit together with the others."""
         self.table.generation += 1
         os.pwrite(self.lock_fd, _TRAILER.pack(POOL_MAGIC, self.table.generation), self.size_bytes)
 
     def close(self, *, remove: bool) -> None:
-        """Close all files. If `remove`, delete them. Files that have not taken their place are deleted in any case."""
+        """Close all files. If `remove`, delete them. Files that did not get their names are deleted in any case."""
         self.table.close()
         self.names.close()
         self.tokens.close()
@@ -118,7 +118,7 @@ class PoolFiles:
             if self.unnamed:
                 for name in self.unnamed.values():
                     folder.remove(name)
-                with contextlib.suppress(OSError):  # another server's files are there
+                with contextlib.suppress(OSError):  # another server has put its files there
                     self.directory.rmdir()
             elif remove and not folder.remove_pool():
                 logger.info("%s holds other files and stays", self.directory)
@@ -128,30 +128,30 @@ class PoolFiles:
 
 
 def open_pool(directory: Path, size_bytes: int, num_records: int, *, server: str, fresh: bool = False) -> PoolFiles:
-    """Open the pool in `directory`, an earlier server's if it verifies, else a new one that has no name yet.
+    """Open the pool in `directory`: an earlier server's if it verifies, else a new one under temporary names.
 
-    A new pool has its first 64 MiB, no more: see `allocate_in_background`. The pool's file stays locked until `close`,
-    so no other server opens it, whichever path, container or PID namespace it comes from.
+    Only the first 64 MiB of a new pool are allocated: see `allocate_in_background`. The pool's file stays locked until
+    `close`, so no other server opens it from any path, container or PID namespace.
 
-    A pool of another size is replaced only by `PoolFiles.take_place`, so a start that fails leaves the cache that is
-    there.
+    A pool of another size is replaced only by `PoolFiles.take_place`, so a failed start leaves the present cache in
+    place.
 
     Args:
-        directory: made if it is not there.
-        size_bytes: of the pool.
-        num_records: of the index table, if it is new.
-        server: named in the error of a second server that finds the pool locked.
-        fresh: make a new pool in any case.
+        directory: created if needed.
+        size_bytes: the size of the pool.
+        num_records: the records of the index table, if it is new.
+        server: names this server in the error of another server that finds the pool locked.
+        fresh: create a new pool in any case.
 
     Raises:
-        DepotBusy: another server has this pool.
-        PoolError: the files cannot be made, or are not a pool's.
+        DepotBusy: another server uses this pool.
+        PoolError: the files cannot be created, or are not a pool's.
     """
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder = PoolFolder(directory, through_links=True)
     except OSError as error:
-        raise PoolError(f"--pool-dir {directory} cannot be made: {error}") from error
+        raise PoolError(f"cannot create --pool-dir {directory}: {error}") from error
     with folder:
         folder.refuse_foreign()
         earlier_fd = lock_earlier(folder)
@@ -165,7 +165,7 @@ def open_pool(directory: Path, size_bytes: int, num_records: int, *, server: str
             if files is None:
                 is_kept = earlier_fd is not None and not fresh and _size_of(earlier_fd) != size_bytes
                 if earlier_fd is not None and not is_kept:
-                    folder.remove_files()  # it is of no use, and the new one may need its memory
+                    folder.remove_files()  # it is useless, and the new pool may need its memory
                 try:
                     files = _create(folder, size_bytes, num_records)
                 except (PoolError, OSError) as error:
@@ -177,7 +177,7 @@ def open_pool(directory: Path, size_bytes: int, num_records: int, *, server: str
                 if is_kept:
                     files.earlier_fd, earlier_fd = earlier_fd, None
             else:
-                earlier_fd = None  # it is the files' now
+                earlier_fd = None  # `files` owns it now
         finally:
             if earlier_fd is not None:
                 os.close(earlier_fd)
@@ -191,7 +191,7 @@ def _size_of(pool_fd: int) -> int:
 
 
 def size_of_pool(directory: Path) -> int | None:
-    """Return the bytes of the pool in a folder, None without a pool."""
+    """Return the size of the pool in a folder in bytes, None without a pool."""
     try:
         with PoolFolder(directory, through_links=True) as folder:
             return folder.status(POOL_FILE).st_size - TRAILER_BYTES if POOL_FILE in folder.pool_files() else None
@@ -200,7 +200,7 @@ def size_of_pool(directory: Path) -> int | None:
 
 
 def allocated_bytes(directory: Path) -> int:
-    """Return the memory that the files of a pool in a folder take, 0 without a pool."""
+    """Return the bytes of memory allocated to the pool's files in a folder, 0 without a pool."""
     try:
         with PoolFolder(directory, through_links=True) as folder:
             return sum(folder.status(name).st_blocks * 512 for name in folder.pool_files())
@@ -209,7 +209,7 @@ def allocated_bytes(directory: Path) -> int:
 
 
 def is_pool_served(folder: PoolFolder) -> bool:
-    """Whether a living depot has the pool in a folder, or is making one; does not disturb it.
+    """Return whether a running depot uses the pool in a folder or is creating one. Does not disturb it.
 
     Raises:
         OSError: it cannot be read.
@@ -228,18 +228,18 @@ def is_pool_served(folder: PoolFolder) -> bool:
 
 
 def lock_earlier(folder: PoolFolder) -> int | None:
-    """Return a descriptor of the existing pool's file, locked; None without one.
+    """Lock the file of an existing pool, and return the descriptor. None without a pool.
 
     Raises:
-        DepotBusy: its server lives.
-        PoolError: it cannot be opened.
+        DepotBusy: its server is running.
+        PoolError: the file cannot be opened.
     """
     try:
         fd = folder.open(POOL_FILE, os.O_RDWR)
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise PoolError(f"{folder.path / POOL_FILE} cannot be opened: {error}") from error
+        raise PoolError(f"cannot open {folder.path / POOL_FILE}: {error}") from error
     try:
         lock_fd = open_with_lock(fd, _SERVER_LOCK)
     except BlockingIOError:
@@ -252,12 +252,12 @@ def lock_earlier(folder: PoolFolder) -> int | None:
         is_same = False
     if not is_same:
         os.close(lock_fd)
-        raise busy(folder, "a server that is starting")  # which put another file in its place
+        raise busy(folder, "a server that is starting")  # it has replaced the file
     return lock_fd
 
 
 def busy(folder: PoolFolder, server: str = "") -> DepotBusy:
-    """Return the error of a pool that `server` has; by default its holder."""
+    """Return the error for a pool that `server` uses; by default the server named in the pool."""
     return DepotBusy(
         f"the pool in {folder.path} is in use by {server or holder_of_pool(folder)}: stop that, or choose another"
         " --pool-dir (another --dir has a pool of its own unless --pool-dir names one)"
@@ -265,7 +265,7 @@ def busy(folder: PoolFolder, server: str = "") -> DepotBusy:
 
 
 def holder_of_pool(folder: PoolFolder) -> str:
-    """Return which server has the pool in a folder, or had it last."""
+    """Return the name of the server that uses the pool in a folder, or used it last."""
     try:
         fd = folder.open(TABLE_FILE, os.O_RDONLY)
     except OSError:
@@ -277,7 +277,7 @@ def holder_of_pool(folder: PoolFolder) -> str:
 
 
 def _pool_id(fd: int, size_bytes: int) -> bytes:
-    """Return an id of the pool's file that changes when the machine starts, so no cache outlives its crash."""
+    """Return an id of the pool's file that changes on reboot, so that no cache is reused after a machine crash."""
     status = os.fstat(fd)
     boot = Path("/proc/sys/kernel/random/boot_id").read_text()
     return blake3(f"{boot} {status.st_dev} {status.st_ino} {size_bytes}".encode()).digest()[:16]
@@ -297,7 +297,7 @@ def _reopen(folder: PoolFolder, size_bytes: int, lock_fd: int) -> PoolFiles:
         undo.callback(os.close, fd)
         table = IndexTable.open(folder.path / TABLE_FILE, size_bytes, _pool_id(fd, size_bytes))
         undo.callback(table.close)
-        if table.generation - generation not in (0, 1):  # the table's is written first
+        if table.generation - generation not in (0, 1):  # `advance` writes the table's generation first
             raise PoolError(
                 f"the index is of generation {table.generation} and the pool of {generation}: one of them was copied"
             )
@@ -315,7 +315,7 @@ def _reopen(folder: PoolFolder, size_bytes: int, lock_fd: int) -> PoolFiles:
 
 
 def _create(folder: PoolFolder, size_bytes: int, num_records: int) -> PoolFiles:
-    """Make new files, or none if it fails; they get their names by `PoolFiles.take_place`."""
+    """Create new files under temporary names, all or none. `PoolFiles.take_place` gives them their names."""
     unfinished = folder.unfinished_names()
     with contextlib.ExitStack() as undo:
         for name in unfinished.values():
@@ -337,7 +337,8 @@ def _create(folder: PoolFolder, size_bytes: int, num_records: int) -> PoolFiles:
         undo.callback(prefixes.close)
         table_fd = folder.open(unfinished[TABLE_FILE], os.O_RDONLY)
         undo.callback(os.close, table_fd)
-        os.fsync(fd)  # on a disk, a crash of the machine would otherwise leave files without a magic: nobody's
+        # Without it, a machine crash could leave files without a magic on a disk, which no depot would reuse or remove.
+        os.fsync(fd)
         os.fsync(table_fd)
         names.flush()
         files = PoolFiles(
@@ -358,10 +359,10 @@ def _create(folder: PoolFolder, size_bytes: int, num_records: int) -> PoolFiles:
 
 
 def open_with_lock(fd: int, number: int) -> int:
-    """Open a file once more, with an exclusive lock on one byte far behind its end.
+    """Open a file again, with an exclusive lock on one byte far beyond its end.
 
-    The lock lasts as long as the new descriptor, any copy of it in another process, or a mapping made through them. So
-    it shows whether a writer without a process number here still lives.
+    The lock lasts as long as the new descriptor, any copy of it in another process, or a mapping made through them. It
+    thereby shows whether a writer without a pid here is still alive.
     """
     copy = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
     try:
@@ -373,18 +374,18 @@ def open_with_lock(fd: int, number: int) -> int:
 
 
 def is_locked(fd: int, number: int) -> bool:
-    """Whether anything of a descriptor of `open_with_lock` is left; `fd` is another one of the same file."""
+    """Return whether a lock of `open_with_lock` is still held. `fd` is another descriptor of the same file."""
     lock = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, number, 1, 0))
     return _FLOCK.unpack(lock)[0] != fcntl.F_UNLCK
 
 
 def allocate_first(fd: int, size_bytes: int) -> int:
-    """Give a pool's file its first 64 MiB, so that the very first store finds room. Return its bytes that have space.
+    """Allocate the first 64 MiB of a pool's file, so that the first store finds room. Return the allocated bytes.
 
-    An earlier server may have given it more, from its beginning on.
+    An earlier server may have allocated more, from the start of the file on.
 
     Raises:
-        PoolError: the file system has not even that much.
+        PoolError: the file system does not have that much space.
     """
     length = min(size_bytes, _FIRST_ALLOCATION_BYTES)
     try:
@@ -406,10 +407,10 @@ def allocate_in_background(
     on_failure: Callable[[OSError], None],
     is_urgent: Callable[[], bool],
 ) -> threading.Thread:
-    """Give the rest of the pool's file its space, step by step: a full tmpfs is then an error, not a SIGBUS later.
+    """Allocate the rest of the pool's file in steps, so that a full tmpfs is an error now, not a SIGBUS later.
 
-    `on_progress` gets the bytes that are ready so far. The thread rests between two steps unless `is_urgent`. All three
-    are called on the thread.
+    `on_progress` gets the bytes allocated so far. The thread rests between two steps unless `is_urgent`. It calls all
+    three functions.
     """
 
     def work() -> None:
@@ -430,7 +431,7 @@ def allocate_in_background(
 
 
 class PoolMemory:
-    """A process's own mapping of the pool, writable."""
+    """A writable mapping of the pool in this process."""
 
     def __init__(self, pool_fd: int, pool_size_bytes: int) -> None:
         self.size_bytes = pool_size_bytes
@@ -440,7 +441,7 @@ class PoolMemory:
     def populate(self, should_stop: Callable[[], bool] = lambda: False) -> None:
         """Touch every page of the mapping, so that the first copy is as fast as later ones. Releases the GIL.
 
-        Rests between two steps: see `Throttle`.
+        It rests between two steps: see `Throttle`.
         """
         libc = ctypes.CDLL(None, use_errno=True)
         madvise = libc.madvise
@@ -449,12 +450,12 @@ class PoolMemory:
         for start in range(0, self.size_bytes, _POPULATE_STEP_BYTES):
             length = min(_POPULATE_STEP_BYTES, self.size_bytes - start)
             if should_stop() or madvise(self.address + start, length, _MADV_POPULATE_WRITE):
-                return  # an old kernel or a full tmpfs: pages come as they are touched
+                return  # old kernel or full tmpfs: pages are allocated when they are touched
             throttle.rest(should_stop)
 
 
 class PoolMapping(PoolMemory):
-    """A process's own mapping of the pool, writable, and of the index table, read only."""
+    """This process's mappings of the pool (writable) and of the index table (read only)."""
 
     def __init__(self, pool_fd: int, pool_size_bytes: int, table_fd: int, table_size_bytes: int) -> None:
         super().__init__(pool_fd, pool_size_bytes)

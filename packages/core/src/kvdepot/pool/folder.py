@@ -1,7 +1,7 @@
-"""The folder of a pool, by descriptor: which of its files are a depot's, each by its own magic, never through a link.
+"""The folder of a pool, opened by descriptor: recognises a depot's files by their magic, and never follows links.
 
-`--pool-dir` may hold files of others, and /dev/shm is everybody's. So a file counts as a depot's only if it is a
-regular file that carries the magic of its kind.
+`--pool-dir` may hold other files, and anybody can write to /dev/shm. So a file counts as a depot's only if it is a
+regular file with the magic of its kind.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ NAMES_FILE: Final = "names"
 TOKENS_FILE: Final = "tokens"
 PREFIXES_FILE: Final = "sessions"
 
-TRAILER_BYTES: Final = 4096  # behind the pool's last byte, in a page that no client maps
+TRAILER_BYTES: Final = 4096  # a page behind the pool's last byte, which no client maps
 POOL_MAGIC: Final = b"KVDEPOTP"
 _MAGICS: Final = {
     POOL_FILE: POOL_MAGIC,
@@ -39,13 +39,13 @@ _UNFINISHED: Final = re.compile(rf"\.({'|'.join(KINDS)})-[0-9a-f]{{16}}")
 
 
 class PoolFolder:
-    """An open folder, in which a pool is, or is to be. A context manager."""
+    """The open folder of a present or future pool. A context manager."""
 
     def __init__(self, path: Path, *, through_links: bool = False) -> None:
-        """Open the folder; `through_links` if an operator named it, so a link in its place is meant.
+        """Open the folder. `through_links`: an operator named it, so follow a link.
 
         Raises:
-            OSError: it cannot be read, is a link or no folder.
+            OSError: it cannot be read, or is a link or not a folder.
         """
         self.path = path
         self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (0 if through_links else os.O_NOFOLLOW))
@@ -59,11 +59,11 @@ class PoolFolder:
         self.close()
 
     def close(self) -> None:
-        """Close the folder; what is in it stays."""
+        """Close the folder. Its files stay."""
         os.close(self._fd)
 
     def status(self, name: str | None = None) -> os.stat_result:
-        """Return the status of a file in the folder, of a link itself, or without a name that of the folder.
+        """Return the status of a file in the folder, without following links. Without a name, return the folder's.
 
         Raises:
             OSError: it cannot be read.
@@ -71,7 +71,7 @@ class PoolFolder:
         return os.fstat(self._fd) if name is None else os.stat(name, dir_fd=self._fd, follow_symlinks=False)
 
     def open(self, name: str, flags: int) -> int:
-        """Return a descriptor of a file, not of where a link leads; a FIFO does not block.
+        """Open a file. Do not follow links, and do not block on a FIFO.
 
         Raises:
             OSError: it cannot be opened.
@@ -79,7 +79,7 @@ class PoolFolder:
         return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600, dir_fd=self._fd)
 
     def pool_files(self) -> list[str]:
-        """Return the files that a depot made, the unfinished ones of a start that was killed, too.
+        """Return the files that a depot created, including unfinished ones of a killed start.
 
         Raises:
             OSError: the folder or a file cannot be read.
@@ -99,7 +99,7 @@ class PoolFolder:
             return False
         try:
             size = os.fstat(fd).st_size
-            if not size:  # its magic is the first thing that is written
+            if not size:  # unfinished: the magic is written first
                 return name != kind
             magic = _MAGICS[kind]
             return os.pread(fd, len(magic), max(0, size - TRAILER_BYTES) if kind == POOL_FILE else 0) == magic
@@ -107,10 +107,10 @@ class PoolFolder:
             os.close(fd)
 
     def refuse_foreign(self) -> None:
-        """Refuse a folder in which somebody else's file has the name of one of a depot's.
+        """Refuse a folder in which another file has the name of a depot's file.
 
         Raises:
-            PoolError: it does; the text names the file.
+            PoolError: there is such a file; the text names it.
             OSError: a file cannot be read.
         """
         for name in KINDS:
@@ -130,15 +130,15 @@ class PoolFolder:
                 )
 
     def unfinished_names(self) -> dict[str, str]:
-        """Return a name for each new file until it is whole, by its kind."""
+        """Return temporary names for new files, by kind."""
         suffix = secrets.token_hex(8)
         return {kind: f".{kind}-{suffix}" for kind in KINDS}
 
     def give_name(self, unfinished: str, kind: str, *, replaces: bool) -> None:
-        """Give a file that is whole its name.
+        """Give a complete file its name.
 
         Raises:
-            FileExistsError: `replaces` is false, and another file has the name.
+            FileExistsError: `replaces` is False, and another file has the name.
             FileNotFoundError: another depot has removed the unfinished file.
         """
         if replaces:
@@ -148,19 +148,19 @@ class PoolFolder:
             os.unlink(unfinished, dir_fd=self._fd)
 
     def remove_files(self, *, only_unfinished: bool = False) -> None:
-        """Remove the files that a depot made; the caller has the pool locked.
+        """Remove the files that a depot created. The caller holds the pool's lock.
 
         Raises:
-            OSError: one cannot be removed.
+            OSError: a file cannot be removed.
         """
         for name in self._unfinished() if only_unfinished else self.pool_files():
             self.remove(name)
 
     def remove_pool(self) -> bool:
-        """Remove the files that a depot made, and the folder; return False if it holds others and stays.
+        """Remove the files that a depot created, and the folder. Return False if other files keep the folder.
 
         Raises:
-            OSError: one cannot be removed.
+            OSError: a file cannot be removed.
         """
         self.remove_files()
         if os.listdir(self._fd) or self.path.is_symlink():
@@ -169,6 +169,6 @@ class PoolFolder:
         return True
 
     def remove(self, name: str) -> None:
-        """Remove a file, if it is there."""
+        """Remove a file, if it exists."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self._fd)

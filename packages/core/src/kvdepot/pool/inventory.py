@@ -1,4 +1,4 @@
-"""Pools on this machine, served or left behind, for operators who want the memory back."""
+"""Finds the pools on this machine, served or not, and removes those that no depot serves."""
 
 import os
 from dataclasses import dataclass
@@ -16,24 +16,24 @@ class FoundPool:
     """One pool."""
 
     directory: Path
-    allocated_bytes: int  # memory that all its files take
+    allocated_bytes: int  # allocated to all its files
     uid: int  # of the owner
-    used_at: float  # when a depot last had it, to a second; since the epoch
-    server: str  # which depot has it, or had it last
+    used_at: float  # Unix time in whole seconds: when a depot last used it
+    server: str  # the depot that uses it, or used it last
     is_served: bool
 
 
 def find_pools(parent: Path = SHARED_MEMORY) -> list[FoundPool]:
-    """Return the pools in the folders of `parent` that this user can read, by their paths.
+    """Return the pools in the folders of `parent` that this user can read, ordered by path.
 
-    A link to a folder is passed over: anybody may have put it there.
+    Links to folders are skipped, as anybody may have created them.
     """
     found: list[FoundPool] = []
     for directory in sorted(parent.iterdir()):
         try:
             found.append(look_at(directory))
         except (OSError, PoolError):
-            continue  # no pool, another user's, or removed in the meantime
+            continue  # not a pool, another user's, or removed meanwhile
     return found
 
 
@@ -41,7 +41,7 @@ def look_at(directory: Path) -> FoundPool:
     """Describe the pool in `directory`.
 
     Raises:
-        PoolError: it has no pool, or is a link.
+        PoolError: the folder has no pool, or is a link.
         OSError: it cannot be read.
     """
     with _open(directory) as folder:
@@ -73,7 +73,7 @@ def _look_at(folder: PoolFolder) -> FoundPool:
 
 
 def remove_pool(directory: Path) -> int:
-    """Remove the pool of a depot that has ended, and its folder if nothing else is in it; return the bytes freed.
+    """Remove the pool of a stopped depot, and its folder if that is empty then. Return the bytes freed.
 
     Raises:
         DepotBusy: a depot serves it.
@@ -84,7 +84,7 @@ def remove_pool(directory: Path) -> int:
         pool = _look_at(folder)
         if pool.is_served:
             raise busy(folder)
-        lock_fd = lock_earlier(folder)  # held until the files are gone, so no depot opens them in the meantime
+        lock_fd = lock_earlier(folder)  # held until the files are removed, so that no depot opens them meanwhile
         try:
             folder.remove_pool()
         finally:

@@ -1,6 +1,6 @@
 """The file of the names that records of the index table refer to by number: caches, tenants and models.
 
-It only grows, by a frame for each batch of new names, so the cost of a name does not depend on their number.
+It only grows, by one frame per batch of new names, so the cost of a name does not depend on their number.
 """
 
 import logging
@@ -17,16 +17,16 @@ from kvdepot.wire.messages import CacheSpec
 
 logger = logging.getLogger(__name__)
 
-MAGIC: Final = b"KVDEPOTN\x01\x00\x00\x00"  # with the version of the file
-_FRAME: Final = struct.Struct("<II")  # bytes of the body, its crc32
+MAGIC: Final = b"KVDEPOTN\x01\x00\x00\x00"  # includes the version of the file
+_FRAME: Final = struct.Struct("<II")  # size of the body, crc32 of the body
 
 
 class Label(NamedTuple):
-    """The owner of chunks, by which tiers, quotas and eviction tell them apart."""
+    """The owner of chunks: tiers, quotas and eviction distinguish chunks by it."""
 
     tenant: str
     model: str
-    weights: str = ""  # `Namespace.weights`; "" if nobody said, and in files of earlier releases
+    weights: str = ""  # `Namespace.weights`; "" if unknown
 
 
 class Names(msgspec.Struct, array_like=True, frozen=True):
@@ -40,19 +40,19 @@ _decoder: Final = msgspec.msgpack.Decoder(Names)
 
 
 def encode_names(names: Names) -> bytes:
-    """Return the frame that adds names."""
+    """Return a frame with new names."""
     body = msgspec.msgpack.encode(names)
     return _FRAME.pack(len(body), zlib.crc32(body)) + body
 
 
 def decode_names(raw: bytes) -> tuple[Names, int]:
-    """Return the names in a file, and the bytes that they take: a frame that was not written to its end is none.
+    """Return the names in a file and the size of their frames. An incomplete last frame does not count.
 
     Raises:
         PoolError: it is damaged, or not such a file.
     """
     if not raw.startswith(MAGIC):
-        raise PoolError("its names are those of another release, or none")
+        raise PoolError("the file of names is empty or was written by another release")
     names, end = Names(), len(MAGIC)
     while len(raw) >= end + _FRAME.size:
         length, crc = _FRAME.unpack_from(raw, end)
@@ -60,31 +60,31 @@ def decode_names(raw: bytes) -> tuple[Names, int]:
         if len(body) < length:
             break
         if zlib.crc32(body) != crc:
-            raise PoolError("its names are damaged")
+            raise PoolError("the file of names is damaged")
         try:
             more = _decoder.decode(body)
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-            raise PoolError(f"its names are none: {error}") from error
+            raise PoolError(f"the file of names is malformed: {error}") from error
         names.spaces.extend(more.spaces)
         names.labels.extend(more.labels)
         end += _FRAME.size + length
     if len(set(names.spaces)) < len(names.spaces) or len(set(names.labels)) < len(names.labels):
-        raise PoolError("its names are there twice")
+        raise PoolError("the file of names lists a name twice")
     return names, end
 
 
 class NamesFile:
-    """The names of a pool, open; `close` it."""
+    """The open file of a pool's names. The caller closes it."""
 
     def __init__(self, fd: int, names: Names, size_bytes: int) -> None:
-        """Take over a descriptor of a file whose first `size_bytes` hold `names`."""
+        """Take ownership of the descriptor of a file whose first `size_bytes` hold `names`."""
         self.found = names
         self._fd = fd
         self._size_bytes = size_bytes
 
     @classmethod
     def create(cls, path: Path) -> Self:
-        """Make a file without names.
+        """Create a file without names.
 
         Raises:
             OSError: the file exists, or the disk is full.
@@ -100,7 +100,7 @@ class NamesFile:
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Open an earlier server's file, and cut off a name that it did not write to its end.
+        """Open an earlier server's file. Cut off an incomplete last frame.
 
         Raises:
             PoolError: it is damaged, or not such a file.
@@ -111,7 +111,9 @@ class NamesFile:
             raw = path.read_bytes()
             names, size_bytes = decode_names(raw)
             if size_bytes < len(raw):
-                logger.warning("the last %d bytes of %s are not a whole name: cut off", len(raw) - size_bytes, path)
+                logger.warning(
+                    "cutting off the last %d bytes of %s: an incomplete frame of names", len(raw) - size_bytes, path
+                )
                 os.ftruncate(fd, size_bytes)
         except BaseException:
             os.close(fd)
@@ -119,7 +121,7 @@ class NamesFile:
         return cls(fd, names, size_bytes)
 
     def add(self, names: Names) -> None:
-        """Add the names that follow those that are here, all or nothing.
+        """Append names, all or nothing.
 
         Raises:
             OSError: the disk is full.
@@ -130,11 +132,11 @@ class NamesFile:
         written = os.pwrite(self._fd, frame, self._size_bytes)
         if written < len(frame):
             os.ftruncate(self._fd, self._size_bytes)
-            raise OSError(f"only {written} of {len(frame)} bytes of a name found room")
+            raise OSError(f"only {written} of {len(frame)} bytes of the new names could be written")
         self._size_bytes += written
 
     def flush(self) -> None:
-        """Write the file to its disk, if it is on one."""
+        """Write the file to its disk, if it is on a disk."""
         os.fsync(self._fd)
 
     def close(self) -> None:

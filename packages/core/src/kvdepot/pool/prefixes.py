@@ -1,12 +1,12 @@
-"""The file of the prefixes that agents' sessions used last: it tells which chunks belong to a name.
+"""The file of the prefixes that agent sessions used last: it maps a session's name to chunks.
 
-A session is named by its tenant and its own name, of which the file has only hashes. Its prefix is a list of digests,
-32 bytes for each chunk, in blocks of 1 KiB. Each block says whose it is and where in the prefix it stands. So there is
-nothing beside the blocks, and a crash leaves each of them whole or recognisably torn. A prefix whose end was torn is
-shorter. Digests are only ever looked up, so a wrong one would be a miss.
+A session is identified by its tenant and its name. The file has only hashes of both. A prefix is a list of digests, 32
+bytes per chunk, in blocks of 1 KiB. Each block contains its owner and its place in the prefix, so the file needs
+nothing beside the blocks, and a crash leaves each block whole or recognisably torn. A prefix with a torn end is
+shorter. Digests are used only for lookups, so a wrong one would be a miss.
 
-The file is sparse, and takes memory as sessions come. When it is full, the tenant with the most blocks loses the
-session that it has not used for longest. So no tenant makes another forget while it has more.
+The file is sparse and takes memory as sessions are added. When it is full, the tenant with the most blocks loses its
+least recently used session. So a tenant cannot displace sessions of another tenant while it has more itself.
 """
 
 import mmap
@@ -24,10 +24,10 @@ from blake3 import blake3
 from kvdepot.errors import PoolError, require
 from kvdepot.keys import DIGEST_BYTES
 
-MAGIC: Final = b"KVDEPOTR\x01\x00\x00\x00"  # with the version of the file
+MAGIC: Final = b"KVDEPOTR\x01\x00\x00\x00"  # includes the version of the file
 MAXIMUM_BLOCKS: Final = 131_072
 MAXIMUM_TENANTS: Final = 1024
-MAXIMUM_CHUNKS: Final = 16_384  # of one prefix; the rest of a longer one is not remembered
+MAXIMUM_CHUNKS: Final = 16_384  # per prefix; the rest of a longer one is not remembered
 
 _HEADER: Final = struct.Struct("<8s16sHHI")  # tenant, session, place in the prefix, digests, crc32
 _BLOCK_BYTES: Final = 1024  # 31 digests: a session of 2,000 tokens in chunks of 64 takes one
@@ -37,11 +37,11 @@ _CRC_AT: Final = _HEADER.size - _CRC.size
 _EMPTY: Final = bytes(_HEADER.size)
 _NO_DIGEST: Final = bytes(DIGEST_BYTES)
 _GROWTH: Final = 64  # blocks
-_STEP: Final = 128  # blocks that are read back
+_STEP: Final = 128  # blocks read per step
 
 
 class _Tenant:
-    """The sessions of one tenant, the one used last at the end, each with its blocks."""
+    """The sessions of one tenant, each with its blocks, the most recently used last."""
 
     def __init__(self) -> None:
         self.sessions: OrderedDict[bytes, array[int]] = OrderedDict()
@@ -49,30 +49,30 @@ class _Tenant:
 
 
 class PrefixFile:
-    """The last prefix of each session; `close` it.
+    """The last prefix of each session. The caller closes it.
 
     Args:
-        memory: of the file, in blocks; the first has the magic.
-        fd: of the file, None for memory without one.
+        memory: the mapped file, in blocks. The first block has the magic.
+        fd: the file's descriptor, None for memory without a file.
     """
 
     def __init__(self, memory: mmap.mmap, fd: int | None = None) -> None:
         self._memory = memory
         self._fd = fd
         self._capacity = len(memory) // _BLOCK_BYTES
-        self._end = 1  # the first block that was never used
-        self._num_ready = 1 if fd is not None else self._capacity  # blocks that have memory
+        self._end = 1  # the first block that was never used yet
+        self._num_ready = 1 if fd is not None else self._capacity  # blocks with allocated memory
         self._free = array("I")
         self._tenants: dict[bytes, _Tenant] = {}
 
     @classmethod
     def in_memory(cls, num_blocks: int = MAXIMUM_BLOCKS) -> Self:
-        """Return a table without a file, for tests."""
+        """Return an instance without a file, for tests."""
         return cls(mmap.mmap(-1, (num_blocks + 1) * _BLOCK_BYTES))
 
     @classmethod
     def create(cls, path: Path) -> Self:
-        """Make a file without sessions.
+        """Create a file without sessions.
 
         Raises:
             OSError: the file exists, or the disk is full.
@@ -89,17 +89,17 @@ class PrefixFile:
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Open an earlier server's file; `restore` reads it.
+        """Open an earlier server's file. `restore` reads it.
 
         Raises:
-            PoolError: it is not such a file.
+            PoolError: it is not a file of sessions.
             OSError: it cannot be read.
         """
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             is_ours = os.pread(fd, len(MAGIC), 0) == MAGIC
             if not is_ours or os.fstat(fd).st_size != (MAXIMUM_BLOCKS + 1) * _BLOCK_BYTES:
-                raise PoolError("its sessions are those of another release, or none")
+                raise PoolError("the file of sessions is empty or was written by another release")
             return cls(mmap.mmap(fd, 0), fd)
         except BaseException:
             os.close(fd)
@@ -124,7 +124,7 @@ class PrefixFile:
     def remember(self, tenant: str, session: str, digests: bytes) -> None:
         """Replace the prefix of a session by packed digests, `(num_chunks, 32)`, from chunk 0 on.
 
-        A prefix that finds no room loses its end. Nothing is remembered for more than `MAXIMUM_TENANTS` tenants.
+        If there is no room, the prefix loses its end. Beyond `MAXIMUM_TENANTS` tenants, nothing is remembered.
         """
         owner, name = _names_of(tenant, session)
         of_tenant = self._tenants.get(owner)
@@ -151,7 +151,7 @@ class PrefixFile:
         self._drop_if_empty(owner)
 
     def find(self, tenant: str, session: str) -> bytes:
-        """Return the packed digests of a session's last prefix; none if the tenant has no such session."""
+        """Return the packed digests of a session's last prefix; empty if the tenant has no such session."""
         owner, name = _names_of(tenant, session)
         of_tenant = self._tenants.get(owner)
         blocks = None if of_tenant is None else of_tenant.sessions.get(name)
@@ -182,7 +182,7 @@ class PrefixFile:
         return self._memory[start + _HEADER.size : start + _HEADER.size + count * DIGEST_BYTES]
 
     def _take(self, owner: bytes) -> int | None:
-        """Return a free block for a tenant, made by forgetting a session if need be; None if there is none."""
+        """Return a free block for a tenant. If needed, forget a session. None if that is impossible."""
         while True:
             if self._free:
                 return self._free.pop()
@@ -197,13 +197,16 @@ class PrefixFile:
             return True
         try:
             os.posix_fallocate(self._fd, self._num_ready * _BLOCK_BYTES, _GROWTH * _BLOCK_BYTES)
-        except OSError:  # the folder is full
+        except OSError:  # the file system is full
             return False
         self._num_ready += _GROWTH
         return True
 
     def _forget_one(self, owner: bytes) -> bool:
-        """Forget a session to make room for `owner`. Return False if that has the most blocks, and no other session."""
+        """Forget a session to make room for `owner`.
+
+        Return False if `owner` has the most blocks and no other session.
+        """
         most, tenant = max(self._tenants.items(), key=lambda item: item[1].num_blocks)
         if not tenant.sessions:
             return False
@@ -225,8 +228,8 @@ class PrefixFile:
     # --- the next server ------------------------------------------------------------------------------------------
 
     def restore(self) -> Iterator[None]:
-        """Read an earlier server's sessions, in steps; nothing else is asked of the file before the end."""
-        found: dict[tuple[bytes, bytes], dict[int, int]] = {}  # block by place, of each session
+        """Read an earlier server's sessions in steps. The caller uses no other method before the end."""
+        found: dict[tuple[bytes, bytes], dict[int, int]] = {}  # for each session, its blocks by place
         holes = os.lseek(self._fd, 0, os.SEEK_HOLE) if self._fd is not None else len(self._memory)
         self._num_ready = self._end = max(1, min(self._capacity, holes // _BLOCK_BYTES))
         for block in range(1, self._end):
@@ -252,7 +255,7 @@ class PrefixFile:
                 yield
 
     def _whole(self, by_place: dict[int, int]) -> "array[int]":
-        """Return the blocks of a session up to the first that is missing or torn."""
+        """Return the blocks of a session up to the first missing or torn one."""
         blocks, before = array("I"), _NO_DIGEST
         while (block := by_place.get(len(blocks))) is not None:
             start, body = block * _BLOCK_BYTES, self._body(block)
@@ -267,7 +270,7 @@ class PrefixFile:
         return blocks
 
     def check_integrity(self) -> None:
-        """Check that each block has one owner, and that the blocks of each session fit together.
+        """Check that each block has one owner, and that the blocks of each session are consistent.
 
         Raises:
             IntegrityError: they do not.
@@ -284,11 +287,14 @@ class PrefixFile:
 
 
 def _names_of(tenant: str, session: str) -> tuple[bytes, bytes]:
-    """Return the names of a tenant and of its session in the file."""
+    """Return the hashes that stand for a tenant and its session in the file."""
     owner = blake3(tenant.encode("utf-8", "surrogatepass")).digest()
     return owner[:8], blake3(owner + session.encode("utf-8", "surrogatepass")).digest()[:16]
 
 
 def _checksum(header: bytes, before: bytes, body: bytes) -> int:
-    """Return the checksum of a block behind the digest `before`, so that a block of another prefix does not fit."""
+    """Return the checksum of a block.
+
+    It includes the digest `before`, so that a block of another prefix does not fit.
+    """
     return zlib.crc32(body, zlib.crc32(before, zlib.crc32(header)))

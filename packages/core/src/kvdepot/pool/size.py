@@ -1,4 +1,4 @@
-"""How much memory there is for a pool, and the size that a depot's settings give it."""
+"""Determines the memory available for a pool, and the size of the pool from a depot's settings."""
 
 import contextlib
 import logging
@@ -18,7 +18,7 @@ MEMORY_FILE_SYSTEMS: Final = frozenset({"tmpfs", "hugetlbfs", "ramfs"})
 
 
 def available_memory_bytes() -> int:
-    """Return the memory usable without swapping: the kernel's estimate, within this process's cgroup limit."""
+    """Return the bytes usable without swapping: the kernel's estimate, bounded by this process's cgroup limit."""
     available = 0
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
@@ -46,9 +46,9 @@ def file_system_of(place: Path) -> str:
 def resolve_pool_size(config: ServerConfig) -> int:
     """Return the pool's size in bytes.
 
-    That is the configured size, else the size of the pool that is there, so that its cache is kept, else a quarter of
-    the free memory that fits the file system. An earlier pool counts as free: it is reused or replaced. A folder that
-    makes a bad pool is logged: one that is not in memory, or too small for the default size.
+    That is the configured size; else the size of an existing pool, so that its cache is kept; else a quarter of the
+    free memory, if the file system has room for it. The memory of an existing pool counts as free, as it is reused or
+    replaced. Warn if the folder is not in memory, or is too small for the default size.
 
     Raises:
         ConfigError: the size is too small, or the file system has no room for it.

@@ -1,9 +1,10 @@
-"""The index table: one record of 128 bytes for each entry, in memory that outlives the server.
+"""The index table: one record of 128 bytes per entry, in memory that outlives the server.
 
-The server writes it; workers map it read only. A record's **header** is one 64-bit word, generation and state, written
-in one store and last, so that a record is never half there. Each change of what an extent holds raises the generation:
-a worker that copied out of the pool compares the header afterwards with the one it was given (a seqlock) and treats a
-difference as a miss. A record carries a checksum of itself. After a restart, a record that does not verify is dropped.
+The server writes it. Workers map it read only. A record's **header** is one 64-bit word with generation and state. It
+is written last and in one store, so that a record is never visible half-written. Each change of an extent's content
+raises the generation. After a worker has copied from the pool, it compares the header with the one in its plan (a
+seqlock), and treats a difference as a miss. Each record has a checksum of itself. After a restart, records that do not
+verify are dropped.
 """
 
 import mmap
@@ -24,7 +25,7 @@ RECORD_BYTES: Final = 128
 HEADER_PAGE_BYTES: Final = 4096
 TABLE_VERSION: Final = 4
 NO_RECORD: Final = 0xFFFFFFFF
-PARENT_BYTES: Final = 16  # of the parent's key: enough to find it among the chunks of one depth
+PARENT_BYTES: Final = 16  # leading bytes of the parent's key: enough to identify it among the chunks of one depth
 OWNER_BYTES: Final = 16
 MAXIMUM_ENTRY_BYTES: Final = (1 << 32) - 1
 
@@ -32,52 +33,55 @@ FREE: Final = 0
 WRITING: Final = 1
 SEALED: Final = 2
 
-_STATE_MASK: Final = 0xFF  # of a header; the generation is above it
+_STATE_MASK: Final = 0xFF  # the low bits of a header; the generation is above them
 _LAST_GENERATION: Final = (1 << 56) - 1
 MAGIC: Final = b"KVDEPOTX"
 _FILE_HEADER: Final = struct.Struct("<8sIIQQ16sI")  # magic, version, record size, records, pool bytes, pool id, crc
-_GENERATION: Final = 8  # the word of the header page that ties the table to its pool
-_HOLDER_OFFSET: Final = 128  # in the header page: bytes of the text, and the text
+_GENERATION: Final = 8  # word in the header page: the generation that ties the table to its pool
+_HOLDER_OFFSET: Final = 128  # in the header page: length of the text, and the text
 # space, group and part (16 and 48 bits), offset in pages, bytes, key, start of the parent's key, depth, label, check of
-# the page sizes, owner (16 bytes that name the worker within its process; once sealed, the payload's checksum), writer
-# start, writer pid, crc, last use
+# the page sizes, owner (16 bytes that identify the worker within its process; once sealed, the payload's checksum),
+# start time and pid of the writer, crc, last use
 _BODY: Final = struct.Struct("<IQII32s16sIII16sQIIQ")
-_CHECKED_BYTES: Final = 108  # of the body: all but crc and last use
-_CRC: Final = 116  # within a record, as the next ones
+_CHECKED_BYTES: Final = 108  # leading bytes of the body: all but crc and last use
+_CRC: Final = 116  # offset within a record, like the following
 _PLACE_OFFSET: Final = 12
 _EXTENT_OFFSET: Final = 20
 _KEY_OFFSET: Final = 28
 _CHECK_OFFSET: Final = 84
-_CHECKSUM_OFFSET: Final = 88  # until it is sealed: the worker's name
+_CHECKSUM_OFFSET: Final = 88  # before sealing: the owner
 _WRITER_OFFSET: Final = 104
 _EXTENT: Final = struct.Struct("<II")
 _WRITER: Final = struct.Struct("<QI")
 _U64: Final = struct.Struct("<Q")
 _U32: Final = struct.Struct("<I")
 _DIGEST: Final = struct.Struct(f"{OWNER_BYTES}s")
-_END: Final = struct.Struct("<IQ")  # of the body: crc and last use
+_END: Final = struct.Struct("<IQ")  # end of the body: crc and last use
 
 
 def _next_generation(header: int) -> int:
-    """Return the header with the next generation and no state; a damaged header may be at the last of 2**56."""
+    """Return the header of the next generation, without a state.
+
+    It wraps, as a damaged header may have the last of 2**56.
+    """
     return ((header >> 8) + 1 & _LAST_GENERATION) << 8
 
 
 @dataclass(frozen=True, slots=True)
 class Writer:
-    """The process that may be writing an extent.
+    """A process that may be writing an extent.
 
-    One of another PID namespace has no number here. Then `start_time` is a number of our own, of the byte of the pool's
-    file that is locked as long as the process maps the pool (`kvdepot.pool.files.open_with_lock`).
+    A process of another PID namespace has no pid here. Then `start_time` is the offset of a byte of the pool's file
+    that stays locked as long as the process maps the pool (`kvdepot.pool.files.open_with_lock`).
     """
 
     pid: int = 0
-    start_time: int = 0  # clock ticks since boot, from /proc: distinguishes a process from a later one with its number
+    start_time: int = 0  # clock ticks since boot, from /proc: distinguishes a process from a later one with its pid
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One record, read back."""
+    """One decoded record."""
 
     number: int
     state: int
@@ -89,50 +93,53 @@ class Record:
     key: bytes
     parent: bytes  # the first 16 bytes of the parent's key, zeros without one
     depth: int
-    check: int  # 32 bits that tell page sizes apart
-    label: int  # number of the tenant and model that it belongs to
+    check: int  # 32 bits that distinguish page sizes
+    label: int  # number of the tenant, model and weights that it belongs to
     writer: Writer
     owner: bytes
     last_use: int
 
 
 def table_size_bytes(num_records: int) -> int:
-    """Return the bytes of a table for `num_records`."""
+    """Return the size in bytes of a table for `num_records`."""
     return HEADER_PAGE_BYTES + num_records * RECORD_BYTES
 
 
 def holder_of(header_page: bytes) -> str:
-    """Return the server named in the table's header page; "" if none is."""
+    """Return the server named in the table's header page, "" if there is none."""
     (length,) = _U32.unpack_from(header_page, _HOLDER_OFFSET) if len(header_page) >= HEADER_PAGE_BYTES else (0,)
     start = _HOLDER_OFFSET + _U32.size
     return header_page[start : start + min(length, HEADER_PAGE_BYTES - start)].decode(errors="replace")
 
 
 class TableReader:
-    """The table as a client sees it: read only, and changing under its eyes."""
+    """A client's view of the table: read only, while the server changes it."""
 
     def __init__(self, memory: mmap.mmap | bytearray) -> None:
         self._memory = memory
         self.headers = memoryview(memory).cast("Q")
 
     def is_same(self, record: int, header: int) -> bool:
-        """Whether a record has the header that the server named: its extent was not used again since."""
+        """Return whether a record still has the header from the plan, so that its extent was not reused."""
         return self.headers[(HEADER_PAGE_BYTES + record * RECORD_BYTES) // 8] == header
 
     def holds(self, record: int, header: int, key: bytes) -> bool:
-        """Whether a record has this header and belongs to the chunk with this key."""
+        """Return whether a record has this header and belongs to the chunk with this key."""
         base = HEADER_PAGE_BYTES + record * RECORD_BYTES
         found = self._memory[base + _KEY_OFFSET : base + _KEY_OFFSET + DIGEST_BYTES]
         return self.headers[base // 8] == header and found == key
 
     def checksum_of(self, record: int) -> bytes:
-        """Return the checksum of a sealed record's payload, zeros for none; good only while its header is the same."""
+        """Return the checksum of a sealed record's payload, zeros for none.
+
+        It is valid only while the header is unchanged.
+        """
         base = HEADER_PAGE_BYTES + record * RECORD_BYTES + _CHECKSUM_OFFSET
         return bytes(self._memory[base : base + OWNER_BYTES])
 
 
 class IndexTable:
-    """The records, over a mapped file or plain memory."""
+    """The records, in a mapped file or in plain memory."""
 
     def __init__(self, memory: mmap.mmap | bytearray, num_records: int) -> None:
         self.num_records = num_records
@@ -143,22 +150,23 @@ class IndexTable:
 
     @classmethod
     def in_memory(cls, num_records: int) -> Self:
-        """Return a table that nobody else sees and that ends with the process."""
+        """Return a private table that ends with the process."""
         return cls(bytearray(table_size_bytes(num_records)), num_records)
 
     @classmethod
     def create(cls, path: Path, num_records: int, pool_size_bytes: int, pool_id: bytes) -> Self:
-        """Make a new, empty table file, all of it allocated.
+        """Create an empty, fully allocated table file.
 
         Raises:
-            PoolError: no room.
-            OSError: the file exists, or cannot be made.
+            PoolError: there is no room.
+            OSError: the file exists, or cannot be created.
         """
         size = table_size_bytes(num_records)
         fields = _FILE_HEADER.pack(MAGIC, TABLE_VERSION, RECORD_BYTES, num_records, pool_size_bytes, pool_id, 0)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            os.pwrite(fd, fields[:-4] + _U32.pack(zlib.crc32(fields[:-4])), 0)  # first: its magic says that it is ours
+            # First: the magic marks the file as a depot's.
+            os.pwrite(fd, fields[:-4] + _U32.pack(zlib.crc32(fields[:-4])), 0)
             os.posix_fallocate(fd, 0, size)
             memory = mmap.mmap(fd, size)
         except (OSError, OverflowError) as error:
@@ -175,7 +183,7 @@ class IndexTable:
         """Open the table of an earlier server.
 
         Raises:
-            PoolError: it is not one that fits this pool and this version; the text says how.
+            PoolError: the file does not fit this pool and this version; the text gives the reason.
         """
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
@@ -198,7 +206,7 @@ class IndexTable:
 
     @property
     def generation(self) -> int:
-        """Ties the table to the pool: see `kvdepot.pool.files`."""
+        """The generation that ties the table to the pool: see `kvdepot.pool.files`."""
         return self._header_words[_GENERATION]
 
     @generation.setter
@@ -207,7 +215,7 @@ class IndexTable:
 
     @property
     def holder(self) -> str:
-        """Which server has the table: for others to read."""
+        """The name of the server that uses the table, for other processes."""
         return holder_of(bytes(self._view[:HEADER_PAGE_BYTES]))
 
     @holder.setter
@@ -233,7 +241,7 @@ class IndexTable:
         writer: Writer,
         owner: bytes,
     ) -> int:
-        """Fill a free record and put it into the state WRITING; return its header once sealed."""
+        """Fill a free record and set its state to WRITING. Return the header that it will have once sealed."""
         place = record * (RECORD_BYTES // 8)
         sealed = _next_generation(self._words[place]) | SEALED
         base = HEADER_PAGE_BYTES + record * RECORD_BYTES + 8
@@ -261,7 +269,7 @@ class IndexTable:
         return sealed
 
     def seal(self, record: int, last_use: int, checksum: bytes = bytes(OWNER_BYTES)) -> None:
-        """Say that the bytes are all there. Their checksum (zeros: none) takes the place of the worker's name."""
+        """Mark a record as sealed. The payload's checksum (zeros: none) replaces the owner."""
         place = record * (RECORD_BYTES // 8)
         base = HEADER_PAGE_BYTES + record * RECORD_BYTES + 8
         header = self._words[place] >> 8 << 8 | SEALED
@@ -270,19 +278,22 @@ class IndexTable:
         self._put_header(place, header)
 
     def free(self, record: int) -> None:
-        """Take the record back: readers see the change before the extent is used again."""
+        """Free a record. Readers see the change before the extent is reused."""
         place = record * (RECORD_BYTES // 8)
         self._put_header(place, _next_generation(self._words[place]) | FREE)
 
     def _put(self, kind: struct.Struct, place: int, *values: object) -> None:
-        """Write into a body. With `_put_header` this is all that ever changes a record: a crash falls between two."""
+        """Write into a body.
+
+        Only this and `_put_header` modify records, so a crash leaves each field either old or new.
+        """
         kind.pack_into(self._view, place, *values)
 
     def _put_header(self, place: int, header: int) -> None:
         self._words[place] = header
 
     def header(self, record: int) -> int:
-        """Return the header word now."""
+        """Return the present header."""
         return self._words[record * (RECORD_BYTES // 8)]
 
     def state(self, record: int) -> int:
@@ -294,53 +305,53 @@ class IndexTable:
         return self._words[record * (RECORD_BYTES // 8)] & _STATE_MASK == SEALED
 
     def sealed_entry(self, record: int) -> tuple[int, int, int, int] | None:
-        """Return record, header, offset and payload bytes of a sealed entry, None if it is not sealed."""
+        """Return record, header, offset and payload bytes of a sealed entry, None if the record is not sealed."""
         header = self._words[record * (RECORD_BYTES // 8)]
         return (record, header, *self.extent(record)) if header & _STATE_MASK == SEALED else None
 
     def sealed_record(self, number: int, header: int) -> Record | None:
-        """Read back a sealed record that has this header; None if there is no such record (any more)."""
+        """Decode a sealed record if it has this header, else return None."""
         is_same = 0 <= number < self.num_records and self.header(number) == header
         return self.record(number) if is_same and header & _STATE_MASK == SEALED else None
 
     def extent(self, record: int) -> tuple[int, int]:
-        """Return offset and payload bytes of a record in use."""
+        """Return the offset and the payload bytes of a record in use."""
         base = HEADER_PAGE_BYTES + record * RECORD_BYTES
         page, num_bytes = _EXTENT.unpack_from(self._view, base + _EXTENT_OFFSET)
         return page * EXTENT_ALIGNMENT_BYTES, num_bytes
 
     def check_of(self, record: int) -> int:
-        """Return the check of the page sizes with which the bytes were written."""
+        """Return the check of the writer's page sizes."""
         return _U32.unpack_from(self._view, HEADER_PAGE_BYTES + record * RECORD_BYTES + _CHECK_OFFSET)[0]
 
     def key_of(self, record: int) -> bytes:
-        """Return the chunk's key of a record in use."""
+        """Return the key of the chunk of a record in use."""
         base = HEADER_PAGE_BYTES + record * RECORD_BYTES + _KEY_OFFSET
         return bytes(self._view[base : base + DIGEST_BYTES])
 
     def writer_of(self, record: int) -> Writer:
-        """Return the process that began a record in use."""
+        """Return the process that writes, or wrote, a record in use."""
         base = HEADER_PAGE_BYTES + record * RECORD_BYTES
         start_time, pid = _WRITER.unpack_from(self._view, base + _WRITER_OFFSET)
         return Writer(pid, start_time)
 
     def owner_of(self, record: int) -> bytes:
-        """Return the worker, within its process, that began a record in use."""
+        """Return the owner of a record that is not sealed: its worker within the writing process."""
         base = HEADER_PAGE_BYTES + record * RECORD_BYTES + _CHECKSUM_OFFSET
         return bytes(self._view[base : base + OWNER_BYTES])
 
     def place_of(self, record: int) -> tuple[int, int]:
-        """Return the group of a record in use, and the number of its part."""
+        """Return the group and the part's number of a record in use."""
         fields = _U64.unpack_from(self._view, HEADER_PAGE_BYTES + record * RECORD_BYTES + _PLACE_OFFSET)[0]
         return fields & 0xFFFF, fields >> 16
 
     def record(self, number: int) -> Record | None:
-        """Read back one record; None if it is free or does not verify."""
+        """Decode one record; None if it is free or does not verify."""
         header = self._words[number * (RECORD_BYTES // 8)]
         return self._read(number, header) if header & _STATE_MASK in (WRITING, SEALED) else None
 
     def records(self) -> Iterator[Record]:
-        """Read back every record that is in use and verifies."""
+        """Decode all records that are in use and verify."""
         for number in range(self.num_records):
             record = self.record(number)
             if record is not None:
@@ -371,7 +382,7 @@ class IndexTable:
         )
 
     def crc_of(self, base: int, header: int) -> int:
-        """Return the checksum that a record at a place should have, with this header."""
+        """Compute the checksum of the record at `base` with this header."""
         return zlib.crc32(_U64.pack(header), zlib.crc32(self._view[base : base + _CHECKED_BYTES]))
 
     def close(self) -> None:

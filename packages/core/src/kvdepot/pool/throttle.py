@@ -1,7 +1,7 @@
-"""Rests between the steps of background work, so that a model that uses every core hardly notices it.
+"""Rests between the steps of background work, so that it hardly slows a model that uses every core.
 
-A lower priority would not do. Linux compares priorities within a scheduling group only, and depot and engine are in
-different ones. A worker's thread that is preempted inside a system call would also keep the process's memory lock.
+A lower priority would not achieve that. Linux compares priorities only within a scheduling group, and depot and engine
+are in different groups. Also, a worker's thread that is preempted inside a system call keeps the process's memory lock.
 """
 
 import os
@@ -10,16 +10,16 @@ from collections.abc import Callable
 from typing import Final
 
 _SHARE_OF_CORES: Final = 0.01  # measured: at 0.05, first requests beside a new pool of 6 GiB took 1.2 times as long
-_LOOK_SECONDS: Final = 0.02  # between two looks whether the rest is over early
+_LOOK_SECONDS: Final = 0.02  # between two checks whether to end the rest early
 
 
 class Throttle:
-    """Holds the calling thread at a hundredth of the cores that it may use, and at one core at most.
+    """Limits the calling thread to a hundredth of the cores that it may use, and to one core at most.
 
     Args:
-        num_cores: of the machine; None for those that the thread may use.
+        num_cores: the number of cores; None for those that the thread may use.
         worked: returns the thread's processor time in seconds.
-        sleep: rests for this many seconds.
+        sleep: sleeps for a number of seconds.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Throttle:
         self._began = worked()
 
     def rest(self, is_over: Callable[[], bool]) -> None:
-        """Rest for the work since the last rest, or until `is_over`."""
+        """Rest in proportion to the work since the last rest, but at most until `is_over`."""
         seconds = (self._worked() - self._began) * self._rest_per_work
         while seconds > 0 and not is_over():
             self._sleep(min(seconds, _LOOK_SECONDS))

@@ -1,7 +1,7 @@
-"""The file of the tokens that engines have told a depot, for routers: the next server reads them back.
+"""The file of the chunks' tokens that engines described for routers. The next server reads it.
 
-It grows by a frame for each message that was taken. `rewrite` leaves out what nobody wants any more. A frame that was
-not written to its end, or is damaged, ends the file: the chunks behind it are described again as prompts pass.
+It grows by one frame per accepted message. `rewrite` drops messages that are no longer wanted. An incomplete or damaged
+frame ends the file. Engines describe the chunks behind it again with later prompts.
 """
 
 import contextlib
@@ -15,16 +15,16 @@ from typing import Final, Self
 
 logger = logging.getLogger(__name__)
 
-MAGIC: Final = b"KVDEPOTT\x01\x00\x00\x00"  # with the version of the file
-_FRAME: Final = struct.Struct("<II")  # bytes of the body, its crc32
-_LARGEST_FRAME: Final = 16 << 20  # far beyond any message: a larger length is damage
+MAGIC: Final = b"KVDEPOTT\x01\x00\x00\x00"  # includes the version of the file
+_FRAME: Final = struct.Struct("<II")  # size of the body, crc32 of the body
+_LARGEST_FRAME: Final = 16 << 20  # far beyond any message: a larger length means damage
 
 
 class TokensFile:
-    """The tokens of a pool, open; `close` it."""
+    """The open file of a pool's tokens. The caller closes it."""
 
     def __init__(self, fd: int, path: Path, size_bytes: int) -> None:
-        """Take over a descriptor of a file that has its magic."""
+        """Take ownership of the descriptor of a file that has its magic."""
         self.size_bytes = size_bytes
         self._fd = fd
         self._path = path
@@ -32,7 +32,7 @@ class TokensFile:
 
     @classmethod
     def create(cls, path: Path) -> Self:
-        """Make a file without tokens, in place of any other.
+        """Create a file without tokens. Replace an existing file.
 
         Raises:
             OSError: the disk is full.
@@ -41,10 +41,10 @@ class TokensFile:
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Open an earlier server's file, or make one if there is none of this version.
+        """Open an earlier server's file, or create one if there is none of this version.
 
         Raises:
-            OSError: neither is possible.
+            OSError: the file can neither be opened nor created.
         """
         with contextlib.suppress(OSError):
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -54,11 +54,11 @@ class TokensFile:
         return cls.create(path)
 
     def moved(self, path: Path) -> None:
-        """Note that the file has another name now."""
+        """Note that the file was renamed."""
         self._path = path
 
     def append(self, body: bytes) -> None:
-        """Keep a message. Without room it is forgotten, with a line in the log."""
+        """Append a message. Without room, log a warning and drop it."""
         frame = _FRAME.pack(len(body), zlib.crc32(body)) + body
         try:
             if os.pwrite(self._fd, frame, self.size_bytes) == len(frame):
@@ -68,27 +68,27 @@ class TokensFile:
         except OSError as error:
             if not self._is_full:
                 logger.warning(
-                    "the tokens of %s find no room: the next server will not know them (%s)", self._path, error
+                    "no room for the tokens of %s: the next server will not know them (%s)", self._path, error
                 )
         self._is_full = True
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Drop all messages."""
         self.size_bytes = len(MAGIC)
         with contextlib.suppress(OSError):
             os.ftruncate(self._fd, self.size_bytes)
 
     def rewrite(self, is_wanted: Callable[[bytes], bool]) -> Iterator[int]:
-        """Keep the messages that are wanted, and those that are appended in the meantime, in a step each.
+        """Rewrite the file with the wanted messages and those that are appended meanwhile, one per step.
 
-        A server that is killed before the end leaves the file as it was.
+        If the server is killed before the end, the file stays as it was.
         """
         old_fd, old_bytes, name = self._fd, self.size_bytes, self._path
         unfinished = name.with_name(f".tokens-{os.urandom(8).hex()}")
         try:
             self._fd, self.size_bytes = _create(unfinished), len(MAGIC)
         except OSError as error:
-            logger.warning("the tokens of %s are not rewritten: %s", name, error)
+            logger.warning("cannot rewrite the tokens of %s: %s", name, error)
             return
         try:
             for body in _bodies(old_fd, old_bytes):
@@ -123,7 +123,10 @@ def _bodies(fd: int, size_bytes: int) -> Iterator[bytes]:
         length, crc = _FRAME.unpack(os.pread(fd, _FRAME.size, place))
         body = os.pread(fd, length, place + _FRAME.size) if length <= _LARGEST_FRAME else b""
         if len(body) < length or zlib.crc32(body) != crc:
-            logger.warning("the tokens of an earlier server are damaged after %d bytes: the rest is told again", place)
+            logger.warning(
+                "the tokens of an earlier server are damaged after %d bytes: engines will describe the rest again",
+                place,
+            )
             return
         yield body
         place += _FRAME.size + length
