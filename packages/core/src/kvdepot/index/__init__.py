@@ -1,16 +1,17 @@
-"""The index of the pool: its chunks, the places of their bytes, and the order in which chunks leave.
+"""The index of the pool: its chunks, their extents, and the order of eviction.
 
-Modules import only those above them in this list:
+Modules import only modules above them in this list:
 
-- `columns`, `space`, `prefix`: numbers by place, chunks by key, the prefix rule.
-- `tree`: nodes, and their holds.
+- `columns`, `space`, `prefix`: preallocated columns, chunks by key, the prefix rule.
+- `tree`: nodes and their holds.
 - `eviction`: the policies LRU and ARC.
-- `policy_selector`, `hit_rate_curve`: which of both finds more of the present traffic, on a sample of it.
-- `quotas`: bytes by tenant, and one policy for each share of the pool and each priority.
-- `visibility`, `entries`: the chunks that lookups find, records and extents.
+- `policy_selector`, `hit_rate_curve`: select the policy with more hits, and estimate hit rates, on a sample of the
+traffic.
+- `quotas`: bytes by tenant, and one policy per share of the pool and priority.
+- `visibility`, `entries`: the chunks that lookups find; records and extents.
 - `priorities`: clients' hints, and the ends of sessions.
-- `evictor`: leases, evicting and clearing.
-- `index`: makes all of these over one table, and has the verbs that concern several of them.
+- `evictor`: leases, eviction and clearing.
+- `index`: assembles these over one table, and has the operations that involve several of them.
 - `restore`: fills an index from an earlier server's table.
 - `leases`, `pins`: prefixes that requests and operators keep.
 """

@@ -1,8 +1,8 @@
-"""Columns of numbers that have their full length from the start, so growth never copies them.
+"""Columns of numbers with their full length from the start, so that they are never copied to grow.
 
-The kernel provides each page when it is first touched, so unused length costs nothing. A growing `array` is copied into
-new memory instead: 450 pages for the columns of an index with 240,000 chunks, at up to 14 us a page on virtual machines
-that return free memory to their host.
+The kernel allocates each page when it is first touched, so unused length costs nothing. A growing `array` is copied
+into new memory instead: that is 450 pages for the columns of an index with 240,000 chunks, at up to 14 us per page on
+virtual machines that return free memory to their host.
 """
 
 import mmap
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Final, Literal
 
 _ITEM_BYTES: Final = {"B": 1, "I": 4, "Q": 8}
-_MAP_NORESERVE: Final = 0x4000  # untouched pages cost no memory
+_MAP_NORESERVE: Final = 0x4000  # do not reserve memory for untouched pages
 
 
 def make_column(type_code: Literal["B", "I", "Q"], length: int) -> "memoryview[int]":
@@ -21,7 +21,7 @@ def make_column(type_code: Literal["B", "I", "Q"], length: int) -> "memoryview[i
 
 
 class Links:
-    """Linked lists of numbers below `length`. Each number is in one list at most, and every operation is O(1)."""
+    """Linked lists of numbers below `length`. Each number is in at most one list, and every operation is O(1)."""
 
     __slots__ = ("_following", "_length", "_list_of", "_preceding", "sizes")
 
@@ -29,25 +29,25 @@ class Links:
         self.sizes = [0] * num_lists
         self._length = length
         self._list_of = make_column("B" if num_lists < 256 else "I", length)  # list + 1, 0 for no list
-        # The entries from `length` on are the ends of the lists.
+        # The entries from `length` on are the lists' sentinels.
         self._following = make_column("I", length + num_lists)
         self._preceding = make_column("I", length + num_lists)
         for end in range(length, length + num_lists):
             self._following[end] = self._preceding[end] = end
 
     def list_of(self, number: int) -> int | None:
-        """Return the list with a number, None if no list has it."""
+        """Return the list that contains a number, None if no list does."""
         place = self._list_of[number]
         return place - 1 if place else None
 
     def numbers(self, which: int) -> Iterator[int]:
-        """Yield the numbers of a list. Do not change the list in the meantime."""
+        """Yield the numbers of a list, which must not change meanwhile."""
         end = number = self._length + which
         while (number := self._following[number]) != end:
             yield number
 
     def begin_with(self, number: int, which: int) -> None:
-        """Rotate a list to begin with one of its numbers."""
+        """Rotate a list so that it begins with one of its numbers."""
         end = self._length + which
         before, after = self._preceding[end], self._following[end]
         self._following[before], self._preceding[after] = after, before

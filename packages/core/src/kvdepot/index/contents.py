@@ -1,12 +1,12 @@
-"""The contents of chunks: which segments lie where, so that text is found at any position of any prompt.
+"""Indexes the contents of chunks by segment, so that text is found at any position of any prompt.
 
-A second index over the same entries, without a byte of its own. A place names the chunk in which a segment ends. Places
-of chunks that have left are dropped when they are asked for, or with the oldest names. A new server knows none: engines
-tell it again as prompts pass.
+It is a second index over the same entries and stores no KV. A place refers to the chunk in which a segment ends. Places
+of evicted chunks are dropped when a lookup finds them, or with the oldest names. A new server starts empty, and engines
+report segments again with later prompts.
 
-All names of a depot share one bound in bytes. Each tenant is owed a part of it: in proportion to its quota of the pool
-or, without a quota, an equal part of what the quotas leave. Beyond the bound, the tenant that exceeds its part most
-gives its oldest names. So no tenant loses names that are within its part, however many another one notes.
+All names of a depot share one bound in bytes. Each tenant has a part of it: in proportion to its quota of the pool or,
+without a quota, an equal part of the rest. Beyond the bound, the tenant that exceeds its part most loses its oldest
+names. So no tenant loses names within its part, however many names another tenant adds.
 """
 
 import struct
@@ -20,31 +20,31 @@ from kvdepot.index.space import Space
 from kvdepot.keys import DIGEST_BYTES, digest_at, num_digests
 from kvdepot.wire.messages import MAXIMUM_SEGMENT_TOKENS
 
-MAXIMUM_BYTES: Final = 64 << 20  # of the depot: names of six million tokens
-NAME_BYTES: Final = 256  # of one name: 231 were measured with two places
-_PLACE: Final = struct.Struct(f"{DIGEST_BYTES}sI")  # packed, because tuples take twice the memory
+MAXIMUM_BYTES: Final = 64 << 20  # in total: names for six million tokens
+NAME_BYTES: Final = 256  # per name: 231 were measured with two places
+_PLACE: Final = struct.Struct(f"{DIGEST_BYTES}sI")  # packed: tuples take twice the memory
 _SPACE: Final = struct.Struct("<I")
-_DICTS: Final = 256  # by the first byte of a name: a single one of 200,000 names takes 20 ms to grow
-_NEW, _AGAIN = b"\0", b"\1"  # whether a name was noted again since it was added or last spared
-_SPARED: Final = 1000  # names at once: 0.3 ms
-# Tenants without a quota are told apart by their number modulo this one, so that a turn compares a bounded number.
+_DICTS: Final = 256  # one per first byte of a name: a single dict of 200,000 names takes 20 ms to grow
+_NEW, _AGAIN = b"\0", b"\1"  # whether a name was reported again since it was added or last spared
+_SPARED: Final = 1000  # names per call: 0.3 ms
+# Tenants without a quota are grouped by their number modulo this, so that a turn compares a bounded number of groups.
 _TENANTS: Final = 256
 
-Segment = tuple[bytes, int, int]  # name, first token in its prompt, tokens
+Segment = tuple[bytes, int, int]  # name, first token in its prompt, number of tokens
 Place = tuple[bytes, int]  # key of the chunk in which the segment ends, first token in that chunk's prompt
 
 
 @dataclass(slots=True)
 class SourceRun:
-    """Tokens of an asking prompt that lie, in the same order, in one prompt of the depot.
+    """A run of tokens that an asking prompt shares with one prompt of the depot.
 
     Attributes:
         position: the first token in the asking prompt.
-        length: tokens.
+        length: the number of tokens.
         source_position: the first token in the source.
-        node: the chunk of the last token.
-        key: of this chunk.
-        num_segments: of these tokens.
+        node: the chunk with the last token.
+        key: the key of that chunk.
+        num_segments: the number of segments in the run.
     """
 
     position: int
@@ -56,26 +56,27 @@ class SourceRun:
 
 
 class ContentIndex:
-    """Where segments lie, by space and name."""
+    """The places of segments, by space and name."""
 
     def __init__(self, index: ChunkIndex) -> None:
         self._index = index
-        # By packed space and name: `_NEW` or `_AGAIN`, then the two newest places, packed, the newest first
+        # By packed space and name: `_NEW` or `_AGAIN`, then the two newest places, packed, the newest first.
         self._places: tuple[dict[bytes, bytes], ...] = tuple({} for _ in range(_DICTS))
-        # Names in the order of their first note, by share of the pool and number of the tenant. Some have left since.
+        # Names in the order in which they were added, by share of the pool and number of the tenant. Some were removed
+        # since.
         self._tenants: dict[tuple[int, int], deque[bytes]] = {}
-        self._num_names = 0  # of all tenants
+        self._num_names = 0  # in total
 
     def __len__(self) -> int:
         return sum(map(len, self._places))
 
     def note(self, space: Space, label: int, digests: bytes, segments: Iterable[Segment]) -> int:
-        """Add the places of the segments that lie in a run of chunks from chunk 0 on; return their number.
+        """Add the places of segments in a run of chunks from chunk 0 on. Return their number.
 
         Args:
-            space: of the chunks.
-            label: of the chunks; names that are new count against its tenant.
-            digests: of the chunks, all of which are here.
+            space: the space of the chunks.
+            label: the label of the chunks. New names count against its tenant.
+            digests: the digests of the chunks, which are all in the pool.
             segments: ascending. Each takes some microseconds, so the caller passes few.
         """
         quotas = self._index.quotas
@@ -103,9 +104,9 @@ class ContentIndex:
         return count
 
     def _make_room(self, num_names: int) -> None:
-        """Drop up to so many of the oldest names of the tenant that exceeds its part most, and none within its part.
+        """Drop up to `num_names` of the oldest names of the tenant that exceeds its part most.
 
-        Names that were noted again are spared once, so that they outlast names that were noted once.
+        Names within its part stay. Names that were reported again are spared once, so that they outlast other names.
         """
         quotas, most = self._index.quotas.quota_bytes, MAXIMUM_BYTES // NAME_BYTES
         owed = {tenant: quotas[tenant[0]] if tenant[0] else 0 for tenant, names in self._tenants.items() if names}
@@ -130,15 +131,16 @@ class ContentIndex:
                 left -= 1
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if the bound is exceeded or a name counts against no tenant."""
+        """Raise AssertionError if the bound is exceeded, or if a name counts against no tenant."""
         assert self._num_names <= MAXIMUM_BYTES // NAME_BYTES, self._num_names
         assert self._num_names == sum(map(len, self._tenants.values())), self._num_names
         assert set().union(*self._places) <= set().union(*self._tenants.values())
 
     def runs(self, space: Space, segments: Iterable[Segment]) -> Iterator[SourceRun]:
-        """Find segments, ascending, and yield the runs that neighbours form.
+        """Look up ascending segments. Yield the runs that neighbouring segments form.
 
-        A segment continues in the source of the one before it if it can, else it begins a run in the newest source.
+        A segment continues the run before it in the same source if possible. Otherwise it begins a run in the newest
+        source.
         """
         prefix, run, end, following = _SPACE.pack(space.number), None, -1, 0
         for name, position, length in segments:
@@ -159,7 +161,7 @@ class ContentIndex:
                 yield run
             run = self._begin(space, known, position, length)
             if run is None:
-                places.pop(full_name, None)  # nothing, or chunks that have left
+                places.pop(full_name, None)  # no place, or only places of evicted chunks
             else:
                 end, following = position + length, run.source_position + length
         if run is not None:
@@ -173,7 +175,7 @@ class ContentIndex:
         return None
 
     def _enters(self, space: Space, run: SourceRun, key: bytes, end: int) -> bool:
-        """Extend a run to chunk `key`, which has the source's token before `end`, if it is below the run's chunk."""
+        """Extend a run to chunk `key`, which holds the source's token before `end`, if it follows the run's chunk."""
         chunk_tokens = space.spec.chunk_tokens
         chunk = (end - 1) // chunk_tokens
         node = self._index.visibility.find(space, key, chunk)

@@ -1,6 +1,6 @@
-"""Entries: one node x layer group x part each, with an extent of the pool and a record of the table.
+"""Entries: one per node, layer group and part, each with an extent of the pool and a record of the table.
 
-A record is free, being written, sealed, abandoned (its chunk can be stored again, but something may still write to its
+A record is free, being written, sealed, abandoned (its chunk can be stored again, but a writer may still be using its
 extent) or lingering (removed while a tier copies it).
 """
 
@@ -19,36 +19,36 @@ from kvdepot.pool.extents import ExtentAllocator, extent_size
 from kvdepot.pool.table import NO_RECORD, OWNER_BYTES, PARENT_BYTES, SEALED, IndexTable, Record, Writer
 from kvdepot.wire.messages import EXTENT
 
-_NO_LABEL: Final = 1 << 32  # more than a record can have
+_NO_LABEL: Final = 1 << 32  # above any label of a record
 
 
 @dataclass(frozen=True, slots=True)
 class PartPlace:
-    """One part of one layer group of one model: the place of its entries, and their form."""
+    """One part of one layer group of one model: identifies its entries and describes their form."""
 
     group: int
     part: int  # number of a `Part`
     num_bytes: int
-    check: int  # 32 bits of a digest of a cell's page sizes: entries with another one are a miss
+    check: int  # 32 bits of a digest of a cell's page sizes: entries with a different check are a miss
 
     @property
     def num_cells(self) -> int:
-        """Layers times heads of the part."""
+        """The number of cells: layers times heads."""
         return Part.of(self.part).num_cells
 
 
 Extent: TypeAlias = tuple[int, int, int, int]  # record, header once sealed, offset and payload bytes of an entry
-Wanted: TypeAlias = tuple[int, PartPlace]  # an entry: its chunk within a run, and its place
+Wanted: TypeAlias = tuple[int, PartPlace]  # an entry: its chunk within the run, and its place
 
 
 class NewRun(NamedTuple):
-    """Consecutive chunks of which one process is about to write entries."""
+    """Consecutive chunks whose entries one process is about to write."""
 
     space: Space
     digests: bytes  # packed, `(num_chunks, 32)`
     first_chunk: int = 0
-    parent: int = NO_NODE  # node of the chunk before the first
-    label: int = 0  # number of the tenant and model that they belong to
+    parent: int = NO_NODE  # the node before the first chunk
+    label: int = 0  # number of the tenant, model and weights that they belong to
     writer: Writer = Writer()
     owner: bytes = bytes(OWNER_BYTES)
 
@@ -56,18 +56,18 @@ class NewRun(NamedTuple):
 class Begun(NamedTuple):
     """An entry that is being written."""
 
-    chunk: int  # within its run
+    chunk: int  # within the run
     place: PartPlace
     extent: Extent
 
     @property
     def record(self) -> int:
-        """Its record."""
+        """The entry's record."""
         return self.extent[0]
 
 
 class Reserved(NamedTuple):
-    """The wanted entries of a run: begun, here or being written, and those without room."""
+    """The outcome for the wanted entries of a run: begun, present or being written, and declined for lack of room."""
 
     begun: list[Begun]
     num_present: int
@@ -75,7 +75,7 @@ class Reserved(NamedTuple):
 
 
 def pack_extent(chunk: int, group: int, part: int, extent: Extent) -> bytes:
-    """Return the packed `EXTENT` of an entry that holds a part."""
+    """Return the packed `EXTENT` of an entry."""
     record, header, offset, num_bytes = extent
     return EXTENT.pack(chunk, group, part & 0xFFFF, record, part >> 16, header, offset, num_bytes)
 
@@ -85,19 +85,20 @@ class Entries:
 
     def __init__(self, nodes: Nodes, table: IndexTable, extents: ExtentAllocator, quotas: QuotaTable) -> None:
         self.num_sealed = 0
-        self.abandoned: dict[int, int] = {}  # records that belong to no node any more, and their labels
+        self.abandoned: dict[int, int] = {}  # labels of records that belong to no node any more
         self.lingering: set[int] = set()  # records that were removed while a tier copies them
         self._nodes = nodes
         self._table = table
         self._extents = extents
         self._quotas = quotas
         self._first = make_column("I", nodes.tree.capacity)
-        self._next = make_column("I", table.num_records)  # of the same node; of a free record: the next free one
+        # Next record of the same node; of a free record: the next free record.
+        self._next = make_column("I", table.num_records)
         self._node_of = make_column("I", table.num_records)
-        self._writing_share = make_column("I", table.num_records)  # plus one: of an unfinished entry
+        self._writing_share = make_column("I", table.num_records)  # share + 1 of an unfinished entry, else 0
         self._free = NO_RECORD  # the first freed record
-        self.num_known = 0  # records that were given out so far
-        self._readers: dict[int, int] = {}  # copies for a tier, by record
+        self.num_known = 0  # records that were ever used
+        self._readers: dict[int, int] = {}  # number of copies to tiers, by record
 
     # --- reading --------------------------------------------------------------------------------------------------
 
@@ -109,11 +110,11 @@ class Entries:
             record = self._next[record]
 
     def is_ghost(self, node: int) -> bool:
-        """Whether a node has no entries (any more)."""
+        """Return whether a node has no entries (any more)."""
         return self._first[node] == NO_RECORD
 
     def is_sealed(self, record: int) -> bool:
-        """Whether the bytes of an entry are in place."""
+        """Return whether an entry is sealed."""
         return self._table.is_sealed(record)
 
     def sealed(self, node: int) -> list[int]:
@@ -121,11 +122,11 @@ class Entries:
         return [record for record in self.of(node) if self.is_sealed(record)]
 
     def has_sealed(self, node: int) -> bool:
-        """Whether a node has a sealed entry, so that its eviction policy knows it."""
+        """Return whether a node has a sealed entry, so that it is listed in its eviction policy."""
         return any(self.is_sealed(record) for record in self.of(node))
 
     def find(self, node: int, group: int, part: int) -> int | None:
-        """Return the record of an entry, sealed or being written; None without such an entry."""
+        """Return the record of an entry, sealed or being written. None if there is no such entry."""
         place = group, part
         record = self._first[node]
         while record != NO_RECORD:
@@ -135,11 +136,11 @@ class Entries:
         return None
 
     def has(self, node: int, group: int, part: int) -> bool:
-        """Whether all cells of a part are here or being written, in one entry or in several."""
+        """Return whether all cells of a part are present or being written, in one entry or several."""
         return self.find(node, group, part) is not None or not self._cells(node, group, part)[1]
 
     def _cells(self, node: int, group: int, part: int) -> tuple[int, int]:
-        """Return the cells of a part that other parts have here or are being written as, and those that none has."""
+        """Return two masks of a part's cells: those that entries have or are being written with, and the rest."""
         heads, here = self._nodes.space_of(node).heads[group], 0
         for record in self.of(node):
             number, other = self._table.place_of(record)
@@ -151,11 +152,12 @@ class Entries:
     def missing(
         self, space: Space, nodes: Sequence[int], wanted: Sequence[Wanted]
     ) -> tuple[list[Wanted], int, list[int]]:
-        """Return which wanted entries of a run can be begun, how many others are here, and which begun ones overlap.
+        """Return the wanted entries of a run that can be begun, the number of present ones, and the overlapping ones.
 
-        They end before an entry whose chunk has no node in `nodes`, or that no lookup could reach: with full attention,
-        each chunk needs the one before it. An entry is here if its cells are, or are being written. Those that overlap
-        are named by their places in the first list: other entries have some of their cells, not all.
+        The first list ends before an entry whose chunk has no node in `nodes`, or which no lookup could reach: with
+        full attention, each chunk needs the chunk before it. An entry is present if all of its cells are sealed or
+        being written. It overlaps if other entries have some of its cells, but not all. Overlapping entries are given
+        by their positions in the first list.
         """
         missing: list[Wanted] = []
         overlapping: list[int] = []
@@ -182,16 +184,16 @@ class Entries:
         return missing, num_present, overlapping
 
     def extent_of(self, node: int, place: PartPlace) -> Extent | None:
-        """Return a sealed entry of this place; None without such an entry."""
+        """Return the sealed entry of a place, None if there is none."""
         record = self.find(node, place.group, place.part)
         if record is None or self._table.check_of(record) != place.check:
             return None
         return self._table.sealed_entry(record)
 
     def cover(self, node: int, place: PartPlace) -> list[tuple[int, Extent]]:
-        """Return sealed entries, with their parts, that have all cells of a part together; nothing if some lack.
+        """Return sealed entries, with their parts, that together have all cells of a part. Empty if cells are missing.
 
-        Each adds as many cells as any other could, so they are few.
+        A greedy choice, each adding the most cells, keeps them few.
         """
         heads = self._nodes.space_of(node).heads[place.group]
         missing, left = mask_of(place.part, heads), list[tuple[int, int]]()
@@ -214,12 +216,12 @@ class Entries:
         return self._node_of[record]
 
     def is_whole(self, record: int) -> int:
-        """Return the bit of the record's group if all cells of that are sealed, else 0."""
+        """Return the bit of the record's group if all cells of the group are sealed, else 0."""
         group, part = self._table.place_of(record)
         return self.whole_bit(self._node_of[record], group, part)
 
     def whole_bit(self, node: int, group: int, sealed: int | None = None) -> int:
-        """Return the bit of a group if all cells of its plane are sealed, else 0. The part `sealed` is."""
+        """Return the bit of a group if all cells of its plane are sealed, else 0. The part `sealed` is known to be."""
         space = self._nodes.space_of(node)
         missing, heads = space.cells[group], space.heads[group]
         if sealed is not None:
@@ -235,12 +237,12 @@ class Entries:
     # --- writing --------------------------------------------------------------------------------------------------
 
     def add_nodes(self, nodes: Iterable[int]) -> None:
-        """Begin nodes without entries."""
+        """Initialise nodes without entries."""
         for node in nodes:
             self._first[node] = NO_RECORD
 
     def take_records(self, count: int) -> list[int]:
-        """Return free records, at most `count`."""
+        """Take at most `count` free records."""
         records: list[int] = []
         while len(records) < count:
             if self._free != NO_RECORD:
@@ -254,13 +256,13 @@ class Entries:
         return records
 
     def give_back(self, record: int) -> None:
-        """Make a record free for the next entry."""
+        """Return a record to the free list."""
         self._next[record], self._free = self._free, record
 
     def begin(
         self, run: NewRun, nodes: Sequence[int], wanted: Sequence[Wanted], records: Sequence[int], offsets: list[int]
     ) -> list[Begun]:
-        """Fill a record for each wanted entry of a run, whose chunks have nodes."""
+        """Fill a record for each wanted entry of a run. All its chunks have nodes."""
         tree, labels = self._nodes.tree, self._nodes.label
         begun: list[Begun] = []
         for (chunk, place), record, offset in zip(wanted, records, offsets, strict=True):
@@ -284,15 +286,16 @@ class Entries:
             )
             self._link(record, node)
             self._begin_writing(record, share, size)
-            self._quotas.account(labels[node], share, size)  # those of the chunk's first entry
+            self._quotas.account(labels[node], share, size)  # the label and the share of the chunk's first entry
             begun.append(Begun(chunk, place, (record, header, offset, num_bytes)))
         return begun
 
     def seal(self, records: Sequence[int], now: int, checksums: bytes) -> list[tuple[int, bool, int]]:
-        """Seal entries: their bytes are in place.
+        """Mark entries as sealed: their bytes are in place.
 
         Returns:
-            of each its node, whether it is the first sealed entry there, and the bit of its group if that is whole.
+            for each entry its node, whether it is the first sealed entry there, and the bit of its group if that is
+            whole.
         """
         table = self._table
         sealed: list[tuple[int, bool, int]] = []
@@ -310,23 +313,23 @@ class Entries:
         return sealed
 
     def restore(self, record: Record, node: int) -> None:
-        """Take over a sealed entry of an earlier server, whose extent is taken already."""
+        """Take over a sealed entry of an earlier server. Its extent is taken already."""
         self._link(record.number, node)
         self._account(node, extent_size(record.num_bytes))
         self.num_sealed += 1
 
     def restore_unfinished(self, record: Record) -> None:
-        """Take over an unfinished entry as if it had been abandoned: its extent counts against its tenant."""
+        """Take over an unfinished entry as abandoned. Its extent counts against its tenant."""
         share, size = self._quotas.share_of(record.label), extent_size(record.num_bytes)
         self._node_of[record.number] = NO_NODE
-        # An unknown name gets its number later, for somebody else, if the end of the names was lost.
+        # If the end of the file of names was lost, the label's number may later be assigned to another tenant.
         label = record.label if self._quotas.tenant_of(record.label) else _NO_LABEL
         self.abandoned[record.number] = label
         self._quotas.account(label, share, size)
         self._begin_writing(record.number, share, size)
 
     def move(self, node: int, share: int) -> None:
-        """Count the entries of a node against another share; the caller changes the node."""
+        """Count the entries of a node against another share. The caller changes the node."""
         quotas = self._quotas
         for record in self.of(node):
             size = extent_size(self._table.extent(record)[1])
@@ -338,7 +341,7 @@ class Entries:
     # --- taking back ----------------------------------------------------------------------------------------------
 
     def remove(self, record: int) -> None:
-        """Free an entry, sealed or not; a tier that copies it keeps its extent until `end_reading`."""
+        """Free an entry, sealed or not. While a tier copies it, its extent stays taken until `end_reading`."""
         node = self._node_of[record]
         if self.is_sealed(record):
             self.num_sealed -= 1
@@ -346,7 +349,7 @@ class Entries:
         offset, num_bytes = self._table.extent(record)
         self._account(node, -extent_size(num_bytes))
         self._end_writing(record)
-        self._table.free(record)  # the header changes before the extent is used again
+        self._table.free(record)  # the header changes before the extent is reused
         self._node_of[record] = NO_NODE
         if record in self._readers:
             self.lingering.add(record)
@@ -355,14 +358,14 @@ class Entries:
         self.give_back(record)
 
     def abandon(self, record: int) -> None:
-        """Take an unfinished entry off its node; its extent stays taken until `free_abandoned`."""
+        """Detach an unfinished entry from its node. Its extent stays taken until `free_abandoned`."""
         node = self._node_of[record]
         self.abandoned[record] = self._nodes.label[node]
         self._unlink(record, node)
         self._node_of[record] = NO_NODE
 
     def free_abandoned(self, record: int) -> None:
-        """Take back an abandoned entry that nothing writes to any more."""
+        """Free an abandoned entry whose writer has ended."""
         offset, num_bytes = self._table.extent(record)
         self._quotas.account(self.abandoned.pop(record), self._writing_share[record] - 1, -extent_size(num_bytes))
         self._end_writing(record)
@@ -371,11 +374,11 @@ class Entries:
         self.give_back(record)
 
     def begin_reading(self, record: int) -> None:
-        """Keep the extent of a sealed entry, which is being copied for a tier."""
+        """Keep the extent of a sealed entry while it is being copied to a tier."""
         self._readers[record] = self._readers.get(record, 0) + 1
 
     def end_reading(self, record: int) -> None:
-        """Undo one `begin_reading`; an entry that was removed in the meantime frees its extent now."""
+        """Undo one `begin_reading`. If the entry was removed meanwhile, free its extent."""
         self._readers[record] -= 1
         if self._readers[record]:
             return
@@ -454,7 +457,7 @@ class Entries:
         require(linked == sum(self._node_of[number] != NO_NODE for number in records), "records are in no list")
 
     def _check_node(self, space: Space, node: int, sealed_groups: int) -> int:
-        """Return how many entries a node has."""
+        """Check a node, and return its number of entries."""
         tree, own = self._nodes.tree, list(self.of(node))
         places = [self._table.place_of(record) for record in own]
         require(len(places) == len(set(places)), f"node {node} has an entry twice")

@@ -1,7 +1,7 @@
-"""Eviction policies, which choose the chunk that leaves when a store needs room.
+"""Eviction policies: choose the chunk to evict when a store needs room.
 
-Chunks form trees by prefix. A parent outlives its children, so only leaves are evicted. The policies act as if each
-use touched the whole prefix from its deepest chunk to the root: an ancestor is never colder than its descendants.
+Chunks form trees by prefix. A parent outlives its children, so only leaves are evicted. The policies behave as if each
+use touched the whole prefix from its deepest chunk to the root, so an ancestor is never colder than its descendants.
 """
 
 import heapq
@@ -26,65 +26,65 @@ __all__ = [
     "ShareTree",
 ]
 
-# Bounds of one search for a victim. A store may need many victims within a few milliseconds.
-_MOST_LOOKED_AT: Final = 4096  # leased leaves
-_MOST_MENDED: Final = 16  # outdated heap entries
-_MOST_TOUCHED: Final = 512  # chunks of a prefix that one use marks
+# Bounds of one search for a victim: a store may need many victims within a few milliseconds.
+_MOST_LOOKED_AT: Final = 4096  # leased leaves skipped
+_MOST_MENDED: Final = 16  # outdated heap entries corrected
+_MOST_TOUCHED: Final = 512  # chunks of a prefix marked by one use
 
-# Priorities: every policy evicts chunks of a lower priority first. Clients' hints change them.
+# Priorities, which clients' hints change. Chunks of a lower priority are evicted first.
 ENDED: Final = 0  # the client ended the session
-NORMAL: Final = 1  # a client's priority 0; higher ones add to it
+NORMAL: Final = 1  # a hint's priority 0; higher priorities are added to it
 
 
 @dataclass(slots=True)
 class Preference:
-    """The rule that finds more of the present traffic; set by the code that watches the traffic."""
+    """The policy with more hits in the present traffic. Set by the code that samples the traffic."""
 
     lru: bool = False  # otherwise ARC
 
 
 class EvictionPolicy(Protocol):
-    """Chooses the next chunk to evict. Nodes are small integers of the index; a parent outlives its children.
+    """Chooses the next chunk to evict. Nodes are small integers of the index. A parent outlives its children.
 
     The index reports each change. `victim` proposes only nodes for which `evictable` is true.
     """
 
     def added(self, node: int) -> None:
-        """Add a chunk that became complete: lookups may find it."""
+        """Add a chunk that has become complete, so that lookups may find it."""
         ...
 
     def used(self, node: int) -> None:
-        """Note a use of the prefix that ends with this chunk: of it and its ancestors, deepest first."""
+        """Note a use of the prefix that ends with this chunk: of the chunk and its ancestors, deepest first."""
         ...
 
     def unpinned(self, node: int) -> None:
-        """Note that a node became evictable again: its last lease ended or its last child left."""
+        """Note that a node became evictable again: its last lease ended or its last child was removed."""
         ...
 
     def removed(self, node: int) -> None:
-        """Forget a chunk that was evicted or cleared. Another chunk may get its number."""
+        """Remove a chunk that was evicted or cleared. Its number may be reused."""
         ...
 
     def victim(self) -> int | None:
-        """Return the next chunk to evict without removing it, None if no chunk can leave."""
+        """Return the next chunk to evict without removing it, None if no chunk can be evicted."""
         ...
 
 
 @dataclass(slots=True)
 class ShareTree(ChunkTree):
-    """The tree as seen by the policy of one share and priority: only their chunks can leave."""
+    """The view of the tree for the policy of one share and priority, which may evict only their chunks."""
 
     number: int = 0
     own_priority: int = NORMAL
 
     @classmethod
     def of(cls, tree: ChunkTree, share: int, priority: int) -> "ShareTree":
-        """Return the same columns for one policy."""
+        """Return a view of the same columns for one policy."""
         columns = tree.keys, tree.parent, tree.num_children, tree.holds, tree.share, tree.priority
         return cls(tree.capacity, *columns, share, priority)
 
     def evictable(self, node: int) -> bool:
-        """Whether the chunk has this share and priority, and nothing holds it."""
+        """Return whether the chunk has this share and priority, and no holds."""
         return (
             self.share[node] == self.number
             and self.priority[node] == self.own_priority
@@ -95,10 +95,11 @@ class ShareTree(ChunkTree):
 
 
 class _Leaves:
-    """Leaves in the order of their last use, as far as they belong here.
+    """The leaves of one view in the order of their last use.
 
-    A heap holds each once. Its key may be outdated (too old) and is corrected when the leaf reaches the top. If nearly
-    everything was used again, a search corrects only a few of the many outdated keys and returns the coldest of these.
+    A heap has each leaf once. Its key may be outdated (too old) and is corrected when the leaf reaches the top. If
+    nearly all leaves were used again, a search corrects only a few of the many outdated keys and returns the coldest of
+    those.
     """
 
     def __init__(self, last_use: "memoryview[int]", belongs: Callable[[int], bool]) -> None:
@@ -108,19 +109,22 @@ class _Leaves:
         self._heap: list[int] = []  # last use << 32 | node
 
     def add(self, node: int) -> None:
-        """Add a leaf that may be here already."""
+        """Add a leaf, unless it is in the heap already."""
         if not self._queued[node]:
             self._queued[node] = 1
             heapq.heappush(self._heap, self._last_use[node] << 32 | node)
 
     def removed(self, node: int) -> None:
-        """Forget the first leaf, if it is this one; otherwise a later search has to skip all of a long prompt."""
+        """Remove a leaf if it is at the top.
+
+        Otherwise a later search would have to skip every chunk of a long prompt.
+        """
         if self._heap and self._heap[0] & NO_NODE == node:
             heapq.heappop(self._heap)
             self._queued[node] = 0
 
     def first(self) -> int | None:
-        """Return the coldest leaf, None without leaves."""
+        """Return the coldest leaf, None if there is none."""
         heap, last_use, belongs = self._heap, self._last_use, self._belongs
         coldest, num_mended = NO_NODE, 0
         for _ in range(_MOST_LOOKED_AT):
@@ -143,31 +147,31 @@ class _Leaves:
 _ONCE: Final = 1
 _AGAIN: Final = 2
 
-_WAYS: Final = 4  # words of a set
+_WAYS: Final = 4  # words per set
 _NUMBER_MASK: Final = (1 << 31) - 1
 
 
 class _Ghosts:
-    """Keys of evicted chunks that had been seen once, and of those that had been seen again.
+    """Remembers the keys of evicted chunks, of two kinds: seen once, and seen again.
 
-    It remembers about as many of each as the caller says there are chunks. They are words in a table, where a key has
-    a set of four: four bytes of the key, the number of the eviction (31 bits) and whether it had been seen again. Keys
-    are told apart by their last eight bytes, because those of a sample (`HitRateCurve`) begin alike.
+    It remembers about `most` keys of each kind, in a table of words. Each key has a set of four words. A word has four
+    bytes of the key, the number of the eviction (31 bits), and the kind. Keys are identified by their last eight bytes,
+    because sampled keys (`HitRateCurve`) have similar first bytes.
     """
 
     def __init__(self) -> None:
         self._words = make_column("Q", 0)
         self._num_sets = 0
-        self._num_words = [0, 0]  # seen once, and again
+        self._num_words = [0, 0]  # [seen once, seen again]
         self._num_evicted = [0, 0]
 
     def sizes(self, most: int) -> tuple[int, int]:
-        """Return how many of each kind are remembered."""
+        """Return how many keys of each kind are remembered."""
         once, again = self._num_words
         return min(once, most), min(again, most)
 
     def add(self, key: bytes, seen: int, most: int) -> None:
-        """Remember a key for the next `most` evictions of its kind; forget all if that is far more than before."""
+        """Remember a key for the next `most` evictions of its kind. If `most` has grown far, forget all keys first."""
         if most > 2 * self._num_sets:
             self._num_sets = 1 << (most - 1).bit_length()
             self._words, self._num_words = make_column("Q", _WAYS * self._num_sets), [0, 0]
@@ -190,7 +194,7 @@ class _Ghosts:
         self._num_words[kind] += 1
 
     def take(self, key: bytes, most: int) -> int | None:
-        """Forget a key; return how it had been seen, None if it is not remembered."""
+        """Forget a key, and return its kind. None if it is not remembered."""
         if not self._num_sets:
             return None
         name = int.from_bytes(key[-8:], "little")
@@ -208,25 +212,25 @@ class _Ghosts:
 
 
 class AdaptiveReplacement:
-    """ARC: balances chunks seen once against chunks seen again, by the hits that its evictions cost.
+    """ARC: balances chunks seen once against chunks seen again by the hits that evictions cost.
 
-    Megiddo and Modha, FAST 2003. Of the leaves of either kind, the one that was used longest ago leaves. A use stores
-    one number, however long the prefix: a chunk that becomes a leaf inherits the last use of the child that left, as if
-    every use had touched every ancestor. A first use marks the chunks of the prefix as seen again, so each is marked
-    once, or by a child that leaves if the prefix is very long.
+    Megiddo and Modha, FAST 2003. It evicts the least recently used leaf of one of the two kinds. A use stores one
+    number, however long the prefix is: a chunk that becomes a leaf inherits the last use of the removed child, as if
+    every use had touched all ancestors. The first use of a prefix marks its chunks as seen again. In a very long
+    prefix, the rest is marked later, by children that are removed.
 
-    While the preference says so, it evicts as LRU does: the colder of both leaves.
+    While `Preference.lru` is set, it evicts like LRU: the colder of the two leaves.
     """
 
     def __init__(self, tree: ChunkTree, preference: Preference) -> None:
         self._tree = tree
         self._preference = preference
         self._last_use = make_column("Q", tree.capacity)
-        self._seen = seen = make_column("B", tree.capacity)  # 0: not here
+        self._seen = seen = make_column("B", tree.capacity)  # 0: not in this policy
         self._once = _Leaves(self._last_use, lambda node: seen[node] == _ONCE and tree.evictable(node))
         self._again = _Leaves(self._last_use, lambda node: seen[node] == _AGAIN and tree.evictable(node))
         self._ghosts = _Ghosts()
-        self._num_marked = [0, 0, 0]  # not here (means nothing), seen once, seen again
+        self._num_marked = [0, 0, 0]  # [unused, seen once, seen again]
         self._target_once = 0.0
         self._tick = 0
 
@@ -272,7 +276,7 @@ class AdaptiveReplacement:
         if seen:
             self._ghosts.add(key, seen, self._num_marked[_ONCE] + self._num_marked[_AGAIN])
         self._mark(node, 0)
-        self._last_use[node] = 0  # its number may go to a chunk that leaves unfinished, never `added`
+        self._last_use[node] = 0  # the number may be reused for a chunk that is discarded before it is `added`
         self._once.removed(node)
         self._again.removed(node)
 
@@ -290,7 +294,7 @@ class AdaptiveReplacement:
         return second.first() if node is None else node
 
     def _adapt(self, seen: int, capacity: int) -> None:
-        """Give more room to the kind of a chunk that came back after it was evicted."""
+        """Give more room to the kind of a chunk that returned after its eviction."""
         num_once, num_again = self._ghosts.sizes(capacity)
         if seen == _ONCE:
             self._target_once = min(capacity, self._target_once + max(1.0, num_again / (num_once + 1)))
@@ -304,7 +308,7 @@ class AdaptiveReplacement:
 
 
 class PolicyFactory(Protocol):
-    """Makes a policy for a tree, which may follow the preference."""
+    """Creates a policy for a tree. The policy may follow the preference."""
 
     def __call__(self, tree: ChunkTree, preference: Preference, /) -> EvictionPolicy:
         """Return a new policy."""

@@ -1,10 +1,10 @@
-"""Makes room: chooses the chunks that leave, and removes them.
+"""Makes room: chooses chunks and removes them.
 
-Only nodes without children, leases and unfinished writes leave, so full attention stays prefix-closed: if a chunk is
-visible, so is everything before it, and a lease holds just the deepest chunk. A lease yields if its share is above its
-quota and a share within its own needs room.
+Only nodes without children, leases and unfinished writes are evicted. So full attention stays prefix-closed: if a chunk
+is visible, all chunks before it are, and a lease needs to hold only the deepest chunk. A lease yields if its share is
+above its quota and a share within its own quota needs room.
 
-A node that lost all entries stays as a ghost while it has children. Those are invisible and may be evicted.
+A node that lost all entries stays as a ghost while it has children. The children are invisible and may be evicted.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -21,21 +21,21 @@ from kvdepot.index.tree import NO_NODE, Nodes
 from kvdepot.index.visibility import Visibility, Watcher
 from kvdepot.wire.histogram import Histogram
 
-_REMOVE_STEP: Final = 25  # chunks
-_SCAN_STEP: Final = 500  # chunks that stay
-_MOST_LEASED: Final = 1024  # leased chunks in one search for one without children
+_REMOVE_STEP: Final = 25  # chunks removed per step
+_SCAN_STEP: Final = 500  # chunks skipped per step
+_MOST_LEASED: Final = 1024  # leased chunks examined to find one without children
 
 EndStore: TypeAlias = Callable[[], bool]
 """Ends an unfinished store of a share above its quota; False if there is none."""
 
 
 def cannot_end() -> bool:
-    """End no store: an `EndStore` where none is unfinished."""
+    """End no store: an `EndStore` for an index without unfinished stores."""
     return False
 
 
 class Evictor:
-    """Evicts, clears and drops chunks, and holds those that leases need."""
+    """Evicts, clears and drops chunks, and holds the chunks that leases need."""
 
     def __init__(
         self,
@@ -47,9 +47,9 @@ class Evictor:
         watcher: Watcher,
     ) -> None:
         self.num_evicted = 0
-        self.num_leased_evicted = 0  # of these, those with a lease
-        self.num_steps = 0  # evictions, and unfinished stores ended to make room
-        self.is_frozen = False  # nothing leaves while the index is being rebuilt
+        self.num_leased_evicted = 0  # leased ones among them
+        self.num_steps = 0  # evictions, plus unfinished stores ended to make room
+        self.is_frozen = False  # no chunk is removed while the index is being rebuilt
         self.eviction_ages = Histogram(1.0)  # seconds since the last use of evicted chunks
         self._on_victim: Callable[[], None] | None = None
         self._watcher = watcher
@@ -59,14 +59,14 @@ class Evictor:
         self._shares = shares
         self._priorities = priorities
         capacity = nodes.tree.capacity
-        self._num_leases = make_column("I", capacity)  # leases and pins, both among its holds
-        # Nodes with leases by share, the most recently leased one last.
+        self._num_leases = make_column("I", capacity)  # leases and pins of a node; they count as holds, too
+        # Leased nodes by share, the most recently leased last.
         self._leased = Links(capacity, MAXIMUM_QUOTAS + 1)
 
     # --- holds ----------------------------------------------------------------------------------------------------
 
     def pin(self, nodes: Iterable[int]) -> None:
-        """Keep nodes until `unpin`; see `ChunkIndex.pin`."""
+        """Hold nodes until `unpin`: see `ChunkIndex.pin`."""
         tree = self._nodes.tree
         for node in nodes:
             tree.holds[node] += 1
@@ -82,14 +82,14 @@ class Evictor:
             self.release(node)
 
     def release(self, node: int) -> None:
-        """Undo one hold. A ghost without holds leaves at once."""
+        """Undo one hold. A ghost without holds is removed at once."""
         if self._nodes.release(node):
             self.settle(node)
 
     def settle(self, node: int) -> int:
-        """Drop an unneeded ghost, and unneeded ghosts before it. Tell the policy about an unneeded chunk.
+        """Drop an unneeded ghost and unneeded ghosts before it. Tell the policy if a chunk became evictable.
 
-        Return the chunk that can leave now, `NO_NODE` if none can.
+        Return the chunk that is evictable now, `NO_NODE` if there is none.
         """
         while self._entries.is_ghost(node):
             self._shares.policy_of(node).removed(node)
@@ -108,11 +108,11 @@ class Evictor:
     # --- leaving --------------------------------------------------------------------------------------------------
 
     def evict_one(self, share: int = 0, end_store: EndStore = cannot_end, *, is_owed: bool = False) -> bool:
-        """Evict the next chunk to make room for a share of the pool. Return False if none can leave.
+        """Evict the next chunk to make room for a share of the pool. Return False if no chunk can be evicted.
 
-        A share that `is_owed` room, because it stays within its quota, gets it from shares above theirs: first unneeded
-        chunks, then leased ones. If unfinished stores hold all of that room, `end_store` ends one of a share above its
-        quota, and a second request finds the room. Only then the share's own chunks leave.
+        A share that `is_owed` room, because it stays within its quota, takes it from shares above theirs: first
+        unleased chunks, then leased ones. If unfinished stores hold all of that room, `end_store` ends a store of a
+        share above its quota, and a later call finds the room. The share's own chunks come last.
         """
         if self.is_frozen:
             return False
@@ -133,11 +133,11 @@ class Evictor:
         return False
 
     def await_victim(self, on_victim: Callable[[], None]) -> None:
-        """Have a function called once, when a chunk can leave that could not before. It replaces an earlier one."""
+        """Set a function to be called once, when another chunk becomes evictable. It replaces an earlier one."""
         self._on_victim = on_victim
 
     def next_victim(self) -> int | None:
-        """Return the next chunk to leave for any share, without removing it."""
+        """Return the next chunk to evict for any share, without removing it."""
         if self.is_frozen:
             return None
         for number in self._shares.quotas.victims(0):
@@ -147,17 +147,17 @@ class Evictor:
         return None
 
     def evict(self, node: int) -> bool:
-        """Evict a certain chunk; see `ChunkIndex.evict`."""
+        """Evict one given chunk: see `ChunkIndex.evict`."""
         if self.is_frozen or not self._nodes.tree.evictable(node):
             return False
         self._evict(node)
         return True
 
     def clear(self, wanted: Callable[[int, Space], bool]) -> Iterator[int]:
-        """Remove every chunk for which `wanted(label, space)` holds and that nobody uses.
+        """Remove all unused chunks for which `wanted(label, space)` is true.
 
-        A chunk stays, too, if one of its descendants does. All chunks stay while the index is being rebuilt. Yield
-        after each step how many entries it removed. Between two steps the index may be used for anything.
+        A chunk with a remaining descendant stays, too. While the index is being rebuilt, all chunks stay. Yield the
+        number of removed entries after each step. Between steps, the index may be used freely.
         """
         tree = self._nodes.tree
 
@@ -171,11 +171,11 @@ class Evictor:
                 yield 0
 
     def clear_end(self, node: int) -> Iterator[int]:
-        """Remove a chunk and those before it, up to the first that is needed otherwise. Yield as `clear` does."""
+        """Remove a chunk and the chunks before it, up to the first that is still needed. Yield like `clear`."""
         return self._clear_up(node, lambda _node: True)
 
     def set_quota(self, tenant: str, num_bytes: int) -> Iterator[int]:
-        """Change a tenant's quota; see `Shares.set_quota`."""
+        """Change a tenant's quota: see `Shares.set_quota`."""
 
         def move_leases(node: int) -> None:
             if self._num_leases[node]:
@@ -184,7 +184,7 @@ class Evictor:
         return self._shares.set_quota(tenant, num_bytes, move_leases)
 
     def _leased_victim(self) -> int | None:
-        """Return a chunk of a share above its quota that only leases keep, None if the search finds none."""
+        """Return a chunk of a share above its quota that only leases hold, None if the search finds none."""
         leased, tree = self._leased, self._nodes.tree
         for share in self._shares.quotas.above():
             node = NO_NODE
@@ -192,7 +192,7 @@ class Evictor:
                 if not tree.num_children[node] and tree.holds[node] == self._num_leases[node]:
                     return node
             if node != NO_NODE:
-                leased.begin_with(node, share)  # the next search continues there
+                leased.begin_with(node, share)  # the next search continues here
         return None
 
     def _evict(self, node: int) -> None:
@@ -202,7 +202,7 @@ class Evictor:
         self._remove(node)
 
     def _remove(self, node: int) -> int:
-        """Remove a chunk that at most leases keep. Return the chunk that can leave next, as `settle` does."""
+        """Remove a chunk that at most leases hold. Return the chunk that becomes evictable, like `settle`."""
         for record in list(self._entries.of(node)):
             self._entries.remove(record)
         return self.settle(node)
@@ -218,11 +218,11 @@ class Evictor:
                 yield before - entries.num_sealed
                 before = entries.num_sealed
                 if tree.keys[node] != key:
-                    break  # it was evicted in the meantime
+                    break  # it was evicted meanwhile
         yield before - entries.num_sealed
 
     def check_integrity(self) -> None:
-        """Check that every leased node is in the list of its share.
+        """Check that each leased node is in the list of its share.
 
         Raises:
             IntegrityError: one is not.

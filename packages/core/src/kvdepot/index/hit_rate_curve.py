@@ -1,16 +1,16 @@
 """Estimates the hit rates of pools of other sizes for the same traffic, from a sample of the chunks.
 
-A chunk is sampled by its key alone (spatial sampling, SHARDS: Waldspurger and others, FAST 2015), so every access of it
-is. The sample is kept in the order of last use, cut into segments where pools of the chosen sizes, scaled down by the
-sampling rate, would end: the segment in which a chunk is found again says which of those pools would have had it. That
-is LRU's stack distance, as exactly as is needed. A prefix is used from its end to its start, so the chunks before a
-chunk are never colder. Stored chunks count as used; only lookups count as asked. A chunk whose session ended leaves the
-sample, because it leaves every full pool first. The sample ignores other priorities. It also decides between LRU and
+Chunks are sampled by key (spatial sampling, SHARDS: Waldspurger and others, FAST 2015), so all accesses of a sampled
+chunk are seen. The sample is kept in LRU order and divided into segments, whose ends stand for the chosen pool sizes,
+scaled down by the sampling rate. The segment in which a chunk is found again tells which of those pools would have had
+it. This approximates LRU stack distance. A prefix is used from its end to its start, so the chunks before a chunk are
+never colder. Stores count as uses, but only lookups count as accesses. A chunk whose session ended is removed from the
+sample, because every full pool evicts it first. Other priorities are ignored. The sample also decides between LRU and
 ARC (`PolicySelector`).
 
-The rate begins where it suits the pool and is halved whenever the sample outgrows its budget, so memory is bounded,
-and a lookup costs a slice of its digests and a few operations on dictionaries. Pools of some hundred chunks are too
-small for it.
+The rate starts at a value for the pool's size, and is halved whenever the sample exceeds its budget, so memory is
+bounded. A lookup costs a slice of its digests and a few dictionary operations. The estimate needs pools of more than
+some hundred chunks.
 """
 
 from collections import OrderedDict
@@ -21,27 +21,27 @@ from kvdepot.index.policy_selector import PolicySelector
 from kvdepot.keys import DIGEST_BYTES, digest_at
 from kvdepot.wire.status import PoolEstimate
 
-SCALES: Final = (0.25, 0.5, 1.0, 2.0, 4.0)  # of the pool
+SCALES: Final = (0.25, 0.5, 1.0, 2.0, 4.0)  # relative to the pool's size
 
-_KEYS: Final = 1 << 16  # that two bytes can be
+_KEYS: Final = 1 << 16  # number of values of two bytes
 _LARGEST_THRESHOLD: Final = _KEYS // 8
-_SMALLEST_THRESHOLD: Final = 8  # one chunk of 8,192: fewer would say nothing
+_SMALLEST_THRESHOLD: Final = 8  # one chunk in 8,192: a lower rate would tell nothing
 _BUDGET: Final = 8192  # sampled chunks in all segments
-_WANTED: Final = 1024  # of them in a pool of the present size
+_WANTED: Final = 1024  # sampled chunks in a pool of the present size
 
 
 class HitRateCurve:
     """The sample of one depot.
 
     Args:
-        pool_bytes: of the pool.
-        scales: sizes of other pools as parts of it, ascending, and 1.0.
-        budget: the most chunks that are kept.
+        pool_bytes: the size of the pool.
+        scales: sizes of other pools relative to it, ascending, including 1.0.
+        budget: the maximum number of sampled chunks.
 
     Attributes:
-        preference: the rule that finds more with a pool of this size, which the policy `auto` follows.
-        num_chunks: asked for, as estimated from the sample.
-        segment_of: the segment of each chunk that is kept, by key.
+        preference: the policy with more hits at this pool size, which `auto` follows.
+        num_chunks: the estimated number of chunks looked up.
+        segment_of: the segment of each sampled chunk, by key.
     """
 
     def __init__(
@@ -60,17 +60,17 @@ class HitRateCurve:
         self._hits = [0] * len(scales)  # by segment
         self._segments: list[OrderedDict[bytes, int]] = [OrderedDict() for _ in scales]  # key -> bytes
         self._sizes = [0] * len(scales)
-        self._limits = [0.0] * len(scales)  # bytes of each segment, at the present rate
+        self._limits = [0.0] * len(scales)  # size of each segment in bytes at the present rate
         self.segment_of: dict[bytes, int] = {}
-        self._threshold = 0  # keys whose first two bytes are below it are sampled; 0: nothing was asked yet
+        self._threshold = 0  # keys whose first two bytes are below it are sampled; 0: before the first lookup
         self._weight = 0
-        self._highest = 255  # first byte of a sampled key
+        self._highest = 255  # highest first byte of a sampled key
         self._end = b""  # sampled keys are below it
         self._marks = bytes(256)
 
     @property
     def rate(self) -> float:
-        """Share of the chunks that is sampled."""
+        """The share of chunks that is sampled."""
         return self._threshold / _KEYS
 
     def looked_up(self, digests: bytes, chunk_bytes: int) -> None:
@@ -108,7 +108,7 @@ class HitRateCurve:
             self._duel.stored(key, chunk_bytes)
 
     def ended(self, key: bytes) -> None:
-        """Forget a chunk whose session ended. The next lookup misses it."""
+        """Remove a chunk whose session ended. The next lookup misses it."""
         if key < self._end:
             segment = self.segment_of.pop(key, None)
             if segment is not None:
@@ -116,7 +116,7 @@ class HitRateCurve:
             self._duel.ended(key)
 
     def estimates(self) -> list[PoolEstimate]:
-        """Return what pools of other sizes would have found so far."""
+        """Return the hits that pools of other sizes would have had so far."""
         rows: list[PoolEstimate] = []
         hits = 0
         for scale, more in zip(self._scales, self._hits, strict=True):
@@ -131,7 +131,7 @@ class HitRateCurve:
         self._set_threshold(threshold)
 
     def _set_threshold(self, threshold: int) -> None:
-        """Sample fewer; chunks that are not sampled any more are forgotten."""
+        """Lower the rate, and remove the chunks that are no longer sampled."""
         self._threshold = max(_SMALLEST_THRESHOLD, threshold)
         self._weight = _KEYS // self._threshold
         self._highest = (self._threshold - 1) >> 8
@@ -145,7 +145,7 @@ class HitRateCurve:
         self._limits = [end - start for start, end in zip([0.0, *ends], ends, strict=False)]
 
     def _sampled(self, digests: bytes) -> list[bytes]:
-        """Return the sampled keys of a run, the last chunk first."""
+        """Return the sampled keys of a run, last chunk first."""
         marks = digests[::DIGEST_BYTES].translate(self._marks)
         keys: list[bytes] = []
         place = marks.rfind(1)
@@ -157,7 +157,7 @@ class HitRateCurve:
         return keys
 
     def _use(self, key: bytes, num_bytes: int) -> int | None:
-        """Put a chunk to the warm end; return the segment where it was, None if it was nowhere."""
+        """Move a chunk to the warm end. Return its former segment, None if it was not in the sample."""
         segments, sizes, where = self._segments, self._sizes, self.segment_of
         found = where.get(key)
         if found == 0:
@@ -171,7 +171,7 @@ class HitRateCurve:
         last = len(segments) - 1
         for number, segment in enumerate(segments):
             if sizes[number] <= self._limits[number]:
-                break  # nothing moves on
+                break  # this segment fits, so the later ones do not change
             while sizes[number] > self._limits[number]:
                 colder, size = segment.popitem(last=False)
                 sizes[number] -= size

@@ -1,8 +1,8 @@
-"""The index: which chunks are here, and where.
+"""The index: which chunks are in the pool, and where.
 
-`ChunkIndex` makes the parts, each in a module of its own, and has the verbs that concern several of them. Everything
-else is asked of one part: `index.nodes`, `index.visibility`, `index.entries`, `index.quotas`, `index.priorities`,
-`index.evictor`. Nothing here does I/O but for the table, and nothing knows of sessions.
+`ChunkIndex` creates the parts, each in its own module, and has the operations that involve several of them. Callers use
+the parts directly for everything else: `index.nodes`, `index.visibility`, `index.entries`, `index.quotas`,
+`index.priorities`, `index.evictor`. The index does no I/O except for the table, and knows nothing of sessions.
 """
 
 from bisect import bisect_left
@@ -23,8 +23,8 @@ from kvdepot.pool.extents import ExtentAllocator, extent_size
 from kvdepot.pool.table import IndexTable
 from kvdepot.wire.messages import CacheSpec
 
-MOST_EVICTED: Final = 80  # chunks, to make room for one request: two milliseconds, with ARC four
-_SPARE_NODES: Final = 1024  # beyond twice the records, for ghosts
+MOST_EVICTED: Final = 80  # chunks per request: that takes two milliseconds, four with ARC
+_SPARE_NODES: Final = 1024  # in addition to twice the records, for ghosts
 
 
 class ChunkIndex:
@@ -33,11 +33,11 @@ class ChunkIndex:
     A store is `reserve`, then `seal` (or `discard_entry`, `abandon_entry`). A read is `match`, `pin`, `release`.
 
     Args:
-        extents: the space of the pool.
-        table: its records.
-        policy: of eviction, by name.
-        quotas: of tenants, None for none.
-        watcher: hears which chunks leave.
+        extents: allocates the pool's space.
+        table: holds the records.
+        policy: the name of the eviction policy.
+        quotas: the quotas of tenants; None for none.
+        watcher: is told which chunks are evicted or hidden.
     """
 
     def __init__(
@@ -53,9 +53,9 @@ class ChunkIndex:
         self.quotas = quotas or QuotaTable(extents.capacity_bytes)
         self.spaces: list[Space] = []
         self.hit_rates = HitRateCurve(extents.capacity_bytes)
-        self.num_over_share = 0  # entries that were declined because their share has enough unfinished ones
-        self.num_not_ready = 0  # entries that were declined because the pool was still growing
-        self.num_overlapping = 0  # entries that were begun though others have some of their heads
+        self.num_over_share = 0  # entries declined because their share has too many unfinished ones
+        self.num_not_ready = 0  # entries declined because the pool was still growing
+        self.num_overlapping = 0  # entries begun although others have some of their heads
         self.num_restore_errors = 0
         self._space_by_spec: dict[bytes, Space] = {}
         self._policy = policy
@@ -63,7 +63,7 @@ class ChunkIndex:
         self.make_parts()
 
     def make_parts(self) -> None:
-        """Make all parts, each over those before it, without a node or a record."""
+        """Create all parts, each using those before it, without nodes and records."""
         self.nodes = nodes = Nodes(2 * self.table.num_records + _SPARE_NODES, self.spaces)
         self.visibility = Visibility(nodes, self._watcher)
         self.entries = Entries(nodes, self.table, self.extents, self.quotas)
@@ -81,31 +81,32 @@ class ChunkIndex:
         return self.visibility.longest_prefix(space, digests)
 
     def pin(self, nodes: Iterable[int]) -> None:
-        """Keep nodes in use, and so everything before them, until as many calls of `release`.
+        """Hold nodes, and thereby all nodes before them, until the same number of calls of `release`.
 
-        Other shares that are within their quota may still take the bytes that this share has above its own.
+        Shares within their quota may still evict what this share has above its own quota.
         """
         self.evictor.pin(nodes)
 
     def release(self, nodes: Iterable[int]) -> None:
-        """Undo one `pin` of nodes. Those that nothing else needs may leave from now on."""
+        """Undo one `pin` of nodes. Nodes without other holds may be evicted from now on."""
         self.evictor.unpin(nodes)
 
     def reserve(self, run: NewRun, wanted: Sequence[Wanted], end_store: EndStore = cannot_end) -> Reserved:
-        """Begin the wanted entries of a run that are not here, evicting chunks for them.
+        """Begin the wanted entries of a run that are missing. Evict chunks to make room.
 
-        They are begun in the order of `wanted`, that of the chunks, up to the first one without room: nothing more can
-        leave, its share has as many unfinished bytes as it may, or `MOST_EVICTED` chunks left in vain, as small chunks
-        are rarely neighbours. The next run continues from there. Each begun entry holds its chunk until `seal`,
-        `discard_entry` or `abandon_entry`. If a policy raises, nothing is begun. `end_store` is of `Evictor.evict_one`.
+        They are begun in the order of `wanted`, which is that of the chunks, up to the first one without room: no more
+        chunks can be evicted, its share has reached its limit of unfinished bytes, or evicting `MOST_EVICTED` chunks
+        did not help, as small chunks are rarely neighbours. The next run continues from there. Each begun entry holds
+        its chunk until `seal`, `discard_entry` or `abandon_entry`. If a policy raises, nothing is begun. `end_store`:
+        see `Evictor.evict_one`.
         """
         keys = split_digests(run.digests)
         nodes = self.nodes.find_run(run.space, keys, run.first_chunk)
         missing, num_present, overlapping = self.entries.missing(run.space, nodes, wanted)
-        if not missing:  # the usual answer to a prompt that another engine stored
+        if not missing:  # the common case for a prompt that another engine stored
             return Reserved([], num_present, len(wanted) - num_present)
         tree, held = self.nodes.tree, [node for node in (run.parent, *nodes) if node != NO_NODE]
-        for node in held:  # none of them, nor a chunk before them, leaves to make room
+        for node in held:  # so that neither they nor chunks before them are evicted to make room
             tree.holds[node] += 1
         try:
             records, offsets = self._take_room(run, nodes, missing, end_store)
@@ -124,15 +125,15 @@ class ChunkIndex:
         return Reserved(begun, num_present, len(wanted) - num_present - len(begun))
 
     def seal(self, records: Sequence[int], now: int = 0, checksums: bytes = b"") -> list[int]:
-        """Seal entries that are being written: their bytes are in place, and lookups find them.
+        """Seal entries whose bytes are in place, so that lookups find them.
 
         Args:
-            records: those of `reserve`, neither discarded nor abandoned since.
-            now: seconds of the depot's clock.
-            checksums: 16 bytes each, concatenated; empty if they are unknown.
+            records: records of `reserve` that were neither discarded nor abandoned.
+            now: the depot's clock in seconds.
+            checksums: 16 bytes each, concatenated; empty if unknown.
 
         Returns:
-            the node of each.
+            the node of each entry.
         """
         tree, last_use, visibility = self.nodes.tree, self.nodes.last_use, self.visibility
         nodes: list[int] = []
@@ -144,7 +145,7 @@ class ChunkIndex:
             nodes.append(node)
             if is_first:
                 new.append(node)
-        self.shares.added(reversed(new))  # deepest first: the chunk that leaves first is added first
+        self.shares.added(reversed(new))  # deepest first: chunks are added in the order of their eviction
         visibility.reveal(nodes)
         for node in nodes:
             if not tree.num_children[node] and not tree.holds[node]:
@@ -152,24 +153,27 @@ class ChunkIndex:
         return nodes
 
     def evict(self, node: int) -> bool:
-        """Remove a chunk and its entries. Return False, and change nothing, if it is needed or `is_restoring`."""
+        """Remove a chunk and its entries.
+
+        If it is held or the index `is_restoring`, change nothing and return False.
+        """
         return self.evictor.evict(node)
 
     # --- entries that end otherwise -------------------------------------------------------------------------------
 
     def discard_entry(self, record: int) -> None:
-        """Take back an entry that is not sealed; nothing writes to it any more."""
+        """Free an unsealed entry whose writer has ended."""
         node = self.entries.node_of(record)
-        if node == NO_NODE:  # it was abandoned, or is an earlier server's
+        if node == NO_NODE:  # abandoned, or of an earlier server
             self.entries.free_abandoned(record)
             return
         self.entries.remove(record)
         self.evictor.release(node)
 
     def abandon_entry(self, record: int) -> None:
-        """Take an entry that is not sealed off its chunk, which can be stored again from now on.
+        """Detach an unsealed entry from its chunk, which can be stored again from now on.
 
-        A writer may still be at work: the space stays taken, and counts against its tenant, until
+        Its writer may still be writing. So the space stays taken, and counts against its tenant, until
         `entries.free_abandoned`.
         """
         node = self.entries.node_of(record)
@@ -177,10 +181,10 @@ class ChunkIndex:
         self.evictor.release(node)
 
     def remove_entry(self, record: int) -> None:
-        """Take away a sealed entry, leased or not, because its bytes are wrong.
+        """Remove a sealed entry, leased or not, because its bytes are wrong.
 
-        Its header changes, so a copy of it fails. Lookups find its chunk and those after it once it is stored again.
-        Not while the index `is_restoring`.
+        Its header changes, so that retrieves under way fail. Lookups find its chunk and the chunks after it again once
+        it is stored again. Do not call this while the index `is_restoring`.
         """
         assert not self.is_restoring
         node = self.entries.node_of(record)
@@ -193,24 +197,24 @@ class ChunkIndex:
         if self.nodes.tree.evictable(node):
             self.evictor.settle(node)
         else:
-            self.shares.policy_of(node).removed(node)  # `added` again when it is stored again
+            self.shares.policy_of(node).removed(node)  # `added` when it is stored again
 
     def begin_reading(self, record: int) -> int:
-        """Keep a sealed entry and its extent, which are being copied for a tier; return its node."""
+        """Hold a sealed entry and its extent while they are copied to a tier. Return its node."""
         node = self.entries.node_of(record)
         self.nodes.tree.holds[node] += 1
         self.entries.begin_reading(record)
         return node
 
     def end_reading(self, record: int, node: int) -> None:
-        """Undo one `begin_reading`; an entry that was removed in the meantime frees its space now."""
+        """Undo one `begin_reading`. If the entry was removed meanwhile, free its space."""
         self.entries.end_reading(record)
         self.evictor.release(node)
 
     # --- spaces, nodes and room -----------------------------------------------------------------------------------
 
     def space(self, spec: CacheSpec) -> Space:
-        """Return the space of a spec, made if it is new."""
+        """Return the space of a spec. Create it if it is new."""
         digest = digest_of(spec)
         space = self._space_by_spec.get(digest)
         if space is None:
@@ -220,7 +224,7 @@ class ChunkIndex:
         return space
 
     def add_node(self, space: Space, key: bytes, parent: int, depth: int, label: int) -> int:
-        """Make a node without entries. A free number must be left."""
+        """Add a node without entries. There must be a free number."""
         node = self.nodes.add(space, key, parent, depth, label)
         self._start_nodes([node], label)
         return node
@@ -231,7 +235,7 @@ class ChunkIndex:
         self.priorities.add_nodes(nodes)
 
     def _add_nodes(self, run: NewRun, keys: Sequence[bytes], nodes: list[int], wanted: Iterable[Wanted]) -> None:
-        """Make the nodes that wanted chunks of a run lack, each below the one before it."""
+        """Add the missing nodes of wanted chunks of a run, each below the one before it."""
         added: list[int] = []
         for chunk, _ in wanted:
             if nodes[chunk] == NO_NODE:
@@ -243,7 +247,7 @@ class ChunkIndex:
     def _take_room(
         self, run: NewRun, nodes: Sequence[int], wanted: Sequence[Wanted], end_store: EndStore
     ) -> tuple[list[int], list[int]]:
-        """Take records and extents for as many entries of a run as possible, in order. Their chunks find nodes."""
+        """Take records and extents for as many entries of a run as possible, in order. Ensure room for their nodes."""
         share, sizes = self.quotas.share_of(run.label), [extent_size(place.num_bytes) for _, place in wanted]
         num_writable = self.quotas.num_writable(share, sizes)
         if num_writable < len(sizes):
@@ -257,7 +261,7 @@ class ChunkIndex:
         try:
             self._make_room(share, sizes, offsets, records, len(new), end_store)
             count = min(len(offsets), len(records))
-            if len(new) > self.nodes.num_left:  # ghosts have the others
+            if len(new) > self.nodes.num_left:  # ghosts use the others
                 count = min(count, [chunk for chunk, _ in wanted].index(new[self.nodes.num_left]))
         finally:
             for offset, size in zip(offsets[count:], sizes[count:], strict=False):
@@ -269,15 +273,15 @@ class ChunkIndex:
     def _make_room(
         self, share: int, sizes: list[int], offsets: list[int], records: list[int], num_new: int, end_store: EndStore
     ) -> None:
-        """Evict chunks until each size has an extent and a record, and new nodes are there. Extend the lists."""
+        """Evict chunks until there are an extent and a record for each size, and `num_new` nodes. Extend the lists."""
         extents, evictor, used_bytes = self.extents, self.evictor, self.quotas.used_bytes
         most_steps, counted = evictor.num_steps + MOST_EVICTED, sum(sizes[: len(offsets)])
-        used_bytes[share] += counted  # what was taken decides whose chunks leave
+        used_bytes[share] += counted  # counts already, as usage decides whose chunks are evicted
         try:
             while evictor.num_steps < most_steps:
                 place = len(offsets)
                 if place < len(sizes) and (extents.is_growing or sizes[place] > extents.ready_bytes):
-                    self.num_not_ready += extents.is_growing  # its space comes soon: nothing needs to leave for it
+                    self.num_not_ready += extents.is_growing  # the pool will have room soon without an eviction
                     del sizes[place:]
                 if place == len(sizes) <= len(records) and num_new <= self.nodes.num_left:
                     break
@@ -294,14 +298,14 @@ class ChunkIndex:
 
     @property
     def is_restoring(self) -> bool:
-        """Whether an earlier server's table is being read; nothing leaves then."""
+        """Whether an earlier server's table is being read. Meanwhile, nothing is evicted."""
         return self.evictor.is_frozen
 
     def check_integrity(self) -> None:
-        """Check that all parts, the table, the extents and the quotas agree; not while the index `is_restoring`.
+        """Check that all parts, the table, the extents and the quotas agree. Do not call this while `is_restoring`.
 
         Raises:
-            IntegrityError: they do not; the text says where.
+            IntegrityError: they disagree; the text tells where.
         """
         self.nodes.check_integrity()
         self.entries.check_integrity(self.visibility.sealed_groups)

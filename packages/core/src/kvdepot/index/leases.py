@@ -1,7 +1,7 @@
-"""Leases, which let a reader read chunks until they end.
+"""Leases: keep chunks in the pool while a reader reads them.
 
 A lease pins nodes of the index for one request of one context. It ends when it is released, when its request or its
-context ends, or when it expires. A reader that continues after that notices it by the generation of the records.
+context ends, or when it expires. A reader that continues after the end notices it by the generation of the records.
 """
 
 from collections import OrderedDict
@@ -25,13 +25,13 @@ class Lease:
 
 
 class LeaseTable:
-    """All leases in the order of expiry, as all live equally long."""
+    """All leases in the order of expiry. All live equally long."""
 
     def __init__(self, index: ChunkIndex, lease_seconds: float) -> None:
         self.lease_seconds = lease_seconds
         self.num_expired = 0
         self._index = index
-        self._leases: OrderedDict[int, Lease] = OrderedDict()  # finds its first item in O(1), unlike `dict`
+        self._leases: OrderedDict[int, Lease] = OrderedDict()  # unlike `dict`, it finds its first item in O(1)
         self._of_context: dict[int, set[int]] = {}
         self._of_request: dict[tuple[int, str], set[int]] = {}
         self._next = 1
@@ -43,7 +43,7 @@ class LeaseTable:
         return iter(self._leases.values())
 
     def grant(self, context: int, request_id: str, nodes: tuple[int, ...], now: float, extents: bytes = b"") -> int:
-        """Pin `nodes` and return the lease's number."""
+        """Pin `nodes`, and return the number of the new lease."""
         number = self._next
         self._next += 1
         self._index.pin(nodes)
@@ -53,12 +53,12 @@ class LeaseTable:
         return number
 
     def find(self, context: int, number: int) -> Lease | None:
-        """Return a lease of a context, None if the context does not have it (any more)."""
+        """Return a lease of a context, None if the context has no such lease (any more)."""
         lease = self._leases.get(number)
         return lease if lease is not None and lease.context == context else None
 
     def release(self, context: int, number: int) -> bool:
-        """End one lease of a context. Return False if the context does not have it (any more)."""
+        """End one lease of a context. Return False if the context has no such lease (any more)."""
         lease = self.find(context, number)
         if lease is None:
             return False
@@ -77,11 +77,11 @@ class LeaseTable:
         return True
 
     def end_request(self, context: int, request_id: str) -> Iterator[int]:
-        """End every present lease of a request. Yield the number of each step."""
+        """End the present leases of a request. Yield the number ended in each step."""
         return self._end(context, self._of_request.pop((context, request_id), ()))
 
     def end_context(self, context: int) -> Iterator[int]:
-        """End every present lease of a context. Yield the number of each step."""
+        """End the present leases of a context. Yield the number ended in each step."""
         return self._end(context, list(self._of_context.get(context, ())))
 
     def _end(self, context: int, numbers: Iterable[int]) -> Iterator[int]:
@@ -89,11 +89,11 @@ class LeaseTable:
             yield self.release(context, number)
 
     def has_expired(self, now: float) -> bool:
-        """Whether `expire` has work."""
+        """Return whether `expire` has work."""
         return bool(self._leases) and next(iter(self)).expiry_seconds <= now
 
     def expire(self, now: float) -> Iterator[int]:
-        """End the expired leases. Yield the number of each step."""
+        """End expired leases. Yield the number ended in each step."""
         while self.has_expired(now):
             lease = next(iter(self))
             self.release(lease.context, lease.number)
@@ -105,11 +105,11 @@ class LeaseTable:
         return len(self._of_context.get(context, ()))
 
     def count_of_request(self, context: int, request_id: str) -> int:
-        """Return how many leases a request has, without those that `end_request` is ending."""
+        """Return the number of a request's leases, without those that `end_request` is ending."""
         return len(self._of_request.get((context, request_id), ()))
 
     def check_integrity(self) -> None:
-        """Check that contexts know exactly their leases.
+        """Check that the tables by lease and by context agree.
 
         Raises:
             IntegrityError: the tables disagree.

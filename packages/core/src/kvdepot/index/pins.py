@@ -1,4 +1,7 @@
-"""Pins, which keep the prefixes of sessions in the pool for a time. There may be very many, so work is in steps."""
+"""Pins: keep the prefixes of agent sessions in the pool for a time.
+
+There may be very many, so work is done in steps.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -7,9 +10,9 @@ from typing import Final
 
 from kvdepot.index.index import ChunkIndex
 
-Session = tuple[str, str]  # its tenant, its name
+Session = tuple[str, str]  # an agent session: tenant, name
 
-_SPARE_EXPIRIES: Final = 1024  # stale entries that a small heap may have: clearing 1,024 takes 0.3 ms
+_SPARE_EXPIRIES: Final = 1024  # stale heap entries to tolerate: clearing 1,024 takes 0.3 ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,18 +20,18 @@ class Pin:
     """The pinned nodes of one prefix."""
 
     nodes: tuple[int, ...]
-    share: int  # of the pool, which its chunks count against
-    num_bytes: int  # of the whole prefix, however many sessions have parts of it
+    share: int  # the share of the pool that its chunks count against
+    num_bytes: int  # of the whole prefix, even if other sessions share parts of it
     expiry_seconds: float  # on the server's monotonic clock
 
 
 class PinTable:
-    """At most one pin for each session."""
+    """At most one pin per session."""
 
     def __init__(self, index: ChunkIndex) -> None:
         self._index = index
         self._pins: dict[Session, Pin] = {}
-        self._by_expiry: list[tuple[float, Session]] = []  # heap; an entry with another expiry than its pin is stale
+        self._by_expiry: list[tuple[float, Session]] = []  # heap; an entry whose expiry differs from its pin's is stale
         self._share_bytes: dict[int, int] = {}
 
     def __len__(self) -> int:
@@ -38,11 +41,11 @@ class PinTable:
         return iter(self._pins.values())
 
     def bytes_of(self, share: int) -> int:
-        """Return how many bytes the pins of a share keep."""
+        """Return the bytes that the pins of a share keep."""
         return self._share_bytes.get(share, 0)
 
     def put(self, session: Session, pin: Pin) -> None:
-        """Pin nodes until their time, in place of an earlier pin of the session."""
+        """Pin nodes until their expiry, in place of an earlier pin of the session."""
         self._index.pin(pin.nodes)
         self.end(session)
         self._pins[session] = pin
@@ -64,11 +67,11 @@ class PinTable:
         return True
 
     def has_expired(self, now: float) -> bool:
-        """Whether `expire` has work."""
+        """Return whether `expire` has work."""
         return bool(self._by_expiry) and self._by_expiry[0][0] <= now
 
     def expire(self, now: float) -> Iterator[int]:
-        """End the expired pins. Yield the number of each step."""
+        """End expired pins. Yield the number ended in each step."""
         while self.has_expired(now):
             expiry_seconds, session = heappop(self._by_expiry)
             pin = self._pins.get(session)

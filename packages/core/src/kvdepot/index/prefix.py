@@ -1,17 +1,17 @@
-"""The prefix rule: the number of usable leading chunks of a prompt, given the present groups of each chunk.
+"""The prefix rule: computes the number of usable leading chunks of a prompt from the present groups of each chunk.
 
-Full attention needs every chunk before the boundary. A sliding window needs the chunks that it spans before the
-boundary. A recurrent state needs the last chunk alone, so it is a window of one chunk.
+Full attention needs all chunks before the boundary. A sliding window needs only the chunks that it spans before the
+boundary. A recurrent state needs only the last chunk, so it is a window of one chunk.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Final
 
-_MOST_WALKED: Final = 8192  # chunks back from the end of full attention; a boundary further back is ignored
+_MOST_WALKED: Final = 8192  # chunks back from the end of full attention; boundaries further back are ignored
 
 
 def closed_prefix(limit: int, group: int, has: Callable[[int, int], bool]) -> int:
-    """Return how many leading chunks have a group, if each chunk that has it has only such chunks before it.
+    """Return how many leading chunks have a group that is prefix-closed: if a chunk has it, all chunks before have it.
 
     Try the last chunk, then gallop, then bisect.
     """
@@ -46,12 +46,12 @@ def usable_prefix(
     """Return the length of the longest usable prefix; `start` if none is longer.
 
     Args:
-        limit: chunks of the prompt.
-        has: whether a chunk has a group. This function only passes the groups on to it.
-        full: groups of full attention.
-        windows: groups that need only some chunks before the boundary, each with that number. Smallest first is
+        limit: the number of chunks of the prompt.
+        has: returns whether a chunk has a group.
+        full: the full-attention groups.
+        windows: other groups, each with the number of chunks that it needs before the boundary. Smallest first is
             cheapest.
-        start: chunks known to be usable.
+        start: the number of chunks known to be usable.
         last_boundary: given a limit and a least length, returns the longest prefix between them whose last chunk
             has all `windows`, 0 for none. It only saves calls of `has`.
     """
@@ -68,12 +68,12 @@ def usable_prefix(
         missing = _missing_before(limit, windows, has)
         if missing is None:
             return limit
-        limit = missing  # every prefix between has this chunk in the same window
+        limit = missing  # all prefixes in between need this chunk in the same window
     return start
 
 
 def _missing_before(limit: int, windows: Sequence[tuple[int, int]], has: Callable[[int, int], bool]) -> int | None:
-    """Return a chunk missing from a window before `limit`, None if the windows are whole."""
+    """Return a chunk that is missing in a window before `limit`, None if all windows are whole."""
     for group, num_chunks in windows:
         for chunk in range(max(0, limit - num_chunks), limit):
             if not has(chunk, group):

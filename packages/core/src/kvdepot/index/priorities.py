@@ -1,4 +1,4 @@
-"""Priorities, with which clients hint that prefixes leave before or after others, and the ends of sessions."""
+"""Priorities: clients' hints to evict prefixes before or after others, and the ends of sessions."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from heapq import heapify, heappop, heappush
@@ -10,32 +10,32 @@ from kvdepot.index.eviction import ENDED, NORMAL
 from kvdepot.index.quotas import Shares
 from kvdepot.index.tree import NO_NODE, Nodes
 
-_STEP: Final = 40  # chunks
-_SCAN_STEP: Final = 500  # chunks that keep their priority
-_SPARE_DEADLINES: Final = 1024  # stale entries that a small heap may have: clearing 1,024 takes 0.3 ms
+_STEP: Final = 40  # chunks changed per step
+_SCAN_STEP: Final = 500  # unchanged chunks per step
+_SPARE_DEADLINES: Final = 1024  # stale heap entries to tolerate: clearing 1,024 takes 0.3 ms
 
 
 class Priorities:
-    """Hints for prefixes, and the deadlines of sessions. Calls `on_ended` with the key of each chunk that ended."""
+    """Hints for prefixes, and the deadlines of sessions. Calls `on_ended` with the key of each ended chunk."""
 
     def __init__(self, nodes: Nodes, shares: Shares, on_ended: Callable[[bytes], object]) -> None:
         self._nodes = nodes
         self._shares = shares
         self._on_ended = on_ended
         self._num_uses = 0
-        self._used_at = make_column("Q", nodes.tree.capacity)  # the count of all uses at its last one
+        self._used_at = make_column("Q", nodes.tree.capacity)  # by node: the global count of uses at its last use
         self._deadlines: dict[int, int] = {}  # seconds, by the last node of a session
         self.by_deadline: list[tuple[int, int]] = []  # heap; an entry missing from `_deadlines` is stale
 
     def add_nodes(self, nodes: Iterable[int]) -> None:
-        """Start with unused nodes."""
+        """Initialise nodes as unused."""
         for node in nodes:
             self._used_at[node] = 0
 
     def used(self, node: int) -> Iterator[int] | None:
-        """Tell the policy that a prefix ending here was used. This revokes an end of its session.
+        """Tell the policy that the prefix ending here was used. This revokes the end of its session.
 
-        Return the rest of the work for a long prefix, in steps like those of `set_priority`; None if none is left.
+        For a long prefix, return the rest of the work in steps like those of `set_priority`, else None.
         """
         self.forget_deadline(node)
         priority, rest = self._nodes.tree.priority, None
@@ -50,20 +50,20 @@ class Priorities:
         return rest
 
     def set_priority(self, node: int, is_own: Callable[[int], bool], priority: int) -> Iterator[int]:
-        """Let the chunks that only this prefix needs leave after chunks of lower priority of its share.
+        """Set the priority of the chunks that only this prefix needs.
 
-        Change only chunks whose label `is_own`. The first step begins at the end of the prefix. Yield after each step
-        how many chunks it changed. Between two steps the index may be used for anything. A later hint for the prefix
-        wins, and so does a use of a prefix whose session ends.
+        Change only chunks whose label `is_own`, beginning at the end of the prefix. Yield the number of changed chunks
+        after each step. Between steps, the index may be used freely. A later hint for the prefix wins, and so does a
+        use of a prefix whose session ends.
         """
         return self._hint(node, is_own, NORMAL + priority)
 
     def end_session(self, node: int, is_own: Callable[[int], bool]) -> Iterator[int]:
-        """Let the chunks that only this prefix needs leave before all others. Yield as `set_priority` does."""
+        """Mark the chunks that only this prefix needs to be evicted before all others. Yield like `set_priority`."""
         return self._hint(node, is_own, ENDED)
 
     def end_session_at(self, node: int, is_own: Callable[[int], bool], deadline: float) -> None:
-        """Call `end_session` at a later time, unless the prefix is used before."""
+        """Schedule `end_session` at a deadline, unless the prefix is used before."""
         if not is_own(self._nodes.label[node]):
             return
         second = self._deadlines[node] = max(1, ceil(deadline))
@@ -73,15 +73,15 @@ class Priorities:
             heapify(self.by_deadline)
 
     def forget_deadline(self, node: int) -> None:
-        """Drop the deadline of a node: it was used, got another hint or was dropped."""
+        """Cancel the deadline of a node that was used, got another hint or was dropped."""
         self._deadlines.pop(node, None)
 
     def has_ended(self, now: float) -> bool:
-        """Whether `expire` has work."""
+        """Return whether `expire` has work."""
         return bool(self.by_deadline) and self.by_deadline[0][0] <= now
 
     def expire(self, now: float) -> Iterator[int]:
-        """End the sessions whose time has come. Yield as `set_priority` does."""
+        """End the sessions whose deadline has passed. Yield like `set_priority`."""
         while self.has_ended(now):
             second, node = heappop(self.by_deadline)
             if self._deadlines.get(node) == second:
@@ -89,9 +89,9 @@ class Priorities:
                 yield from self.end_session(node, self._nodes.label[node].__eq__)
 
     def outdate(self, labels: Mapping[int, bool]) -> Iterator[int]:
-        """Rank all chunks of labels that became `Shares.outdated` (True) or are no longer (False).
+        """Rank all chunks of labels that became `Shares.outdated` (True) or no longer are (False).
 
-        Yield as `set_priority` does. A chunk that comes in the meantime has the right priority from the start.
+        Yield like `set_priority`. A chunk that is added meanwhile has the right priority from the start.
         """
         tree, label, count = self._nodes.tree, self._nodes.label, 0
         for node in range(len(tree.keys)):
@@ -132,7 +132,7 @@ class Priorities:
                 key, below_key = keys[node], keys[below]
                 yield _STEP
                 if keys[node] != key:
-                    break  # it was evicted in the meantime
+                    break  # it was evicted meanwhile
                 if keys[start] == start_key and tree.priority[start] != priority:
                     break
                 # If the chunk below was ENDED and has since been evicted, continue. Otherwise a later hint may have

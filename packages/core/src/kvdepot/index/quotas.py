@@ -1,13 +1,14 @@
-"""Shares of the pool: quotas in bytes, the tenants that make room, and the eviction policies of each share.
+"""Shares of the pool: quotas in bytes, the shares that must make room, and the eviction policies of each share.
 
 A quota guarantees a tenant that many bytes. A tenant may borrow idle space on top. When a store needs room, shares
-above their quota give it, the one with the largest relative excess first. If no share is above its quota, the storing
-share evicts its own chunks. Therefore no tenant can evict chunks that another keeps within its quota, and two tenants
-that both exceed theirs evict only their own. Tenants without a quota share the rest.
+above their quota make it, the one with the largest relative excess first. If no share is above its quota, the storing
+share evicts its own chunks. Therefore no tenant can evict chunks that another tenant keeps within its quota, and two
+tenants that both exceed their quotas evict only their own chunks. Tenants without a quota share the rest.
 
-The guarantee holds whatever others hold: leases and pins of a share above its quota yield to a share within its own
-(`Evictor.evict_one`). Unfinished entries cannot yield, because a living process may be writing to them. A share has
-at most its quota of those. The tenants without a quota may have a sixteenth of the pool, even if the quotas leave less.
+Leases and pins do not weaken the guarantee: those of a share above its quota yield to a share within its own
+(`Evictor.evict_one`). Unfinished entries cannot yield, because a living process may be writing to them. So a share can
+have at most its quota of those. Tenants without a quota can have a sixteenth of the pool, even if the quotas leave
+less.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,20 +20,20 @@ from kvdepot.errors import ConfigError
 from kvdepot.index.eviction import ENDED, NORMAL, ChunkTree, EvictionPolicy, ShareTree
 from kvdepot.index.tree import Nodes
 
-MAXIMUM_QUOTAS: Final = 64  # each eviction looks at every share
+MAXIMUM_QUOTAS: Final = 64  # each eviction examines all shares
 _LEAST_WRITING: Final = 1 / 16  # of the pool, for unfinished entries of tenants without a quota
-_MOVE_STEP: Final = 40  # chunks that change their share
-_SCAN_STEP: Final = 500  # chunks that keep it
+_MOVE_STEP: Final = 40  # chunks moved to another share per step
+_SCAN_STEP: Final = 500  # unchanged chunks per step
 
 
 class QuotaTable:
-    """Shares of the pool: number 0 for tenants without a quota, then one for each quota.
+    """Shares of the pool: number 0 for tenants without a quota, then one per quota.
 
     Bytes are counted by share and by tenant.
 
     Args:
-        capacity_bytes: size of the pool.
-        quotas: bytes by tenant.
+        capacity_bytes: the size of the pool.
+        quotas: the quotas in bytes by tenant.
 
     Raises:
         ConfigError: there are too many quotas, or their sum exceeds the pool.
@@ -51,15 +52,15 @@ class QuotaTable:
         self._share_by_name = {name: number for number, name in enumerate(quotas, start=1)}
         self.quota_bytes = [rest, *quotas.values()]
         self.used_bytes = [0] * len(self.quota_bytes)
-        self.writing_bytes = [0] * len(self.quota_bytes)  # of unfinished entries, included in `used_bytes`
+        self.writing_bytes = [0] * len(self.quota_bytes)  # of unfinished entries; included in `used_bytes`
         self._least_writing_bytes = int(capacity_bytes * _LEAST_WRITING)
-        self._names = [""]  # of tenants
+        self._names = [""]  # the names of tenants
         self._shares = [self._share_by_name.get("", 0)]  # by tenant
         self.tenant_bytes = [0]  # by tenant
         self.label_bytes: list[int] = []  # by label
         self._tenants = {"": 0}  # by name
         self._tenant_of: list[int] = []  # by label
-        self._without: dict[str, int] = {}  # shares of tenants whose quota has ended
+        self._without: dict[str, int] = {}  # shares of tenants whose quota was removed
 
     @property
     def num_shares(self) -> int:
@@ -67,7 +68,7 @@ class QuotaTable:
         return len(self.quota_bytes)
 
     def add_label(self, number: int, tenant: str) -> None:
-        """Note the tenant of the next label. Labels are numbered from 0 on."""
+        """Add the next label, with its tenant. Labels are numbered from 0 on."""
         self._tenant_of.extend([0] * (number + 1 - len(self._tenant_of)))
         self.label_bytes.extend([0] * (number + 1 - len(self.label_bytes)))
         if tenant not in self._tenants:
@@ -78,7 +79,7 @@ class QuotaTable:
         self._tenant_of[number] = self._tenants[tenant]
 
     def account(self, label: int, share: int, num_bytes: int) -> None:
-        """Count bytes of a label against a share; negative bytes are given back."""
+        """Add bytes of a label to a share. Negative bytes are subtracted."""
         if label < len(self._tenant_of):
             self.tenant_bytes[self._tenant_of[label]] += num_bytes
             self.label_bytes[label] += num_bytes
@@ -94,7 +95,7 @@ class QuotaTable:
         self.label_bytes[:] = [0] * len(self.label_bytes)
 
     def move(self, num_bytes: int, source: int, target: int) -> None:
-        """Count bytes against another share."""
+        """Move bytes to another share."""
         self.used_bytes[source] -= num_bytes
         self.used_bytes[target] += num_bytes
 
@@ -106,7 +107,7 @@ class QuotaTable:
     def num_writable(self, share: int, sizes: Sequence[int]) -> int:
         """Return how many of these extents, in order, a share may add to its unfinished ones.
 
-        All, if the tenants share the whole pool.
+        That is all of them if there are no quotas.
         """
         if len(self.quota_bytes) == 1:
             return len(sizes)
@@ -115,18 +116,18 @@ class QuotaTable:
         return sum(1 for num_bytes in islice(used, 1, None) if num_bytes <= most)
 
     def is_owed(self, share: int, num_bytes: int) -> bool:
-        """Whether a share with that many more bytes is within its quota, so that others must make room for them."""
+        """Return whether a share stays within its quota with these bytes, so that others must make room for them."""
         return self.num_shares > 1 and self.used_bytes[share] + num_bytes <= self.quota_bytes[share]
 
     def is_above(self, share: int) -> bool:
-        """Whether a share uses more than its quota."""
+        """Return whether a share uses more than its quota."""
         return self.used_bytes[share] > self.quota_bytes[share]
 
     def set_quota(self, name: str, num_bytes: int) -> None:
-        """Give a tenant a quota, or change it. New chunks count against it at once; the caller moves older ones.
+        """Set a tenant's quota. New chunks count against it at once; the caller moves older ones.
 
         Raises:
-            ConfigError: the quotas would exceed the pool, or there are too many; nothing has changed.
+            ConfigError: the quotas would exceed the pool, or there are too many. Nothing has changed.
         """
         share = self._share_by_name.get(name) or self._without.get(name)
         more = num_bytes - (self.quota_bytes[share] if share else 0)
@@ -147,7 +148,7 @@ class QuotaTable:
         """Return a share without a quota and without bytes.
 
         Raises:
-            ConfigError: there are too many.
+            ConfigError: there are too many shares.
         """
         for other, share in self._without.items():
             if not (self.quota_bytes[share] or self.used_bytes[share] or self.writing_bytes[share]):
@@ -160,9 +161,9 @@ class QuotaTable:
         return self.num_shares - 1
 
     def end_quota(self, name: str) -> bool:
-        """Remove a tenant's quota for its next chunks. Return False if it has none.
+        """Remove a tenant's quota for its new chunks. Return False if it has none.
 
-        The caller moves its older chunks and then gives the quota back with `forget_quota`.
+        The caller moves its older chunks, and then releases the quota with `forget_quota`.
         """
         share = self._share_by_name.pop(name, None)
         if share is None:
@@ -176,15 +177,15 @@ class QuotaTable:
         return {name: self.quota_bytes[share] for name, share in self._share_by_name.items()}
 
     def first_tenants(self, count: int) -> Iterator[tuple[str, int]]:
-        """Return name and used bytes of the first `count` tenants."""
+        """Return the names and used bytes of the first `count` tenants."""
         return zip(self._names[1 : count + 1], self.tenant_bytes[1 : count + 1], strict=True)
 
     def usage(self) -> dict[str, tuple[int, int]]:
-        """Return quota and used bytes by tenant."""
+        """Return the quotas and used bytes by tenant."""
         return {name: (self.quota_bytes[share], self.used_bytes[share]) for name, share in self._share_by_name.items()}
 
     def forget_quota(self, name: str) -> None:
-        """Give back the quota of a tenant whose quota has ended."""
+        """Release the quota of a tenant after `end_quota`."""
         share = self._without.get(name)
         if share is not None:
             self.quota_bytes[0] += self.quota_bytes[share]
@@ -196,7 +197,7 @@ class QuotaTable:
             self._shares[tenant] = share
 
     def tenant_of(self, label: int) -> int:
-        """Return the number of a label's tenant, counted from 0 as new tenants come."""
+        """Return the number of a label's tenant. Tenants are numbered from 0 in order of their appearance."""
         return self._tenant_of[label] if label < len(self._tenant_of) else 0
 
     def share_of(self, label: int) -> int:
@@ -204,7 +205,7 @@ class QuotaTable:
         return self._shares[self._tenant_of[label]] if label < len(self._tenant_of) else 0
 
     def victims(self, share: int) -> Iterator[int]:
-        """Return the shares that make room for `share`, in order. Call again after each eviction."""
+        """Return the shares that must make room for `share`, in order. Call this again after each eviction."""
         if self.num_shares > 1:
             yield from self.above()
             if self._excess_of(share):
@@ -212,16 +213,16 @@ class QuotaTable:
         yield share
 
     def above(self) -> list[int]:
-        """Return the shares above their quota, the largest relative excess first. Call again after each change."""
+        """Return the shares above their quota, largest relative excess first. Call this again after each change."""
         excess = [(-self._excess_of(share), share) for share in range(self.num_shares) if self.is_above(share)]
         return [share for _, share in sorted(excess)]
 
 
 class SealedEntries(Protocol):
-    """The entries, as far as shares need them."""
+    """The operations on entries that shares need."""
 
     def has_sealed(self, node: int, /) -> bool:
-        """Whether a node has a sealed entry."""
+        """Return whether a node has a sealed entry."""
         ...
 
     def move(self, node: int, share: int, /) -> None:
@@ -243,12 +244,12 @@ class Shares:
         self._nodes = nodes
         self._entries = entries
         self._make_policy = make_policy
-        self.outdated: set[int] = set()  # labels whose chunks have the lowest priority, whatever hints and uses say
-        self._policies: list[dict[int, EvictionPolicy]] = []  # the lowest priority first
+        self.outdated: set[int] = set()  # labels whose chunks have the lowest priority despite hints and uses
+        self._policies: list[dict[int, EvictionPolicy]] = []  # lowest priority first
         self._need(quotas.num_shares - 1, NORMAL)
 
     def add_nodes(self, nodes: Sequence[int], label: int) -> None:
-        """Start nodes with the share of their label and without a hint."""
+        """Initialise nodes with the share of their label and without a hint."""
         tree, share = self._nodes.tree, self.quotas.share_of(label)
         priority = ENDED if label in self.outdated else NORMAL
         for node in nodes:
@@ -257,17 +258,17 @@ class Shares:
             self._need(share, ENDED)
 
     def added(self, nodes: Iterable[int]) -> None:
-        """Tell the policies of nodes that they have their first sealed entry."""
+        """Add nodes with their first sealed entry to their policies."""
         tree, policies = self._nodes.tree, self._policies
         for node in nodes:
             policies[tree.share[node]][tree.priority[node]].added(node)
 
     def policy_of(self, node: int) -> EvictionPolicy:
-        """Return the policy that orders a node."""
+        """Return the policy that a node belongs to."""
         return self._policies[self._nodes.tree.share[node]][self._nodes.tree.priority[node]]
 
     def victim(self, share: int) -> int | None:
-        """Return the next chunk of a share to leave, None if none can."""
+        """Return the next chunk of a share to evict, None if there is none."""
         for policy in self._policies[share].values():
             node = policy.victim()
             if node is not None:
@@ -275,21 +276,21 @@ class Shares:
         return None
 
     def set_priority(self, node: int, priority: int) -> None:
-        """Give a node another priority within its share; one whose label is `outdated` has the lowest."""
+        """Set the priority of a node within its share. If its label is `outdated`, it gets the lowest."""
         if self._nodes.label[node] in self.outdated:
             priority = ENDED
         if self._nodes.tree.priority[node] != priority:
             self._set(node, self._nodes.tree.share[node], priority)
 
     def set_quota(self, tenant: str, num_bytes: int, on_moved: Callable[[int], object]) -> Iterator[int]:
-        """Change a tenant's quota, 0 for none, and count its chunks against it.
+        """Set a tenant's quota (0: none), and count its chunks against it.
 
-        The chunks get a new order, as if they had been used in the order of their numbers. Call `on_moved` with each,
-        and yield after each step how many it moved. Between two steps the index may be used for anything but another
-        `set_quota`.
+        The chunks get a new order of eviction, as if they had been used in the order of their numbers. Call `on_moved`
+        with each. Yield the number of moved chunks after each step. Between steps, the index may be used freely, except
+        for another `set_quota`.
 
         Raises:
-            ConfigError: in the first step, if the pool has no room for the quota.
+            ConfigError: the pool has no room for the quota. Raised in the first step.
         """
         if num_bytes:
             self.quotas.set_quota(tenant, num_bytes)

@@ -1,7 +1,7 @@
 """Rebuilds the parts of an index from the table of an earlier server, in steps of some milliseconds.
 
-A record that was being written always keeps its extent, as its writer may live and still fill it. A sealed record that
-does not verify or fit is freed.
+The record of an unfinished entry always keeps its extent, because its writer may be alive and still filling it. A
+sealed record that does not verify or fit is freed.
 """
 
 import logging
@@ -20,21 +20,21 @@ from kvdepot.wire.messages import CacheSpec
 
 logger = logging.getLogger(__name__)
 
-_STEP: Final = 500  # records, or restored chunks, between two pauses
+_STEP: Final = 500  # records, or restored chunks, per step
 
 
 def restore(index: ChunkIndex, spaces: Sequence[CacheSpec], num_labels: int = 1 << 32) -> Iterator[int | None]:
-    """Rebuild an index from the table of an earlier server; call once, before any space or entry.
+    """Rebuild an index from the table of an earlier server. Call this once, before adding spaces or entries.
 
-    The records name `spaces` and labels by number; a record with another number is freed.
+    Records refer to `spaces` and labels by number. A record with an unknown number is freed.
 
-    Returns an iterator that does the work. Between steps (None) its caller can do other things, as long as it begins no
-    entry; nothing leaves until then (`ChunkIndex.is_restoring`). It yields the records of unfinished entries, whose
-    writers may still be writing: they have an extent and belong to no chunk. `ChunkIndex.discard_entry` takes them
-    back, once the iterator has ended.
+    Iterating over the result does the work. It yields None between steps, when the caller can do other work but must
+    not begin entries. Nothing is evicted meanwhile (`ChunkIndex.is_restoring`). It also yields the records of
+    unfinished entries, whose writers may still be writing: they have an extent and belong to no chunk. After the end of
+    the iterator, `ChunkIndex.discard_entry` frees them.
 
-    A step that fails by a bug is logged and counted. Before anything can be found, the index is then empty but for the
-    space of unfinished entries; later, some are not found.
+    If a step fails because of a bug, that is logged and counted. In the first phase, the index is then empty except for
+    the extents of unfinished entries. In the second phase, some entries are never found.
     """
     for spec in spaces:
         index.space(spec)
@@ -51,7 +51,7 @@ def _restore(index: ChunkIndex, num_labels: int) -> Iterator[int | None]:
             index.num_restore_errors += 1
             logger.exception("reading back the table of an earlier server failed: its entries are gone")
             _start_cold(index)
-            steps = Restoring(index, 0, 0)  # takes over nothing but the extents of unfinished entries
+            steps = Restoring(index, 0, 0)  # takes over only the extents of unfinished entries
             yield from steps.run()
         for count, node in enumerate(steps.nodes):
             _reveal(index, node)
@@ -82,11 +82,11 @@ def _start_cold(index: ChunkIndex) -> None:
 
 
 class Restoring:
-    """One pass over the table; `run` does the work."""
+    """One pass over the table, done by `run`."""
 
     def __init__(self, index: ChunkIndex, num_spaces: int, num_labels: int) -> None:
-        self.nodes = array("I")  # made of sealed records, not visible yet; parents first
-        self.unfinished: list[int] = []  # records that were being written, with an extent and without a chunk
+        self.nodes = array("I")  # of sealed records, not visible yet; parents first
+        self.unfinished: list[int] = []  # records of unfinished entries, with an extent and without a chunk
         self._index = index
         self._num_spaces = num_spaces
         self._num_labels = num_labels
@@ -98,13 +98,13 @@ class Restoring:
         yield from self._read(records)
         by_depth: dict[int, list[Record]] = {}
         yield from self._take_extents(records, by_depth)
-        records.clear()  # so that `_make_nodes` frees them level by level, not all at once
+        records.clear()  # leaves the only references in `by_depth`, so that they are freed level by level
         yield from self._make_nodes(by_depth)
         yield from self._free_others()
         yield from self._tell_policies()
 
     def _read(self, records: list[Record]) -> Iterator[None]:
-        """Read the records of known spaces and labels, and all that were being written."""
+        """Read the records of known spaces and labels, and those of all unfinished entries."""
         for number in range(self._index.table.num_records):
             record = self._index.table.record(number)
             if record is not None and (
@@ -116,7 +116,7 @@ class Restoring:
         self._index.entries.num_known = records[-1].number + 1 if records else 0
 
     def _take_extents(self, records: list[Record], by_depth: dict[int, list[Record]]) -> Iterator[None]:
-        """Take over the extents; sort the sealed records by depth."""
+        """Take over the extents. Group the sealed records by depth."""
         for places in self._index.extents.restore(
             len(records), lambda place: (records[place].offset, records[place].num_bytes)
         ):
@@ -132,11 +132,11 @@ class Restoring:
         self.unfinished.sort()
 
     def _make_nodes(self, by_depth: dict[int, list[Record]]) -> Iterator[None]:
-        """Make nodes, level by level."""
+        """Add nodes, level by level."""
         above: dict[bytes, int] = {}
         for depth in sorted(by_depth):
             if depth and depth - 1 not in by_depth:
-                above = {}  # they are more than one chunk up
+                above = {}  # the level directly above is missing
             level: dict[bytes, int] = {}
             records = by_depth[depth][::-1]
             by_depth[depth] = []
@@ -151,9 +151,9 @@ class Restoring:
             above = level
 
     def _take_entry(self, record: Record, above: dict[bytes, int], level: dict[bytes, int]) -> bool:
-        """Take an entry over. `level` has the nodes of its depth, `above` those one chunk up.
+        """Take over an entry. `level` has the nodes of its depth, `above` those of the depth before.
 
-        The keys of both are the space and the start of a chunk's key, as records name parents.
+        The keys of both are the space and the start of the chunk's key, because records refer to parents like that.
         """
         nodes, entries = self._index.nodes, self._index.entries
         space = nodes.spaces[record.space]
@@ -170,7 +170,7 @@ class Restoring:
         node = space.nodes.get(record.key)
         if node is None:
             if name in level:
-                level[name] = NO_NODE  # two keys begin alike: nobody knows which of them later chunks follow
+                level[name] = NO_NODE  # two keys have the same start: ambiguous parents
                 return False
             node = self._index.add_node(space, record.key, parent, record.depth, record.label)
             nodes.last_use[node] = 0
@@ -196,7 +196,7 @@ class Restoring:
                 yield
 
     def _tell_policies(self) -> Iterator[None]:
-        """Add the nodes to their policies, the most recently used one last."""
+        """Add the nodes to their policies, the most recently used last."""
         last_use, depth, shares = self._index.nodes.last_use, self._index.nodes.depth, self._index.shares
         keys: list[int] = []
         for count, node in enumerate(self.nodes):

@@ -10,7 +10,7 @@ from kvdepot.wire.messages import CacheSpec
 
 
 def digest_of(value: object) -> bytes:
-    """Return 32 bytes that name a plain value."""
+    """Return a digest of 32 bytes of a plain value."""
     return blake3(msgspec.msgpack.encode(value)).digest()
 
 
@@ -21,14 +21,15 @@ class Space:
     number: int
     spec: CacheSpec
     nodes: dict[bytes, int] = field(default_factory=dict[bytes, int])
-    digest: bytes = b""  # names the spec in keys and records
+    digest: bytes = b""  # identifies the spec in keys and records
     full_mask: int = 0  # bit g: group g is full attention
     window_mask: int = 0  # bit g: group g is a sliding window or a recurrent state
-    # (bit, chunks needed before a boundary), the smallest first
+    # (bit, chunks needed before a boundary), smallest first
     windows: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
-    chunks_needed: list[int] = field(default_factory=list[int])  # by group: before a boundary; 0: all of them
-    heads: list[int] = field(default_factory=list[int])  # by group, as the next one: of its plane
-    cells: list[int] = field(default_factory=list[int])  # a bit for each cell of its plane (`mask_of`)
+    # By group: chunks needed before a boundary; 0: all of them.
+    chunks_needed: list[int] = field(default_factory=list[int])
+    heads: list[int] = field(default_factory=list[int])  # by group: the heads of its plane
+    cells: list[int] = field(default_factory=list[int])  # by group: the mask of all cells of its plane (`mask_of`)
 
     def __post_init__(self) -> None:
         self.digest = digest_of(self.spec)

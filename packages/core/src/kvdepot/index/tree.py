@@ -1,4 +1,4 @@
-"""The tree of chunks: one node per chunk, below the chunk before it. It imports no other part of the index above it.
+"""The tree of chunks: one node per chunk, whose parent is the chunk before it.
 
 A node number is reused once its chunk was evicted and has no holds.
 """
@@ -20,11 +20,11 @@ class ChunkTree:
     """The tree as seen by eviction policies: columns by node number."""
 
     capacity: int  # nodes
-    keys: list[bytes | None]  # of the numbers given out so far; None: not in use
+    keys: list[bytes | None]  # by the numbers used so far; None: not in use
     parent: "memoryview[int]"
     num_children: "memoryview[int]"
     holds: "memoryview[int]"  # leases, pins, copies and unfinished writes
-    share: "memoryview[int]"  # of the pool, which the chunk counts against
+    share: "memoryview[int]"  # the share of the pool that the chunk counts against
     priority: "memoryview[int]"
 
     @classmethod
@@ -34,7 +34,7 @@ class ChunkTree:
         return cls(capacity, [], parent, num_children, holds, share, make_column("B", capacity))
 
     def evictable(self, node: int) -> bool:
-        """Whether the chunk is here, without holds and children."""
+        """Return whether the node is in use and has no holds and no children."""
         return not self.num_children[node] and not self.holds[node] and self.keys[node] is not None
 
 
@@ -44,11 +44,11 @@ class Nodes:
     def __init__(self, capacity: int, spaces: list[Space]) -> None:
         self.spaces = spaces
         self.tree = ChunkTree.with_room(capacity)
-        self.now = 0  # seconds of the depot's clock
+        self.now = 0  # the depot's clock in seconds
         self.depth = make_column("I", capacity)
         self.space_number = make_column("I", capacity)
         self.label = make_column("I", capacity)
-        self.last_use = make_column("Q", capacity)  # seconds; a chunk inherits the value of a child that leaves
+        self.last_use = make_column("Q", capacity)  # seconds; a chunk inherits the value of a removed child
         self._next_free = make_column("I", capacity)
         self._free = NO_NODE  # the first free number
         self._num_free = 0
@@ -62,7 +62,7 @@ class Nodes:
         return self.tree.capacity - len(self.tree.keys) + self._num_free
 
     def add(self, space: Space, key: bytes, parent: int, depth: int, label: int) -> int:
-        """Make a node without holds and children. A free number must be left. The caller sets share and priority."""
+        """Add a node without holds and children. There must be a free number. The caller sets share and priority."""
         tree, node = self.tree, self._free
         if node == NO_NODE:
             node = len(tree.keys)
@@ -84,7 +84,10 @@ class Nodes:
         return node
 
     def drop(self, node: int) -> int:
-        """Remove a node without children; return its parent. A held number becomes free with its last hold."""
+        """Remove a node without children.
+
+        Return its parent. If the node is held, its number is freed with the last hold.
+        """
         tree = self.tree
         parent = tree.parent[node]
         del self.spaces[self.space_number[node]].nodes[self.key_of(node)]
@@ -101,7 +104,7 @@ class Nodes:
         """Undo one hold. Return whether the chunk is evictable now."""
         tree = self.tree
         tree.holds[node] -= 1
-        if tree.keys[node] is None and not tree.holds[node]:  # it left in spite of a lease
+        if tree.keys[node] is None and not tree.holds[node]:  # it was removed while leased
             self._give_back(node)
         return tree.evictable(node)
 
@@ -115,9 +118,9 @@ class Nodes:
         return node if node is not None and self.depth[node] == depth else None
 
     def find_run(self, space: Space, keys: Sequence[bytes], depth: int) -> list[int]:
-        """Return the nodes of consecutive chunks, `NO_NODE` for one without.
+        """Return the nodes of consecutive chunks, `NO_NODE` for a chunk without a node.
 
-        The list ends before a key that is at another depth or there twice, as only in a forged chain.
+        The list ends before a key that is at another depth or occurs twice, which happens only in forged chains.
         """
         found: list[int] = []
         for place, key in enumerate(keys):
@@ -140,11 +143,11 @@ class Nodes:
         return self.spaces[self.space_number[node]]
 
     def idle_seconds(self, node: int) -> int:
-        """Return the seconds since a prefix ending with this chunk was stored or used, as far as that is known."""
+        """Return the seconds since the last known store or use of a prefix that ends with this chunk."""
         return max(0, self.now - self.last_use[node])
 
     def label_of(self, node: int) -> int:
-        """Return the number of the tenant and model of a node."""
+        """Return the label of a node."""
         return self.label[node]
 
     def share_of(self, node: int) -> int:
@@ -152,23 +155,23 @@ class Nodes:
         return self.tree.share[node]
 
     def depth_of(self, node: int) -> int:
-        """Return how many chunks are before a node."""
+        """Return the number of chunks before a node."""
         return self.depth[node]
 
     def parent_of(self, node: int) -> int:
-        """Return the node before a node, `NO_NODE` before a first chunk."""
+        """Return the node before a node, `NO_NODE` for a first chunk."""
         return self.tree.parent[node]
 
     def num_children(self, node: int) -> int:
-        """Return how many chunks follow a node."""
+        """Return the number of chunks that directly follow a node."""
         return self.tree.num_children[node]
 
     def is_held(self, node: int) -> bool:
-        """Whether a lease, a pin, a write or a copy keeps a node."""
+        """Return whether a lease, a pin, a write or a copy holds a node."""
         return bool(self.tree.holds[node])
 
     def is_chain(self, node: int) -> bool:
-        """Whether a node has one child and no holds."""
+        """Return whether a node has exactly one child and no holds."""
         return self.tree.num_children[node] == 1 and not self.tree.holds[node]
 
     def check_integrity(self) -> None:
@@ -190,6 +193,6 @@ class Nodes:
                 require(self.depth[parent] == self.depth[node] - 1, f"node {node} is not one below node {parent}")
         for node, key in enumerate(tree.keys):
             require(key is None or tree.num_children[node] == children[node], f"node {node} miscounts its children")
-        # A chunk that left in spite of a lease keeps its number until the lease ends.
+        # A chunk that was removed while leased keeps its number until the lease ends.
         num_left = sum(key is None and bool(tree.holds[node]) for node, key in enumerate(tree.keys))
         require(len(self) == num_left + sum(len(space.nodes) for space in self.spaces), "node numbers were lost")

@@ -1,9 +1,9 @@
-"""Visibility: the chunks that a lookup finds.
+"""Visibility: determines the chunks that a lookup finds.
 
-A chunk is complete when sealed entries have every cell of every full-attention group of it. It is visible when it is
-complete and the chunks before it are visible. Visible chunks are prefix-closed with full attention, so a lookup probes
-about ten chunks of 512. The exception is a chunk that was removed from the middle because its bytes are wrong: it is
-broken, the chunks after it stay marked, and a lookup ends at it.
+A chunk is complete when sealed entries have all cells of all of its full-attention groups. It is visible when it is
+complete and the chunks before it are visible. With full attention, visible chunks are prefix-closed, so a lookup probes
+about ten chunks of 512. The exception is a broken chunk, which was removed from the middle because its bytes are wrong.
+The chunks after it stay marked, but a lookup ends there.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,23 +18,23 @@ from kvdepot.keys import DIGEST_BYTES, digest_at, num_digests
 
 
 class Match(NamedTuple):
-    """The longest usable prefix that is here, from chunk 0 on.
+    """The longest usable prefix in the pool, from chunk 0 on.
 
-    It is valid until anything else is stored or evicted; `ChunkIndex.pin` of its nodes keeps it.
+    It is valid until the next store or eviction. `ChunkIndex.pin` of its nodes keeps it valid.
     """
 
     num_chunks: int
-    nodes: tuple[int, ...]  # to pin so that all of it stays, the deepest one last: that alone with full attention
+    nodes: tuple[int, ...]  # the nodes to pin, deepest last; with full attention, only the deepest
 
 
 class Watcher:
-    """Hears which chunks leave. This one ignores it."""
+    """Is told which chunks are evicted or hidden. This one ignores it."""
 
     def evicted(self, node: int, key: bytes, /) -> None:
-        """Hear that a chunk is about to be evicted for room."""
+        """Note that a chunk is about to be evicted to make room."""
 
     def hidden(self, node: int, /, *, has_children: bool) -> None:
-        """Hear that lookups no longer find the chunk of a node."""
+        """Note that lookups no longer find the chunk of a node."""
 
 
 class Visibility:
@@ -45,11 +45,11 @@ class Visibility:
         self._watcher = watcher
         self.is_visible = make_column("B", nodes.tree.capacity)
         self.sealed_groups = make_column("Q", nodes.tree.capacity)  # bit g: all cells of group g are sealed
-        self.broken: set[int] = set()  # nodes that were visible; those after them may still be marked
+        self.broken: set[int] = set()  # nodes that were visible; nodes after them may still be marked
         self._waiting: dict[int, set[int]] = {}  # complete nodes, by their invisible parent
 
     def forget(self, node: int) -> None:
-        """Hide a node that is about to leave the tree. Its number starts again without sealed groups."""
+        """Hide a node that is about to be removed from the tree, and reset its sealed groups."""
         self._hide(node)
         self.sealed_groups[node] = 0
         self._waiting.get(self._nodes.tree.parent[node], set()).discard(node)
@@ -57,13 +57,13 @@ class Visibility:
         self.broken.discard(node)
 
     def is_complete(self, node: int) -> bool:
-        """Whether all full-attention groups of a node are sealed, and at least one group is."""
+        """Return whether all full-attention groups of a node, and at least one group, are sealed."""
         full_mask = self._nodes.space_of(node).full_mask
         sealed = self.sealed_groups[node]
         return bool(sealed) and sealed & full_mask == full_mask
 
     def reveal(self, nodes: Sequence[int]) -> None:
-        """Make nodes visible as far as they are ready, each followed by the nodes that waited for it."""
+        """Make nodes visible if possible, each followed by the nodes that waited for it."""
         parents, spaces, space_number = self._nodes.tree.parent, self._nodes.spaces, self._nodes.space_number
         pending = [*reversed(nodes)]
         while pending:
@@ -101,7 +101,7 @@ class Visibility:
         return node if node is not None and self.is_visible[node] and self._nodes.depth[node] == depth else None
 
     def find_run(self, space: Space, digests: bytes, depth: int) -> list[tuple[int, int]]:
-        """Return of consecutive chunks the node and the one before it, `NO_NODE` for a chunk that is not visible."""
+        """Return (node, node before it) for each of consecutive chunks; `NO_NODE` for a chunk that is not visible."""
         found: list[tuple[int, int]] = []
         for chunk in range(num_digests(digests)):
             node = self.find(space, digest_at(digests, chunk), depth + chunk)
@@ -109,7 +109,7 @@ class Visibility:
         return found
 
     def is_reachable(self, node: int) -> bool:
-        """Whether a lookup reaches a node: it is visible, and with full attention all nodes before it are."""
+        """Return whether a lookup reaches a node: it is visible, and with full attention so are all nodes before it."""
         has_full = bool(self._nodes.space_of(node).full_mask)
         while node != NO_NODE:
             if not self.is_visible[node]:
@@ -118,7 +118,7 @@ class Visibility:
         return True
 
     def longest_prefix(self, space: Space, digests: bytes) -> Match:
-        """Find the longest usable prefix; see `ChunkIndex.match`."""
+        """Find the longest usable prefix: see `ChunkIndex.match`."""
         limit, nodes = self.full_prefix(space, digests), space.nodes
         if space.windows:
             limit = self._last_whole_window(space, digests, limit)
@@ -131,7 +131,7 @@ class Visibility:
         return Match(limit, tuple(node for node in found if node is not None))
 
     def _last_whole_window(self, space: Space, digests: bytes, limit: int) -> int:
-        """Return the length of the longest prefix, of at most `limit` visible chunks, whose windows are whole."""
+        """Return the length of the longest prefix of at most `limit` visible chunks whose windows are whole."""
         nodes, is_visible, depths, sealed = space.nodes, self.is_visible, self._nodes.depth, self.sealed_groups
 
         def last_boundary(limit: int, lowest: int) -> int:
@@ -146,7 +146,7 @@ class Visibility:
         return usable_prefix(limit, has, windows=space.windows, last_boundary=last_boundary)
 
     def full_prefix(self, space: Space, digests: bytes) -> int:
-        """Return how many leading chunks are visible: those of a usable prefix, and of one without its windows."""
+        """Return how many leading chunks are visible, whether or not their windows are whole."""
         limit, mask = len(digests) // DIGEST_BYTES, space.full_mask
         if not mask:
             return limit
@@ -155,18 +155,21 @@ class Visibility:
         return closed_prefix(limit, mask, self._has(space, digests))
 
     def _has(self, space: Space, digests: bytes) -> Callable[[int, int], bool]:
-        """Return a function that says whether a chunk is visible and has some groups."""
+        """Return a function that tells whether a chunk is visible and has given groups."""
         nodes, is_visible, depths, sealed = space.nodes, self.is_visible, self._nodes.depth, self.sealed_groups
 
         def has(chunk: int, bits: int) -> bool:
-            # Not `digest_at`, as a lookup probes some twenty chunks: another call takes 40 ns beside 180.
+            # Not `digest_at`: a lookup probes some twenty chunks, and another call would add 40 ns to 180.
             node = nodes.get(digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES])
             return node is not None and is_visible[node] != 0 and depths[node] == chunk and sealed[node] & bits == bits
 
         return has
 
     def _first_break(self, space: Space, digests: bytes, limit: int) -> int:
-        """Return how many chunks come before the first broken one. Walk chunks or breaks, whichever are fewer."""
+        """Return the number of chunks before the first broken one.
+
+        Iterate over chunks or broken nodes, whichever are fewer.
+        """
         if len(self.broken) > limit:
             for chunk in range(limit):
                 if space.nodes.get(digest_at(digests, chunk)) in self.broken:
@@ -180,7 +183,7 @@ class Visibility:
         return limit
 
     def check_integrity(self) -> None:
-        """Check that lookups reach a node if it is complete and they reach the node before it.
+        """Check that lookups reach each complete node whose parent they reach.
 
         Raises:
             IntegrityError: they do not.
