@@ -46,7 +46,7 @@ class Peer:
         self.context = self.link.context
 
     def ask(self, request: frames.Request) -> frames.Reply:
-        return self.channel.call(request, 1.0)
+        return self.channel.call(request, 10.0)  # a lookup may wait half of it for tiers
 
     def prepare(self, run: KeyRun) -> m.StorePlan:
         message = m.PrepareStore(
