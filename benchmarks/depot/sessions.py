@@ -8,8 +8,10 @@ runs faster by `--speed`; storage does not.
 
 Prints for both ways the share of tokens that the pool had when the lookup came, and the times of the lookups, which
 wait for the tier. Of the slowest hundredth it prints how many were a session's first turn, or came after a short or a
-long pause. `--trace` replays a trace in the format of Mooncake instead: a prompt that continues another one is the next
-turn of its session, after the trace's own gap.
+long pause. `after_prefetch` has the turns, and those for which a tier was read, by what their prefetch had retained:
+`all` of the session, or a `part` as its tenant had retained enough; or it came `late`. `--trace` replays a trace in the
+format of Mooncake instead: a prompt that continues another one is the next turn of its session, after the trace's own
+gap.
 
 With `--tenants N` each session belongs to one of N tenants with equal quotas. The largest use of a quota is printed,
 too: above 1 where a tenant borrows what others leave.
@@ -25,7 +27,7 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -159,6 +161,8 @@ def _replay(
     turns: list[Turn], speed: float, depot: DepotProcess, engine: EngineModel, operators: ThreadPoolExecutor | None
 ) -> dict[str, Any]:
     seconds: list[tuple[float, str]] = []  # of each lookup, and what came before it
+    prefetches: dict[str, tuple[int, Future[int]]] = {}  # chunks of a session, and those that its prefetch retained
+    after_prefetch: dict[str, list[int]] = {}  # turns, and those that waited for the tier
     largest = 0.0
     total = here = promoted = 0
     cut = 0
@@ -167,8 +171,7 @@ def _replay(
         time.sleep(max(0.0, began + at - time.perf_counter()))
         if not kind:
             if operators is not None:
-                prefetch = o.PrefetchSession(turn.session, tenant=turn.tenant, retain_seconds=5.0)
-                operators.submit(ask_depot, prefetch, depot.url, 30)
+                prefetches[turn.session] = key_of(turn).num_chunks, operators.submit(prefetch, turn, depot)
             continue
         key = key_of(turn)
         asked = time.perf_counter()
@@ -179,6 +182,12 @@ def _replay(
         total += key.num_chunks
         here += lease.num_chunks - lease.num_promoted
         promoted += lease.num_promoted
+        if turn.session in prefetches:
+            num_chunks, retained = prefetches.pop(turn.session)
+            outcome = "late" if not retained.done() else "part" if retained.result() < num_chunks else "all"
+            counts = after_prefetch.setdefault(outcome, [0, 0])
+            counts[0] += 1
+            counts[1] += bool(lease.num_promoted)
         rest = key.slice(lease.num_chunks)
         if rest.num_chunks:
             blocks = list(range(rest.num_chunks * engine.blocks_per_chunk))
@@ -206,9 +215,16 @@ def _replay(
         "lookup_max_ms": round(ordered[-1] * 1e3, 2),
         "stores_cut": cut,
         "slowest_hundredth": dict(slowest),
+        "after_prefetch": after_prefetch,
         "turns_by_kind": dict(Counter(kind for _, kind in seconds)),
         **({"largest_use_of_a_quota": round(largest, 3)} if largest else {}),
     }
+
+
+def prefetch(turn: Turn, depot: DepotProcess) -> int:
+    """Prefetch the session of a turn; return how many of its chunks are retained."""
+    operation = o.PrefetchSession(turn.session, tenant=turn.tenant, retain_seconds=5.0)
+    return ask_depot(operation, depot.url, 30).count
 
 
 def quotas_in(depot: DepotProcess) -> list[dict[str, int]]:
