@@ -1,5 +1,3 @@
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -7,21 +5,20 @@ from pathlib import Path
 import pytest
 
 from kvdepot.lab.processes import DepotProcess
+from support.sglang.engines import nursery
 
 MODELS = Path(__file__).parents[1] / "support" / "vllm" / "models.py"
-MakeModel = Callable[[str], Path]
+MakeModel = Callable[..., Path]
 
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
-    """Make a tiny model."""
+    """Make a tiny model of a name and, for other weights, a seed."""
     directory = tmp_path_factory.mktemp("models")
 
     @cache
-    def make(name: str) -> Path:
-        command = [sys.executable, str(MODELS), str(directory), name, "0"]
-        done = subprocess.run(command, check=True, capture_output=True, text=True)
-        return Path(done.stdout.split()[-1])
+    def make(name: str, seed: int = 0) -> Path:
+        return Path(nursery().run(MODELS, str(directory), name, str(seed)).split()[-1])
 
     return make
 

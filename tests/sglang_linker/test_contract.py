@@ -30,6 +30,7 @@ def test_the_installed_sglang_has_all_that_is_used(read: contract.Read) -> None:
         (contract.LINKER, "return (0, req.last_node)", "raise", "a refused load is computed"),
         ("mem_cache/unified_cache/linker_factory.py", "forward_stream=forward_stream", "", "are constructed so"),
         ("mem_cache/memory_pool.py", "k_buffer", "keys", "MHATokenToKVPool lacks k_buffer"),
+        (contract.UPDATER, "def begin_weight_update", "def update_weights_from_moon", "and no hook is around it"),
         ("mem_cache/unified_radix_cache.py", "def path_device_indices", "def path_indices", "path_device_indices"),
     ],
 )  # fmt: skip

@@ -164,10 +164,9 @@ def test_windows_and_latent_attention_are_loaded(
     """Over flush and restart. The modules of the plugins say what they mend in SGLang."""
     wanted = prompts(8, 700, seed=4, shared=256)
     settings = linker(shared_depot.url, keep_after_reset=True)
-    with Engine(model(name), plugin=f"support.sglang.{plugin}") as plain:
-        plain.wait_until_ready()
-        wanted_tokens = tokens(plain.each(wanted))
-    with Engine(model(name), plugin=f"support.sglang.{plugin}", **settings) as engine:
+    plain = Engine(model(name), plugin=f"support.sglang.{plugin}")
+    with plain, Engine(model(name), plugin=f"support.sglang.{plugin}", **settings) as engine:
+        wanted_tokens = tokens(plain.wait_until_ready().each(wanted))
         cold = engine.wait_until_ready().each(wanted)
         assert said in engine.log()
         engine.flush()

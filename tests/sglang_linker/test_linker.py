@@ -18,8 +18,11 @@ from kvdepot.client.transfers import WorkerTransfers
 from kvdepot.errors import ConfigError
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.wire import operations as o
-from kvdepot_sglang import places, stats
+from kvdepot_sglang import places, plugin, stats
+from kvdepot_sglang.identity import engine_namespace
 from kvdepot_sglang.pools import Unsupported
+from kvdepot_sglang.ranks import Ranks
+from kvdepot_sglang.settings import Settings
 from support.sglang import stand_in
 from support.sglang.stand_in import PAGE, Component, Scheduler, names_of
 
@@ -187,6 +190,75 @@ def test_a_stopped_depot_costs_one_deadline(engine: MakeEngine, depot: DepotProc
     wait_until(lambda: one.look_up("after", names) == 4)
 
 
+def test_a_load_that_the_depot_does_not_confirm_is_refused(engine: MakeEngine, depot: DepotProcess) -> None:
+    one, names = engine(deadline_seconds=0.3), names_of(1, 4)
+    assert one.store(names, one.slots(0, 4))
+    assert one.look_up("r", names) == 4
+    depot.signal(signal.SIGSTOP)
+    try:
+        assert not one.load("r", names, one.slots(10, 4))
+    finally:
+        depot.signal(signal.SIGCONT)
+
+
+def test_a_load_that_failed_on_another_rank_is_refused(engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, names = engine(), names_of(1, 4)
+    assert one.store(names, one.slots(0, 4))
+    assert one.look_up("r", names) == 4
+    monkeypatch.setattr(Ranks, "all_agree", lambda *_: False)
+    assert not one.load("r", names, one.slots(10, 4))
+
+
+def test_a_cancelled_load_begins_no_batch(engine: MakeEngine) -> None:
+    one, names = engine(), names_of(1, 4)
+    assert one.store(names, one.slots(0, 4))
+    assert one.look_up("r", names) == 4
+    assert one.linker.load("r", one.transfers(names, one.slots(10, 4)))
+    assert one.linker.cancel_queued_load("r")
+    assert not one.linker.cancel_queued_load("r")
+    assert one.linker.start_layer_wise_loading() == -1
+
+
+def test_a_store_waits_for_the_forward_pass(engine: MakeEngine) -> None:
+    one, two, names = engine(), engine(), names_of(1, 4)
+    values: list[Any] = []
+    event = SimpleNamespace(synchronize=lambda: values.extend(fill(one, one.slots(0, 4), seed=1)))
+    one.linker.record_offload_ready = lambda: [event]
+    assert one.store(names, one.slots(0, 4))
+    assert two.look_up("r", names) == 4
+    assert two.load("r", names, two.slots(10, 4))
+    assert equal(held(two, two.slots(10, 4)), values)
+
+
+def test_stores_are_reported_in_their_order_and_a_flush_waits_for_them(
+    engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, names = engine(), names_of(1, 4)
+    waited: list[int] = []
+
+    def store(number: int) -> Any:
+        return SimpleNamespace(query=lambda: number == 1, result=lambda: waited.append(number), num_bytes=0)
+
+    numbers = itertools.count()
+    monkeypatch.setattr(WorkerTransfers, "submit_store", lambda *_: store(next(numbers)))
+    for _ in range(2):
+        assert one.linker.offload(one.transfers(names, one.slots(0, 4)))
+    assert one.linker.num_completed_offloads() == 0
+    one.linker.reset()
+    assert waited == [0, 1]
+
+
+@pytest.mark.parametrize("num_named", [0, 1])
+def test_a_prompt_whose_pages_on_the_device_have_no_names_is_not_looked_up(
+    num_named: int, engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, depot: DepotProcess
+) -> None:
+    one, names = engine(), names_of(1, 4)
+    assert one.store(names, one.slots(0, 4))
+    monkeypatch.setattr(one, "get_prefix_hash_values", lambda _: names[:num_named] if num_named else 1 / 0)
+    assert one.look_up("r", names, on_device=2) == 0
+    assert depot.status().counters["lookups"] == 0
+
+
 def test_a_flush_begins_a_new_generation_of_keys(engine: MakeEngine) -> None:
     one, two, names = engine(), engine(), names_of(1, 4)
     assert one.store(names, one.slots(0, 4))
@@ -196,6 +268,90 @@ def test_a_flush_begins_a_new_generation_of_keys(engine: MakeEngine) -> None:
     keeping = engine(keep_after_reset=True)
     keeping.linker.reset()
     assert keeping.look_up("r", names) == 4
+
+
+def test_replicas_with_the_same_new_weights_share_at_once_and_one_that_is_behind_does_not(engine: MakeEngine) -> None:
+    one, two, behind, names = engine(), engine(), engine(), names_of(1, 4)
+    assert behind.store(names, behind.slots(0, 4))
+    for each in (one, two):
+        each.update("new")
+    assert one.look_up("r", names) == 0
+    values = fill(one, one.slots(0, 4), seed=1)
+    assert one.store(names, one.slots(0, 4))
+    assert two.look_up("r", names) == 4
+    assert two.load("r", names, two.slots(10, 4))
+    assert equal(held(two, two.slots(10, 4)), values)
+    two.update("newer")
+    assert two.look_up("s", names) == 0
+    behind.update("new")
+    assert behind.look_up("t", names) == 4
+
+
+def test_the_last_of_several_updates_names_the_weights(engine: MakeEngine) -> None:
+    """SGLang packs what came after the last one, and a trainer may flush with the first."""
+    one, two, names = engine(), engine(), names_of(1, 4)
+    one.update("a half", flush=True)
+    one.update("all", flush=False)
+    two.update("other half", flush=False)
+    two.update("not packed", flush=True)
+    two.update("all", flush=False)
+    assert one.store(names, one.slots(0, 4))
+    assert two.look_up("r", names) == 4
+
+
+def test_an_update_without_a_flush_shares_with_nobody(engine: MakeEngine) -> None:
+    """The device's pages are of the weights before, and those that come of the new ones."""
+    one, same, before, names = engine(), engine(), engine(), names_of(1, 4)
+    assert before.store(names, before.slots(0, 4))
+    one.update("new", flush=False)
+    same.update("new", flush=True)
+    assert one.look_up("r", names) == 0
+    other = names_of(2, 4)
+    assert one.store(other, one.slots(0, 4))
+    assert same.look_up("r", other) == before.look_up("r", other) == 0
+    assert one.look_up("s", other) == 4
+    one.linker.reset()
+    assert one.look_up("t", other) == 0
+    assert same.store(names, same.slots(0, 4))
+    assert one.look_up("u", names) == 4
+
+
+def test_a_flush_without_an_update_shares_with_nobody(engine: MakeEngine) -> None:
+    one, two, names = engine(), engine(), names_of(1, 4)
+    for each in (one, two):
+        each.update("new")
+    assert one.store(names, one.slots(0, 4))
+    assert two.look_up("r", names) == 4
+    two.linker.reset()
+    assert two.look_up("s", names) == 0
+    assert two.store(names, two.slots(0, 4))
+    one.linker.reset()
+    assert one.look_up("r", names) == 0
+    for each in (one, two):
+        each.update("new")
+        assert each.look_up("again", names) == 4
+
+
+def test_weights_without_a_digest_are_shared_with_nobody(engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two, names = engine(), engine(), names_of(1, 4)
+    monkeypatch.setattr(stand_in.Model, "state_dict", lambda _: 1 / 0)
+    one.update("new")
+    two.update("new")
+    assert one.store(names, one.slots(0, 4))
+    assert two.look_up("r", names) == 0
+    assert one.look_up("r", names) == 4
+
+
+def test_the_depot_knows_the_weights_by_their_digest_and_version(engine: MakeEngine, depot: DepotProcess) -> None:
+    one = engine()
+    sys.modules["sglang.srt.runtime_context"].get_serving().weight_version = "7"
+    one.update("new")
+    one.look_up("r", names_of(1, 4))
+
+    def names() -> set[str]:
+        return {each.weights for each in depot.status().contexts}
+
+    wait_until(lambda: any(name.startswith("7 ") and len(name) == 34 for name in names()))
 
 
 def test_a_store_whose_parent_has_left_is_stored_with_its_path(engine: MakeEngine, depot: DepotProcess) -> None:
@@ -231,6 +387,33 @@ def test_engines_that_differ_never_share(change: dict[str, Any], engine: MakeEng
     assert one.store(names, one.slots(0, 4))
     assert two.look_up("r", names) == 0
     assert engine().look_up("r", names) == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("model_path", "b/model"), ("revision", "2"), ("kv_cache_dtype", "bfloat16"), ("load_format", "pt"),
+        ("prefill_attention_backend", "a"), ("decode_attention_backend", "a"), ("model_loader_extra_config", "{1}"),
+        ("json_model_override_args", "{1}"), ("context_length", 64), ("torchao_config", "int8"),
+        ("modelopt_quant", "a"),
+    ],
+)  # fmt: skip
+def test_what_changes_the_bytes_of_kv_changes_the_namespace(name: str, value: Any) -> None:
+    def digest(**changes: Any) -> bytes:
+        config = SimpleNamespace(to_dict=lambda: {"hidden_size": 8})
+        return engine_namespace(server_args(**changes), config, "cpu", 1, Settings(weights="w")).digest(PAGE)
+
+    assert digest(**{name: value}) != digest() == digest()
+
+
+def test_random_weights_are_shared_by_seed_and_number_of_ranks() -> None:
+    def digest(num_ranks: int = 1, **changes: Any) -> bytes:
+        config = SimpleNamespace(to_dict=lambda: {"hidden_size": 8})
+        return engine_namespace(server_args(**changes), config, "cpu", num_ranks, Settings()).digest(PAGE)
+
+    random = digest(load_format="dummy", random_seed=1)
+    assert random == digest(load_format="dummy", random_seed=1)
+    assert len({random, digest(load_format="dummy", random_seed=2), digest(2, load_format="dummy", random_seed=1)}) == 3
 
 
 def test_a_window_is_stored_for_the_last_pages_and_found_where_it_ends(engine: MakeEngine) -> None:
@@ -309,6 +492,16 @@ def test_the_plugin_is_installed_and_imports_nothing_heavy() -> None:
     assert entry.value == "kvdepot_sglang.plugin:register"
     code = "import sys, kvdepot_sglang.plugin; sys.exit(bool({'sglang', 'torch', 'numpy', 'zmq'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_plugin_hooks_all_that_tells_places_and_writes_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    hooked: list[str] = []
+    registry = SimpleNamespace(register=lambda target, *_: hooked.append(target.rpartition(".")[2]))
+    hooks = SimpleNamespace(HookRegistry=registry, HookType=SimpleNamespace(AROUND=1))
+    monkeypatch.setitem(sys.modules, "sglang.srt.plugins.hook_registry", hooks)
+    plugin.register()
+    updates = [f"update_weights_from_{source}" for source in ("disk", "distributed", "tensor", "ipc")]
+    assert sorted(hooked) == sorted(["match", "offload_nodes", "end_weight_update", *updates])
 
 
 def test_an_exception_costs_a_miss(engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:

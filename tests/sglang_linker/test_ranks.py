@@ -3,30 +3,59 @@
 import subprocess
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
 RANK = """
 import sys
+import torch
 from torch import distributed
+from kvdepot.keys import Namespace
 from kvdepot_sglang.ranks import Ranks
+from kvdepot_sglang.weights import Weights
+class Model(dict):
+    def state_dict(self):
+        return self
 rank, meeting = int(sys.argv[1]), sys.argv[2]
 distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
 ranks = Ranks(distributed.new_group([0, 1], backend="gloo"))
 print(ranks.all_agree(True), ranks.all_agree(rank == 0), ranks.all_agree(False), ranks.common_random())
+print(ranks.all_tell("" if rank else f"{10:032x}"))
+weights = Weights(Namespace("m"), ranks)
+for content in (1.0, 1.0, 2.0, None):
+    if content is not None:
+        weights.update(Model({"w": torch.full((4,), content + rank)}))
+        print(weights.namespace)
+    weights.flush()
+    weights.name("")
+    print(weights.namespace)
 """
 
 
-@pytest.mark.slow
-def test_a_load_that_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
+    """The lines of two ranks."""
     if find_spec("torch") is None:
         pytest.skip("torch is not installed")
+    meeting = tmp_path_factory.mktemp("ranks") / "meeting"
     ranks = [
-        subprocess.Popen([sys.executable, "-c", RANK, str(rank), str(tmp_path / "meeting")], stdout=subprocess.PIPE)
+        subprocess.Popen([sys.executable, "-c", RANK, str(rank), str(meeting)], stdout=subprocess.PIPE)
         for rank in range(2)
     ]
-    said = [each.communicate(timeout=120)[0].decode().split() for each in ranks]
-    assert said[0][:3] == ["True", "False", "False"]
-    assert len(said[0][3]) == 32
+    return [each.communicate(timeout=120)[0].decode().splitlines() for each in ranks]
+
+
+@pytest.mark.slow
+def test_a_load_that_fails_on_one_rank_fails_on_all(said: list[list[str]]) -> None:
+    *agreed, random = said[0][0].split()
+    assert agreed == ["True", "False", "False"]
+    assert len(random) == 32
     assert said[0] == said[1]
+
+
+@pytest.mark.slow
+def test_ranks_name_their_weights_by_those_of_all(said: list[list[str]]) -> None:
+    assert said[0][1] == str({0: f"{10:032x}", 1: ""})
+    updating, one, again, same, other, two, cold = said[0][2:]
+    assert one == same
+    assert len({updating, one, again, other, two, cold}) == 6

@@ -11,8 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
+from kvdepot_sglang.updates import METHODS
+
 Read = Callable[[str], str]
 
+UPDATER: Final = "managers/scheduler_components/weight_updater.py"
 LINKER: Final = "mem_cache/unified_cache/unified_cache_linker.py"
 ABSTRACT: Final = {
     "lookup": ["self", "rid", "transfers"],
@@ -42,6 +45,7 @@ CALLED: Final = (  # of SGLang's objects: file, class, method, parameters
         "get_hash_values",
         ["self", "node_id"],
     ),
+    *((UPDATER, "SchedulerWeightUpdaterManager", name, ["self", "recv_req"]) for name in METHODS),
     ("plugins/hook_registry.py", "HookRegistry", "register", ["cls", "target", "hook", "hook_type", "source"]),
 )
 ATTRIBUTES: Final = (  # file, class, attributes
@@ -56,6 +60,8 @@ ATTRIBUTES: Final = (  # file, class, attributes
     ("mem_cache/memory_pool.py", "MLATokenToKVPool", {"kv_buffer"}),
     ("mem_cache/swa_memory_pool.py", "SWAKVPool", {"full_kv_pool", "swa_kv_pool"}),
     (LINKER, "UnifiedCacheLinkerWrapper", {"cache", "cache_linker"}),
+    (UPDATER, "SchedulerWeightUpdaterManager", {"scheduler", "tp_worker"}),
+    ("mem_cache/unified_radix_cache.py", "UnifiedRadixCache", {"linker"}),
     ("mem_cache/base_prefix_cache.py", "MatchResult", {"device_prefix_len", "last_device_node"}),
     ("plugins/hook_registry.py", "HookType", {"AROUND"}),
 )
@@ -70,6 +76,15 @@ SENTENCES: Final = (  # file, class or "", method or "", source text that is the
         "linkers are constructed so",
     ),
     ("plugins/__init__.py", "", "", "GENERAL_PLUGINS_GROUP = 'sglang.srt.plugins'", "plugins are found so"),
+    (UPDATER, "", "", "self.tp_worker.model_runner.model", "the model that gets other weights"),
+    ("runtime_context.py", "", "", "def get_serving()", "weights have a version"),
+    (
+        "managers/scheduler.py",
+        "Scheduler",
+        "record_weight_version_change",
+        "get_serving().weight_version",
+        "it is that of the serving context",
+    ),
     ("mem_cache/utils.py", "", "", "def get_storage_hash_str(", "pages have names"),
     ("configs/model_config.py", "ModelConfig", "", "def get_total_num_kv_heads(self)", "the heads of a model are told"),
 )
@@ -100,6 +115,9 @@ def problems(read: Read) -> list[str]:
         method = methods(_class(read, path, owner)).get(name)
         if method is None or parameters(method) != expected:
             found.append(f"{owner}.{name} has {method and parameters(method)}, expected {expected}")
+    for name in methods(_class(read, UPDATER, "SchedulerWeightUpdaterManager")):
+        if name.startswith("update_weights") and name not in METHODS:
+            found.append(f"SchedulerWeightUpdaterManager.{name} writes weights, and no hook is around it")
     for path, owner, expected in ATTRIBUTES:
         missing = expected - _attributes(_class(read, path, owner))
         if missing:

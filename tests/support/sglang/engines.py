@@ -1,13 +1,12 @@
 """Real SGLang engines for tests, each in processes of its own, with a bounded wait for every answer."""
 
 import contextlib
+import functools
 import json
 import os
 import random
 import select
 import signal
-import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from types import TracebackType
 from typing import IO, Any, Self
 
 from kvdepot.lab.processes import wait_until
+from support.nursery import Nursery
 
 Prompt = list[int]
 
@@ -75,25 +75,17 @@ class Engine:
     def __init__(self, model: Path, *, plugin: str = "", **options: Any) -> None:
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the engine
         self._plugins = tempfile.TemporaryDirectory(prefix="kvd-")
-        read, write = os.pipe()
-        environment = {**os.environ, **ENVIRONMENT}
+        environment = _environment()
         if options.get("tp_size", 1) > 1:
             environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(options["tp_size"])))
-        environment.pop("PYTHONDONTWRITEBYTECODE", None)
         if plugin:
             _install(plugin, Path(self._plugins.name))
-            environment["PYTHONPATH"] = os.pathsep.join([self._plugins.name, str(TESTS)])
-        self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("engine_child.py")), str(write)],
-            stdin=subprocess.PIPE,
-            stdout=self._log,
-            stderr=self._log,
-            env=environment,
-            pass_fds=[write],
-            start_new_session=True,
+        self._process = nursery().fork(
+            Path(__file__).with_name("engine_child.py"),
+            self._plugins.name,
+            environment=environment,
+            stderr=self._log.fileno(),
         )
-        os.close(write)
-        self._answers = os.fdopen(read, "rb")
         self._send({"model_path": str(model), "port": _free_port(), **options})
 
     def wait_until_ready(self) -> Self:
@@ -107,7 +99,7 @@ class Engine:
 
     def generate(self, *wanted: Prompt, max_tokens: int = 8, **request: Any) -> list[Answer]:
         """Serve prompts at once."""
-        self._send({"do": "generate", "prompts": wanted, "max_tokens": max_tokens, **request})
+        self._send({"do": "generate", "prompts": list(wanted), "max_tokens": max_tokens, **request})
         answers = self._receive(ANSWER_SECONDS)["answers"]
         return [Answer(tokens=tuple(each.pop("tokens")), **each) for each in answers]
 
@@ -124,6 +116,12 @@ class Engine:
 
         wait_until(is_flushed, 60, "flush_cache succeeds")
 
+    def update_weights(self, model: Path, way: str) -> None:
+        """Give the engine the weights of another model, "from_disk" or "from_tensors", and empty its own cache."""
+        self._send({"do": f"update_{way}", "model": str(model)})
+        if not self._receive(ANSWER_SECONDS)["ok"]:
+            self.flush()  # as the answer asks: SGLang did not flush while stores were under way
+
     def log(self) -> str:
         """Return what the engine has logged."""
         self._log.seek(0)
@@ -136,14 +134,12 @@ class Engine:
         self._process.wait()
 
     def _send(self, command: dict[str, Any]) -> None:
-        assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(command).encode() + b"\n")
-        self._process.stdin.flush()
 
     def _receive(self, seconds: float) -> Any:
-        if not select.select([self._answers], [], [], seconds)[0]:
+        if not select.select([self._process.stdout], [], [], seconds)[0]:
             raise AssertionError(f"no answer within {seconds} s: {self.log()[-4000:]}")
-        line = self._answers.readline()
+        line = self._process.stdout.readline()
         assert line, f"the engine ended: {self.log()[-4000:]}"
         return json.loads(line)
 
@@ -154,12 +150,22 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.kill()
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
-        self._answers.close()
-        self._log.close()
+        for file in (self._process.stdin, self._process.stdout, self._log):
+            file.close()
         self._plugins.cleanup()
+
+
+@functools.cache
+def nursery() -> Nursery:
+    """Return the process that has imported SGLang. It ends with this one."""
+    return Nursery("support.sglang.engine_child", environment=_environment())
+
+
+def _environment() -> dict[str, str]:
+    path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    found = {**os.environ, **ENVIRONMENT, "PYTHONPATH": path}
+    found.pop("PYTHONDONTWRITEBYTECODE", None)
+    return found
 
 
 def _install(plugin: str, folder: Path) -> None:

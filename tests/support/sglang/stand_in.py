@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from kvdepot_sglang import updates
+
 PAGE = 16
 HEADS, DIM, LAYERS, PAGES = 2, 4, 2, 64
 
@@ -113,6 +115,16 @@ class MHATokenToKVPool:
         self.v_buffer = [buffer() for _ in range(LAYERS)]
 
 
+class Model:
+    """A model with one tensor, of which nothing but its name for the content is digested."""
+
+    def __init__(self, content: str) -> None:
+        self._content = content
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"weight": SimpleNamespace(numel=lambda: 0, dtype=self._content, shape=(0,))}
+
+
 class SWAKVPool:
     layer_num = 2 * LAYERS
     device = "cpu"
@@ -139,10 +151,12 @@ def installed(*, is_hooked: bool = True) -> Iterator[types.ModuleType]:
     for name in [name for name in sys.modules if name.partition(".")[0] == "sglang" or name == "kvdepot_sglang.linker"]:
         del sys.modules[name]
     for name in ("sglang", "sglang.srt", "sglang.srt.mem_cache", "sglang.srt.mem_cache.unified_cache",
-                 "sglang.srt.configs"):  # fmt: skip
+                 "sglang.srt.configs", "sglang.srt.runtime_context"):  # fmt: skip
         sys.modules[name] = types.ModuleType(name)
         sys.modules[name].__path__ = []
     sys.modules["sglang"].__dict__["__version__"] = "0.5.23"
+    serving = SimpleNamespace(weight_version="default")
+    sys.modules["sglang.srt.runtime_context"].__dict__["get_serving"] = lambda: serving
     linkers = types.ModuleType("sglang.srt.mem_cache.unified_cache.unified_cache_linker")
     wrapper = type("UnifiedCacheLinkerWrapper", (UnifiedCacheLinkerWrapper,), {})
     if is_hooked:
@@ -187,6 +201,7 @@ class Scheduler:
         self.page_size = PAGE
         self._hooks = hooks
         self._nodes: dict[int, tuple[list[str], int, Any]] = {}
+        self._model = Model("of the files")
 
     def slots(self, first_page: int, num_pages: int) -> Any:
         return np.arange(first_page * PAGE, (first_page + num_pages) * PAGE)
@@ -246,6 +261,21 @@ class Scheduler:
         key = range(len(names) * PAGE + 1)  # the token behind them is computed anyway
         self._hooks.around_match(original, self, key, SimpleNamespace(rid=rid), result)
         return max(found[0], default=0) if found else 0
+
+    def update(self, weights: str, *, flush: bool = True) -> None:
+        """Give the engine other weights, and flush the cache in the same call as SGLang does by default."""
+        manager = SimpleNamespace(
+            scheduler=SimpleNamespace(tree_cache=SimpleNamespace(linker=self)),
+            tp_worker=SimpleNamespace(model_runner=SimpleNamespace(model=self._model)),
+        )
+
+        def original(given: Any) -> None:
+            assert given is manager
+            self._model.__init__(weights)
+            if flush:
+                self.linker.reset()
+
+        updates.around_update(original, manager)
 
     def load(self, rid: str, names: list[str], slots: Any, window_pages: int = 0) -> bool:
         """Load pages; if they are refused, nothing is queued."""

@@ -5,12 +5,11 @@ SGLang's names of pages already tell apart tokens, adapters (`extra_key`) and sa
 """
 
 import logging
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 from kvdepot.engines.identity import commit_of, config_digest, weights_in
-from kvdepot.keys import GENERATION, Namespace
+from kvdepot.keys import Namespace
 from kvdepot_sglang.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -67,11 +66,6 @@ def engine_namespace(server_args: Any, hf_config: Any, device: str, num_ranks: i
         quantization=str(getattr(server_args, "quantization", None) or ""),
         extra=tuple(sorted(extra.items())),
     )
-
-
-def of_generation(namespace: Namespace, generation: str) -> Namespace:
-    """Return the namespace of another generation of keys, which an engine begins when it flushes its cache."""
-    return replace(namespace, extra=(*namespace.extra, (GENERATION, generation)))
 
 
 def _plain(value: Any) -> str:

@@ -31,16 +31,18 @@ from kvdepot.errors import DepotUnavailable
 from kvdepot.keys import DIGEST_BYTES, KeyRun
 from kvdepot_sglang import stats
 from kvdepot_sglang.asking import Asking
-from kvdepot_sglang.identity import engine_namespace, of_generation
+from kvdepot_sglang.identity import engine_namespace
 from kvdepot_sglang.places import Placed, are_hooked
 from kvdepot_sglang.pools import Holding, Unsupported, block_ids, find_groups, pages_of, refuse_unsupported
 from kvdepot_sglang.ranks import Ranks
 from kvdepot_sglang.settings import Settings
+from kvdepot_sglang.weights import Weights
 
 logger = logging.getLogger(__name__)
 
 _START_SECONDS: Final = 1.0  # a starting engine waits this long for a depot
 _LONGEST_SESSION: Final = 256  # characters of a name that the depot takes
+_UNNAMED: Final = "default"  # SGLang's version of weights that nobody gave one
 _NO_LOAD: Final = -1  # SGLang's number for a batch without loads
 
 Call = TypeVar("Call", bound=Callable[..., Any])
@@ -124,8 +126,8 @@ class KVDepotLinker(Placed, UnifiedCacheLinker):
         self.pools = dict(groups)
         self._num_layers = int(kvcache.layer_num)
         self.layer_done_counter = LayerWiseLoadCounter(self._num_layers)
-        self._namespace = engine_namespace(server_args, model.hf_config, device, ranks.size, settings)
-        self._begin_generation("")
+        self._weights = Weights(engine_namespace(server_args, model.hf_config, device, ranks.size, settings), ranks)
+        self._mask_names()
         instance = _instance(server_args, ranks)
         dtype = str(next(iter(groups.values())).tensors[0].dtype).removeprefix("torch.")
         self._worker = backend.create_context(
@@ -150,7 +152,7 @@ class KVDepotLinker(Placed, UnifiedCacheLinker):
             model=str(server_args.model_path),
             url=settings.url,
             deadline_seconds=settings.lookup_seconds,
-            weights=self._namespace.weights,
+            weights=self._weights.namespace.weights,
         )
         self._asking = Asking(self._client, settings.tier_seconds)
         self._landed: set[str] = set()  # requests whose load is in place, until their batch starts
@@ -177,12 +179,21 @@ class KVDepotLinker(Placed, UnifiedCacheLinker):
 
     # --- keys -----------------------------------------------------------------------------------------------------
 
-    def _begin_generation(self, generation: str) -> None:
-        self._root = of_generation(self._namespace, generation).digest(self.page_size)
+    def _mask_names(self) -> None:
+        self._root = self._weights.namespace.digest(self.page_size)
         self._mask = np.frombuffer(self._root, np.uint8)
+
+    def _change_keys(self) -> None:
+        """Begin a new generation of keys, of the weights that the engine has now."""
+        self._mask_names()
+        self._asking.drop_all()
+        self._client.change_weights(self._weights.namespace.weights)
 
     def _key(self, names: Sequence[str]) -> KeyRun:
         """Return the key of a prompt's pages from the first one on, given SGLang's names in hexadecimal digits."""
+        if not self._weights.is_named:
+            self._weights.name(_version())
+            self._change_keys()
         digests = np.frombuffer(bytes.fromhex("".join(names)), np.uint8).reshape(-1, DIGEST_BYTES) ^ self._mask
         return KeyRun(digests.tobytes(), 0, self._root, self._settings.tenant)
 
@@ -265,8 +276,8 @@ class KVDepotLinker(Placed, UnifiedCacheLinker):
     @_never_raises(bool)
     def offload(self, transfers: list[Any], session_id: str | None = None) -> bool:
         """Store the pages of a node; False, and SGLang offers it again, if that cannot be begun."""
-        self._worker.start_registering()  # SGLang captures its graphs before it serves
         key, first = self._key([*self.before, *transfers[0].keys]), len(self.before)
+        self._worker.start_registering()  # SGLang captures its graphs before it serves
         pages = block_ids(self.pools, transfers, self.page_size)
         start = self._asking.first_to_store(key, first)
         if start < first:
@@ -301,7 +312,7 @@ class KVDepotLinker(Placed, UnifiedCacheLinker):
         return is_stored
 
     def reset(self) -> None:
-        """End every transfer, and begin a new generation of keys: SGLang flushes its cache after weights changed."""
+        """End every transfer. SGLang flushes its cache after weights changed: the next request begins new keys."""
         for offload in self._offloads:
             offload.job.result()
         self._offloads.clear()
@@ -309,9 +320,12 @@ class KVDepotLinker(Placed, UnifiedCacheLinker):
         self._asking.drop_all()
         self.layer_done_counter.reset()
         if not self._settings.keep_after_reset:
-            generation = self._ranks.common_random()
-            self._begin_generation(generation)
-            self._client.change_weights(of_generation(self._namespace, generation).weights)
+            self._weights.flush()
+
+    def note_update(self, model: Any) -> None:
+        """Note that a model gets other weights now; see `kvdepot_sglang.updates`."""
+        if not self._settings.keep_after_reset and self._weights.update(model):
+            self._change_keys()
 
     def close(self) -> None:
         """Finish the copies under way, within the depot's deadline, and leave. Twice is harmless."""
@@ -323,6 +337,14 @@ def _model_config(server_args: Any) -> Any:
     from sglang.srt.configs.model_config import ModelConfig
 
     return ModelConfig.from_server_args(server_args)
+
+
+def _version() -> str:
+    """Return the version that people gave the weights, "" if they gave none."""
+    from sglang.srt.runtime_context import get_serving
+
+    told = str(get_serving().weight_version)
+    return "" if told == _UNNAMED else told
 
 
 def _instance(server_args: Any, ranks: Ranks) -> str:

@@ -4,18 +4,22 @@ import importlib
 import logging
 from typing import Any, Final
 
+from kvdepot_sglang import updates
 from kvdepot_sglang.places import around_match, around_offload_nodes
 
 logger = logging.getLogger(__name__)
 
 _WRAPPER: Final = "sglang.srt.mem_cache.unified_cache.unified_cache_linker.UnifiedCacheLinkerWrapper"
+_UPDATER: Final = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 
 
 def register() -> None:
-    """Hook the two methods of SGLang that know which pages come before those of a call of the linker."""
+    """Hook SGLang's methods that know which pages come before those of a call of the linker, and that write weights."""
     try:
         hooks: Any = importlib.import_module("sglang.srt.plugins.hook_registry")
         hooks.HookRegistry.register(f"{_WRAPPER}.match", around_match, hooks.HookType.AROUND)
         hooks.HookRegistry.register(f"{_WRAPPER}.offload_nodes", around_offload_nodes, hooks.HookType.AROUND)
+        for method in updates.METHODS:
+            hooks.HookRegistry.register(f"{_UPDATER}.{method}", updates.around_update, hooks.HookType.AROUND)
     except Exception:  # SGLang serves without us; the linker refuses to start without its hooks
         logger.exception("kvdepot's hooks could not be registered with this SGLang")

@@ -2,7 +2,9 @@
 """The tensor-parallel ranks of an engine, which must take the same branch whatever each finds in the depot."""
 
 import os
-from typing import Any
+from typing import Any, Final
+
+_BYTES: Final = 16  # of a digest or a random name
 
 
 class Ranks:
@@ -30,9 +32,24 @@ class Ranks:
         torch.distributed.all_reduce(value, op=torch.distributed.ReduceOp.MIN, group=self._group)
         return bool(value.item())
 
+    def all_tell(self, digest: str) -> dict[int, str]:
+        """Return every rank's digest by rank. All ranks call it.
+
+        Args:
+            digest: 32 hexadecimal digits, or "" for none.
+        """
+        if self.size == 1:
+            return {0: digest}
+        import torch
+
+        mine = torch.tensor(list(bytes.fromhex(digest) or bytes(_BYTES)), dtype=torch.uint8)
+        told = [torch.empty_like(mine) for _ in range(self.size)]
+        torch.distributed.all_gather(told, mine, group=self._group)
+        return {rank: bytes(each.tolist()).hex() if each.any() else "" for rank, each in enumerate(told)}
+
     def common_random(self) -> str:
         """Return 32 random hexadecimal digits, the same on every rank. All ranks call it."""
-        value = os.urandom(16)
+        value = os.urandom(_BYTES)
         if self.size == 1:
             return value.hex()
         import torch

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from kvdepot.engines.weights import weights_digest
+from kvdepot.engines.weights import models_digest
 
 logger = logging.getLogger(__name__)
 
@@ -43,13 +43,7 @@ def digest_of_weights(runner: Any | None) -> str:
         return ""
     try:
         drafters = (getattr(getattr(runner, name, None), "model", None) for name in ("drafter", "speculator"))
-        models = [runner.get_model(), *(model for model in drafters if hasattr(model, "named_parameters"))]
-        return weights_digest(
-            (f"{number}.{name}", tensor)
-            for number, model in enumerate(models)
-            for name, tensor in model.state_dict().items()
-            if hasattr(tensor, "numel")
-        )
+        return models_digest([runner.get_model(), *(each for each in drafters if hasattr(each, "named_parameters"))])
     except Exception:
         logger.exception("the weights have no digest: after each reset this engine shares with no other")
         return ""

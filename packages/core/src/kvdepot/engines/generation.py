@@ -44,7 +44,7 @@ class Generation:
         self.namespace = namespace
         self.name = ""
         self._num_workers = num_workers
-        self._weights: str = _digest(weights or {}, num_workers)
+        self._weights: str = digest_of_ranks(weights or {}, num_workers)
         self._clock = clock
         self._told: dict[int, str] = {}
         self._has_slept = False
@@ -94,23 +94,25 @@ class Generation:
         self._has_slept |= has_slept
         if len(self._told) < self._num_workers and self._clock() < self._asked_at + _PATIENCE_SECONDS:
             return False
-        found = _digest(self._told, self._num_workers)
+        found = digest_of_ranks(self._told, self._num_workers)
         is_same = found == self._weights and self._version == self._named_version
         self._is_known = True
         self._weights, self._named_version = found, self._version
         if not (found and is_same and self._has_slept):
             name = found if found and not is_same else uuid.uuid4().hex
-            self._begin(f"{self._version} {name}".strip())
+            self.name = f"{self._version} {name}".strip()
+            self.namespace = of_generation(self.namespace, self.name)
         logger.info("the caches were reset: KV of the weights %s from now on", self.name or "that were loaded")
         return True
 
-    def _begin(self, name: str) -> None:
-        self.name = name
-        extra = tuple(item for item in self.namespace.extra if item[0] != GENERATION)
-        self.namespace = replace(self.namespace, extra=(*extra, (GENERATION, name)))
+
+def of_generation(namespace: Namespace, name: str) -> Namespace:
+    """Return the namespace of another generation of keys."""
+    extra = tuple(item for item in namespace.extra if item[0] != GENERATION)
+    return replace(namespace, extra=(*extra, (GENERATION, name)))
 
 
-def _digest(weights: Mapping[int, str], num_workers: int) -> str:
+def digest_of_ranks(weights: Mapping[int, str], num_workers: int) -> str:
     """Return the digest of all workers' weights, "" if one is missing."""
     if len(weights) < num_workers or "" in weights.values():
         return ""

@@ -20,6 +20,16 @@ Tensor = Any
 """A tensor of torch, which this module imports when it is called."""
 
 
+def models_digest(models: Iterable[Any]) -> str:
+    """Return a digest of the parameters and persistent buffers of models of torch."""
+    return weights_digest(
+        (f"{number}.{name}", tensor)
+        for number, model in enumerate(models)
+        for name, tensor in model.state_dict().items()
+        if hasattr(tensor, "numel")
+    )
+
+
 def weights_digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
     """Return a digest of the names, dtypes, shapes and content of tensors."""
     digest = blake3(derive_key_context="kvdepot 2026-11 weights in memory", max_threads=blake3.AUTO)
