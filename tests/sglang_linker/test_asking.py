@@ -72,3 +72,11 @@ def test_no_more_pages_are_promised_than_were_found_behind_the_device_s() -> Non
     assert engine.asking.key_of("r", 2) is None
     engine.asking.drop("r")
     assert engine.asking.key_of("r", 1) is None
+
+
+@pytest.mark.parametrize(("found", "start"), [(4, 4), (2, 2), (0, 0)])
+def test_a_store_begins_with_what_the_depot_lacks_of_the_device_s_pages(found: int, start: int) -> None:
+    engine = Engine(found)
+    assert engine.asking.ask("r", key(1, 6), 4) == 0
+    assert engine.asking.first_to_store(key(1, 6), 4) == start
+    assert engine.asking.first_to_store(key(1, 6), 4) == 4  # the first store brought them

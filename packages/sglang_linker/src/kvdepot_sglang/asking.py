@@ -68,13 +68,13 @@ class Asking:
         lease = self._client.submit_lookup(request_id, key, wait_seconds=self._tier_seconds).result()
         found = max(0, lease.num_chunks - first)
         seconds = lease.lease_seconds / 2 if lease.num_chunks else _MISS_SECONDS
-        if lease.num_chunks and not found:  # no more than the device has
-            self._client.release(lease)
-            lease = MISS
         if lease.num_chunks < first:
             self._gaps[digest_at(key.digests, lease.num_chunks)] = None
             if len(self._gaps) > _MOST_REQUESTS:
                 del self._gaps[next(iter(self._gaps))]
+        if lease.num_chunks and not found:  # no more than the device has
+            self._client.release(lease)
+            lease = MISS
         self._answers[request_id] = Answer(key, first, found, lease, now + seconds)
         if len(self._answers) > _MOST_REQUESTS:
             self.drop(next(iter(self._answers)))
