@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from kvdepot.client.operator import ask_depot
+from kvdepot.client.scheduler import SchedulerClient
 from kvdepot.client.transfers import WorkerTransfers
 from kvdepot.errors import ConfigError
 from kvdepot.lab.processes import DepotProcess, wait_until
@@ -110,6 +111,17 @@ def test_a_tail_is_found_behind_what_the_device_has(engine: MakeEngine) -> None:
     assert one.look_up("r", names, on_device=3) == 3
     assert one.load("r", names[3:], one.slots(20, 3))
     assert equal(held(one, one.slots(20, 3)), [value[3 * PAGE :] for value in values])
+    assert one.look_up("s", names) == 6  # the device has nothing of it, and what it had of "r" is forgotten
+
+
+def test_each_of_several_nodes_is_offloaded_with_the_pages_before_it(
+    engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, names = engine(), names_of(1, 4)
+    monkeypatch.setattr(one, "get_prefix_hash_values", lambda node: names[:node])
+    offloaded: list[Any] = []
+    places.around_offload_nodes(lambda _, nodes: offloaded.append((nodes, one.linker.before)), one, [0, 2, 3])
+    assert offloaded == [([node], names[:node]) for node in (0, 2, 3)]
 
 
 def test_an_answer_is_repeated_for_a_request_that_waits(engine: MakeEngine, depot: DepotProcess) -> None:
@@ -138,11 +150,30 @@ def test_a_prompt_that_the_device_has_is_used_in_the_depot_too(engine: MakeEngin
     assert one.linker.stats.counts[stats.LOOKUP_MICROSECONDS] > 0
 
 
+def test_what_is_stored_counts_for_its_tenant(engine: MakeEngine, depot: DepotProcess) -> None:
+    one = engine(tenant="other")
+    assert one.store(names_of(1, 4), one.slots(0, 4))
+    assert depot.status().tenants["other"]["used_bytes"] > 0
+
+
 def test_the_depot_knows_a_session_by_its_name(engine: MakeEngine, depot: DepotProcess) -> None:
     one, names = engine(), names_of(1, 4)
     assert one.store(names[:2], one.slots(0, 2), session="chat")
     assert one.store(names, one.slots(0, 4), first=2, session="chat")
     wait_until(lambda: ask_depot(o.RetainSession("chat", 60.0), depot.url, 5.0).count == 4)
+
+
+@pytest.mark.parametrize("is_stored", [True, False])
+def test_a_store_that_failed_is_no_session_s_last_prefix(
+    is_stored: bool, engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, names = engine(), names_of(1, 4)
+    job = SimpleNamespace(query=lambda: True, result=lambda: is_stored, num_bytes=0)
+    monkeypatch.setattr(WorkerTransfers, "submit_store", lambda *_: job)
+    said: list[str] = []
+    monkeypatch.setattr(SchedulerClient, "hint", lambda *_, session: said.append(session))
+    assert one.store(names, one.slots(0, 4), session="chat") == is_stored
+    assert said == ["chat"] * is_stored
 
 
 def test_a_load_gives_its_lease_back(engine: MakeEngine, depot: DepotProcess) -> None:
@@ -354,7 +385,10 @@ def test_the_depot_knows_the_weights_by_their_digest_and_version(engine: MakeEng
     wait_until(lambda: any(name.startswith("7 ") and len(name) == 34 for name in names()))
 
 
-def test_a_store_whose_parent_has_left_is_stored_with_its_path(engine: MakeEngine, depot: DepotProcess) -> None:
+@pytest.mark.parametrize("num_kept", [0, 2])
+def test_a_store_whose_parent_has_left_is_stored_with_its_path(
+    num_kept: int, engine: MakeEngine, depot: DepotProcess
+) -> None:
     one, names = engine(), names_of(1, 6)
     values = fill(one, one.slots(0, 6), seed=1)
     assert one.store(names[:4], one.slots(0, 4))
@@ -362,8 +396,11 @@ def test_a_store_whose_parent_has_left_is_stored_with_its_path(engine: MakeEngin
     for file in depot.pool_directory.glob("*"):
         file.unlink()  # the next server begins empty
     depot.start()
-    # The device has four pages and thinks that the depot has them, too.
     requests = map(str, itertools.count())
+    if num_kept:
+        wait_until(lambda: one.store(names[:num_kept], one.slots(0, num_kept)))
+        wait_until(lambda: one.look_up(next(requests), names[:num_kept]) == num_kept)
+    # The device has four pages and thinks that the depot has them, too.
     wait_until(
         lambda: one.look_up(next(requests), names, on_device=4) == 0 and one.store(names, one.slots(0, 6), first=4)
     )
