@@ -230,6 +230,7 @@ def test_calls_of_a_child_that_stands_still_end_when_it_is_dead(
 ) -> None:
     url = TierUrl.parse(f"mooncake://{master.address}?segment=64MiB&timeout=0.5&threads={num_threads}")
     with contextlib.closing(cast("MooncakeTier", open_any_tier(url, pool))) as tier:
+        wait_until(lambda: is_back(tier), 60.0, what="the start of the child")
         pid = tier.writer_pid
         os.kill(pid, signal.SIGSTOP)
         died: list[bool] = []
