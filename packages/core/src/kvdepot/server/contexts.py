@@ -320,7 +320,7 @@ def check_covered(context: Context, covered: tuple[int, ...], num_chunks: int, m
         raise Refused(
             ErrorCode.UNKNOWN_CONTEXT, f"context {context.number} is a scheduler: only a worker has blocks to move"
         )
-    if len(covered) != len(context.groups) or max(covered, default=0) > num_chunks:
+    if len(covered) != len(context.groups) or max(covered) > num_chunks:
         raise Refused(ErrorCode.BAD_LAYOUT, f"{covered} of {num_chunks} chunks for {len(context.groups)} layer groups")
     if sum(covered) > max(most_entries, len(covered)):
         raise Refused(
@@ -332,5 +332,4 @@ def check_covered(context: Context, covered: tuple[int, ...], num_chunks: int, m
 def wanted_of(groups: tuple[PartPlace, ...], covered: tuple[int, ...], num_chunks: int) -> list[Wanted]:
     """Return the entries of a run that a worker stores: the last `covered[g]` chunks of group `g`, chunk by chunk."""
     starts = [(num_chunks - count, place) for place, count in zip(groups, covered, strict=True)]
-    first = num_chunks - max(covered, default=0)
-    return [(chunk, place) for chunk in range(first, num_chunks) for start, place in starts if chunk >= start]
+    return [(chunk, place) for chunk in range(num_chunks) for start, place in starts if chunk >= start]

@@ -174,10 +174,8 @@ AVX2 static void copy_slices(const run *slices, int count, checksum *c)
     for (size_t at = 0; at < body; at += BLOCK) {
         lanes sum[STREAMS] = {zero, zero, zero, zero};
         for (size_t step = 0; step < BLOCK; step += STEP)
-            for (int i = 0; i < STREAMS; i++) { /* each stream a step ahead of the one before it: SKEW of copy_runs.c */
-                size_t place = (step + i * STEP) % BLOCK;
-                sum[i] = copy_step(sum[i], slices[i].target + at + place, slices[i].source + at + place, place);
-            }
+            for (int i = 0; i < STREAMS; i++)
+                sum[i] = copy_step(sum[i], slices[i].target + at + step, slices[i].source + at + step, step);
         for (int i = 0; i < STREAMS; i++)
             sums[i][at / BLOCK] = sum[i];
     }
