@@ -11,21 +11,32 @@ from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.ops.cli import main
 from support.vllm.engines import Engine, MakeModel, cached, connector, prompts, tokens
 
-PROMPTS = prompts(2, 1500) + prompts(2, 1000, seed=1, shared=600)
+# Three: from the fourth promotion on, the depot compares the paces of tier and engine, and may rather have it computed.
+PROMPTS = prompts(1, 1500) + prompts(2, 1000, seed=1, shared=600)
 
-CASES: dict[str, tuple[str, dict[str, Any], list[int]]] = {
-    "grouped queries": ("gqa", {}, [1408, 1408, 896, 896]),
-    "sliding windows": ("windows", {}, [1408, 1408, 896, 896]),
+CASES: dict[str, tuple[str, dict[str, Any], list[int], int]] = {  # model, options, cached tokens, chunks of all prompts
+    "grouped queries": ("gqa", {}, [1408, 896, 896], 21),
+    "sliding windows": ("windows", {}, [1408, 896, 896], 21),
+    # By itself vLLM chooses the type of states by the CPU: without AVX-512 BF16, blocks had 128 tokens instead of 256.
     "recurrent states": (
-        "recurrent", {"dtype": "bfloat16", "kv_cache_memory_bytes": 256 << 20}, [1280, 1280, 768, 768],
+        "recurrent",
+        {"dtype": "bfloat16", "mamba_ssm_cache_dtype": "float32", "kv_cache_memory_bytes": 256 << 20},
+        [1280, 768, 768],
+        9,
     ),
 }  # fmt: skip
+
+
+def wait_until_in_tier(depot: DepotProcess, num_chunks: int) -> None:
+    """Wait until the depot has all chunks of the prompts, also of stores that had not begun, and wrote them."""
+    wait_until(lambda: depot.status().num_chunks == num_chunks and not depot.status().num_tickets, 60)
+    wait_until(lambda: not depot.status().tiers[0].queued_write_bytes, 60)
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.promise(29, 32)
 def test_what_left_the_pool_comes_back_from_disk(case: str, model: MakeModel, tmp_path: Path) -> None:
-    name, options, expected = CASES[case]
+    name, options, expected, num_chunks = CASES[case]
     all_options: dict[str, Any] = {"kv_cache_memory_bytes": 128 << 20, **options}
     with (
         DepotProcess(
@@ -40,8 +51,7 @@ def test_what_left_the_pool_comes_back_from_disk(case: str, model: MakeModel, tm
     ):
         engine.ask("watch")
         assert tokens(engine.generate(PROMPTS, together=False)) == engine.reference
-        wait_until(lambda: not depot.status().num_tickets)
-        wait_until(lambda: not depot.status().tiers[0].queued_write_bytes, 60)
+        wait_until_in_tier(depot, num_chunks)
         depot.kill()
         for path in depot.pool_directory.glob("*"):
             path.unlink()
@@ -67,8 +77,7 @@ def test_prompts_are_warmed_by_their_tokens_before_an_engine_asks(
         Engine(model("gqa"), connector(depot.url), reference=PROMPTS, kv_cache_memory_bytes=128 << 20) as engine,
     ):
         engine.generate(PROMPTS, together=False)
-        wait_until(lambda: not depot.status().num_tickets)
-        wait_until(lambda: not depot.status().tiers[0].queued_write_bytes, 60)
+        wait_until_in_tier(depot, 21)
         depot.kill()
         for path in depot.pool_directory.glob("*"):
             path.unlink()
@@ -90,5 +99,5 @@ def test_prompts_are_warmed_by_their_tokens_before_an_engine_asks(
         engine.reset()
         warm = engine.generate(PROMPTS, together=False)
         assert tokens(warm) == engine.reference
-        assert cached(warm) == [1408, 1408, 896, 896]
+        assert cached(warm) == [1408, 896, 896]
         assert depot.status().counters["entries_promoted"] == promoted, "the engine waited for no tier"
