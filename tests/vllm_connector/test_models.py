@@ -28,7 +28,10 @@ CASES: dict[str, tuple[str, dict[str, Any], int, int]] = {
     "windows of one block": ("short-windows", {}, 1408, 896),
     "windows that begin within a chunk": ("windows", {"block_size": 32, "kvdepot": {"chunk_tokens": 384}}, 1152, 768),
     "recurrent states in padded int8 pages": (
-        "recurrent", {"dtype": "bfloat16", "kv_cache_memory_bytes": 256 << 20}, 1280, 768,
+        "recurrent",
+        {"dtype": "bfloat16", "mamba_ssm_cache_dtype": "float32", "kv_cache_memory_bytes": 256 << 20},
+        1280,
+        768,
     ),
     "fp8": ("gqa", {"kv_cache_dtype": "fp8"}, 1408, 896),
 }  # fmt: skip
