@@ -445,12 +445,12 @@ def test_a_file_system_that_turns_read_only_still_serves_and_is_written_when_it_
         assert write(queue, [keys[number]], [extents[number]]) == [False]
         assert read(queue, keys[:5], extents_of(30, [EXTENT_BYTES] * 5)) == [True] * 5, "nothing leaves that stays"
     assert not queue.is_suspended
-    assert said(caplog, "writes are declined, stored entries are still served: it cannot be written: Read-only") == 1
+    assert said(caplog, "declining writes, still serving stored entries: it cannot be written: Read-only") == 1
     assert queue.tier.usage().counters["not_writable"] == 7
     queue.tier.probe()
     remount(small_disk, "rw")
     assert write(queue, keys[5:6], extents[5:6]) == [True]
-    assert said(caplog, "is written again") == 1
+    assert said(caplog, "accepting writes again") == 1
     queue.close()
 
 
@@ -512,7 +512,7 @@ def test_a_file_system_that_is_away_at_the_start_is_served_and_written_later(
     assert read(queue, keys[:1], extents_of(30, [EXTENT_BYTES])) == [True]
     assert pool.view[30 * EXTENT_BYTES : 31 * EXTENT_BYTES] == pool.view[:EXTENT_BYTES]
     assert not queue.is_suspended
-    assert said(caplog, "writes are declined, stored entries are still served") == 1
+    assert said(caplog, "declining writes, still serving stored entries") == 1
     if why == "full":
         stuffing.unlink()
     else:
@@ -579,7 +579,7 @@ def test_what_others_have_on_the_file_system_does_not_empty_the_tier(
     assert said(caplog, "other files fill its file system: 4.7 GiB are missing to the 2% that stay free") == 1
     system.num_free *= 2
     assert all(write_to(tier, pool, [key], extents_of(0, [EXTENT_BYTES]))[0] for key in keys[300:])
-    assert said(caplog, "is written again") == 1
+    assert said(caplog, "accepting writes again") == 1
     tier.close()
 
 
@@ -633,7 +633,7 @@ def test_without_direct_it_is_said_once(pool: TierPool, tmp_path: Path, caplog: 
             queue.tier.probe()
             clear(queue, None, None)
         queue.close()
-    assert said(caplog, "has no O_DIRECT: entries go through the page cache, slower") == 1
+    assert said(caplog, "has no O_DIRECT: entries go through the page cache, which is slower") == 1
 
 
 def test_without_direct_it_is_said_once_also_by_writers_that_find_it_together(

@@ -178,7 +178,7 @@ def test_on_trial_one_error_opens_the_breaker(bench: Bench, operation: Operation
     bench.tier.hanging, bench.tier.failing = set(), {operation}
     assert bench.submit(operation)
     wait_until(lambda: bench.queue.poll() or bench.queue.is_suspended)
-    assert bench.queue.breaker.why_suspended == f"a {operation.name.lower()} failed, though a probe had not"
+    assert bench.queue.breaker.why_suspended == f"a {operation.name.lower()} failed after a probe had succeeded"
     assert bench.probe() == 1.0
 
 

@@ -124,7 +124,7 @@ def test_a_call_that_hangs_is_late_once_and_then_nothing_is_taken(bench: FaultyB
     assert not bench.queue.submit(Job(Operation.READ, bench.keys[:1], extents_of(0, [4096])))
     assert bench.let_pass(0.1) == ([], 0)
     assert bench.queue.poll() == [], "its extent is still the storage's"
-    assert "overran its deadline (1 s)" in bench.queue.breaker.why_suspended
+    assert "exceeded its deadline (1 s)" in bench.queue.breaker.why_suspended
 
 
 def test_what_waits_behind_a_hung_call_fails_when_the_breaker_opens(bench: FaultyBench) -> None:

@@ -1,7 +1,7 @@
-"""Storage below the pool. Found by URL: `kvdepot serve --tier disk:///path?capacity=200GiB`, in order, fastest first.
+"""Storage below the pool, given by URLs, fastest first: `kvdepot serve --tier disk:///path?capacity=200GiB`.
 
-The author of a tier needs the names below, beside `kvdepot.tiers.trailer` (checksums, needs xxhash) and
-`kvdepot.testing.tier.TierSuite` (the conformance suite). `docs/tiers.md`, "Your own tier", shows how they fit.
+The author of a tier needs the names below, `kvdepot.tiers.trailer` (checksums; needs xxhash) and
+`kvdepot.testing.tier.TierSuite` (the conformance suite). See "Your own tier" in `docs/tiers.md`.
 """
 
 from kvdepot.tiers.base import Extents, Tier, TierPool, TierUsage

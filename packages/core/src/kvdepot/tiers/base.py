@@ -14,18 +14,18 @@ Extents = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class TierPool:
-    """The pool, as a tier sees it; valid until the tier is closed."""
+    """A tier's view of the pool, valid until the tier is closed."""
 
-    fd: int  # the pool's file, to map it in another process
-    view: memoryview  # all of it, writable
+    fd: int  # the pool's file, for mapping it in another process
+    view: memoryview  # the whole pool, writable
 
 
 @dataclass(frozen=True, slots=True)
 class TierUsage:
-    """The contents of a tier, as far as it knows without asking the storage. Sizes are bytes; 0 stands for unknown.
+    """The contents of a tier, as far as it knows them without asking the storage. Sizes are bytes; 0 means unknown.
 
-    A tier that evicts on its own counts the removed entries as `EVICTED`. `/metrics` shows all
-    counters of a tier, with a sentence for those that `kvdepot.counting.tier_counter` declares.
+    A tier that evicts by itself counts the evicted entries as `EVICTED`. `/metrics` exports all counters of a tier,
+    with a description if they are declared by `kvdepot.counting.tier_counter`.
     """
 
     num_entries: int = 0
@@ -35,17 +35,17 @@ class TierUsage:
 
 
 class Tier(Protocol):
-    """Storage below the pool. Derive from this class and write eight plain calls, which may wait for the storage.
+    """Storage below the pool. Derive from this class and implement eight plain calls, which may wait for the storage.
 
-    Two more, `touch` and `outdate`, are for storage that evicts what is not used.
+    Two more, `touch` and `outdate`, are for storage that evicts unused entries.
 
-    A key of `kvdepot.tiers.keys.KEY_BYTES` bytes names an entry: a payload, and a trailer of 120 bytes. Payloads move
-    straight between the pool's extents and the storage. The tier keeps each trailer beside its payload and returns it.
-    The depot makes and verifies the trailers, removes entries that do not match, and counts them. So a tier may always
-    miss, and storage that returns other bytes costs misses only.
+    A key of `kvdepot.tiers.keys.KEY_BYTES` bytes identifies an entry: a payload, and a trailer of 120 bytes. Payloads
+    move directly between the pool's extents and the storage. The tier keeps each trailer beside its payload and returns
+    it. The depot creates and verifies the trailers, and removes and counts entries that do not match. So a tier may
+    always miss, and storage that returns wrong bytes causes only misses.
 
-    The depot calls from several threads at a time (`TierQueue`). A call may take long, hang or raise: its operation
-    ends at its deadline, and repeated failures suspend the tier until `probe` returns. A call owns its extents until it
+    The depot calls the tier from several threads (`TierQueue`). A call may take long, hang or raise: its operation ends
+    at its deadline, and repeated failures suspend the tier until `probe` succeeds. A call owns its extents until it
     returns.
 
     The entry point group `kvdepot.tiers` names the opener of each URL scheme:
@@ -68,57 +68,57 @@ class Tier(Protocol):
 
     @property
     def writer_pid(self) -> int:
-        """The pid of the process that touches the pool for this tier; 0 for the depot's own."""
+        """The pid of the process that accesses the pool for this tier; 0 for the depot's own."""
         return 0
 
     def contains(self, keys: Sequence[bytes]) -> Sequence[bool]:
-        """Return which keys are probably here; a hint."""
+        """Return which keys the tier probably has. This is only a hint."""
         ...
 
     def touch(self, keys: Sequence[bytes], sizes: Sequence[int]) -> Sequence[bool]:
-        """Return which entries are here, and note a use of each: the pool has them, and engines ask for them.
+        """Return which entries the tier has, and count a use of each, as engines use them from the pool.
 
-        The depot asks about a used prefix once a second, its first chunk first, and writes the missing entries again.
-        So this should find out whether all of an entry is here, if that is cheap.
+        The depot asks about a used prefix once a second, from its first chunk on, and writes missing entries again. So
+        this should check that an entry is complete, if that is cheap.
 
         Args:
-            keys: of entries.
-            sizes: bytes of their payloads.
+            keys: the keys of the entries.
+            sizes: the sizes of their payloads in bytes.
         """
         del sizes
         return self.contains(keys)
 
     def write(self, keys: Sequence[bytes], trailers: Sequence[bytes], extents: Extents) -> Sequence[bool]:
-        """Store entries; return True for each that is here afterwards, which it may have been before."""
+        """Store entries. Return True for each entry that the tier has afterwards, even if it had it before."""
         ...
 
     def read(self, keys: Sequence[bytes], extents: Extents) -> Sequence[bytes | None]:
-        """Fill extents and return the trailer stored beside each payload; None for an entry that is not here.
+        """Fill extents. Return the trailer stored beside each payload, None for a missing entry.
 
-        Return b"" for an entry that cannot be the one written, for example because it has another size. The depot
-        removes it. The extents of such entries and of misses may hold anything.
+        Return b"" for an entry that cannot be the written one, for example because its size differs. The depot removes
+        it. The extents of such entries and of misses may contain anything.
         """
         ...
 
     def remove(self, keys: Sequence[bytes]) -> None:
-        """Remove the entries that are here."""
+        """Remove entries, if the tier has them."""
         ...
 
     def clear(self, tenant: bytes | None, model: bytes | None) -> Iterator[int]:
-        """Remove the entries with these labels in their keys (None: any), in steps with a deadline each.
+        """Remove the entries whose keys have these labels (None: any), in steps with a deadline each.
 
-        Yield after each step how many entries it removed, as far as that is known.
+        Yield the number of removed entries after each step, as far as it is known.
         """
         ...
 
     def outdate(self, generations: Container[bytes]) -> None:
-        """Let the entries of these generations (`keys.generation_of`) leave first, as no engine uses their weights.
+        """Evict the entries of these generations (`keys.generation_of`) first: no engine uses their weights now.
 
-        Storage that does not choose what it evicts ignores that.
+        Storage without a choice of victims ignores this.
         """
 
     def probe(self) -> None:
-        """Return if the storage answers, and raise if it does not. Must be cheap."""
+        """Raise if the storage does not answer. Must be cheap."""
         ...
 
     def usage(self) -> TierUsage:
@@ -126,5 +126,5 @@ class Tier(Protocol):
         ...
 
     def close(self) -> None:
-        """Stop within a bounded time, even while other calls run. A second call does nothing."""
+        """Stop within a bounded time, even while other calls run. Idempotent."""
         ...

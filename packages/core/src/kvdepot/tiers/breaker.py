@@ -1,12 +1,12 @@
-"""Decides when a tier is suspended, and when it is used again.
+"""Decides when a tier is suspended and when it is resumed.
 
-A call that overruns its deadline suspends the tier, and so do several calls in a row that raise. **Probes**, each on a
-thread of its own, decide when it is back. A probe that hangs is abandoned. One probe is made as the tier begins to be
-used, so that a wrong port or missing credentials show at the start.
+A call that exceeds its deadline suspends the tier. So do several consecutive calls that raise. **Probes**, each on its
+own thread, decide when to resume it. A hung probe is abandoned. The first probe runs when the tier is added, so that a
+wrong port or missing credentials show at the start.
 
-Storage that answers probes may still hang, so a tier that is back is **on trial**: one failing question or read
-suspends it again, for twice as long as before, until the operation that failed succeeds. The same holds for a tier that
-keeps its deadlines but is too slow for lookups, until it serves a lookup in time.
+Storage that answers probes may still hang on other calls. So a resumed tier is **on trial**: until the operation that
+failed succeeds, a single failing question or read suspends it again, for twice as long as before. A tier that keeps its
+deadlines but is too slow for lookups is treated in the same way, until it serves a lookup in time.
 """
 
 import logging
@@ -24,15 +24,15 @@ logger = logging.getLogger(__name__)
 
 _BREAKER_OPENED: Final = tier_counter("breaker_opened", "Times the tier was suspended after failures")
 
-ERRORS_TO_SUSPEND: Final = 3  # calls in a row that raise
-MAXIMUM_HUNG_CALLS: Final = 16  # or as many as there are threads; beyond that the tier stays suspended
+ERRORS_TO_SUSPEND: Final = 3  # consecutive calls that raise
+MAXIMUM_HUNG_CALLS: Final = 16  # at least the number of threads; with more hung calls, the tier stays suspended
 _MOST_HUNG_PROBES: Final = 16  # each keeps a thread
-_FIRST_RETRY_SECONDS: Final = 0.5  # a server that is restarted is back soon
-_LAST_RETRY_SECONDS: Final = 30.0  # a tier that was away is used again at most this late
-_LATE_TO_SUSPEND: Final = 3  # lookups in a row that got nothing in time
+_FIRST_RETRY_SECONDS: Final = 0.5  # a restarting server is back soon
+_LAST_RETRY_SECONDS: Final = 30.0  # the longest time until a recovered tier is used again
+_LATE_TO_SUSPEND: Final = 3  # consecutive lookups that got no entry in time
 
 
-# The operations that a success in time proves to work. A store may answer questions while its reads hang.
+# The operations that a timely success proves to work. Storage may answer questions while its reads hang.
 _SHOWS: Final = {
     Operation.CLEAR: {Operation.CLEAR},
     Operation.CONTAINS: {Operation.CLEAR, Operation.CONTAINS, Operation.WRITE, Operation.TOUCH},
@@ -44,15 +44,15 @@ _SHOWS: Final = {
 
 
 class Breaker:
-    """Suspends one tier and resumes it. Only probes leave the thread of its owner.
+    """Suspends and resumes one tier. Everything except probes runs on the thread of its owner.
 
     Args:
-        name: of the tier.
+        name: the tier's.
         tier: its `probe` is called, which may hang.
-        counters: those of the queue.
-        most_hung: calls that may hang; with more, no probe resumes the tier.
+        counters: the queue's.
+        most_hung: with more hung calls than this, no probe resumes the tier.
         wake: called from another thread when a probe has ended.
-        clock: monotonic seconds.
+        clock: returns monotonic seconds.
     """
 
     def __init__(
@@ -66,26 +66,27 @@ class Breaker:
     ) -> None:
         self.why_suspended = ""
         self.is_retired = False
-        self.num_hung = 0  # calls that are late and have not returned
-        self.num_errors = 0  # in a row
+        self.num_hung = 0  # late calls that have not returned
+        self.num_errors = 0  # consecutive
         self._name = name
         self._tier = tier
         self._counters = counters
         self._most_hung = most_hung
         self._wake = wake
         self._clock = clock
-        self._num_too_late = 0  # lookups in a row
-        self._suspects: set[Operation] = set()  # on trial: they suspended the tier and have not succeeded since
-        self._resumed_at = -math.inf  # when a probe resumed the tier last
+        self._num_too_late = 0  # consecutive lookups
+        # Operations on trial: they suspended the tier and have not succeeded since.
+        self._suspects: set[Operation] = set()
+        self._resumed_at = -math.inf  # when a probe last resumed the tier
         self._retry_seconds = _FIRST_RETRY_SECONDS
         self._probe_at: float | None = None
         self._probe_started_at: float | None = None
-        self._probe_number = 0  # of the current probe, or the last
+        self._probe_number = 0  # of the current or the last probe
         self._num_hung_probes = 0
         self._probed: deque[tuple[int, Exception | None]] = deque()
 
     def begin(self) -> None:
-        """Have the tier probed once, soon and without waiting: one that cannot work is suspended before it is used."""
+        """Schedule a first probe, so that a tier that does not work is suspended before it is used."""
         self._probe_at = self._clock()
 
     def retire(self) -> None:
@@ -95,7 +96,7 @@ class Breaker:
         self._probe_at = None
 
     def suspend(self, why: str, *suspects: Operation) -> None:
-        """Suspend the tier until a probe succeeds; then it is on trial until `suspects` succeed."""
+        """Suspend the tier until a probe succeeds. Then it is on trial until `suspects` succeed."""
         if self.is_retired:
             return
         if not self.why_suspended:
@@ -107,16 +108,18 @@ class Breaker:
             self._probe_at = self._clock() + self._retry_seconds
 
     def was_in_time(self) -> None:
-        """Note that a lookup waited for entries and got them in time."""
+        """Note that a lookup got the entries that it waited for in time."""
         self._num_too_late = 0
 
     def was_too_late(self, waited_seconds: float) -> None:
-        """Note that a lookup waited so long and got nothing. A few in a row suspend the tier, then each one does."""
+        """Note that a lookup waited this long and got nothing. A few in a row suspend the tier; on trial, one does."""
         if self.why_suspended:
             return
         self._num_too_late += 1
         if self._num_too_late >= _LATE_TO_SUSPEND:
-            self.suspend(f"{self._num_too_late} lookups in a row waited {waited_seconds:g} s for it", Operation.READ)
+            self.suspend(
+                f"{self._num_too_late} lookups in a row waited {waited_seconds:g} s for it in vain", Operation.READ
+            )
 
     def judge(self, call: Call) -> None:
         """Learn from a call that has ended, unless it was late or began before the last probe."""
@@ -135,7 +138,7 @@ class Breaker:
         if self.num_errors >= ERRORS_TO_SUSPEND:
             self.suspend(f"{self.num_errors} calls in a row failed", operation)
         elif self._suspects and call.is_urgent:
-            self.suspend(f"a {operation.name.lower()} failed, though a probe had not", operation)
+            self.suspend(f"a {operation.name.lower()} failed after a probe had succeeded", operation)
 
     # --- probes ---------------------------------------------------------------------------------------------------
 
@@ -150,7 +153,7 @@ class Breaker:
         now = self._clock()
         if self._probe_started_at is not None and now - self._probe_started_at > deadline_seconds:
             self._num_hung_probes += 1
-            self._end_probe(TimeoutError(f"its probe overran its deadline ({deadline_seconds:g} s)"), deadline_seconds)
+            self._end_probe(TimeoutError(f"a probe exceeded its deadline ({deadline_seconds:g} s)"), deadline_seconds)
         if self.next_probe is not None and now >= self.next_probe:
             self._probe_started_at = now
             self._probe_at = None
@@ -158,7 +161,7 @@ class Breaker:
             self._begin_probe(self._probe_number)
 
     def take_probes(self, deadline_seconds: float) -> bool:
-        """Handle the probes that have ended; return whether one of them resumed the tier."""
+        """Handle the ended probes. Return whether one of them resumed the tier."""
         was_suspended = bool(self.why_suspended)
         while self._probed:
             number, error = self._probed.popleft()
@@ -190,20 +193,20 @@ class Breaker:
             return
         self._retry_seconds = min(2 * self._retry_seconds, _LAST_RETRY_SECONDS)
         if error is None and seconds > deadline_seconds:
-            error = TimeoutError(f"its probe took {seconds:.1f} s")
+            error = TimeoutError(f"a probe took {seconds:.1f} s")
         if error is None and self.num_hung > self._most_hung:
-            error = TimeoutError(f"{self.num_hung} calls never came back")
+            error = TimeoutError(f"{self.num_hung} calls have not returned")
         if error is not None:
             why = f"{type(error).__name__}: {error}"
-            if not self.why_suspended:  # the probe of the start
-                logger.warning("tier %s does not work, and is suspended until it does: %s", self._name, why)
+            if not self.why_suspended:  # the first probe
+                logger.warning("tier %s does not work and is suspended: %s", self._name, why)
                 self._counters[_BREAKER_OPENED] += 1
             self.why_suspended = why
             self._probe_at = self._clock() + self._retry_seconds
             return
         if not self.why_suspended:
             return
-        logger.warning("tier %s is back", self._name)
+        logger.warning("tier %s is in use again", self._name)
         self.why_suspended = ""
         self.num_errors = 0
         self._resumed_at = self._clock()

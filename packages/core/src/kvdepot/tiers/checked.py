@@ -1,8 +1,8 @@
-"""Writes a trailer beside each entry that goes down to a tier, and verifies those that come back.
+"""Writes a trailer beside each entry that is demoted to a tier, and verifies the trailers of entries that it returns.
 
-It runs on the threads of the tier's queue. The tier only keeps each trailer beside its payload and returns both. An
-entry other than the one written under its key is a miss. It is removed, and the queue counts it as "corrupt". Each
-payload is hashed once: the checksums that `--verify` keeps in the pool are those of the trailers.
+It runs on the threads of the tier's queue. The tier keeps each trailer beside its payload and returns both. An entry
+that differs from the one written under its key is a miss. It is removed and counted as "corrupt". Each payload is
+hashed only once: the trailers contain the checksums that `--verify` keeps in the pool.
 """
 
 import logging
@@ -20,12 +20,12 @@ T = TypeVar("T")
 
 
 class CheckedTier:
-    """A tier whose entries are checked by their trailers. Several threads call it at a time.
+    """A tier whose entries are checked by their trailers. Called from several threads.
 
     Args:
-        tier: keeps payloads and trailers.
-        pool: the one that the tier was opened with.
-        name: for logs.
+        tier: stores payloads and trailers.
+        pool: the pool that the tier was opened with.
+        name: the tier's name for logs.
     """
 
     def __init__(self, tier: Tier, pool: TierPool, name: str) -> None:
@@ -36,21 +36,21 @@ class CheckedTier:
         self._name = name
 
     def _names(self, keys: Sequence[bytes]) -> Sequence[bytes]:
-        """Return keys as the tier wants them."""
+        """Return keys in the form that the tier expects."""
         return keys if self._wants_places else [key[:KEY_BYTES] for key in keys]
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """Return one answer for each key."""
+        """Return one answer per key."""
         return _whole(self._tier.contains(self._names(keys)), len(keys), False)
 
     def touch(self, keys: Sequence[bytes], sizes: Sequence[int]) -> list[bool]:
-        """Return one answer for each key, and have the tier note their use."""
+        """Return one answer per key. The tier counts a use of each."""
         return _whole(self._tier.touch(self._names(keys), sizes), len(keys), False)
 
     def write(self, call: Call) -> None:
-        """Write the entries of a call, and note the outcomes in it.
+        """Write the entries of a call, and set its outcomes.
 
-        An entry whose bytes no longer match the job's checksum is corrupt and is not written.
+        An entry whose bytes do not match the job's checksum is corrupt and is not written.
         """
         keys, extents, checksums = call.keys, call.extents, call.job.checksums[call.first : call.last]
         outcomes = [False] * len(keys)
@@ -71,7 +71,7 @@ class CheckedTier:
         call.outcomes = outcomes
 
     def read(self, call: Call) -> None:
-        """Fill the extents of a call, verify them, and note outcomes and checksums in it. Remove broken entries."""
+        """Fill and verify the extents of a call, and set its outcomes and checksums. Remove broken entries."""
         checksums, corrupt = list[bytes](), list[int]()
         trailers = _whole(self._tier.read(self._names(call.keys), call.extents), len(call.keys), None)
         for place, (key, (offset, num_bytes), trailer) in enumerate(
@@ -83,17 +83,17 @@ class CheckedTier:
                     checksum = verify(trailer, key[:KEY_BYTES], num_bytes, self._pool.view[offset : offset + num_bytes])
                 except BrokenEntry as error:
                     corrupt.append(call.first + place)
-                    logger.error("tier %s: entry %s is removed: %s", self._name, key[:KEY_BYTES].hex()[-16:], error)
+                    logger.error("tier %s: removing entry %s: %s", self._name, key[:KEY_BYTES].hex()[-16:], error)
             checksums.append(checksum)
         if corrupt:
             try:
                 self._tier.remove(self._names([call.job.keys[place] for place in corrupt]))
             except Exception as error:
-                logger.warning("tier %s: broken entries cannot be removed: %r", self._name, error)
+                logger.warning("tier %s: cannot remove broken entries: %r", self._name, error)
         call.corrupt, call.checksums = corrupt, checksums
         call.outcomes = [bool(checksum) for checksum in checksums]
 
 
 def _whole(outcomes: Sequence[T], num_keys: int, missing: T) -> list[T]:
-    """Return one outcome for each key. One that the tier did not report is `missing`."""
+    """Return one outcome per key: `missing` if the tier did not report one."""
     return [*outcomes[:num_keys], *[missing] * (num_keys - len(outcomes))]

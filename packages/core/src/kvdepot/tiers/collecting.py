@@ -1,7 +1,7 @@
-"""Removes objects of a store that nobody else collects, the oldest first, beside depots that use it.
+"""Removes the oldest objects of an object store while depots use it. Such stores do not evict by themselves.
 
-Objects never change and depots take a missing one for a miss, so any of them may be removed at any time. A depot that
-has its chunks in the pool writes them again when they are used.
+Objects never change, and a missing object is a miss, so any object may be removed at any time. If a depot has its
+chunks in the pool, it writes them again when they are used.
 """
 
 from collections import Counter
@@ -21,15 +21,16 @@ if TYPE_CHECKING:
 FORMATS: Final = {64: "runs", 94: "entries"}
 """Formats of objects by the digits at the end of their names; "entries" are of the first version, read by none."""
 
-_PLACE_END: Final = 4 * LABEL_BYTES + 5 + 2 * PLACE_BYTES  # of a name: labels, two digits, three slashes, the place
+# Within a name: behind the labels, two digits, three slashes and the place.
+_PLACE_END: Final = 4 * LABEL_BYTES + 5 + 2 * PLACE_BYTES
 _MARK_IN_NAME: Final = slice(_PLACE_END - 2 * MARK_BYTES, _PLACE_END)
-_LISTED_AT_ONCE: Final = 1000  # what S3 returns in one answer
-_DELETED_AT_ONCE: Final = 250  # what Azure deletes in one request is 256, S3 1,000
+_LISTED_AT_ONCE: Final = 1000  # S3 returns this many per request
+_DELETED_AT_ONCE: Final = 250  # Azure deletes up to 256 per request, S3 1,000
 
 
 @dataclass(slots=True)
 class Collected:
-    """The objects of a store, and those that were removed: number and bytes by format."""
+    """The numbers and bytes of the objects in a store, by format, and of the removed ones."""
 
     num_objects: Counter[str] = field(default_factory=Counter[str])
     num_bytes: Counter[str] = field(default_factory=Counter[str])
@@ -47,16 +48,16 @@ def collect(
     model: str = "",
     kept_generations: Collection[str] = (),
 ) -> Collected:
-    """Count a depot's objects, and remove some of them. Objects of others are neither counted nor removed.
+    """Count the objects of depots in a store, and remove some. Other objects are neither counted nor removed.
 
     Args:
-        store: with the prefix of the tier.
-        now: seconds since 1970.
-        capacity_bytes: the oldest objects are removed until the others have at most so many bytes; 0 for no limit.
-        older_than_seconds: objects written longer ago are removed; 0 for none.
-        format_name: all objects of this format are removed; "" for none.
-        model: all of its objects are removed whose weights are none of `kept_generations`; "" for none.
-        kept_generations: names, as `kvdepot status` shows them.
+        store: the store, with the prefix of the tier.
+        now: Unix time.
+        capacity_bytes: remove the oldest objects until the rest has at most this size; 0 for no limit.
+        older_than_seconds: remove objects that were written longer ago; 0 for none.
+        format_name: remove all objects of this format; "" for none.
+        model: remove this model's objects of all weights except `kept_generations`; "" for none.
+        kept_generations: names as shown by `kvdepot status`.
 
     Raises:
         obstore.exceptions.BaseError: the store does not answer, or refuses to list or to delete.
@@ -91,7 +92,7 @@ def collect(
 def _delete(store: ObjectStore, paths: list[str]) -> None:
     try:
         obstore.delete(store, paths)
-    except FileNotFoundError:  # files only: somebody else removes, too
+    except FileNotFoundError:  # only with files: another process removes objects, too
         for path in paths:
             try:
                 obstore.delete(store, path)

@@ -1,8 +1,8 @@
-"""Writes entries of the pool to tiers: when they are stored, when they are used again, or when they are about to leave.
+"""Writes entries of the pool to tiers when they are stored, used again, or about to be evicted.
 
 The entries stay in the pool meanwhile. Each tier has a bound of waiting bytes. As its queue fills up, the depot drops
-more and more of the end of each prefix. Entries that are handed over to an engine of another node go first, whatever
-the rule, and none of them is dropped before the queue is full.
+more and more of the end of each prefix. Entries that are handed over to an engine of another node are written first,
+whatever the rule, and are dropped only when the queue is full.
 """
 
 import enum
@@ -27,17 +27,17 @@ _DEMOTIONS_DROPPED: Final = depot_counter(
     "demotions_dropped", "Entries not written to a tier because its queue was full"
 )
 
-_CHUNKS_A_STEP: Final = 32  # of one prefix
+_CHUNKS_A_STEP: Final = 32  # chunks of a prefix per step
 _LEAST_VICTIMS: Final = 2  # per turn, each with the chunks before it, to keep up with stores
-_PRESSURE_BEGINS: Final = 0.5  # of the bytes that may wait to be written
-_RESERVE_SHARE: Final = 0.05  # of the pool, kept free with `--demote evict`
+_PRESSURE_BEGINS: Final = 0.5  # share of the bytes that may wait to be written
+_RESERVE_SHARE: Final = 0.05  # share of the pool that `--demote evict` keeps free
 
 
 class Leaves(enum.Enum):
-    """Whether entries leave the pool once they have been written."""
+    """When to evict entries that have been written to a tier."""
 
     NEVER = enum.auto()
-    WRITTEN = enum.auto()  # if their session has ended and a tier has them
+    WRITTEN = enum.auto()  # once a tier has them, if their session has ended
     ANYWAY = enum.auto()
 
 
@@ -45,15 +45,15 @@ class Demotions:
     """Chooses the entries to write to tiers, and submits them.
 
     Args:
-        index: of the pool.
+        index: the pool's.
         tiers: fastest first; the list may grow.
-        keys: of entries.
+        keys: makes the keys of entries.
         rule: when entries are written.
         least_tokens: shorter prefixes are not written.
-        counters: those of tiering.
-        on_corrupt: called with record and header of an entry whose bytes do not match their checksum; compares the
-            header, as the record may be another entry's by now.
-        clock: monotonic seconds.
+        counters: the counters of tiering.
+        on_corrupt: called with the record and header of an entry with a checksum mismatch. It must compare the header,
+            as the record may have been reused.
+        clock: returns monotonic seconds.
     """
 
     def __init__(
@@ -75,18 +75,18 @@ class Demotions:
         self._counters = counters
         self._on_corrupt = on_corrupt
         self._clock = clock
-        self.lacks_victims = False  # the reserve needs room, and nothing can leave
-        self._is_cut = False  # the reserve needs room, and the last turn was over
+        self.lacks_victims = False  # whether the reserve needs room but no chunk can be evicted
+        self._is_cut = False  # whether the reserve needs room and the last turn ended before
         self._gathering = Gathering(index.nodes)
         self.refresher = Refresher(index, keys, self._write_lost, clock, writes_used=rule is not Demotion.EVICT)
 
     @property
     def has_work(self) -> bool:
-        """Whether `turn` would go on at once."""
+        """Whether `turn` has work to do now."""
         return self._is_cut or self.refresher.has_work
 
     def stored(self, records: Sequence[int], *, is_first: bool = False) -> None:
-        """Write newly sealed entries, in the order of their chunks, if they go first or the rule says so."""
+        """Write newly sealed entries, in the order of their chunks, if `is_first` or the rule demands it."""
         index = self._index
         if not records:
             return
@@ -103,24 +103,24 @@ class Demotions:
             if not self._gathering.adds(before, last, run_chunks, self._clock(), is_first=is_first):
                 self._refresh(last, in_runs, is_first=is_first)
         if before != NO_NODE and self._is_missing(before, others):
-            # A tier cannot use them without the chunks before them.
+            # In a tier, they are useless without the chunks before them.
             self._refresh(last, others, is_first=is_first)
         else:
             self._write(records, others, is_first=is_first)
 
     def used(self, node: int) -> None:
-        """Ask the tiers for the prefix that ends with this chunk and was found, and write what they lack."""
+        """After a lookup found the prefix that ends here, ask the tiers for it and write the missing entries."""
         if self._is_wanted(node):
             for tier in self._tiers:
                 self.refresher.begin(tier, node, Reason.USED)
 
     def leave(self, node: int, is_own: Callable[[int], bool]) -> Iterator[int]:
-        """Have the chunks leave that only this prefix needs and whose label `is_own`, those at its end first.
+        """Evict the chunks that only this prefix needs and whose label `is_own`, from its end on.
 
-        Chunks that a tier has leave now: ranking them before (`Priorities.end_session`) took a third of the time. From
-        the first chunk that no tier has, they are ranked and written, and leave once a tier has them. A chunk that no
-        tier takes stays. Yield after each step how many chunks it changed. Between two steps the index may be used for
-        anything.
+        Evict chunks that a tier has now: ranking them first (`Priorities.end_session`) would take a third more time.
+        From the first chunk that no tier has, rank and write the chunks, and evict each once a tier has it. A chunk
+        that no tier takes stays. Yield the number of changed chunks after each step. Between steps, the index may be
+        used freely.
         """
         index, nodes, count = self._index, self._index.nodes, 0
         while node != NO_NODE and is_own(nodes.label_of(node)) and self.holds(node):
@@ -134,7 +134,7 @@ class Demotions:
                 key = nodes.key_of(node) if node != NO_NODE else b""
                 yield _CHUNKS_A_STEP
                 if key and nodes.tree.keys[node] != key:
-                    return  # it was evicted in the meantime
+                    return  # it was evicted meanwhile
         if node != NO_NODE:
             key = nodes.key_of(node)
             yield from index.priorities.end_session(node, is_own)
@@ -143,9 +143,9 @@ class Demotions:
         yield count % _CHUNKS_A_STEP
 
     def _write_ended(self, node: int) -> Iterator[int]:
-        """Write chunks whose session has ended to the tiers that lack them, from this one up to the first that has not.
+        """Write ended chunks to the tiers that lack them, from this one up to the first that has not ended.
 
-        Each leaves once a tier has it.
+        Each is evicted once a tier has it.
         """
         index, nodes = self._index, self._index.nodes.space_of(node).nodes
         while self._has_ended(node):
@@ -171,7 +171,7 @@ class Demotions:
         return node != NO_NODE and self._index.nodes.tree.priority[node] == ENDED
 
     def _evict_ended(self, node: int) -> None:
-        """Evict chunks that have ended and that a tier has, from this one up to the first that cannot leave."""
+        """Evict ended chunks that a tier has, from this one up to the first that cannot be evicted."""
         for _ in range(_CHUNKS_A_STEP):
             if not self._has_ended(node) or not self.holds(node):
                 break
@@ -181,7 +181,7 @@ class Demotions:
             node = above
 
     def turn(self, is_over: Callable[[], bool]) -> None:
-        """Do at least one step of each kind of pending work, then continue until `is_over`."""
+        """Do at least one step of each kind of work, then continue until `is_over`."""
         while (stored := self._gathering.next_over(self._clock())) is not None:
             in_runs = [tier for tier in self._tiers if tier.queue.keeps_runs]
             self._refresh(stored.last, in_runs, is_first=stored.is_first)
@@ -191,11 +191,11 @@ class Demotions:
 
     @property
     def next_deadline(self) -> float:
-        """The time by which `turn` must be called, if it has no work now."""
+        """The time by which `turn` must be called if it has no work now."""
         return self._gathering.next_deadline
 
     def _refresh(self, node: int, tiers: Sequence[TierState], *, is_first: bool) -> None:
-        """Write the newly stored end of a prefix, after asking for it."""
+        """Write the newly stored end of a prefix, after asking the tiers for it."""
         for tier in tiers:
             self.refresher.begin(tier, node, Reason.HANDED_OVER if is_first else Reason.STORED)
 
@@ -203,13 +203,13 @@ class Demotions:
         return any(not self._is_written(record, tiers) for record in self._index.entries.sealed(node))
 
     def holds(self, node: int) -> bool:
-        """Whether a tier that is not suspended has all sealed entries of a chunk, or they are on their way there."""
+        """Return whether a working tier has all sealed entries of a chunk, or they are on their way there."""
         records = self._index.entries.sealed(node)
         headers = list(map(self._index.table.header, records))
         return any(not tier.queue.is_suspended and all(map(tier.has, records, headers)) for tier in self._tiers)
 
     def _is_wanted(self, node: int) -> bool:
-        """Whether tiers are to have a prefix that ends here: it is long enough, and its weights are not outdated."""
+        """Return whether to write a prefix that ends here: it is long enough, and its weights are not outdated."""
         index = self._index
         if index.nodes.label_of(node) in index.shares.outdated:
             return False
@@ -227,9 +227,9 @@ class Demotions:
         leaves: Leaves = Leaves.NEVER,
         is_first: bool = False,
     ) -> bool:
-        """Write entries to every tier that lacks them, in their order. Return False if no tier takes any.
+        """Write entries in order to each tier that lacks them. Return False if no tier takes any.
 
-        Evict them afterwards as `leaves` says. With `is_first`, write them before those that wait.
+        `leaves` decides whether to evict them afterwards. With `is_first`, write them before waiting entries.
         """
         index, table, is_taken = self._index, self._index.table, False
         for tier in tiers:
@@ -262,7 +262,7 @@ class Demotions:
         return is_taken
 
     def _write_lost(self, tier: TierState, records: Sequence[int], is_first: bool) -> bool:
-        """Write entries that a tier lacks; return False if one was dropped."""
+        """Write entries that a tier lacks. Return False if one was dropped."""
         num_dropped = self._counters[_DEMOTIONS_DROPPED]
         self._write(records, [tier], is_first=is_first)
         return self._counters[_DEMOTIONS_DROPPED] == num_dropped
@@ -300,7 +300,7 @@ class Demotions:
             if node is None:
                 self.lacks_victims = True
                 return
-            # The chunks before a leaf leave next, so write them together.
+            # The chunks before a leaf are evicted right after it; write them in one job.
             nodes, records = [node], index.entries.sealed(node)
             while (
                 len(nodes) < _CHUNKS_A_STEP
@@ -324,7 +324,7 @@ class Demotions:
 
 
 def _num_taken(queue: TierQueue, num_entries: int) -> int:
-    """Return how many of these entries to submit: all while the queue is less than half full, then fewer."""
+    """Return how many of the entries to submit: all while the queue is less than half full, then fewer."""
     fullness = queue.queued_write_bytes / max(1, queue.write_bytes)
     pressure = min(1.0, (fullness - _PRESSURE_BEGINS) / (1 - _PRESSURE_BEGINS))
     return num_entries if pressure <= 0 else round(num_entries * (1 - pressure))

@@ -1,9 +1,9 @@
-"""Gathers stores that follow each other, so that they become few objects of a tier that keeps runs.
+"""Gathers consecutive stores, so that they become few objects in a tier that keeps runs.
 
-Engines store a long prompt in many pieces, and each step of decoding a chunk or two. Chunks wait while more are stored
-right behind them: pieces that another node waits for a twentieth of a second, others a quarter, few chunks two seconds,
-ten at most, and from the first second on none beyond the end of a run. A prefix that is used meanwhile is written at
-once.
+Engines store a long prompt in many pieces, and a chunk or two in each step of decoding. So chunks wait for stores right
+behind them: a twentieth of a second if another node waits for them, else a quarter; two seconds if they are few. They
+wait ten seconds at most, and no longer than one second once a run is complete. If the prefix is used meanwhile, it is
+written at once.
 """
 
 import math
@@ -13,30 +13,31 @@ from typing import Final
 from kvdepot.index.eviction import NO_NODE
 from kvdepot.index.tree import Nodes
 
-_FEW_CHUNKS: Final = 8  # a run with fewer waits longest: the next ones of its prompt make it worth a request
-_IDLE_SECONDS: Final = (0.05, 0.25, 2.0)  # after a piece that another node waits for, another, and few chunks
-_LEAST_SECONDS: Final = 1.0  # before a complete run goes: each is a question of its own
-_MOST_SECONDS: Final = 10.0  # then an incomplete run goes, too
-_MOST_WAITING: Final = 1024  # chunks, then no run waits: they are pinned in the pool
+_FEW_CHUNKS: Final = 8  # fewer chunks wait longest: later chunks of the prompt make the request worthwhile
+_IDLE_SECONDS: Final = (0.05, 0.25, 2.0)  # if another node waits; otherwise; for few chunks
+_LEAST_SECONDS: Final = 1.0  # before a complete run is written: each run is a separate question
+_MOST_SECONDS: Final = 10.0  # then an incomplete run is written, too
+_MOST_WAITING: Final = 1024  # chunks; with more, no run waits, as waiting chunks are pinned in the pool
 
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """Stored chunks that wait for more behind them."""
+    """Stored chunks that wait for more chunks behind them."""
 
     last: int  # node
     key: bytes  # of that chunk
-    is_first: bool  # written before others
+    is_first: bool  # whether to write them before others
     began: float
     until: float
 
 
 class Gathering:
-    """The stores that wait for more behind them, by the node of their last chunk."""
+    """The waiting stores, by the node of their last chunk."""
 
     def __init__(self, nodes: Nodes) -> None:
         self._nodes = nodes
-        self._waiting: tuple[dict[int, Gathered], ...] = tuple({} for _ in _IDLE_SECONDS)  # the next to end first
+        # Ordered by the end of the wait.
+        self._waiting: tuple[dict[int, Gathered], ...] = tuple({} for _ in _IDLE_SECONDS)
 
     @property
     def next_deadline(self) -> float:
@@ -44,14 +45,16 @@ class Gathering:
         return min((next(iter(waiting.values())).until for waiting in self._waiting if waiting), default=math.inf)
 
     def adds(self, before: int, last: int, run_chunks: int, now: float, *, is_first: bool) -> bool:
-        """Let the chunks behind `before` up to `last` wait, with those that end at `before`. False: write them now.
+        """Let the chunks behind `before` up to `last` wait, joined to those that end at `before`.
+
+        Return False if they must be written now.
 
         Args:
-            before: node, `NO_NODE` before a first chunk.
-            last: node.
-            run_chunks: chunks of a run.
-            now: seconds of the clock.
-            is_first: an engine of another node waits for them.
+            before: a node, or `NO_NODE` before the first chunk.
+            last: a node.
+            run_chunks: the chunks per run.
+            now: the present time in seconds.
+            is_first: whether an engine of another node waits for them.
         """
         nodes, began = self._nodes, now
         for waiting in self._waiting:
@@ -69,7 +72,7 @@ class Gathering:
         return True
 
     def next_over(self, now: float) -> Gathered | None:
-        """Return a store behind which no more came, to be written with the chunks before it; None without one."""
+        """Return a store whose wait has ended, to be written with the chunks before it. None if there is none."""
         for waiting in self._waiting:
             while waiting:
                 last, gathered = next(iter(waiting.items()))

@@ -1,4 +1,4 @@
-"""Jobs for a tier, the calls into which the queue cuts them, and their outcomes."""
+"""Jobs for a tier, the calls into which the queue divides them, and their outcomes."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,17 +24,18 @@ def _ignore(*_: object) -> None:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One operation on keys, but for questions with the places in the pool of their entries. The submitter owns it."""
+    """One operation on keys and, except for questions, on their entries' extents in the pool. The submitter owns it."""
 
     operation: Operation
     keys: Sequence[bytes] = ()
     extents: Extents = ()
-    checksums: Sequence[bytes] = ()  # of payloads to write, empty or zeros if unknown; others are not written
-    labels: tuple[bytes | None, bytes | None] = (None, None)  # to clear
+    # Expected checksums of payloads to write; empty or zeros if unknown; others are not written.
+    checksums: Sequence[bytes] = ()
+    labels: tuple[bytes | None, bytes | None] = (None, None)  # tenant and model to clear
     generations: frozenset[bytes] = frozenset()  # to outdate
-    is_first: bool = False  # written before others: an engine of another node waits for it
-    on_part: "Callable[[Part], object]" = _ignore  # the queue's owner calls it with each part
-    on_late: Callable[[], object] = _ignore  # likewise, once, for a late call; parts may follow
+    is_first: bool = False  # whether to write it before others, as an engine of another node waits for it
+    on_part: "Callable[[Part], object]" = _ignore  # called with each part, on the thread of the queue's owner
+    on_late: Callable[[], object] = _ignore  # likewise, called once if a call is late; parts may follow
     num_left: int = 0  # keys without an outcome
     num_cleared: int | None = None  # None: it failed
     is_late: bool = False  # one of its calls overran its deadline

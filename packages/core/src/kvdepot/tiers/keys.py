@@ -1,8 +1,8 @@
-"""Names of entries in tiers, the same for every kind of storage.
+"""Keys of entries in tiers, equal for all kinds of storage.
 
-A key contains everything that decides whether bytes may be used: the chunk (and with it model, weights, adapter and
+A key contains everything that determines whether bytes may be used: the chunk (and thereby model, weights, adapter and
 salt), the layer group, the part and the page sizes. It begins with labels of tenant and model, so that their entries
-can be found without an index. The place of weights that a trainer wrote ends with their mark.
+can be found without an index. For weights that a trainer wrote, the place ends with their mark.
 """
 
 from typing import Final
@@ -16,23 +16,23 @@ LABEL_BYTES: Final = 8
 PLACE_BYTES: Final = 16
 KEY_BYTES: Final = 2 * LABEL_BYTES + PLACE_BYTES + DIGEST_BYTES  # tenant, model, place, chunk
 MARK_BYTES: Final = 4  # at the end of the place
-RUN_BYTES: Final = 8  # behind a key, for tiers that want it: the first chunk of the run that the chunk is in
+RUN_BYTES: Final = 8  # behind a key, for tiers that want it: the first chunk of the chunk's run
 DEPTH_BYTES: Final = 4  # behind the run: the number of the chunk in its prefix
 _RUN: Final = slice(KEY_BYTES, KEY_BYTES + RUN_BYTES)
 _MARK: Final = slice(2 * LABEL_BYTES + PLACE_BYTES - MARK_BYTES, 2 * LABEL_BYTES + PLACE_BYTES)
 MOST_CHUNKS_A_RUN: Final = 128  # 2,048 tokens in chunks of 16
-_MOST_BYTES_A_RUN: Final = 16 << 20  # at 1 GB/s 16 ms: a request's own cost is small beside it
+_MOST_BYTES_A_RUN: Final = 16 << 20  # 16 ms at 1 GB/s, so that the overhead of a request is small
 
 
 def label_of(name: str) -> bytes:
-    """Return the label of a tenant's or a model's name, a hash that does not reveal the name."""
+    """Return the label of a tenant or a model: a hash that does not reveal the name."""
     return blake3(name.encode()).digest(LABEL_BYTES)
 
 
 def mark_of(weights: str) -> bytes:
     """Return the mark of a generation of weights (`kvdepot.keys.Namespace.weights`).
 
-    It is empty for weights that were loaded: their entries have no mark, and nobody finds them by it.
+    It is empty for the weights that an engine loaded. Their entries have no mark and cannot be outdated.
     """
     generation = weights.partition(" ")[2]
     return blake3(generation.encode()).digest(MARK_BYTES) if generation else b""
@@ -44,27 +44,27 @@ def generation_of(key: bytes) -> bytes:
 
 
 def place_of(space: bytes, group: int, part: int, check: int, num_bytes: int, mark: bytes = b"") -> bytes:
-    """Return the part of a key that all entries of one part of one layer group share.
+    """Return the place: the section of a key that all entries of one part of one layer group share.
 
     Args:
-        space: digest of the `CacheSpec`.
-        group: layer group.
-        part: its number.
-        check: of the page sizes with which the bytes were written.
-        num_bytes: size of a payload.
-        mark: of the generation of the weights.
+        space: the digest of the `CacheSpec`.
+        group: the layer group.
+        part: the number of the part.
+        check: the check of the writer's page sizes.
+        num_bytes: the size of a payload.
+        mark: the mark of the generation of weights.
     """
     digest = blake3(msgspec.msgpack.encode((space, group, part, check, num_bytes))).digest(PLACE_BYTES)
     return digest[: PLACE_BYTES - len(mark)] + mark
 
 
 def chunks_a_run(num_bytes: int) -> int:
-    """Return how many chunks with payloads of this size a run has: a power of two, so long runs end where short do."""
+    """Return the chunks per run for payloads of this size: a power of two, so that runs of all lengths align."""
     return min(MOST_CHUNKS_A_RUN, 1 << max(1, _MOST_BYTES_A_RUN // max(1, num_bytes)).bit_length() - 1)
 
 
 def tier_key(tenant: bytes, model: bytes, place: bytes, chunk: bytes) -> bytes:
-    """Return the key of an entry: labels of tenant and model, its place, and the chunk's key."""
+    """Return the key of an entry: labels of tenant and model, place, and the chunk's key."""
     return tenant + model + place + chunk
 
 
@@ -74,20 +74,20 @@ def digest_of(key: bytes) -> bytes:
 
 
 def run_of(key: bytes) -> bytes:
-    """Return the part of a key that all entries between two cuts share; a key that names no cut is one by itself."""
+    """Return the section of a key that all entries between two cuts share. A key without a cut is its own run."""
     return key[: KEY_BYTES - DIGEST_BYTES] + (key[_RUN] or key[KEY_BYTES - RUN_BYTES :])
 
 
 def begins_run(key: bytes) -> bool:
-    """Whether an entry's chunk is the first one behind a cut."""
+    """Return whether an entry's chunk is the first one behind a cut."""
     return key[_RUN] in (b"", digest_of(key)[:RUN_BYTES])
 
 
 def depth_of(key: bytes) -> int:
-    """Return the number of an entry's chunk in its prefix, 0 for a key that does not say it."""
+    """Return the number of an entry's chunk in its prefix, 0 for a key without it."""
     return int.from_bytes(key[_RUN.stop :], "big")
 
 
 def has_labels(key: bytes, tenant: bytes | None, model: bytes | None) -> bool:
-    """Whether a key has these labels (None: any)."""
+    """Return whether a key has these labels (None: any)."""
     return tenant in (None, key[:LABEL_BYTES]) and model in (None, key[LABEL_BYTES : 2 * LABEL_BYTES])

@@ -1,4 +1,4 @@
-"""A tier in this process's own memory, `memory://?capacity=SIZE`: for tests, and the smallest example of a tier."""
+"""A tier in this process's memory, `memory://?capacity=SIZE`: for tests, and as the smallest example of a tier."""
 
 import threading
 from collections.abc import Container, Iterator, Sequence
@@ -11,7 +11,7 @@ from kvdepot.tiers.url import TierUrl
 
 
 class MemoryTier(Tier):
-    """Copies of entries; evicts the least recently used one."""
+    """Keeps copies of entries, and evicts the least recently used."""
 
     def __init__(self, pool: TierPool, capacity_bytes: int) -> None:
         self._pool = pool
@@ -29,7 +29,7 @@ class MemoryTier(Tier):
     def touch(self, keys: Sequence[bytes], sizes: Sequence[int]) -> list[bool]:
         """See `Tier`."""
         with self._lock:
-            for key in reversed(keys):  # the first chunk is used last
+            for key in reversed(keys):  # so that the first chunk is the most recently used
                 self._sizes.use(key)
         return self.contains(keys)
 

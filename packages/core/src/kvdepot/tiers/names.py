@@ -1,4 +1,4 @@
-"""The keys of the pool's entries in tiers. Parts that many keys share are computed once."""
+"""Makes the tier keys of the pool's entries. Sections that many keys share are computed once."""
 
 from collections.abc import Callable, Sequence
 
@@ -16,7 +16,7 @@ class EntryKeys:
 
     Args:
         index: the pool's.
-        names_of: returns a label by the number that the index uses for it.
+        names_of: returns the label with a number of the index.
     """
 
     def __init__(self, index: ChunkIndex, names_of: Callable[[int], Label]) -> None:
@@ -25,7 +25,7 @@ class EntryKeys:
         self._labels: dict[int, tuple[bytes, bytes]] = {}
         self._marks: dict[int, bytes] = {}  # by owner
         self._places: dict[tuple[int, int, int, int, int, bytes], bytes] = {}
-        self._last_runs: dict[int, tuple[int, bytes, bytes]] = {}  # node, its key and its run, by chunks of a run
+        self._last_runs: dict[int, tuple[int, bytes, bytes]] = {}  # (node, its key, its run), by chunks per run
 
     def labels(self, owner: int) -> tuple[bytes, bytes]:
         """Return the labels of a tenant and a model."""
@@ -43,7 +43,10 @@ class EntryKeys:
         return model + mark if mark else b""
 
     def key(self, owner: int, space: Space, place: PartPlace, digests: bytes, chunk: int) -> bytes:
-        """Return key, run and depth of an entry, whether the pool has it or not; `digests` are those of a prefix."""
+        """Return the key of an entry, with its run and depth.
+
+        The pool need not have the entry. `digests` are those of a prefix.
+        """
         first = chunk - chunk % chunks_of_run(space, place.group, place.num_bytes)
         run = digest_at(digests, first)[:RUN_BYTES]
         return self._key(owner, space, place, digest_at(digests, chunk)) + run + chunk.to_bytes(DEPTH_BYTES, "big")
@@ -59,7 +62,7 @@ class EntryKeys:
         return tier_key(*labels, packed, digest)
 
     def key_of(self, record: int) -> bytes:
-        """Return the key of an entry in the pool, its run and its depth."""
+        """Return the key of an entry in the pool, with its run and depth."""
         index, table = self._index, self._index.table
         node = index.entries.node_of(record)
         group, part = table.place_of(record)
@@ -70,7 +73,7 @@ class EntryKeys:
         return key + run + index.nodes.depth_of(node).to_bytes(DEPTH_BYTES, "big")
 
     def _run_of(self, node: int, num_chunks: int) -> bytes:
-        """Return the run of a chunk. Keys are mostly made in the order of a prefix, so the last run is remembered."""
+        """Return the run of a chunk. The last run is cached, as keys are mostly made in the order of a prefix."""
         nodes = self._index.nodes
         last_node, last_key, run = self._last_runs.get(num_chunks, (NO_NODE, b"", b""))
         here, key = node, nodes.key_of(node)
@@ -85,15 +88,15 @@ class EntryKeys:
 
 
 def chunks_of_run(space: Space, group: int, num_bytes: int) -> int:
-    """Return how many chunks a run has: one without full attention, where a prefix has gaps."""
+    """Return the chunks per run. Without full attention, where a prefix has gaps, it is one."""
     return chunks_a_run(num_bytes) if space.full_mask & 1 << group else 1
 
 
 def by_run(keys: Sequence[bytes]) -> list[int]:
-    """Return the places of keys in an order in which those of one run are together, in the order of the prefix."""
+    """Return the positions of keys, grouped by run and in the order of the prefix."""
     return sorted(range(len(keys)), key=lambda number: keys[number][: KEY_BYTES - DIGEST_BYTES])
 
 
 def labels_to_match(tenant: str | None, model: str | None) -> tuple[bytes | None, bytes | None]:
-    """Return the labels of a tenant's and a model's name; None stays None and stands for any."""
+    """Return the labels of a tenant and a model. None stays None and means any."""
     return None if tenant is None else label_of(tenant), None if model is None else label_of(model)

@@ -1,24 +1,24 @@
 """A tier in an object store: S3, Google Cloud Storage, Azure, or a file system that several nodes share.
 
-Stores are paid and slow by the request, so an object has many chunks: `kvdepot.tiers.runs`. Its name is
-`TENANT/MODEL/XX/REST` (labels, place, cut and first chunk in hex). The objects of a tenant or a model lie below few
-prefixes, and a clear lists these. Objects are never overwritten with other bytes. The store decides how much it holds
-(lifecycle rules), or `kvdepot tier gc` does.
+Stores cost money and time per request, so an object has many chunks: see `kvdepot.tiers.runs`. Its name is
+`TENANT/MODEL/XX/REST` (labels, place, cut and first chunk in hex). The objects of a tenant or a model lie below a few
+prefixes, which a clear lists. Objects are never overwritten with other bytes. Lifecycle rules of the store or `kvdepot
+tier gc` limit the size of the store.
 
-The requests of a call run concurrently in one event loop on a thread of its own. The client's time limit
-ends each request: before the call's deadline if a lookup waits for it, after ten times as long for writes and clears.
-Files have no such limit: a hanging file system hangs the call, which `TierQueue` expects.
+The requests of a call run concurrently in one event loop on its own thread. The client's time limit ends each request:
+before the call's deadline if a lookup waits for it, after ten times as long for writes and clears. Files have no such
+limit: a hung file system hangs the call, which `TierQueue` expects.
 
-A put aliases the pool: the client reads the extent while it sends. The connection may hold the memory a little longer
-than the request lasts, so a call returns only once nothing refers to its extents (`_released`).
+A put does not copy: the client reads the extent while it sends. The connection may use the memory a little longer than
+the request lasts, so a call returns only when nothing refers to its extents any more (`_released`).
 
-The client's threads enter Python when a request ends. One that is still there when the interpreter exits aborts the
-process (SIGABRT; in 13 of 40 processes that exited right after their last put). `close` waits for running calls and a
-moment more (then 0 of 40). Only `os._exit` is safe, so a process that used this tier ends with it.
+The client's threads enter Python when a request ends. If a thread is still in Python when the interpreter exits, it
+aborts the process (SIGABRT; in 13 of 40 processes that exited right after their last put). `close` waits for running
+calls and a moment more (then 0 of 40). Only `os._exit` is safe, so a process that used this tier must exit with it.
 
-Payloads are not hashed for the request's signature, which would make puts two to three times slower. The trailer has a
-checksum, and TLS protects the bytes over https. The URL must name a plain http endpoint. There a signature would
-protect only writes, not reads, so it is off as well. `sign_payload=yes` is for stores that insist.
+Payloads are not hashed for the request's signature, as that would make puts two to three times slower. The trailer has
+a checksum, and TLS protects the bytes over https. A plain http endpoint must be given explicitly in the URL. There, a
+signature would protect only writes, not reads, so it is off as well. `sign_payload=yes` is for stores that require it.
 """
 
 import asyncio
@@ -54,39 +54,39 @@ T = TypeVar("T")
 NAME: Final = re.compile(r"[0-9a-f]{16}/[0-9a-f]{16}/[0-9a-f]{2}/(?:[0-9a-f]{64}|[0-9a-f]{94})")
 """An object of this format, or of the first one, which had one chunk in each."""
 _NOTHING: Final = "kvdepot-probe"  # a prefix without objects
-_QUESTIONS_AT_ONCE: Final = 64  # requests of one call that are under way at a time
-_MOST_STEPS: Final = 32  # of a walk
-_MOST_TRIES: Final = 4  # to add an object at the end of a walk that others add to
-_MOST_KNOWN: Final = 256  # runs
-_KNOWN_SECONDS: Final = 10.0  # another depot may have written a longer run since
+_QUESTIONS_AT_ONCE: Final = 64  # concurrent requests per call
+_MOST_STEPS: Final = 32  # objects per walk
+_MOST_TRIES: Final = 4  # attempts to add an object at the end of a walk while others add there
+_MOST_KNOWN: Final = 256  # cached runs
+_KNOWN_SECONDS: Final = 10.0  # another depot may have extended the run since
 _COPIED_AT_ONCE: Final = 1 << 20  # bytes: about a tenth of a millisecond
-_DELETES_A_REQUEST: Final = 250  # Azure allows 256, S3 1,000
-_CLOSE_SECONDS: Final = 1.8  # less than the limit of TierQueue
-_LAST_STEPS_SECONDS: Final = 0.1  # of the client's threads in Python after a request
-_BEYOND_END: Final = re.compile("416 |InvalidRange|Invalid range")  # the client has no class for it
+_DELETES_A_REQUEST: Final = 250  # Azure allows 256 per request, S3 1,000
+_CLOSE_SECONDS: Final = 1.8  # below the limit of TierQueue
+_LAST_STEPS_SECONDS: Final = 0.1  # time that the client's threads spend in Python after a request
+_BEYOND_END: Final = re.compile("416 |InvalidRange|Invalid range")  # the client has no exception class for it
 _QUERY: Final = re.compile(r"\?[\w.-]+=[^\s\"')]*")
 
 
 @dataclass(frozen=True, slots=True)
 class _Walk:
-    """The objects of a run on the way of one prefix, and the name of the next one; None after very many."""
+    """The objects of a run that the walk for one prefix found, and the name of the next one; None after too many."""
 
     objects: Sequence[tuple[str, RunHead]]
     next_name: str | None
     began: float
 
     def find(self, key: bytes) -> tuple[str, tuple[int, int, bytes]] | None:
-        """Return the object with a chunk, and offset, size and trailer there."""
+        """Return the object with a chunk, and the chunk's offset, size and trailer there."""
         digest = digest_of(key)
         return next(((name, head.chunks[digest]) for name, head in self.objects if digest in head.chunks), None)
 
 
 class ObjectTier(Tier):
-    """Runs as objects of any store that obstore speaks to.
+    """Runs as objects of any store that obstore supports.
 
     Args:
         pool: contains the extents.
-        store: has time limits of its own.
+        store: ends requests by its own time limits.
         patient: the same store with longer time limits, for writes and clears.
     """
 
@@ -98,7 +98,7 @@ class ObjectTier(Tier):
         self._pool = pool
         self._known: dict[
             bytes, _Walk
-        ] = {}  # by run: where the last questions found their chunks; of the loop's thread
+        ] = {}  # by run: where the last questions found their chunks; used on the loop's thread
         self.store = store
         self.patient = patient or store
         self._counters = Counts()
@@ -118,14 +118,14 @@ class ObjectTier(Tier):
         return self.contains(keys)
 
     def write(self, keys: Sequence[bytes], trailers: Sequence[bytes], extents: Extents) -> list[bool]:
-        """See `Tier`. Raises only if nothing was written."""
+        """See `Tier`. Raises only if no entry was written."""
         runs = _by_run(keys)
         done = self._run(lambda: self._each([self._put_run(places, keys, trailers, extents) for places in runs]))
         here = set[int]().union(*(some for some in done if some is not None))
         return [place in here for place in range(len(keys))]
 
     def read(self, keys: Sequence[bytes], extents: Extents) -> list[bytes | None]:
-        """See `Tier`. Raises only if nothing was read."""
+        """See `Tier`. Raises only if no entry was read."""
         runs = _by_run(keys)
         done = self._run(lambda: self._each([self._get_run(places, keys, extents) for places in runs]))
         trailers: dict[int, bytes | None] = {}
@@ -134,7 +134,7 @@ class ObjectTier(Tier):
         return [trailers.get(place) for place in range(len(keys))]
 
     def remove(self, keys: Sequence[bytes]) -> None:
-        """See `Tier`. Removes all of an object."""
+        """See `Tier`. Removes whole objects."""
         self._run(lambda: self._remove(keys))
 
     def clear(self, tenant: bytes | None, model: bytes | None) -> Iterator[int]:
@@ -144,7 +144,7 @@ class ObjectTier(Tier):
             yield count
 
     def probe(self) -> None:
-        """See `Tier`. Lists an empty prefix, which fails without the bucket or the permission to list."""
+        """See `Tier`. Lists an empty prefix, which fails if the bucket or the permission to list is missing."""
         self._run(lambda: _list_folders(self.store, _NOTHING))
 
     def usage(self) -> TierUsage:
@@ -152,7 +152,7 @@ class ObjectTier(Tier):
         return TierUsage(counters=dict(self._counters))
 
     def close(self) -> None:
-        """See `Tier`. Waits for running calls, which their time limits end."""
+        """See `Tier`. Waits for running calls, which end by their time limits."""
         with self._changed:
             was_closed, self.is_closed = self.is_closed, True
             is_idle = self._changed.wait_for(lambda: not self._num_calls, _CLOSE_SECONDS)
@@ -170,7 +170,7 @@ class ObjectTier(Tier):
     # --- in the loop ----------------------------------------------------------------------------------------------
 
     async def _contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """Walk all runs. Stop after an error, as the rest would fail as slowly."""
+        """Walk all runs. Stop after an error, as the rest would fail just as slowly."""
         room, failed = asyncio.Semaphore(_QUESTIONS_AT_ONCE), asyncio.Event()
 
         async def ask(places: Sequence[int]) -> _Walk | None:
@@ -193,7 +193,7 @@ class ObjectTier(Tier):
         return there
 
     async def _walk(self, places: Sequence[int], keys: Sequence[bytes]) -> _Walk:
-        """Find the objects of a run that have chunks of a prefix, given by the places of its keys."""
+        """Find the objects of a run that have chunks of a prefix. `places` are the positions of its keys."""
         run, left, first = run_of(keys[places[0]]), [digest_of(keys[place]) for place in places], NO_CHUNK
         objects, began = list[tuple[str, RunHead]](), time.monotonic()
         name: str | None = None
@@ -217,7 +217,10 @@ class ObjectTier(Tier):
         return walk
 
     async def _head(self, name: str) -> RunHead | None:
-        """Return the head of an object, None if there is none. Remove an object that has no head: it is in the way."""
+        """Return the head of an object, None if there is none.
+
+        Remove an object without a head, as it blocks the name.
+        """
         try:
             data = await self._get_range(name, 0, HEAD_BYTES)
         except FileNotFoundError:
@@ -228,7 +231,7 @@ class ObjectTier(Tier):
         return head
 
     async def _get_range(self, name: str, start: int, stop: int) -> memoryview:
-        """Return bytes of an object, fewer if it ends before `stop`."""
+        """Return a range of an object; fewer bytes if it ends before `stop`."""
         try:
             return memoryview(await obstore.get_range_async(self.store, name, start=start, end=stop))
         except FileNotFoundError:
@@ -247,7 +250,7 @@ class ObjectTier(Tier):
             await self._delete(self.store, list(names))
 
     async def _each(self, works: Sequence[Coroutine[Any, Any, T]]) -> list["T | None"]:
-        """Do all works, to the end. Return None for each that failed.
+        """Run all coroutines to their end. Return None for each that failed.
 
         Raises:
             Exception: the first error, if all failed.
@@ -262,7 +265,10 @@ class ObjectTier(Tier):
     async def _put_run(
         self, places: Sequence[int], keys: Sequence[bytes], trailers: Sequence[bytes], extents: Extents
     ) -> set[int]:
-        """Add an object with the chunks of a run that others lack; return the places of those that are here then."""
+        """Add an object with the chunks of a run that the store lacks.
+
+        Return the positions of the chunks it has then.
+        """
         first = keys[places[0]]
         name, left = object_name(run_of(first)) if begins_run(first) else None, list(places)
         for _ in range(_MOST_TRIES):
@@ -278,7 +284,7 @@ class ObjectTier(Tier):
     async def _put(
         self, name: str, places: Sequence[int], keys: Sequence[bytes], trailers: Sequence[bytes], extents: Extents
     ) -> bool:
-        """Make an object; False if there is one of that name."""
+        """Create an object. Return False if there is one with that name."""
         payloads = self._payloads([extents[place] for place in places])
         head = make_head(
             [digest_of(keys[place]) for place in places],
@@ -296,12 +302,12 @@ class ObjectTier(Tier):
         return True
 
     async def _get_run(self, places: Sequence[int], keys: Sequence[bytes], extents: Extents) -> dict[int, bytes | None]:
-        """Fill extents with chunks of a run; return their trailers, b"" for a chunk of another size, by place."""
+        """Fill extents with chunks of a run. Return their trailers by position, b"" for a chunk of another size."""
         walk, trailers = self._known.get(run_of(keys[places[0]])), dict[int, bytes | None]()
         is_old = walk is None or time.monotonic() - walk.began > _KNOWN_SECONDS
         if walk is None or is_old or any(walk.find(keys[place]) is None for place in places):
             walk = await self._walk(places, keys)
-        by_object: dict[str, list[tuple[int, int, int]]] = {}  # offset, size and place
+        by_object: dict[str, list[tuple[int, int, int]]] = {}  # (offset, size, position)
         for place in places:
             found = walk.find(keys[place])
             if found is None:
@@ -319,7 +325,7 @@ class ObjectTier(Tier):
     async def _fill(
         self, name: str, chunks: Sequence[tuple[int, int, int]], extents: Extents
     ) -> dict[int, bytes | None]:
-        """Fill extents with chunks of one object; return None or b"" by place for those that did not arrive."""
+        """Fill extents with chunks of one object. Return None or b"" by position for those that did not arrive."""
         start, stop = min(offset for offset, _, _ in chunks), max(offset + size for offset, size, _ in chunks)
         try:
             data = await self._get_range(name, start, stop)
@@ -354,7 +360,7 @@ class ObjectTier(Tier):
     async def _delete(self, store: ObjectStore, names: list[str]) -> None:
         try:
             await obstore.delete_async(store, names)
-        except FileNotFoundError:  # files only: somebody else clears, too, so delete one at a time
+        except FileNotFoundError:  # only with files: another process clears, too, so delete one at a time
             for name in names:
                 with contextlib.suppress(FileNotFoundError):
                     await obstore.delete_async(store, name)
@@ -362,7 +368,7 @@ class ObjectTier(Tier):
     # --- between the threads --------------------------------------------------------------------------------------
 
     def _run(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Run a coroutine in the loop and wait for it.
+        """Run a coroutine in the loop, and wait for it.
 
         Raises:
             OSError: the store's error, in one line and without possible secrets.
@@ -386,7 +392,7 @@ class ObjectTier(Tier):
 
 
 def _by_run(keys: Sequence[bytes]) -> list[list[int]]:
-    """Return the places of keys by their run, in the order of the prefix."""
+    """Return the positions of keys by run, in the order of the prefix."""
     runs: dict[bytes, list[int]] = {}
     for place, key in enumerate(keys):
         runs.setdefault(run_of(key), []).append(place)
@@ -394,7 +400,7 @@ def _by_run(keys: Sequence[bytes]) -> list[list[int]]:
 
 
 async def _released(view: memoryview) -> None:
-    """Wait until this memory is no longer read: releasing a view fails while it is in use."""
+    """Wait until no one reads this memory any more: releasing a view fails while it is in use."""
     while True:
         try:
             view.release()
@@ -411,7 +417,7 @@ def _in_one_line(error: BaseException) -> str:
 
 
 def copy(source: memoryview, target: memoryview) -> None:
-    """Copy bytes in pieces, so that threads waiting for the GIL, such as the loop's, get it in between."""
+    """Copy bytes in pieces, so that threads that wait for the GIL, such as the depot's loop, get it in between."""
     for first in range(0, len(source), _COPIED_AT_ONCE):
         target[first : first + _COPIED_AT_ONCE] = source[first : first + _COPIED_AT_ONCE]
 
@@ -433,10 +439,10 @@ def _take_flag(url: TierUrl, option: str) -> bool:
 def open_tier(url: TierUrl, pool: TierPool) -> ObjectTier:
     """Open `s3://BUCKET/PREFIX`, `gs://BUCKET/PREFIX`, `az://CONTAINER/PREFIX?account=NAME` or `file:///FOLDER`.
 
-    Credentials come from the environment or the machine. Options: `timeout`, seconds of a request that somebody waits
-    for (three quarters of the tier's deadline, and below it; writes and clears have ten times as much), `ca` (a PEM
-    file); for S3 `endpoint`, `region`, `virtual_hosted`, `sign_payload`, `anonymous`;
-    for Azure `account`, `endpoint`.
+    Credentials come from the environment or the machine. Options: `timeout`, the seconds of a request that a lookup
+    waits for (three quarters of the tier's deadline by default, and below it; writes and clears have ten times as
+    much), `ca` (a PEM file); for S3 `endpoint`, `region`, `virtual_hosted`, `sign_payload`, `anonymous`; for Azure
+    `account`, `endpoint`.
     """
     timeout = url.take_timeout()
     try:
@@ -459,7 +465,7 @@ def _open_file(url: TierUrl) -> ObjectStore:
 
 
 def _opener_of(url: TierUrl) -> Callable[[float], ObjectStore]:
-    """Take the options out of a URL. Return a function that opens its store, given the seconds of one request."""
+    """Take the options out of a URL. Return a function that opens its store, given the time limit of one request."""
     if not url.host:
         raise ConfigError(f"--tier {url.name}: write {url.scheme}://BUCKET/PREFIX")
     endpoint, certificates = url.take("endpoint", ""), url.take("ca", "")
@@ -488,7 +494,7 @@ def _opener_of(url: TierUrl) -> Callable[[float], ObjectStore]:
             "timeout": timedelta(seconds=timeout),
             "connect_timeout": timedelta(seconds=min(1.0, timeout)),
         }
-        retry: RetryConfig = {  # for immediate failures, for example a connection that the store has closed
+        retry: RetryConfig = {  # for immediate failures, such as a connection that the store closed
             "max_retries": 1,
             "retry_timeout": timedelta(seconds=timeout / 4),
             "backoff": {

@@ -1,4 +1,4 @@
-"""Opens tiers: those of the settings before the server serves, later ones on a thread."""
+"""Opens tiers: those of the settings before the server starts to serve, later ones on a thread."""
 
 import logging
 import mmap
@@ -22,8 +22,8 @@ class TierOpener:
 
     Args:
         pool_fd: the pool's file.
-        size_bytes: size of the pool.
-        wake: wakes the depot's loop, from any thread.
+        size_bytes: the size of the pool.
+        wake: wakes the depot's loop from any thread.
     """
 
     def __init__(self, pool_fd: int, size_bytes: int, wake: Callable[[], None]) -> None:
@@ -36,14 +36,14 @@ class TierOpener:
 
     @property
     def is_opening(self) -> bool:
-        """Whether a thread opens a tier, or an opened one waits for `deliver`."""
+        """Whether a thread is opening a tier, or an opened tier waits for `deliver`."""
         return bool(self._num_opening)
 
     def open_all(self, urls: Sequence[str]) -> list[TierQueue]:
-        """Return a queue for each URL.
+        """Open a tier per URL. Return their queues.
 
         Raises:
-            ConfigError: one tier cannot be opened; none stays open.
+            ConfigError: a tier cannot be opened. None stays open.
         """
         queues: list[TierQueue] = []
         try:
@@ -65,7 +65,7 @@ class TierOpener:
             except ConfigError as error:
                 result = error
             except Exception as error:
-                logger.exception("a tier cannot be opened")
+                logger.exception("opening a tier failed")
                 result = ConfigError(f"{type(error).__name__}: {error}")
             self._opened.append((result, on_opened))
             self._wake()
@@ -73,7 +73,7 @@ class TierOpener:
         threading.Thread(target=work, name="kvdepot-open-tier", daemon=True).start()
 
     def deliver(self) -> None:
-        """Hand over the opened tiers, on the loop's thread."""
+        """Pass on the opened tiers. Called on the loop's thread."""
         while self._opened:
             result, on_opened = self._opened.popleft()
             self._num_opening -= 1

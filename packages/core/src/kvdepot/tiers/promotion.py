@@ -1,7 +1,7 @@
-"""Promotes prefixes from tiers into the pool, for lookups that the pool answers only in part.
+"""Promotes prefixes from tiers into the pool, for lookups that the pool can answer only in part.
 
-`Promotion.run` promotes one prefix: a generator that submits jobs and pauses until their parts arrive. `Reading` is its
-second half, which reads the entries. `Promotions` resumes the generators whose parts have arrived.
+`Promotion.run` promotes one prefix. It is a generator that submits jobs and pauses until their parts arrive. `Reading`,
+its second half, reads the entries. `Promotions` resumes the generators whose parts have arrived.
 """
 
 import itertools
@@ -31,7 +31,7 @@ _PROMOTIONS_NOT_WORTH_IT: Final = depot_counter(
 _PROMOTIONS_LATE: Final = depot_counter("promotions_late", "Lookups that the tiers did not answer in time")
 
 MAXIMUM_QUESTIONS: Final = 4096  # keys per question
-MAXIMUM_PROMOTIONS: Final = 4096  # at a time: each turn looks at the deadline of each
+MAXIMUM_PROMOTIONS: Final = 4096  # at a time: each turn checks all deadlines
 
 
 @dataclass(slots=True, eq=False)
@@ -40,24 +40,24 @@ class Waiter:
 
     seconds: float  # the longest wait
     deadline: float
-    on_answer: Callable[[], None] | None  # None once it is answered
+    on_answer: Callable[[], None] | None  # None once the lookup is answered
 
     def answer(self) -> None:
-        """Answer the lookup, unless it was answered."""
+        """Answer the lookup, unless it was answered already."""
         on_answer, self.on_answer = self.on_answer, None
         if on_answer is not None:
             on_answer()
 
 
 class Promotion:
-    """One prefix on its way up.
+    """The promotion of one prefix.
 
     Args:
         context: shared by all promotions.
         tiers: fastest first; the list may grow.
-        prefix: the chunks to bring up.
-        found: leading chunks that the pool has.
-        waiter: the lookup; it is answered when `run` ends or its time is up.
+        prefix: the chunks to promote.
+        found: the number of leading chunks that the pool has.
+        waiter: the lookup. It is answered when `run` ends or its time is up.
         wake: called when `run` can continue.
     """
 
@@ -79,31 +79,31 @@ class Promotion:
         self._found = found
         self._wake = wake
         self._is_stopped = False
-        self._asked: TierQueue | None = None  # the tier with its current question
+        self._asked: TierQueue | None = None  # the tier with the current question
         self._reading: Reading | None = None
-        self._num_bytes = 0  # of readings that ended
+        self._num_bytes = 0  # of ended readings
 
     @property
     def has_landed(self) -> bool:
-        """Whether a tier has brought any entry."""
+        """Whether a tier has delivered any entry."""
         return bool(self._num_bytes or (self._reading is not None and self._reading.num_bytes))
 
     @property
     def waits_for(self) -> TierQueue | None:
-        """The tier that has its question or its reads."""
+        """The tier that is processing its question or its reads."""
         return self._asked or (None if self._reading is None else self._reading.waits_for)
 
     def stop(self) -> None:
-        """Begin no further read, and seal nothing more."""
+        """Begin no further reads, and seal no more entries."""
         self._is_stopped = True
         if self._reading is not None:
             self._reading.is_stopped = True
 
     def run(self) -> Generator[Pause, IsOver, None]:
-        """Ask one tier after the other, until the prefix is here, the lookup is answered, or no tier is left.
+        """Ask one tier after the other until the prefix is in the pool, the lookup is answered, or no tier is left.
 
-        Ask a tier again for the chunks that follow if it had all chunks of the question, or if an engine of another
-        size may have stored them.
+        If a tier had all chunks of a question, or an engine of another size may have stored the chunks that follow, ask
+        the tier again for those.
         """
         tiers, num_chunks, number, is_end = self._tiers, self.prefix.num_chunks, 0, False
         while number < len(tiers) and not self._is_stopped:
@@ -120,11 +120,11 @@ class Promotion:
                 number += 1
 
     def _bring_from(self, tier: TierState, *, is_end: bool) -> Generator[Pause, IsOver, int]:
-        """Read from one tier; return how many leading chunks it was asked for, 0 if it read nothing.
+        """Read from one tier. Return the number of leading chunks it was asked for, 0 if it read nothing.
 
-        Ask for the first missing chunk alone, so that a new prompt costs one small question, however long it is. If
-        the tier lacks it, or is known to (`is_end`), ask for it as engines of other sizes have it. Where all groups
-        have windows, no chunk needs the one before it: then both questions are about the whole prompt.
+        First ask only for the first missing chunk, so that a new prompt costs one small question, however long it is.
+        If the tier lacks it, or is known to lack it (`is_end`), ask for it in the parts of engines of other sizes. If
+        all groups have windows, no chunk needs the one before it, so both questions cover the whole prompt.
         """
         space = self.prefix.space
         if tier.queue.is_suspended:
@@ -160,7 +160,7 @@ class Promotion:
             return 0
         wanted, num_bytes = yield from self._wanted(length)
         num_tokens = (length - self._found) * space.spec.chunk_tokens
-        is_coming = not entries  # another lookup has all of it read: this one waits for its end
+        is_coming = not entries  # another promotion reads all of it: wait for that one
         if not is_coming and not tier.is_worth_reading(num_bytes, num_tokens * prefix.token_seconds):
             self._context.counters[_PROMOTIONS_NOT_WORTH_IT] += 1
             self._log(tier, f"declined: the engine computes {num_tokens} tokens faster than {num_bytes} bytes are read")
@@ -170,10 +170,10 @@ class Promotion:
         return limit
 
     def _find_split(self, tier: TierState, missing: Sequence[Wanted]) -> Generator[Pause, IsOver, bool]:
-        """Go on with the split under which the tier has the deepest of some missing chunks; False if it has none.
+        """Switch to the split in which the tier has the deepest of some missing chunks. Return False if it has none.
 
-        One part stands for all of its split: the whole of it is asked for with the chunks that follow. Of many chunks
-        some stand for all, so that this costs no more questions than there are missing entries.
+        One part stands for its whole split; the other parts are asked for with the chunks that follow. Of many chunks,
+        a sample is asked for, so that this asks for no more keys than there are missing entries.
         """
         splits = other_splits(self.prefix.space, self.prefix.places)
         if not splits or not missing:
@@ -193,11 +193,11 @@ class Promotion:
         logger.debug("promotion for %s from tier %s: %s", self.prefix.request_id or "-", tier.queue.name, decision)
 
     def _ask(self, tier: TierState, entries: Sequence[Wanted]) -> Generator[Pause, IsOver, list[bool] | None]:
-        """Return which entries the tier claims to have; None if it is suspended or late."""
+        """Return which entries the tier claims to have. None if it is suspended or late."""
         prefix, there = self.prefix, [False] * len(entries)
         if not entries:
             return there
-        # The entries of a run are found behind those before them, which the pool may have.
+        # A run's entries can be found only with the entries before them, which may be in the pool already.
         before = [] if not tier.queue.keeps_runs else self._before(entries)
         asked = [*before, *entries]
         keys: list[bytes] = []
@@ -229,7 +229,7 @@ class Promotion:
         return there
 
     def _before(self, entries: Sequence[Wanted]) -> list[Wanted]:
-        """Return the entries before those of a question that are in the same runs and not in the question."""
+        """Return the earlier entries of a question's runs that are not in the question."""
         full, asked = self.prefix.space.full_mask, {(chunk, id(place)) for chunk, place in entries}
         first = entries[0][0] - entries[0][0] % MOST_CHUNKS_A_RUN
         places = {id(place): place for _, place in entries}
@@ -239,7 +239,7 @@ class Promotion:
     # --- the choice -----------------------------------------------------------------------------------------------
 
     def _missing_of(self, chunk: int) -> list[Wanted]:
-        """Return the entries of a chunk that the pool lacks and that a longer prefix may need."""
+        """Return the entries of a chunk that the pool lacks and a longer prefix may need."""
         index, space = self._index, self.prefix.space
         node = index.nodes.find(space, self.prefix.digest(chunk), chunk)
         known = space.full_mask if chunk < self._found else 0
@@ -263,7 +263,7 @@ class Promotion:
     def _usable_prefix(
         self, limit: int, entries: Sequence[Wanted], there: Sequence[bool]
     ) -> Generator[Pause, IsOver, int]:
-        """Return how many leading chunks are usable once all entries in the tier or on their way are in the pool."""
+        """Return how many leading chunks are usable once all entries in the tier or on their way have arrived."""
         index, prefix, space = self._index, self.prefix, self.prefix.space
         in_tier: set[tuple[int, int, int]] = set()
         for number, ((chunk, place), is_there) in enumerate(zip(entries, there, strict=True)):
@@ -300,7 +300,7 @@ class Promotion:
         return usable_prefix(length, has, windows=windows, start=self._found)
 
     def _wanted(self, length: int) -> Generator[Pause, IsOver, tuple[deque[Wanted], int]]:
-        """Return the entries that a prefix of this length needs and the pool lacks, and their payload bytes."""
+        """Return the entries that a prefix of this length needs and the pool lacks, with their total payload bytes."""
         space, places = self.prefix.space, self.prefix.places
         first_of = [
             self._found if group.kind is GroupKind.FULL_ATTENTION else max(0, length - chunks)
@@ -314,7 +314,7 @@ class Promotion:
         return wanted, sum((length - first_of[place.group]) * place.num_bytes for place in places)
 
     def _read(self, tier: TierState, wanted: deque[Wanted]) -> Generator[Pause, IsOver, None]:
-        """Read entries, then note how far the pool's prefix reaches and how fast the tier was."""
+        """Read entries, then update the length of the pool's prefix and the tier's speed."""
         context, waiter, began = self._context, self.waiter, self._context.clock()
         self._reading = reading = Reading(context, self.prefix, tier, wanted, lambda: self._wake(self))
         reading.is_stopped = self._is_stopped
@@ -332,7 +332,7 @@ class Promotion:
 
 
 class Promotions:
-    """All prefixes on their way up.
+    """All promotions under way.
 
     Args:
         context: shared by all of them.
@@ -342,8 +342,8 @@ class Promotions:
     def __init__(self, context: PromotionContext, tiers: Sequence[TierState]) -> None:
         self._context = context
         self._tiers = tiers
-        self._pins: dict[Promotion, tuple[int, ...]] = {}  # of those that have not ended
-        self._ready: dict[Promotion, None] = {}  # those that can continue, the next one first
+        self._pins: dict[Promotion, tuple[int, ...]] = {}  # of promotions that have not ended
+        self._ready: dict[Promotion, None] = {}  # promotions that can continue, in order
 
     def __len__(self) -> int:
         return len(self._pins)
@@ -355,11 +355,11 @@ class Promotions:
 
     @property
     def is_full(self) -> bool:
-        """Whether there are as many as may be."""
+        """Whether the maximum number is reached."""
         return len(self._pins) >= MAXIMUM_PROMOTIONS
 
     def begin(self, prefix: Prefix, found: int, pins: tuple[int, ...], waiter: Waiter) -> None:
-        """Promote the chunks behind the first `found`, whose nodes stay pinned until the end."""
+        """Promote the chunks behind the first `found` ones. `pins`, the nodes of those, stay pinned until the end."""
         self._context.index.pin(pins)
         promotion = Promotion(self._context, self._tiers, prefix, found, waiter, self._wake)
         self._pins[promotion] = pins
@@ -372,7 +372,7 @@ class Promotions:
                 promotion.stop()
 
     def turn(self, is_over: IsOver) -> None:
-        """Answer lookups whose time is up. Resume one promotion that can continue, then more until `is_over`."""
+        """Answer lookups whose time is up. Resume promotions that can continue, until `is_over` but at least one."""
         for promotion, waiter in self._late(self._context.clock()):
             self._context.counters[_PROMOTIONS_LATE] += 1
             queue = promotion.waits_for
@@ -407,7 +407,7 @@ class Promotions:
             pause = next(promotion.steps) if is_over is None else promotion.steps.send(is_over)
         except StopIteration:
             self._end(promotion)
-        except Exception:  # a bug: the lookup is answered with the chunks that are here
+        except Exception:  # a bug: answer the lookup with the chunks in the pool
             self._end(promotion)
             raise
         else:

@@ -1,9 +1,9 @@
-"""Drives one tier from the depot's loop. Nothing here ever waits for the storage.
+"""Drives one tier from the depot's loop, without ever waiting for the storage there.
 
-The queue cuts jobs into calls, and its threads (`Workers`) make them through `CheckedTier`, which adds trailers and
-verifies them. Each call has a deadline from its start. One that overruns it is reported as late and suspends the tier
-(`Breaker`): waiting calls fail, and the queue takes no job until a probe succeeds. A hanging call keeps its extents
-until it returns, because the storage may still touch them. Another thread replaces its thread.
+The queue divides jobs into calls. Its threads (`Workers`) make the calls through `CheckedTier`, which adds and verifies
+trailers. Each call has a deadline, counted from its start. A call that exceeds it is reported as late and suspends the
+tier (`Breaker`): waiting calls fail, and the queue takes no jobs until a probe succeeds. A hung call keeps its extents
+until it returns, because the storage may still access them. Another thread replaces its thread.
 """
 
 import itertools
@@ -37,24 +37,24 @@ _FAILED_READS: Final = tier_counter("failed_reads", "Entries that were missing o
 _CORRUPT: Final = tier_counter("corrupt", "Entries whose checksum did not match")
 _ERRORS: Final = tier_counter("errors", "Failed calls")
 
-_CLOSE_SECONDS: Final = 2.0  # for calls under way; a thread that hangs in its storage is left behind
-_QUESTIONS_A_CALL: Final = 512  # keys: several threads share a longer question
-_BYTES_A_CALL: Final = 16 << 20  # so that several threads share a long prompt
-_DROPPED_A_STEP: Final = 256  # calls that are looked at, of each kind
+_CLOSE_SECONDS: Final = 2.0  # for calls under way; a thread that hangs in the storage is abandoned
+_QUESTIONS_A_CALL: Final = 512  # keys per call: several threads share a longer question
+_BYTES_A_CALL: Final = 16 << 20  # per call, so that several threads share a long prompt
+_DROPPED_A_STEP: Final = 256  # calls examined per step and kind
 
 
 class TierQueue:
-    """One tier with its threads. They make its calls; the thread that owns this object does everything else.
+    """One tier with its threads, which make the calls. Everything else runs on the thread that owns this object.
 
     Args:
-        tier: this object owns it from now on.
-        pool: the one that the tier was opened with.
-        name: for logs and status.
-        deadline_seconds: limit of a call that somebody waits for; writes have ten times as much.
-        num_threads: concurrent calls.
-        write_bytes: payload bytes of writes that may wait; the queue refuses more.
+        tier: this object takes ownership of it.
+        pool: the pool that the tier was opened with.
+        name: the tier's name in logs and status.
+        deadline_seconds: the limit of a call that a lookup waits for. Writes have ten times as much.
+        num_threads: the number of concurrent calls.
+        write_bytes: the payload bytes of writes that may wait. The queue refuses more.
         wake: called from other threads when `poll` has results.
-        clock: monotonic seconds.
+        clock: returns monotonic seconds.
     """
 
     def __init__(
@@ -78,14 +78,14 @@ class TierQueue:
         self._num_threads = max(2, num_threads)
         self._wake = wake
         self._clock = clock
-        from kvdepot.tiers.checked import CheckedTier  # xxhash comes with tiers only
+        from kvdepot.tiers.checked import CheckedTier  # needs xxhash, which is installed only with tiers
 
         self._checked = CheckedTier(tier, pool, name)
         self._workers = Workers(name, self._num_threads - 1, self._make, self._on_ended, clock)
         most_hung = max(MAXIMUM_HUNG_CALLS, self._num_threads)
         self.breaker = Breaker(name, tier, self.counters, most_hung, wake, clock)
         self._done: deque[Call] = deque()
-        self.num_calls = 0  # that were handed in and not reported
+        self.num_calls = 0  # submitted and not reported yet
         self._num_workers = 0
         self._usage = TierUsage()
         self._closing = False
@@ -93,12 +93,12 @@ class TierQueue:
 
     @property
     def is_suspended(self) -> bool:
-        """Whether the tier is suspended: the queue takes no job."""
+        """Whether the tier is suspended, so that the queue takes no jobs."""
         return bool(self.breaker.why_suspended)
 
     @property
     def keeps_runs(self) -> bool:
-        """Whether the tier keeps runs, and so wants to know the chunks before those that it is asked for."""
+        """Whether the tier keeps runs, and so needs the chunks before those that it is asked for."""
         return self._checked.keeps_runs
 
     @property
@@ -107,18 +107,18 @@ class TierQueue:
         return self.breaker.is_retired
 
     def retire(self) -> None:
-        """Stop using the tier: take no job, make no probe, and close it when its calls have ended."""
+        """Stop using the tier: take no jobs, make no probes, and close it when its calls have ended."""
         self.breaker.retire()
         self._close_if_idle()
 
     def _close_if_idle(self) -> None:
         if not self.num_calls and not self._closing:
-            self._closing = True  # nobody else closes it
+            self._closing = True  # no one else closes it
             self._workers.end()
             threading.Thread(target=self.tier.close, name=f"kvdepot-{self.name}-close", daemon=True).start()
 
     def submit(self, job: Job) -> bool:
-        """Begin a job. Return False if the tier is suspended or too many bytes wait to be written."""
+        """Submit a job. Return False if the tier is suspended or too many bytes wait to be written."""
         num_bytes = job.num_bytes if job.operation is Operation.WRITE else 0
         if self.is_suspended or self._closing or (num_bytes and self.queued_write_bytes + num_bytes > self.write_bytes):
             return False
@@ -130,9 +130,9 @@ class TierQueue:
         return True
 
     def _cuts(self, job: Job) -> list[int]:
-        """Return where the calls of a job begin, and its end.
+        """Return the boundaries of the calls of a job: their starts, and the end of the last.
 
-        A call has at most 16 MiB. A tier that keeps runs gets questions of whole runs, and other calls of one run each.
+        A call has at most 16 MiB. For a tier that keeps runs, questions have whole runs, and other calls have one run.
         """
         keys, cuts, num_bytes, run = job.keys, [0], 0, b""
         is_question = job.operation in (Operation.CONTAINS, Operation.TOUCH)
@@ -150,9 +150,9 @@ class TierQueue:
         return [*cuts, len(keys)]
 
     def drop_writes(self, tenant: bytes | None, model: bytes | None) -> Iterator[int]:
-        """Drop the waiting writes of this tenant and this model (None: any); they fail.
+        """Drop the waiting writes of a tenant and a model (None: any). They fail.
 
-        Yields after each step how many calls it dropped. Between two steps the queue may be used for anything.
+        Yield the number of dropped calls after each step. Between steps, the queue may be used freely.
         """
 
         def is_meant(call: Call) -> bool:
@@ -172,7 +172,7 @@ class TierQueue:
         return bool(self._done)
 
     def poll(self, most: int = sys.maxsize) -> list[Part]:
-        """Return the outcomes since the last call, at most `most` parts. Every key of every job is reported once."""
+        """Return at most `most` new parts with outcomes. Each key of each job is reported once."""
         parts: list[Part] = []
         while self._done and len(parts) < most:
             parts.append(self._report(self._done.popleft()))
@@ -183,7 +183,7 @@ class TierQueue:
         return parts
 
     def expire(self) -> list[Job]:
-        """Return the jobs that have become late. Suspend the tier for them, and fail its waiting calls."""
+        """Return the jobs that have become late. If there are any, suspend the tier and fail its waiting calls."""
         now, late, suspects = self._clock(), list[Job](), set[Operation]()
         for call in self._workers.running():
             if not call.is_late and self._due_at(call) <= now:
@@ -194,7 +194,7 @@ class TierQueue:
                 if not call.job.is_late:
                     call.job.is_late = True
                     late.append(call.job)
-        if suspects:  # also if all of them are of jobs that were late already
+        if suspects:  # even if all of their jobs were late already
             what = min(suspects).name.lower()
             self.breaker.suspend(f"a {what} overran its deadline ({self.deadline_seconds:g} s)", *suspects)
         if self.is_suspended:
@@ -203,7 +203,7 @@ class TierQueue:
         return late
 
     def next_deadline(self) -> float | None:
-        """Return the time by which `expire` must be called, in seconds of the clock; None for never.
+        """Return the time by which `expire` must be called, by the queue's clock; None for never.
 
         A late probe does not count, as no request waits for it.
         """
@@ -215,16 +215,16 @@ class TierQueue:
         return min(times, default=None)
 
     def _due_at(self, call: Call) -> float:
-        """Return when a call is late. No request waits for a write, so it may take longer."""
+        """Return when a call becomes late. A write may take longer, as no request waits for it."""
         return call.started_at + self.deadline_seconds * (1 if call.is_urgent else PATIENCE)
 
     def usage(self) -> TierUsage:
-        """Return the tier's contents, or its last answer if it raises."""
+        """Return the tier's contents; if that raises, the last known ones."""
         try:
             self._usage = self.tier.usage()
         except Exception:
             if not self.counters[_USAGE_FAILED]:
-                logger.exception("tier %s cannot list its entries", self.name)
+                logger.exception("tier %s cannot report its contents", self.name)
             self.counters[_USAGE_FAILED] += 1
         return self._usage
 
@@ -246,7 +246,7 @@ class TierQueue:
         )
 
     def close(self, drain_seconds: float = 0.0) -> None:
-        """Stop: give waiting writes `drain_seconds`, then drop them. The time is bounded even if the storage hangs."""
+        """Stop. Give waiting writes `drain_seconds`, then drop them. The time is bounded even if the storage hangs."""
         if self._closing:
             return
         self._closing = True
@@ -286,13 +286,13 @@ class TierQueue:
     # --- workers --------------------------------------------------------------------------------------------------
 
     def _hire(self) -> None:
-        """Start threads until `num_threads` do not hang."""
+        """Start threads until `num_threads` are not hung."""
         while self._num_workers - self.breaker.num_hung < self._num_threads:
             self._num_workers += 1
             self._workers.hire()
 
     def _dismiss(self) -> None:
-        """End one thread if a replaced one came back."""
+        """End one thread if a replaced one has returned."""
         if self._num_workers - self.breaker.num_hung > self._num_threads:
             self._num_workers -= 1
             self._workers.dismiss()
@@ -328,6 +328,6 @@ class TierQueue:
             if self._closing:
                 raise OSError("the tier is being closed")
             num_cleared += count
-            call.started_at = self._clock()  # however many steps it takes
+            call.started_at = self._clock()  # each step has its own deadline
         call.job.num_cleared = num_cleared
         call.outcomes = ()

@@ -1,10 +1,10 @@
-"""Reads entries of one prefix from a tier into the pool, many at a time, and seals them in the order of the prefix.
+"""Reads entries of one prefix from a tier into the pool, many at a time. Seals them in the order of the prefix.
 
-A promotion waits for an entry that another one is reading, instead of reading it twice. If a read overruns the tier's
-deadline, it and all later ones are abandoned. Extents that the tier may still write to stay allocated until it returns.
-Engines can store those chunks again at once.
+A promotion waits for an entry that another promotion is reading, instead of reading it again. If a read exceeds the
+tier's deadline, it and all later reads are abandoned. Extents that the tier may still write to stay allocated until the
+call returns, but engines can store those chunks again at once.
 
-The record of an entry that is being read names the writing process, so no lookup finds it after the depot was killed.
+The record of an entry that is being read contains its writer, so after a killed depot no lookup finds it.
 """
 
 import itertools
@@ -39,26 +39,26 @@ _PROMOTIONS_WITHOUT_ROOM: Final = depot_counter(
 )
 _ENTRIES_PROMOTED: Final = depot_counter("entries_promoted", "Entries loaded from the tiers")
 
-# One step takes at most about half a millisecond, then the loop looks at the time.
+# A step takes at most about half a millisecond. Then the loop checks the time.
 QUESTIONS_A_STEP: Final = 128  # entries looked up
-_ENTRIES_A_STEP: Final = 24  # begun, or sealed
-_LEAST_ENTRIES: Final = 8  # begun even if time is up, as tiers take several at a time
+_ENTRIES_A_STEP: Final = 24  # entries begun, or sealed
+_LEAST_ENTRIES: Final = 8  # begun even if time is up, as tiers read several at a time
 
 IsOver: TypeAlias = Callable[[], bool]
 
 
 class Pause(Enum):
-    """Why a promotion pauses."""
+    """The reason why a promotion pauses."""
 
-    STEP = 0  # so that others can run
-    WAIT = 1  # it waits for a tier or for entries of another promotion
+    STEP = 0  # so that other promotions can run
+    WAIT = 1  # for a tier, or for entries of another promotion
 
 
 class _State(Enum):
     COMING = 0
     HERE = 1
     FAILED = 2
-    LOST = 3  # its read is late: it left the index, and its extent is freed when the read returns
+    LOST = 3  # its read is late: it was removed from the index, and its extent is freed when the read returns
 
 
 @dataclass(slots=True, eq=False)
@@ -75,12 +75,12 @@ class Prefix:
     """The chunks that a lookup asked for.
 
     Attributes:
-        space: of the chunks.
+        space: the space of the chunks.
         digests: packed `(num_chunks, 32)`, from chunk 0 on.
-        places: parts that have every cell of every group of the model's cache.
-        owner: number of tenant and model.
-        token_seconds: the engine's time per computed token, 0 for unknown.
-        request_id: of the lookup; empty if there is none.
+        places: parts that together have all cells of all groups of the model's cache.
+        owner: the number of the label.
+        token_seconds: the engine's time to compute a token, 0 for unknown.
+        request_id: the lookup's; empty without a lookup.
     """
 
     space: Space
@@ -106,15 +106,15 @@ class Prefix:
 
 @dataclass(slots=True)
 class PromotionContext:
-    """The state that all promotions of a depot share, above all which entries are on their way."""
+    """The state that all promotions of a depot share, above all the entries that are being read."""
 
     index: ChunkIndex
     keys: EntryKeys
     counters: Counts
     clock: Callable[[], float]
-    patience_seconds: float  # the longest wait of a lookup
+    patience_seconds: float  # the longest wait of a lookup for tiers
     end_store: EndStore  # to make room for a share within its quota
-    own_writer: Writer | None = field(init=False, default=None)  # this process, once it is known
+    own_writer: Writer | None = field(init=False, default=None)  # this process; cached
     awaited: "dict[int, list[Reading]]" = field(init=False)  # by record
     is_coming: "memoryview[int]" = field(init=False)  # by record: 1 while a tier reads it into the pool
     num_coming: int = field(init=False, default=0)
@@ -124,7 +124,7 @@ class PromotionContext:
         self.is_coming = make_column("B", self.index.table.num_records)
 
     def writer_of(self, queue: TierQueue) -> Writer:
-        """Return the process that writes a tier's bytes into the pool.
+        """Return the process that writes the tier's bytes into the pool.
 
         Raises:
             OSError: the start time of that process cannot be read.
@@ -132,17 +132,17 @@ class PromotionContext:
         pid = queue.tier.writer_pid
         if pid:
             return Writer(pid, process_start_time(pid))
-        if self.own_writer is None:  # cached: reading a file would give the interpreter's lock to the threads of tiers
+        if self.own_writer is None:  # cached: reading a file would pass the interpreter lock to the threads of tiers
             self.own_writer = Writer(os.getpid(), process_start_time(os.getpid()))
         return self.own_writer
 
     def departs(self, record: int) -> None:
-        """Note that a tier reads an entry into the pool."""
+        """Note that a tier begins to read an entry into the pool."""
         self.is_coming[record] = 1
         self.num_coming += 1
 
     def arrived(self, record: int) -> None:
-        """Wake the promotions that wait for an entry: it is in the pool, or will not come."""
+        """Wake the promotions that wait for an entry: it is in the pool, or will not arrive."""
         self.num_coming -= self.is_coming[record]
         self.is_coming[record] = 0
         for reading in self.awaited.pop(record, ()):
@@ -150,7 +150,7 @@ class PromotionContext:
             reading.wake()
 
     def is_sealed(self, record: int) -> bool:
-        """Whether an entry is complete in the pool."""
+        """Return whether an entry is complete in the pool."""
         return self.index.table.is_sealed(record)
 
 
@@ -159,9 +159,9 @@ class Reading:
 
     Args:
         context: shared by all promotions.
-        prefix: the one that they belong to.
-        tier: reads them.
-        wanted: chunk and place of each, in the order of the prefix.
+        prefix: the prefix of the entries.
+        tier: reads the entries.
+        wanted: the chunk and place of each entry, in the order of the prefix.
         wake: called when `run` can continue.
     """
 
@@ -174,30 +174,30 @@ class Reading:
         wake: Callable[[], object],
     ) -> None:
         self.wake = wake
-        self.is_stopped = False  # seal nothing more
-        self.num_awaited = 0  # entries on their way in other promotions
-        self.num_bytes = 0  # sealed
+        self.is_stopped = False  # whether to seal no more entries
+        self.num_awaited = 0  # entries that other promotions read
+        self.num_bytes = 0  # sealed bytes
         self._context = context
         self._index = context.index
         self._prefix = prefix
         self._tier = tier
         self._wanted = wanted
         self._flights: deque[_Flight] = deque()
-        self._begun: list[tuple[_Flight, bytes]] = []  # the last ones, with their keys: their run is not complete
+        self._begun: list[tuple[_Flight, bytes]] = []  # entries whose run is not complete yet, with their keys
         self._begun_run = 0
         space = prefix.space
         self._run_chunks = max(chunks_of_run(space, place.group, place.num_bytes) for place in prefix.places)
 
     @property
     def waits_for(self) -> TierQueue | None:
-        """The tier, while it has reads."""
+        """The tier, while reads are under way."""
         return self._tier.queue if self._flights else None
 
     def run(self) -> Generator[Pause, IsOver, None]:
         """Read and seal the wanted entries, up to the first one that fails."""
         try:
             yield from self._read()
-        except Exception:  # a bug, as of an eviction policy
+        except Exception:  # a bug, for example in an eviction policy
             self._abandon()
             raise
 
@@ -228,7 +228,7 @@ class Reading:
                 wanted.clear()
 
     def _abandon(self) -> None:
-        """Give up the entries on their way. The tier may still write to those that it was asked for."""
+        """Abandon the entries on their way. The tier may still write to those that it was asked for."""
         for flight, _ in self._begun:
             flight.state = _State.FAILED
         for flight in self._flights:
@@ -240,17 +240,17 @@ class Reading:
         self._flights.clear()
 
     def _lose(self, flight: _Flight) -> None:
-        """Take a late entry off its chunk. Its extent is freed once the read has returned."""
+        """Detach a late entry from its chunk. Its extent is freed when the read returns."""
         flight.state = _State.LOST
         self._index.abandon_entry(flight.record)
         self._context.counters[_PROMOTIONS_FAILED] += 1
         self._context.arrived(flight.record)
 
     def _make_flights(self, is_over: IsOver) -> list[tuple[_Flight, bytes]]:
-        """Give extents to the next wanted entries, at least to a few; return them with their keys.
+        """Begin the next wanted entries, at least a few. Return them with their keys.
 
-        Skip entries that are in the pool by now or that an engine has begun to write since the tier was asked, and wait
-        for those on their way. If no more can be read, clear the wanted ones.
+        Skip entries that are in the pool by now, or that an engine has begun to write since the tier was asked. Wait
+        for entries that other promotions read. If no more can be read, clear `wanted`.
         """
         index, context, prefix, space, wanted = (
             self._index,
@@ -265,7 +265,7 @@ class Reading:
             return flights
         try:
             writer = context.writer_of(self._tier.queue)
-        except OSError:  # no descriptor is left, so nobody could tell later whether it still writes
+        except OSError:  # without a descriptor, it would be unknown later whether the tier's process is alive
             context.counters[_PROMOTIONS_WITHOUT_DESCRIPTOR] += 1
             wanted.clear()
             return flights
@@ -311,7 +311,7 @@ class Reading:
         return flights
 
     def _submit(self, *, is_broken: bool) -> None:
-        """Read the entries that were begun, or give them up."""
+        """Submit reads for the begun entries, or abandon them if `is_broken`."""
         begun, self._begun = self._begun, []
         order = by_run([key for _, key in begun])
         flights = [begun[number][0] for number in order]

@@ -1,12 +1,11 @@
-"""Asks tiers for the entries of prefixes that engines use, and writes those that are not there.
+"""Asks tiers for the entries of prefixes in use, and writes missing ones again.
 
-Tiers forget without saying so: a server restarts, a node leaves its cluster, a server that is full evicts what nobody
-asks it for, above all the prefixes that pools answer. So the depot's knowledge ages. The use of a prefix asks about the
-entries that were neither written nor asked for within the last second, with one question of up to 512 keys, which
-counts as a use of them where the tier evicts by use. The missing ones are written again, from the first one on.
+Tiers lose entries without notice: a server restarts, a node leaves its cluster, or a full server evicts unused entries,
+above all those of prefixes that pools answer. So the depot's knowledge ages. When a prefix is used, the depot asks
+about its entries that were neither written nor asked for within the last second, in questions of up to 512 keys. Tiers
+that evict by use count the question as a use. Missing entries are written again, from the first one on.
 
-The walk from the prefix's end stops at the first chunk that is fresh: whoever asked for that chunk asked for those
-before it.
+The walk from the prefix's end stops at the first fresh chunk, because the chunks before it were asked for with it.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -21,33 +20,33 @@ from kvdepot.tiers.names import EntryKeys, by_run
 from kvdepot.tiers.reading import Pause
 from kvdepot.tiers.tier_state import TierState
 
-_CHUNKS_A_STEP: Final = 32  # of one prefix
+_CHUNKS_A_STEP: Final = 32  # chunks of a prefix per step
 _KEYS_A_QUESTION: Final = 512  # a multiple of the longest run
-_MOST_PREFIXES: Final = 256  # at the same time
+_MOST_PREFIXES: Final = 256  # being refreshed at one time
 
 Steps: TypeAlias = Generator[Pause, None, None]
 Write: TypeAlias = Callable[[TierState, Sequence[int], bool], bool]
-_Asked: TypeAlias = tuple[int, int, bool]  # record, header, and whether the tier was thought to have it
+_Asked: TypeAlias = tuple[int, int, bool]  # record, header, whether the tier was believed to have it
 
 
 class Reason(Enum):
-    """Why a prefix is refreshed."""
+    """The reason to refresh a prefix."""
 
-    USED = 0  # an engine found it
-    STORED = 1  # its end is new; only entries that the tier was never known to have are asked for
-    HANDED_OVER = 2  # likewise, and an engine of another node waits for it
+    USED = 0  # a lookup found it
+    STORED = 1  # its end is new: ask only for entries that the tier was never known to have
+    HANDED_OVER = 2  # like STORED, and an engine of another node waits for it
 
 
 class Refresher:
-    """The prefixes that are being refreshed, each in one tier.
+    """Refreshes prefixes, each in one tier.
 
     Args:
-        index: of the pool.
-        keys: of entries.
-        write: writes entries in their order to a tier, before others if the third argument is true; returns False if
-            one was dropped, as those behind it are of no use then.
-        writes_used: whether to write the entries of used prefixes that a tier lacks.
-        clock: monotonic seconds.
+        index: the pool's.
+        keys: makes the keys of entries.
+        write: writes entries in order to a tier, before others if the third argument is true. It returns False if one
+            was dropped, as the entries behind it are useless then.
+        writes_used: whether to write the missing entries of used prefixes.
+        clock: returns monotonic seconds.
     """
 
     def __init__(
@@ -64,20 +63,20 @@ class Refresher:
         self._write = write
         self._clock = clock
         self._writes_used = writes_used
-        self._ready: dict[tuple[TierState, int], Steps] = {}  # by tier and last node, the next one first
-        self._asking: dict[tuple[TierState, int], Steps] = {}  # those that wait for a tier
-        self._again: dict[tuple[TierState, int], Reason] = {}  # more was stored meanwhile: by another worker
+        self._ready: dict[tuple[TierState, int], Steps] = {}  # by tier and last node, in order
+        self._asking: dict[tuple[TierState, int], Steps] = {}  # steps that wait for a tier
+        self._again: dict[tuple[TierState, int], Reason] = {}  # prefixes of which another worker stored more meanwhile
 
     def __len__(self) -> int:
         return len(self._ready) + len(self._asking)
 
     @property
     def has_work(self) -> bool:
-        """Whether `turn` has work now."""
+        """Whether `turn` has work to do now."""
         return bool(self._ready)
 
     def begin(self, tier: TierState, node: int, reason: Reason) -> None:
-        """Refresh the prefix that ends with this chunk, unless it is fresh or very many others wait."""
+        """Refresh the prefix that ends with this chunk, unless it is fresh or too many others wait."""
         key = tier, node
         if tier.queue.is_suspended or len(self) >= _MOST_PREFIXES or not self._is_stale(tier, node, reason):
             return
@@ -121,14 +120,14 @@ class Refresher:
         nodes = index.nodes.space_of(node).nodes
         while node != NO_NODE and (
             self._is_stale(tier, node, reason)
-            # The entries of a run are found behind those before them.
+            # A run's entries can be found only with the entries before them.
             or (path and tier.queue.keeps_runs and (index.nodes.depth_of(node) + 1) % MOST_CHUNKS_A_RUN)
         ):
             if path and len(path) % _CHUNKS_A_STEP == 0:
                 digest = index.nodes.key_of(node)
                 yield Pause.STEP
                 if nodes.get(digest) != node:
-                    return  # it was evicted, after the chunks behind it
+                    return  # it was evicted after the chunks behind it
             path.append((node, index.nodes.key_of(node)))
             node = index.nodes.parent_of(node)
         path.reverse()
@@ -150,7 +149,7 @@ class Refresher:
                 asked.clear()
 
     def _ask(self, key: tuple[TierState, int], asked: Sequence[_Asked]) -> Generator[Pause, None, list[_Asked] | None]:
-        """Ask a tier for entries; return those that it lacks, None if it does not answer."""
+        """Ask a tier for entries. Return the missing ones, None if it does not answer."""
         tier, table = key[0], self._index.table
         if not asked:
             return []
@@ -181,16 +180,17 @@ class Refresher:
         for each, is_there in zip(asked, there, strict=True):
             record, header, was_marked = each
             if table.header(record) != header or tier.has(record, header) != was_marked:
-                continue  # it left, or was written meanwhile
+                continue  # it was evicted or written meanwhile
             if is_there:
                 tier.mark(record, header, now)
-            elif not was_marked or tier.is_stale(record, now):  # others are on their way, or were asked for with others
+            # Others are on their way, or were asked for by another question.
+            elif not was_marked or tier.is_stale(record, now):
                 tier.unmark(record, header)
                 lost.append(each)
         return lost
 
     def _write_again(self, tier: TierState, lost: Sequence[_Asked], reason: Reason) -> Generator[Pause, None, bool]:
-        """Write entries in steps. Return False once a tier drops one: those behind it would be unusable."""
+        """Write entries in steps. Return False when one is dropped, as those behind it would be unusable."""
         table = self._index.table
         if reason is Reason.USED and not self._writes_used:
             return True

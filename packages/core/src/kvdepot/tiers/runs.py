@@ -1,13 +1,13 @@
-"""Runs: the objects of a store that is paid and slow by the request, of up to 128 chunks and 16 MiB of one place each.
+"""Runs: objects of up to 128 chunks and 16 MiB of one place, for stores that cost money and time per request.
 
-A prefix is cut where the number of a chunk is a multiple of `keys.chunks_a_run`. Between two cuts, an object has the
-chunks that one store brought, and others follow behind them. **The walk** finds them. It begins with the object that is
-named after the cut. The next object is named after the first chunk of the prefix that the objects before it lack, and
-so on, until there is no such object. Prompts that part between two cuts share the objects before that, and each finds
-its own behind them. A writer takes the same walk and adds an object at its end. Objects never change, so a walk only
-becomes longer; when one of them is removed, the next writer puts another one in its place.
+A prefix is cut at chunks whose number is a multiple of `keys.chunks_a_run`. Between two cuts, each store adds an object
+with its chunks behind the objects of earlier stores. **The walk** finds these objects. It begins with the object named
+after the cut. The next object is named after the first chunk of the prefix that the objects before it lack, and so on,
+until there is no such object. Prompts that diverge between two cuts share the objects before that point and have their
+own objects behind it. A writer walks in the same way and adds an object at the end. Objects never change, so a walk
+only grows. If an object is removed, the next writer puts another one in its place.
 
-An object begins with its **head**: for each chunk its key, its trailer, and the place of its payload.
+An object begins with its **head**: the key, the trailer and the place of the payload of each chunk.
 """
 
 import struct
@@ -20,21 +20,21 @@ from kvdepot.tiers.keys import LABEL_BYTES, MOST_CHUNKS_A_RUN, PLACE_BYTES, RUN_
 from kvdepot.tiers.trailer import TRAILER_BYTES
 
 _MAGIC: Final = b"KVDRUN\0\1"
-_START: Final = struct.Struct("<8sQ")  # and the number of chunks
-_CHUNK: Final = struct.Struct(f"<{DIGEST_BYTES}sQQ{TRAILER_BYTES}s")  # and offset and size of the payload
-HEAD_BYTES: Final = _START.size + MOST_CHUNKS_A_RUN * _CHUNK.size  # at most
-NO_CHUNK: Final = bytes(RUN_BYTES)  # the first object of a walk is named after its cut alone
+_START: Final = struct.Struct("<8sQ")  # magic, number of chunks
+_CHUNK: Final = struct.Struct(f"<{DIGEST_BYTES}sQQ{TRAILER_BYTES}s")  # key, offset and size of the payload, trailer
+HEAD_BYTES: Final = _START.size + MOST_CHUNKS_A_RUN * _CHUNK.size  # maximum size of a head
+NO_CHUNK: Final = bytes(RUN_BYTES)  # for the first object of a walk, which is named only after its cut
 
 
 @dataclass(frozen=True, slots=True)
 class RunHead:
-    """The chunks of an object: offset, size and trailer by key of the chunk."""
+    """The chunks of an object: (offset, size, trailer) by key."""
 
     chunks: dict[bytes, tuple[int, int, bytes]]
 
     @classmethod
     def parse(cls, data: bytes) -> "RunHead | None":
-        """Read the head at the beginning of an object; None if it is not one."""
+        """Parse the head at the beginning of an object. None if it is malformed."""
         if len(data) < _START.size:
             return None
         magic, count = _START.unpack_from(data)
@@ -46,7 +46,7 @@ class RunHead:
 
 
 def make_head(digests: Sequence[bytes], sizes: Sequence[int], trailers: Sequence[bytes]) -> bytes:
-    """Return the head of an object; the payloads follow it in the same order."""
+    """Return the head of an object. The payloads follow it in the same order."""
     rows, offset = list[bytes](), _START.size + len(digests) * _CHUNK.size
     for digest, size, trailer in zip(digests, sizes, trailers, strict=True):
         rows.append(_CHUNK.pack(digest, offset, size, trailer))
@@ -55,9 +55,9 @@ def make_head(digests: Sequence[bytes], sizes: Sequence[int], trailers: Sequence
 
 
 def object_name(run: bytes, first: bytes = NO_CHUNK) -> str:
-    """Return the name of the object of a run that begins with a chunk whose key begins with `first`.
+    """Return the name of a run's object whose first chunk has a key that begins with `first`.
 
-    Two digits of the cut follow the labels and spread the names.
+    Behind the labels, two digits of the cut spread the names.
     """
     digits, label, labels = run.hex(), 2 * LABEL_BYTES, 4 * LABEL_BYTES
     cut = digits[labels + 2 * PLACE_BYTES :]

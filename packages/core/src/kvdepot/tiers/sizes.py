@@ -1,4 +1,4 @@
-"""Sizes of a tier's entries, in the order of their last use."""
+"""The sizes of a tier's entries, in LRU order."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -6,7 +6,7 @@ from itertools import islice
 
 
 class LruSizes:
-    """Sizes by key, in the order of their last use. Several threads at a time may use `in`, `len` and `get`."""
+    """Sizes by key, in LRU order. `in`, `len` and `get` are thread-safe."""
 
     __slots__ = ("_sizes",)
 
@@ -24,26 +24,26 @@ class LruSizes:
         return iter(list(self._sizes))
 
     def get(self, key: bytes) -> int | None:
-        """Return the size of a key, None if it is not there."""
+        """Return the size of a key, None if it is missing."""
         return self._sizes.get(key)
 
     def put(self, key: bytes, size: int) -> None:
-        """Set the size of a key and use it."""
+        """Set the size of a key, and mark it as used."""
         self._sizes[key] = size
         self._sizes.move_to_end(key)
 
     def use(self, key: bytes) -> None:
-        """Note that a key was used, if it is there."""
+        """Mark a key as used, if it is present."""
         if key in self._sizes:
             self._sizes.move_to_end(key)
 
     def outdate(self, is_meant: Callable[[bytes], bool]) -> None:
-        """Let the keys for which `is_meant` holds be the least recently used ones, in their present order."""
+        """Make the keys for which `is_meant` holds the least recently used, in their present order."""
         for key in reversed([key for key in self._sizes if is_meant(key)]):
             self._sizes.move_to_end(key, last=False)
 
     def pop(self, key: bytes) -> int:
-        """Forget a key; return its size, 0 if it was not there."""
+        """Remove a key. Return its size, 0 if it was missing."""
         return self._sizes.pop(key, 0)
 
     def oldest(self, count: int) -> list[bytes]:
@@ -55,5 +55,5 @@ class LruSizes:
         return next(reversed(self._sizes), None)
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all keys."""
         self._sizes.clear()

@@ -1,7 +1,7 @@
-"""Splits: the ways in which engines of other sizes may have divided the layers and heads of a cache among their ranks.
+"""Splits: the ways in which engines of other sizes may divide the layers and heads of a cache among their ranks.
 
-A tier has entries under the parts of the engine that stored them, and nobody lists the tier. But engines split evenly,
-so there are few parts to ask for.
+A tier has entries under the parts of the engine that stored them, and cannot be searched. But engines split evenly, so
+there are few parts to ask for.
 """
 
 from collections.abc import Sequence
@@ -12,16 +12,16 @@ from kvdepot.index.entries import PartPlace
 from kvdepot.index.space import Space
 from kvdepot.layout import Part
 
-Layers = list[tuple[int, int]]  # of each stage of a pipeline: the first, and how many
+Layers = list[tuple[int, int]]  # (first layer, number of layers) of each pipeline stage
 
-_STAGES: Final = (1, 2, 4)  # of the pipelines that are asked for: each costs a new prompt as many names as ranks do
+_STAGES: Final = (1, 2, 4)  # numbers of pipeline stages to ask for; each adds keys to the question of a new prompt
 
 
 def other_splits(space: Space, places: Sequence[PartPlace]) -> list[list[PartPlace]]:
-    """Return the places of a cache under each even split of it but that of `places`, the coarsest first.
+    """Return the places of a cache in each even split except that of `places`, coarsest first.
 
-    First come the splits of the heads with the stages of `places`. Opaque groups keep their places: no engine of
-    another size has this space.
+    Splits of the heads with the stages of `places` come first. Opaque groups keep their places, as no engine of another
+    size has this space.
     """
     most, parts = max(space.heads), [Part.of(place.part) for place in places]
     own_stages = sorted({(part.first_layer, part.num_layers) for part in parts})

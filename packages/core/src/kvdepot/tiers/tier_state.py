@@ -1,4 +1,4 @@
-"""A tier, the entries that it is known to hold, and its measured speed."""
+"""A tier with the entries that it is known to have, and its measured speed."""
 
 from collections import deque
 from statistics import median
@@ -7,11 +7,11 @@ from typing import Final
 from kvdepot.index.columns import make_column
 from kvdepot.tiers.queue import TierQueue
 
-_PACES: Final = 15  # promotions; their median is the pace of a tier
-_LEAST_PACES: Final = 3  # fewer promotions say too little about a tier's pace
-_TRY_ANYWAY: Final = 16  # one promotion in this many reads from a slow tier anyway, to notice that it has become faster
-_TICKS: Final = 8  # a second
-_FRESH_TICKS: Final = 8  # a second: a prefix in use is asked for at most so often
+_PACES: Final = 15  # promotions whose median is the pace of a tier
+_LEAST_PACES: Final = 3  # fewer promotions tell too little about a tier's pace
+_TRY_ANYWAY: Final = 16  # one in this many promotions reads from a slow tier anyway, to notice if it became faster
+_TICKS: Final = 8  # per second
+_FRESH_TICKS: Final = 8  # a prefix in use is asked for at most once in this time
 _IN_FLIGHT: Final = 0xFFFFFFFF
 
 
@@ -20,24 +20,24 @@ class TierState:
 
     Args:
         queue: drives the tier.
-        num_records: records of the pool's table.
+        num_records: the number of records in the pool's table.
 
     Raises:
-        OSError: not enough memory for the table of its entries.
+        OSError: there is not enough memory for the table of its entries.
     """
 
     def __init__(self, queue: TierQueue, num_records: int) -> None:
         self.queue = queue
-        self.knows_outdated = False  # or is about to be told which weights are outdated
-        # By record: the header of an entry that is in the tier or on its way there, 0 for unknown; and when the tier
-        # got it or was asked for it last.
+        self.knows_outdated = False  # whether it was, or is about to be, told which weights are outdated
+        # By record: the header of an entry that is in the tier or on its way there, 0 if unknown; and the time at which
+        # the tier last got it or was asked for it.
         self._headers = make_column("Q", num_records)
         self._asked_at = make_column("I", num_records)
         self._paces = deque[float](maxlen=_PACES)  # seconds per byte
         self._num_skipped = 0
 
     def has(self, record: int, header: int) -> bool:
-        """Whether the tier is known to have an entry, or it is on its way there."""
+        """Return whether the tier is known to have an entry, or the entry is on its way there."""
         return self._headers[record] == header
 
     def expect(self, record: int, header: int) -> None:
@@ -51,24 +51,24 @@ class TierState:
         self._asked_at[record] = int(now * _TICKS)
 
     def unmark(self, record: int, header: int) -> None:
-        """Note that the tier lacks an entry, unless the record has another one by now."""
+        """Note that the tier lacks an entry, unless the record was reused meanwhile."""
         if self._headers[record] == header:
             self._headers[record] = 0
 
     def is_stale(self, record: int, now: float) -> bool:
-        """Whether the tier has not been asked for an entry for a second, nor got it in this time."""
+        """Return whether the tier has neither got an entry nor been asked for it within the last second."""
         return int(now * _TICKS) - self._asked_at[record] >= _FRESH_TICKS
 
     def forget_entries(self) -> None:
-        """Forget which entries the tier holds."""
+        """Forget which entries the tier has."""
         self._headers = make_column("Q", len(self._headers))
 
     def was_read(self, num_bytes: int, seconds: float) -> None:
-        """Note how long a promotion took."""
+        """Record the duration of a promotion."""
         self._paces.append(seconds / num_bytes)
 
     def is_worth_reading(self, num_bytes: int, compute_seconds: float) -> bool:
-        """Whether reading is faster than computing. True if one of them is unknown (`compute_seconds` of 0)."""
+        """Return whether reading is faster than computing. True if either is unknown (`compute_seconds` of 0)."""
         if not compute_seconds or len(self._paces) < _LEAST_PACES:
             return True
         if num_bytes * median(self._paces) <= compute_seconds:

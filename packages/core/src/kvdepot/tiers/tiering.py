@@ -1,11 +1,11 @@
 """Moves entries between the pool and the tiers below it.
 
-Down (`demotion`): entries are written in the background and stay in the pool meanwhile. Up (`promotion`): a lookup that
-the pool answers only in part asks the tiers, in their order, for the missing entries. It is answered when all of them
-are there or its time is up. Later entries stay in the pool for the next lookup. A tier is not read if it would bring
-entries later than the engine computes them, judging by the recent pace of both.
+Demotion (`demotion`) writes entries in the background. They stay in the pool meanwhile. Promotion (`promotion`): if the
+pool can answer a lookup only in part, the tiers are asked in order for the missing entries. The lookup is answered when
+all of them have arrived or its time is up. Entries that arrive later stay in the pool for the next lookup. A tier is
+not read if, by the recent pace of both, the engine would compute the entries sooner.
 
-Everything here runs on the depot's loop and only submits jobs. `TierQueue` waits for the storage.
+Everything here runs on the depot's loop and only submits jobs. The threads of `TierQueue` wait for the storage.
 """
 
 import itertools
@@ -52,12 +52,12 @@ _IDLE_SECONDS: Final = 0.5  # the longest time between two turns
 
 @dataclass(frozen=True, slots=True)
 class TieringSettings:
-    """How tiers are used."""
+    """The settings for the use of tiers."""
 
     demotion: Demotion = Demotion.STORE
     least_tokens: int = 0  # shorter prefixes are not demoted
     promotion_seconds: float = 1.0  # the longest wait of a lookup for tiers
-    promotion_least_tokens: int = 0  # fewer missing tokens are not asked for
+    promotion_least_tokens: int = 0  # tiers are not asked for fewer missing tokens
 
 
 @dataclass(slots=True, eq=False)
@@ -65,12 +65,12 @@ class _Clearing:
     """A clear of all tiers."""
 
     on_done: Callable[[int, list[str]], None]
-    num_left: int = 1  # tiers that have not ended, and the caller
+    num_left: int = 1  # tiers that have not ended, plus one for the caller
     num_removed: int = 0
     problems: list[str] = field(default_factory=list[str])
 
     def one_is_done(self) -> None:
-        """Note that one ended; report to the caller after the last one."""
+        """Note that one has ended. After the last one, report to the caller."""
         self.num_left -= 1
         if not self.num_left:
             self.on_done(self.num_removed, self.problems)
@@ -80,13 +80,13 @@ class Tiering:
     """Demotions and promotions of one depot.
 
     Args:
-        index: of the pool.
-        queues: the tiers, fastest first; owned by this object.
-        settings: how they are used.
-        names_of: labels by number.
-        on_corrupt: called with record and header of an entry whose bytes do not match their checksum.
+        index: the pool's.
+        queues: the tiers, fastest first. This object takes ownership of them.
+        settings: see `TieringSettings`.
+        names_of: returns the label with a number.
+        on_corrupt: called with the record and header of an entry with a checksum mismatch.
         end_store: ends an unfinished store, to make room for a promotion.
-        clock: monotonic seconds.
+        clock: returns monotonic seconds.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Tiering:
             index, self._keys, self.counters, clock, settings.promotion_seconds, end_store
         )
         self.promotions = Promotions(self.promotion_context, self._tiers)
-        self.due = 0.0  # `turn` must be called by then, in seconds of the clock
+        self.due = 0.0  # the time, by `clock`, by which `turn` must be called
 
     @property
     def queues(self) -> list[TierQueue]:
@@ -122,12 +122,12 @@ class Tiering:
 
     @property
     def num_used(self) -> int:
-        """The number of tiers without removed ones."""
+        """The number of tiers, without removed ones."""
         return sum(not queue.is_retired for queue in self.queues)
 
     @property
     def num_refreshing(self) -> int:
-        """The number of used prefixes that a tier is being asked for."""
+        """The number of used prefixes that tiers are being asked for."""
         return len(self._demotions.refresher)
 
     def status(self) -> list[TierStatus]:
@@ -137,18 +137,21 @@ class Tiering:
     # --- operators ------------------------------------------------------------------------------------------------
 
     def add(self, queue: TierQueue) -> None:
-        """Use one more tier, below the others. Entries of the pool go there as they are used.
+        """Add a tier below the others. Entries of the pool are written there when they are used.
 
         It hears which weights are outdated, as a tier does that was suspended.
 
         Raises:
-            OSError: not enough memory for the table of its entries; the tier is not used.
+            OSError: there is not enough memory for the table of its entries. The tier is not added.
         """
         self._tiers.append(TierState(queue, self._index.table.num_records))
         self.due = 0.0
 
     def remove(self, name: str) -> bool:
-        """Stop using a tier: fail its waiting calls, and close it once none runs. Return False for an unknown name."""
+        """Stop using a tier: fail its waiting calls, and close it when no call runs.
+
+        Return False for an unknown name.
+        """
         for queue in self.queues:
             if queue.name == name and not queue.is_retired:
                 queue.retire()
@@ -157,7 +160,7 @@ class Tiering:
         return False
 
     def stop(self, tenant: str | None, model: str | None) -> Iterator[int]:
-        """Stop the promotions of a tenant or a model, and drop its waiting writes in the steps of `drop_writes`."""
+        """Stop the promotions of a tenant or a model, and drop its waiting writes, in steps like `drop_writes`."""
         labels = labels_to_match(tenant, model)
 
         def is_meant(owner: int) -> bool:
@@ -171,9 +174,9 @@ class Tiering:
             yield from queue.drop_writes(*labels)
 
     def clear(self, tenant: str | None, model: str | None, on_done: Callable[[int, list[str]], None]) -> None:
-        """Remove a tenant's or a model's entries from every tier.
+        """Remove a tenant's or a model's entries from all tiers.
 
-        Call `on_done` once, with the number of removed entries and a text for each tier that failed.
+        Call `on_done` once, with the number of removed entries and one text per failed tier.
         """
         clearing, self.due = _Clearing(on_done), 0.0
         for tier in self._tiers:
@@ -190,7 +193,7 @@ class Tiering:
         clearing.one_is_done()
 
     def outdate(self) -> None:
-        """Let the entries of outdated weights (`Shares.outdated`) leave tiers first."""
+        """Make tiers evict the entries of outdated weights (`Shares.outdated`) first."""
         for tier in self._tiers:
             tier.knows_outdated = False
         self.due = 0.0
@@ -198,9 +201,9 @@ class Tiering:
     # --- the depot ------------------------------------------------------------------------------------------------
 
     def stored(self, records: Sequence[int], *, is_first: bool = False) -> None:
-        """Note that entries were sealed, in the order of their chunks; `is_first`: write them before all others."""
+        """Note that entries were sealed, in the order of their chunks. `is_first`: write them before all others."""
         self._demote(partial(self._demotions.stored, is_first=is_first), records)
-        self.due = 0.0  # with `--demote evict` others must leave now
+        self.due = 0.0  # with `--demote evict`, others must be evicted now
 
     def used(self, node: int) -> None:
         """Note that a lookup found a prefix that ends with this chunk."""
@@ -210,24 +213,24 @@ class Tiering:
 
     @property
     def can_write(self) -> bool:
-        """Whether a tier takes entries now."""
+        """Whether any tier takes entries now."""
         return any(not queue.is_suspended for queue in self.queues)
 
     def leave(self, node: int, is_own: Callable[[int], bool]) -> Iterator[int]:
-        """Have the chunks that only a prefix needs leave the pool as soon as a tier has them; see `Demotions.leave`."""
+        """Evict the chunks that only a prefix needs as soon as a tier has them: see `Demotions.leave`."""
         self.due = 0.0
         return self._demotions.leave(node, is_own)
 
     def holds(self, node: int) -> bool:
-        """Whether a tier that answers has all entries of a chunk, or they are on their way there."""
+        """Return whether a working tier has all entries of a chunk, or they are on their way there."""
         return self._demotions.holds(node)
 
     def _demote(self, write: Callable[[T], None], subject: T) -> None:
-        """Write entries. A failure is logged: the store or lookup that came before has succeeded."""
+        """Write entries. Only log a failure, because the store or lookup before has succeeded."""
         try:
             write(subject)
         except Exception:
-            logger.exception("entries are not written to the tiers")
+            logger.exception("writing entries to the tiers failed")
             self.counters[_DEMOTIONS_FAILED] += 1
 
     def promote(
@@ -244,22 +247,22 @@ class Tiering:
         token_seconds: float = 0.0,
         request_id: str = "",
     ) -> bool:
-        """Ask the tiers for the part of a prefix that the pool lacks.
+        """Promote the part of a prefix that the pool lacks.
 
         Args:
-            space: of the chunks.
+            space: the space of the chunks.
             digests: packed `(num_chunks, 32)`, from chunk 0 on.
-            places: parts that have every cell of every group of the model's cache.
-            label: number of tenant and model.
-            found: leading chunks that the pool has.
-            pins: their nodes, kept until the end.
-            wait_seconds: how long the lookup may wait.
-            on_answer: called once, when no more entries can come or the time is up.
-            token_seconds: the engine's time per computed token, 0 for unknown. Slower tiers are not read.
-            request_id: of the lookup, for the log.
+            places: parts that together have all cells of all groups of the model's cache.
+            label: the number of the label.
+            found: the number of leading chunks that the pool has.
+            pins: the nodes of those chunks, which stay pinned until the end.
+            wait_seconds: the longest wait of the lookup.
+            on_answer: called once, when no more entries can arrive or the time is up.
+            token_seconds: the engine's time to compute a token, 0 for unknown. Slower tiers are not read.
+            request_id: the lookup's, for the log.
 
         Returns:
-            False if no tier can be asked, or very many lookups wait; then `on_answer` is never called.
+            False if no tier can be asked, or too many lookups wait. Then `on_answer` is never called.
         """
         missing_tokens = (num_digests(digests) - found) * space.spec.chunk_tokens
         is_worth_it = missing_tokens >= self.settings.promotion_least_tokens
@@ -277,12 +280,12 @@ class Tiering:
     # --- the loop -------------------------------------------------------------------------------------------------
 
     def turn(self, is_over: Callable[[], bool] = lambda: False) -> None:
-        """Handle outcomes of tiers and deadlines, and continue pending work. Never waits.
+        """Handle outcomes and deadlines of tiers, and continue pending work. Never wait.
 
         Do at least one step of each kind of work, then continue until `is_over`.
         """
         now = self._clock()
-        self.due = now + _IDLE_SECONDS  # even if this turn fails
+        self.due = now + _IDLE_SECONDS  # set first, in case this turn raises
         for tier in self._tiers:
             queue = tier.queue
             if not (tier.knows_outdated or queue.is_suspended):
@@ -320,7 +323,7 @@ class Tiering:
         now, queues = self._clock(), self.queues
         if self._demotions.has_work or any(queue.has_results for queue in queues):
             return now
-        # A call of a thread has no deadline before it begins, and nothing tells the loop that it has begun.
+        # A call has no deadline before it begins, and the loop is not notified when a thread begins it.
         times = itertools.chain(
             [self._demotions.next_deadline, self.promotions.next_deadline()],
             (queue.next_deadline() for queue in queues),
@@ -328,7 +331,7 @@ class Tiering:
         return min([now + _IDLE_SECONDS, *(due for due in times if due is not None)])
 
     def close(self, drain_seconds: float = 0.0) -> None:
-        """Stop every tier, in a bounded time."""
+        """Stop all tiers, in a bounded time."""
         for queue in self.queues:
             queue.close(drain_seconds)
 

@@ -1,8 +1,8 @@
-"""Trailers: how the depot recognizes in a tier the bytes that it wrote there. The format is the same for every tier.
+"""Trailers: let the depot verify the bytes that a tier returns. The format is the same for all tiers.
 
-A **trailer** lies beside each payload: the key, the payload's size and checksum (XXH3-128), and a checksum of all this.
-It detects what disks and networks do to bytes: flipped bits, truncation, one entry in another's place. It does
-not protect against people who can write to the storage.
+A **trailer** is stored beside each payload. It has the key, the payload's size and checksum (XXH3-128), and a checksum
+of the trailer itself. It detects errors of disks and networks: flipped bits, truncation, one entry in another's place.
+It does not protect against people who can write to the storage.
 """
 
 import struct
@@ -18,22 +18,22 @@ _VERSION: Final = 1
 
 
 class BrokenEntry(Exception):
-    """The bytes that a tier returned are not those written under the key; the text says why."""
+    """The bytes that a tier returned are not those written under the key; the text gives the reason."""
 
 
 def checksum_of(payload: bytes | memoryview) -> bytes:
-    """Return the checksum of a payload: about a ninth of a millisecond per MiB, without the GIL."""
+    """Return the checksum of a payload. Takes about a ninth of a millisecond per MiB, and releases the GIL."""
     return xxhash.xxh3_128_digest(payload)
 
 
 def make_trailer(key: bytes, num_bytes: int, checksum: bytes) -> bytes:
-    """Return the trailer of a payload of this size and checksum."""
+    """Return the trailer for a payload with this size and checksum."""
     body = _TRAILER.pack(_MAGIC, _VERSION, 0, num_bytes, key, checksum)
     return body + xxhash.xxh3_128_digest(body)
 
 
 def verify(trailer: bytes, key: bytes, num_bytes: int, payload: bytes | memoryview) -> bytes:
-    """Compare a payload of `num_bytes` with the trailer that lay beside it; return the payload's checksum.
+    """Compare a payload of `num_bytes` with the trailer stored beside it. Return the payload's checksum.
 
     Raises:
         BrokenEntry: this is not the entry stored under `key`.

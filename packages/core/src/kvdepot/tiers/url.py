@@ -1,4 +1,4 @@
-"""URLs of tiers, `SCHEME://HOST/PATH?OPTION=VALUE&...`. The entry point group `kvdepot.tiers` names their openers."""
+"""URLs of tiers, `SCHEME://HOST/PATH?OPTION=VALUE&...`. Entry points of the group `kvdepot.tiers` open them."""
 
 import contextlib
 import math
@@ -19,25 +19,25 @@ KNOWN_TIERS: Final = {
     "s3": "kvdepot[object]", "gs": "kvdepot[object]", "az": "kvdepot[object]", "file": "kvdepot[object]",
     "valkey": "kvdepot[valkey]", "redis": "kvdepot[valkey]", "rediss": "kvdepot[valkey]", "valkeys": "kvdepot[valkey]",
 }  # fmt: skip
-DEADLINE_SECONDS: Final = 1.0  # unless the URL says otherwise
-DEFAULT_THREADS: Final = 4  # likewise
-PATIENCE: Final = 10  # deadlines that a write or a step of a clear may take
-_MOST_THREADS: Final = 256  # all are threads of the server and take turns at the interpreter
-_MOST: Final = 1_000_000.0  # seconds: in milliseconds they fit into 32 bits
+DEADLINE_SECONDS: Final = 1.0  # the default
+DEFAULT_THREADS: Final = 4
+PATIENCE: Final = 10  # a write or a step of a clear may take this many deadlines
+_MOST_THREADS: Final = 256  # they are threads of the server and share its interpreter lock
+_MOST: Final = 1_000_000.0  # seconds: fits into 32 bits in milliseconds
 _REQUEST_SHARE: Final = 0.75  # of the deadline, for one request
 
 
 @dataclass(slots=True)
 class TierUrl:
-    """A parsed URL of a tier. The tier takes its options out; one that is left is an error."""
+    """The parsed URL of a tier. The tier takes its options out. Remaining options are an error."""
 
     scheme: str
     location: str  # the URL as written, without options; may contain a password
     host: str
     path: str
     options: dict[str, str] = field(default_factory=dict[str, str])
-    deadline_seconds: float = DEADLINE_SECONDS  # of one call that somebody waits for; set before the tier is opened
-    num_threads: int = DEFAULT_THREADS  # calls at a time, likewise
+    deadline_seconds: float = DEADLINE_SECONDS  # limit of a call that a lookup waits for; set before the tier is opened
+    num_threads: int = DEFAULT_THREADS  # concurrent calls; set before the tier is opened
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -64,7 +64,7 @@ class TierUrl:
         return _hide(self.location)
 
     def take(self, option: str, default: str) -> str:
-        """Take an option out."""
+        """Take out an option."""
         return self.options.pop(option, default)
 
     def take_size(self, option: str, default: int) -> int:
@@ -73,10 +73,10 @@ class TierUrl:
         return default if text is None else parse_size(text)
 
     def take_number(self, option: str, default: float, least: float = 0.0, most: float = _MOST) -> float:
-        """Take out an option that is a number of at least `least` and at most `most`.
+        """Take out an option that is a number from `least` to `most`.
 
         Raises:
-            ConfigError: it is not such a number.
+            ConfigError: the value is not such a number.
         """
         text = self.options.pop(option, None)
         if text is None:
@@ -90,10 +90,10 @@ class TierUrl:
         return number
 
     def take_timeout(self) -> float:
-        """Take out `timeout`, the seconds of one request. It must be below the deadline of its call.
+        """Take out `timeout`, the time limit of one request in seconds. It must be below the deadline.
 
         Raises:
-            ConfigError: it is not below the deadline.
+            ConfigError: the timeout is not below the deadline.
         """
         timeout = self.take_number("timeout", _REQUEST_SHARE * self.deadline_seconds, 0.001)
         if timeout >= self.deadline_seconds:
@@ -104,7 +104,7 @@ class TierUrl:
         return timeout
 
     def check_done(self) -> None:
-        """Refuse unknown options.
+        """Refuse remaining options, which are unknown.
 
         Raises:
             ConfigError: an option is left.
@@ -114,10 +114,10 @@ class TierUrl:
 
 
 def open_tier(url: TierUrl, pool: TierPool) -> Tier:
-    """Open the tier that a URL names. Take its options out, `deadline` and `threads` first.
+    """Open the tier of a URL. First take out the options `deadline` and `threads`.
 
     Raises:
-        ConfigError: the tier does not exist, a library is missing, or the URL cannot work; the text says what to do.
+        ConfigError: there is no such tier, a library is missing, or the URL is invalid. The text gives the way out.
     """
     entry = {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}.get(url.scheme)
     if entry is None:
@@ -125,7 +125,7 @@ def open_tier(url: TierUrl, pool: TierPool) -> Tier:
         raise ConfigError(f"--tier {url.name}: no tier {url.scheme!r}; there are {known}")
     try:
         opener: Callable[[TierUrl, TierPool], Tier] = entry.load()
-        import_module("xxhash")  # for the trailers of any tier
+        import_module("xxhash")  # needed for the trailers of all tiers
     except ImportError as error:
         way_out = f"pip install '{KNOWN_TIERS[url.scheme]}'" if url.scheme in KNOWN_TIERS else "install its library"
         raise ConfigError(f"--tier {url.name} needs {error.name or 'a library'}: {way_out}") from error
@@ -136,20 +136,21 @@ def open_tier(url: TierUrl, pool: TierPool) -> Tier:
         check_shape(tier, url.name)
         url.check_done()
     except ConfigError:
-        with contextlib.suppress(Exception):  # it may lack `close`
+        with contextlib.suppress(Exception):  # `close` may be missing
             tier.close()
         raise
     return tier
 
 
 def check_shape(tier: object, name: str) -> None:
-    """Check that a tier has every call and attribute of the contract.
+    """Check that a tier has all calls and attributes of the contract.
 
     Raises:
         ConfigError: something is missing; the text lists it.
     """
     calls = ("contains", "write", "read", "remove", "clear", "probe", "usage", "close")
-    inherited = [each for each in calls if getattr(type(tier), each, None) is getattr(Tier, each)]  # empty bodies
+    # The empty bodies of `Tier`.
+    inherited = [each for each in calls if getattr(type(tier), each, None) is getattr(Tier, each)]
     missing = [f"{each}()" for each in calls if each in inherited or not callable(getattr(tier, each, None))]
     missing += [] if callable(getattr(tier, "touch", None)) else ["touch()"]
     missing += [each for each in ("batch_entries", "writer_pid") if not isinstance(getattr(tier, each, None), int)]
@@ -161,7 +162,7 @@ def check_shape(tier: object, name: str) -> None:
 
 
 def without_credentials(text: str) -> str:
-    """Return a tier's URL without user and password. Keep the options of known tiers, which have no secret ones."""
+    """Return a tier's URL without user and password. Keep the options of kvdepot's own tiers, which are not secret."""
     _, mark, options = text.partition("?")
     return _hide(text) + (mark + options if text.partition("://")[0] in KNOWN_TIERS else "")
 

@@ -1,10 +1,10 @@
-"""Threads that make a tier's calls, in the order contains, read, touch, clear, first writes, other writes.
+"""The threads that make a tier's calls, in the order contains, read, touch, clear, first writes, other writes.
 
-At least one thread never takes writes. One touch runs at a time, as nobody waits for it.
+At least one thread never takes writes. Only one touch runs at a time, as no request waits for it.
 
-A clear waits for running writes, and writes wait for it. The depot's loop hands calls in. It shares one lock with the
-threads, which hold it only for a few operations on deques. One call wakes one thread: after waking all of them, the
-loop would have to get the interpreter's lock back from each.
+A clear waits for running writes, and writes wait for it. The depot's loop submits calls. It shares one lock with the
+threads, which hold it only for a few operations on deques. One call wakes one thread: if all of them woke, the loop
+would have to reacquire the interpreter lock from each.
 """
 
 import threading
@@ -14,18 +14,18 @@ from typing import Final
 
 from kvdepot.tiers.jobs import Call, Operation
 
-_EXCLUSIVE: Final = (Operation.WRITE, Operation.CLEAR)  # of each other
+_EXCLUSIVE: Final = (Operation.WRITE, Operation.CLEAR)  # these exclude each other
 
 
 class Workers:
-    """Hired threads without the dismissed ones. Call the methods on one thread.
+    """The worker threads of a tier. Methods must be called on one thread.
 
     Args:
-        name: for the names of the threads.
-        most_writes: concurrent writes.
-        make_call: makes a call, on a worker; raises nothing.
-        on_ended: called on a worker once a call has ended and no longer counts as running.
-        clock: monotonic seconds.
+        name: begins the names of the threads.
+        most_writes: the maximum number of concurrent writes.
+        make_call: makes a call on a worker. It never raises.
+        on_ended: called on a worker when a call has ended and no longer counts as running.
+        clock: returns monotonic seconds.
     """
 
     def __init__(
@@ -42,22 +42,22 @@ class Workers:
         self._on_ended = on_ended
         self._clock = clock
         self._lock = threading.Lock()
-        self._has_work = threading.Condition(self._lock)  # workers wait for it
-        self._has_ended = threading.Condition(self._lock)  # `close` waits for it
+        self._has_work = threading.Condition(self._lock)  # workers wait for this
+        self._has_ended = threading.Condition(self._lock)  # `close` waits for this
         self._waiting: tuple[deque[Call], ...] = tuple(deque[Call]() for _ in Operation)
-        self._first_writes = deque[Call]()  # of jobs that go first
+        self._first_writes = deque[Call]()  # of jobs with `is_first`
         self._running: set[Call] = set()
-        self._num_to_end = 0  # dismissed threads that have not ended
+        self._num_to_end = 0  # dismissed threads that have not ended yet
         self._num_hired = 0
         self._is_closed = False
 
     def hire(self) -> None:
-        """Start one more thread."""
+        """Start another thread."""
         self._num_hired += 1
         threading.Thread(target=self._work, name=f"kvdepot-{self._name}-{self._num_hired}", daemon=True).start()
 
     def dismiss(self) -> None:
-        """End one thread, once one has no call."""
+        """End one thread, as soon as one is without a call."""
         with self._lock:
             self._num_to_end += 1
             self._has_work.notify()
@@ -71,23 +71,23 @@ class Workers:
                 self._has_work.notify()
 
     def num_waiting(self, operation: Operation) -> int:
-        """Return how many calls of a kind wait."""
+        """Return the number of waiting calls of a kind."""
         return sum(map(len, self._queues(operation)))
 
     def _queues(self, operation: Operation) -> tuple[deque[Call], ...]:
-        """Return the waiting calls of a kind, the next ones first."""
+        """Return the queues with the waiting calls of a kind, in order."""
         waiting = self._waiting[operation]
         return (self._first_writes, waiting) if operation is Operation.WRITE else (waiting,)
 
     def running(self) -> list[Call]:
-        """Return the calls that have begun and not ended."""
+        """Return the calls that have begun but not ended."""
         with self._lock:
             return list(self._running)
 
     def take_back(self, operation: Operation, most: int, is_wanted: Callable[[Call], bool]) -> list[Call]:
-        """Remove and return the wanted ones of the next `most` waiting calls of a kind; twice as many writes.
+        """Examine the next `most` waiting calls of a kind, of writes twice as many. Remove and return the wanted ones.
 
-        The others keep waiting, behind those that were not examined.
+        The others keep waiting, behind the calls that were not examined.
         """
         with self._lock:
             taken = list[Call]()
@@ -98,7 +98,7 @@ class Workers:
             return taken
 
     def close(self, drain_seconds: float, running_seconds: float, num_hung: int) -> None:
-        """Wait for the writes, drop waiting calls, then wait for the running calls that do not hang. Both waits end."""
+        """Wait for writes, drop waiting calls, then wait for running calls that do not hang. Both waits are bounded."""
         with self._lock:
             self._has_ended.wait_for(
                 lambda: not (self.num_waiting(Operation.WRITE) or self._num_writing), drain_seconds
@@ -125,13 +125,13 @@ class Workers:
                 self._running.discard(call)
                 call.has_run = True
                 self._has_ended.notify()
-                # This thread makes the next call. Another kind may begin beside it now, on other threads.
+                # This thread makes the next call. Other threads may now begin calls of other kinds.
                 if call.operation in _EXCLUSIVE and self._next_operation() not in (None, call.operation):
                     self._has_work.notify(self._most_writes if call.operation is Operation.CLEAR else 1)
             self._on_ended(call)
 
     def _next(self) -> Call | None:
-        """Wait for a call. None ends this thread."""
+        """Wait for a call. Return None to end this thread."""
         with self._lock:
             while (operation := self._next_operation()) is None:
                 if self._is_closed:

@@ -1,8 +1,8 @@
-"""The room of a disk tier: at most its capacity, and never the last 2 % of the file system.
+"""Keeps a disk tier within its capacity, and 2 % of the file system free.
 
-The least recently used entries are evicted: down to 90 % when the capacity is reached, or until the file system's free
-space is above its limit again. If other files take that space, or the folder cannot be written, writes are declined and
-one log line says so.
+It evicts the least recently used entries: down to 90 % when the capacity is reached, or until the file system has
+enough free space again. If other files take that space, or the folder cannot be written, it declines writes and logs
+one line.
 """
 
 import logging
@@ -25,23 +25,23 @@ _FILE_SYSTEM_FULL: Final = tier_counter(
 _NO_SPACE: Final = tier_counter("no_space", "Entries not written because the storage had no space")
 _NOT_EVICTED: Final = tier_counter("not_evicted", "Entries that could not be removed to make room")
 
-HIGH_WATERMARK: Final = 1.0  # of the capacity: above it, entries leave
-LOW_WATERMARK: Final = 0.9  # down to here, so that most writes find room without evicting
-_PATIENCE_SECONDS: Final = 10.0  # before the next try, after evicting freed no space in the file system
+HIGH_WATERMARK: Final = 1.0  # share of the capacity above which entries are evicted
+LOW_WATERMARK: Final = 0.9  # evict down to this share, so that most writes need no eviction
+_PATIENCE_SECONDS: Final = 10.0  # before the next attempt, after evictions freed no space in the file system
 _QUIET_SECONDS: Final = 60.0  # between two log lines about declined writes
-_VICTIMS_AT_ONCE: Final = 64  # files; between two pieces other threads get the lock
-_MOST_STUCK: Final = 16  # entries that cannot be removed, while making room for one
+_VICTIMS_AT_ONCE: Final = 64  # files; then other threads get the lock
+_MOST_STUCK: Final = 16  # entries that cannot be removed, per attempt to make room
 
 
 class Capacity:
     """Makes room for files.
 
     Args:
-        folder: contains them.
-        entries: the index.
-        capacity_bytes: limit for all files.
-        remove: removes an entry with its file; raises `OSError` if the file stays.
-        counters: those of the tier.
+        folder: contains the files.
+        entries: the tier's index.
+        capacity_bytes: the limit for all files.
+        remove: removes an entry and its file. It raises `OSError` if the file stays.
+        counters: the tier's.
     """
 
     def __init__(
@@ -53,22 +53,22 @@ class Capacity:
         counters: Counts,
     ) -> None:
         self.capacity_bytes = capacity_bytes
-        self.lock = threading.Lock()  # held to evict, and to open the folder
+        self.lock = threading.Lock()  # held while evicting and while opening the folder
         self._folder = folder
         self._entries = entries
         self._remove = remove
         self._counters = counters
-        self._coming_bytes = 0  # of files being written, for which other writers leave room
+        self._coming_bytes = 0  # reserved for files that are being written
         self._coming_lock = threading.Lock()
         self._patient_until = 0.0
-        self._is_declining = False  # and the log said so
+        self._is_declining = False  # whether that was logged
         self._quiet_until = 0.0
 
     def reserve(self, size: int) -> bool:
-        """Reserve `size` bytes, evicting if needed; `release` returns them. False if that is impossible. Needs `lock`.
+        """Reserve `size` bytes until `release`, evicting if needed. Return False if that is impossible. Needs `lock`.
 
         Raises:
-            OSError: entries that should leave cannot be removed.
+            OSError: victims cannot be removed.
         """
         entries = self._entries
         missing = self._folder.missing_bytes(size)
@@ -93,34 +93,34 @@ class Capacity:
         return True
 
     def release(self, size: int) -> None:
-        """End a reservation: the file exists and is counted, or the write failed."""
+        """End a reservation: the file was written and is counted, or the write failed."""
         with self._coming_lock:
             self._coming_bytes -= size
 
     def no_space(self, size: int) -> None:
-        """Evict after a write unexpectedly found no space: there is a quota, or others just took it."""
+        """Evict after a write unexpectedly found no space, because of a quota or other files."""
         self._counters[_NO_SPACE] += 1
         with self.lock:
             if self._entries.used_bytes < 2 * size or time.monotonic() < self._patient_until:
                 self.decline("no space is left, and evicting does not help")
                 return
-            self._patient_until = time.monotonic() + _PATIENCE_SECONDS  # or until a write succeeds
+            self._patient_until = time.monotonic() + _PATIENCE_SECONDS  # ends early when a write succeeds
             self._evict(self._entries.used_bytes - 2 * size)
 
     def shrink(self) -> None:
         """Evict if the tier is larger than its capacity.
 
         Raises:
-            OSError: entries that should leave cannot be removed.
+            OSError: victims cannot be removed.
         """
         if self._entries.used_bytes > self.capacity_bytes:
             with self.lock:
                 self._evict(int(LOW_WATERMARK * self.capacity_bytes))
 
     def decline(self, why: str) -> None:
-        """Log that writes are declined, once until a write succeeds."""
+        """Log that writes are declined, but only once until a write succeeds."""
         if not self._is_declining and time.monotonic() >= self._quiet_until:
-            logger.error("%s: writes are declined, stored entries are still served: %s", self._folder.path, why)
+            logger.error("%s: declining writes, still serving stored entries: %s", self._folder.path, why)
             self._is_declining = True
             self._quiet_until = time.monotonic() + _QUIET_SECONDS
 
@@ -129,16 +129,16 @@ class Capacity:
         self._patient_until = 0.0
         if self._is_declining:
             self._is_declining = False
-            logger.warning("%s is written again", self._folder.path)
+            logger.warning("%s: accepting writes again", self._folder.path)
 
     def _is_too_much(self, size: int) -> bool:
         return self._entries.used_bytes + self._coming_bytes + size > HIGH_WATERMARK * self.capacity_bytes
 
     def _evict(self, target_bytes: int) -> None:
-        """Remove entries until at most `target_bytes` are left; `lock` is held.
+        """Remove entries until at most `target_bytes` are left. The caller holds `lock`.
 
         Raises:
-            OSError: the folder is read-only, or very many entries cannot be removed; a few are left where they are.
+            OSError: the folder is read-only, or too many entries cannot be removed.
         """
         entries, num_stuck = self._entries, 0
         while entries.used_bytes > max(0, target_bytes) and len(entries):
@@ -152,6 +152,6 @@ class Capacity:
                     if error.errno in NOT_WRITABLE or num_stuck > _MOST_STUCK:
                         raise
                     self._counters[_NOT_EVICTED] += 1
-                    entries.use(key)  # evict others
+                    entries.use(key)  # move it out of the way, and evict others
                 else:
                     self._counters[EVICTED] += 1

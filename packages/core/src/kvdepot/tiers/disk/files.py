@@ -1,7 +1,7 @@
-"""The folder of a disk tier: one file per entry, named after its key, moved with `O_DIRECT` where that works.
+"""The folder of a disk tier: one file per entry, named after its key, accessed with `O_DIRECT` where that works.
 
-A file is the payload, rounded up to 4 KiB, and one page with its trailer. It is written under a temporary name and then
-renamed, never synced. A crash of the machine may leave half a file, which fails the comparison with its trailer.
+A file is the payload, padded to 4 KiB, and one page with the trailer. It is written under a temporary name and then
+renamed, but never synced. A crash of the machine may leave an incomplete file, which does not match its trailer.
 """
 
 import contextlib
@@ -24,19 +24,19 @@ logger = logging.getLogger(__name__)
 
 PAGE: Final = EXTENT_ALIGNMENT_BYTES
 NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
-STORAGE_AWAY: Final = (errno.EROFS, *NO_ROOM)  # a tier opens all the same
+STORAGE_AWAY: Final = (errno.EROFS, *NO_ROOM)  # the tier opens despite these errors
 NOT_WRITABLE: Final = (errno.EROFS, errno.EACCES, errno.EPERM)
-LEAST_FREE_SHARE: Final = 0.02  # of the file system, kept free
+LEAST_FREE_SHARE: Final = 0.02  # share of the file system to keep free
 _TEMPORARY: Final = ".tmp"
 _PROBE: Final = "probe"
 _TOKEN_DIGITS: Final = 8
 _LABEL_DIGITS: Final = 2 * LABEL_BYTES
-FOLDER_DIGITS: Final = (_LABEL_DIGITS, _LABEL_DIGITS, 2)  # of the names of nested folders
-_SLOT_SECONDS: Final = 0.1  # the longest wait of a write for a slot
+FOLDER_DIGITS: Final = (_LABEL_DIGITS, _LABEL_DIGITS, 2)  # digits in the names of nested folders
+_SLOT_SECONDS: Final = 0.1  # the longest time that a write waits for a slot
 
 
 class _Slots:
-    """Lets `num_slots` threads through at a time. After a wait, all slots are free again, as their holders may hang."""
+    """Admits `num_slots` threads at a time. After a full wait, all slots count as free, as their holders may hang."""
 
     def __init__(self, num_slots: int) -> None:
         self._num_slots = num_slots
@@ -59,27 +59,27 @@ class Folder:
     """The files of one tier.
 
     Args:
-        path: the folder.
-        num_slots: concurrent writes of bytes.
+        path: the path of the folder.
+        num_slots: the number of concurrent writes to the drive.
     """
 
     def __init__(self, path: Path, num_slots: int) -> None:
         self.path = path
-        self.root = -1  # its descriptor, -1 while it is not open
+        self.root = -1  # the folder's descriptor, -1 while it is not open
         self.knows_direct = False
         self.token = secrets.token_hex(_TOKEN_DIGITS // 2)  # in the names of its temporary files
         self._direct = 0
         self._slots = _Slots(num_slots)
         self._pages = threading.local()
         self._numbers = count()
-        self._folders: set[str] = set()  # known to exist
+        self._folders: set[str] = set()  # nested folders known to exist
 
     def open(self) -> tuple[int, OSError | None]:
-        """Make, open and lock the folder. Return its descriptor, and the error if it cannot be written now.
+        """Create, open and lock the folder. Return its descriptor, and the error if it cannot be written now.
 
         Raises:
             ConfigError: another depot uses it, or it can be neither locked nor written.
-            OSError: it cannot be made or opened.
+            OSError: it cannot be created or opened.
         """
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         root = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -98,7 +98,7 @@ class Folder:
 
     def _lock(self, root: int) -> None:
         try:
-            fcntl.flock(root, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the descriptor
+            fcntl.flock(root, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held until the descriptor is closed
         except BlockingIOError:
             raise ConfigError(f"--tier disk://{self.path}: another depot uses this folder") from None
         except OSError as error:
@@ -112,10 +112,10 @@ class Folder:
     # --- entries --------------------------------------------------------------------------------------------------
 
     def write(self, key: bytes, payload: memoryview, trailer: bytes) -> str:
-        """Write an entry under a temporary name; return the name.
+        """Write an entry under a temporary name, and return the name.
 
         Raises:
-            OSError: it could not be written; nothing is left of it.
+            OSError: it could not be written, and the temporary file is removed.
         """
         name, page = self._temporary(name_of(key)), memoryview(self._page())
         page[: len(trailer)] = trailer
@@ -135,16 +135,16 @@ class Folder:
         return name
 
     def keep(self, temporary: str, key: bytes) -> None:
-        """Rename a written entry from its temporary name."""
+        """Give a written entry its final name."""
         os.rename(temporary, name_of(key), src_dir_fd=self.root, dst_dir_fd=self.root)
 
     def drop(self, temporary: str) -> None:
-        """Remove a temporary file, if that can be done."""
+        """Remove a temporary file, if possible."""
         with contextlib.suppress(OSError):
             os.unlink(temporary, dir_fd=self.root)
 
     def read(self, key: bytes, payload: memoryview) -> tuple[int, memoryview]:
-        """Fill a payload. Return how many bytes were read, including the page behind it, and this page.
+        """Fill a payload. Return the number of bytes read, including the page behind it, and that page.
 
         Raises:
             FileNotFoundError: the entry does not exist.
@@ -156,7 +156,8 @@ class Folder:
             while done < payload.nbytes + PAGE:
                 num_bytes = os.preadv(fd, _rest(payload, page, done), done)
                 done += num_bytes
-                if not num_bytes or num_bytes % PAGE:  # the end; `O_DIRECT` can only continue at the start of a page
+                # End of file; also, `O_DIRECT` can continue only at a page boundary.
+                if not num_bytes or num_bytes % PAGE:
                     break
             self._drop_cache(fd)
         finally:
@@ -167,13 +168,13 @@ class Folder:
         """Remove an entry's file, if there is one.
 
         Raises:
-            OSError: it stays.
+            OSError: the file cannot be removed.
         """
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name_of(key), dir_fd=self.root)
 
     def has(self, key: bytes) -> bool:
-        """Whether an entry has a file."""
+        """Return whether an entry has a file."""
         try:
             os.stat(name_of(key), dir_fd=self.root)
         except FileNotFoundError:
@@ -183,10 +184,10 @@ class Folder:
     # --- probes ---------------------------------------------------------------------------------------------------
 
     def find_direct(self, root: int) -> None:
-        """Find out by writing whether this file system has `O_DIRECT`.
+        """Test, by writing, whether this file system supports `O_DIRECT`.
 
         Raises:
-            OSError: it cannot be written at all.
+            OSError: it cannot be written.
         """
         try:
             self.probe_write(root, os.O_DIRECT)
@@ -194,7 +195,7 @@ class Folder:
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise
-            logger.warning("%s has no O_DIRECT: entries go through the page cache, slower", self.path)
+            logger.warning("%s has no O_DIRECT: entries go through the page cache, which is slower", self.path)
         self.knows_direct = True
 
     def probe_read(self, key: bytes) -> None:
@@ -217,7 +218,7 @@ class Folder:
             finally:
                 os.close(fd)
         finally:
-            with contextlib.suppress(OSError):  # it may exist although `open` refused `O_DIRECT`
+            with contextlib.suppress(OSError):  # `open` may have created it although it refused `O_DIRECT`
                 os.unlink(name, dir_fd=root)
 
     # --- helpers --------------------------------------------------------------------------------------------------
@@ -240,7 +241,7 @@ class Folder:
             self._folders.add(folder)
         try:
             return os.open(name, flags, 0o600, dir_fd=self.root)
-        except FileNotFoundError:  # the folder was removed
+        except FileNotFoundError:  # the nested folder was removed
             _make_folders(self.root, folder)
             return os.open(name, flags, 0o600, dir_fd=self.root)
 
@@ -250,24 +251,24 @@ class Folder:
 
 
 def round_up(num_bytes: int) -> int:
-    """Return the bytes of a payload in its file."""
+    """Return the padded size of a payload."""
     return -(-num_bytes // PAGE) * PAGE
 
 
 def size_on_disk(num_bytes: int) -> int:
-    """Return the size of the file of a payload."""
+    """Return the size of the file for a payload."""
     return round_up(num_bytes) + PAGE
 
 
 def name_of(key: bytes) -> str:
-    """Return the path of an entry's file: labels of tenant and model, two digits of the chunk, the rest."""
+    """Return the path of an entry's file: labels of tenant and model, two digits of the chunk, the rest of the key."""
     text = key.hex()
     tenant, model, rest = text[:_LABEL_DIGITS], text[_LABEL_DIGITS : 2 * _LABEL_DIGITS], text[2 * _LABEL_DIGITS :]
     return f"{tenant}/{model}/{rest[2 * PLACE_BYTES :][:2]}/{rest}"
 
 
 def key_of(name: str) -> bytes | None:
-    """Return the key whose file has this path, None if the path is not one of an entry."""
+    """Return the key whose file has this path, None if the path is not an entry's."""
     parts = name.split("/")
     try:
         key = bytes.fromhex(parts[0] + parts[1] + parts[3])
@@ -277,12 +278,12 @@ def key_of(name: str) -> bytes | None:
 
 
 def is_hex(name: str, num_digits: int) -> bool:
-    """Whether a name consists of `num_digits` lower-case hexadecimal digits."""
+    """Return whether a name consists of `num_digits` lower-case hexadecimal digits."""
     return len(name) == num_digits and not name.strip("0123456789abcdef")
 
 
 def is_temporary(name: str) -> bool:
-    """Whether this is a temporary name that a disk tier makes."""
+    """Return whether this is a temporary name of a disk tier."""
     entry, _, rest = name.removesuffix(_TEMPORARY).rpartition(".")
     token, _, number = rest.partition("-")
     is_ours = name.endswith(_TEMPORARY) and is_hex(token, _TOKEN_DIGITS) and number.isdecimal()
@@ -290,7 +291,7 @@ def is_temporary(name: str) -> bool:
 
 
 def _rest(payload: memoryview, page: memoryview, done: int) -> list[memoryview]:
-    """Return the rest of a file's two parts after `done` bytes."""
+    """Return the rest of payload and page after `done` bytes."""
     return [payload[done:], page] if done < payload.nbytes else [page[done - payload.nbytes :]]
 
 

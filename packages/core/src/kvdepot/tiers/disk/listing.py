@@ -1,6 +1,6 @@
 """The index of a disk tier: its entries, their sizes, and the order of their last use.
 
-A thread rebuilds it from the names of the files when the tier is opened. The tier serves known entries in the meantime.
+When the tier is opened, a thread rebuilds it from the names of the files. The tier serves known entries meanwhile.
 """
 
 import contextlib
@@ -18,20 +18,20 @@ from kvdepot.tiers.sizes import LruSizes
 
 logger = logging.getLogger(__name__)
 
-_SORTED_AT_ONCE: Final = 1000  # other threads wait in the meantime
+_SORTED_AT_ONCE: Final = 1000  # other threads wait meanwhile
 
-File: TypeAlias = tuple[float, bytes, int]  # time of its last change, key, bytes
+File: TypeAlias = tuple[float, bytes, int]  # mtime, key, size
 
 
 class Entries:
-    """The entries of a tier. Methods may be called from any thread; none of them makes a system call."""
+    """The entries of a tier. Methods are thread-safe and make no system call."""
 
     def __init__(self) -> None:
         self.used_bytes = 0
-        self.is_listed = False  # whether it is complete
-        self._sizes = LruSizes()  # bytes on disk
-        self._gone: set[bytes] = set()  # entries that left while the folder was being listed
-        self._unremoved: dict[bytes, None] = {}  # cleared, but their files could not be removed
+        self.is_listed = False  # whether the index is complete
+        self._sizes = LruSizes()  # sizes on disk
+        self._gone: set[bytes] = set()  # entries removed while the folder was being listed
+        self._unremoved: dict[bytes, None] = {}  # cleared entries whose files could not be removed
         self._outdated: list[Callable[[bytes], bool]] = []
         self._lock = threading.Lock()
 
@@ -42,12 +42,12 @@ class Entries:
         return key in self._sizes
 
     def use(self, key: bytes) -> None:
-        """Mark an entry as used last, if it is still here."""
+        """Mark an entry as most recently used, if it still exists."""
         with self._lock:
             self._sizes.use(key)
 
     def use_if_size(self, key: bytes, size: int) -> bool:
-        """Whether an entry is here with this size. If so, mark it as used."""
+        """Return whether an entry exists with this size. If so, mark it as used."""
         with self._lock:
             if self._sizes.get(key) != size:
                 return False
@@ -55,14 +55,14 @@ class Entries:
             return True
 
     def put(self, key: bytes, size: int) -> None:
-        """Add an entry that got its file."""
+        """Add an entry whose file was written."""
         with self._lock:
             self.used_bytes += size - self._sizes.pop(key)
             self._sizes.put(key, size)
             self._unremoved.pop(key, None)
 
     def forget(self, key: bytes, *, is_unremoved: bool = False) -> None:
-        """Remove an entry. With `is_unremoved`, its file stays and must not be served."""
+        """Remove an entry. With `is_unremoved`, its file still exists and must not be served."""
         with self._lock:
             self.used_bytes -= self._sizes.pop(key)
             self._unremoved.pop(key, None)
@@ -72,7 +72,7 @@ class Entries:
                 self._gone.add(key)
 
     def is_unremoved(self, key: bytes) -> bool:
-        """Whether an entry was cleared but still has a file."""
+        """Return whether an entry was cleared but still has a file."""
         return key in self._unremoved
 
     def oldest(self, count: int) -> list[bytes]:
@@ -92,20 +92,20 @@ class Entries:
             return [key for key in chain(self._sizes, unremoved) if has_labels(key, tenant, model)]
 
     def outdate(self, is_meant: Callable[[bytes], bool]) -> None:
-        """Let the entries for which `is_meant` holds be the least recently used ones."""
+        """Make the entries for which `is_meant` holds the least recently used."""
         with self._lock:
             self._sizes.outdate(is_meant)
             if not self.is_listed:
-                self._outdated.append(is_meant)  # to be asked about the entries that are found
+                self._outdated.append(is_meant)  # applied to entries that are found later
 
     def clear(self) -> None:
-        """Forget all."""
+        """Remove all entries."""
         with self._lock:
             self._sizes.clear()
             self.used_bytes = 0
 
     def add_found(self, files: Iterator[File]) -> bool:
-        """Add the files of an earlier depot, newest last; return whether there were any."""
+        """Add the files of an earlier depot, newest last. Return whether there were any."""
         found: list[list[File]] = []
         while some := sorted(islice(files, _SORTED_AT_ONCE), reverse=True):
             found.append(some)
@@ -115,7 +115,7 @@ class Entries:
                 if key not in self._sizes and key not in self._gone:
                     sizes.put(key, size)
                     self.used_bytes += size
-            # Entries that were written in the meantime are newer than all of them.
+            # Entries written meanwhile are newer than all of them.
             for key in self._sizes.oldest(len(self._sizes)):
                 sizes.put(key, self._sizes.get(key) or 0)
             self._sizes = sizes
@@ -127,7 +127,7 @@ class Entries:
 
 
 def found_files(folder: Folder, is_over: Callable[[], bool]) -> Iterator[File]:
-    """Yield every file that is an entry; remove temporary files that a killed writer left."""
+    """Yield all files of entries. Remove temporary files that a killed writer left."""
     try:
         for name in ["", *_found_folders(folder)]:
             for item in items_in(folder, name):
@@ -141,7 +141,7 @@ def found_files(folder: Folder, is_over: Callable[[], bool]) -> Iterator[File]:
 
 
 def items_in(folder: Folder, name: str) -> list[os.DirEntry[str]]:
-    """Return the contents of one of its folders; nothing if it cannot be listed."""
+    """Return the contents of a nested folder; empty if it cannot be listed."""
     try:
         with os.scandir(folder.path / name) as items:
             return list(items)
@@ -158,7 +158,7 @@ def _entry_of(folder: Folder, name: str, item: os.DirEntry[str]) -> File | None:
         if folder.token not in name and is_temporary(name):
             folder.drop(name)
         return None
-    with contextlib.suppress(FileNotFoundError):  # it has just left
+    with contextlib.suppress(FileNotFoundError):  # it was just removed
         try:
             stat = item.stat(follow_symlinks=False)
         except FileNotFoundError:
@@ -171,7 +171,7 @@ def _entry_of(folder: Folder, name: str, item: os.DirEntry[str]) -> File | None:
 
 
 def _found_folders(folder: Folder) -> list[str]:
-    """Return the folders that may contain entries; skip all others."""
+    """Return the nested folders that may contain entries."""
     names = [""]
     for num_digits in FOLDER_DIGITS:
         names = [

@@ -1,6 +1,6 @@
-"""A tier on disk, `disk:///path?capacity=200GiB`: one file per entry, moved straight between pool and drive.
+"""A tier on disk, `disk:///path?capacity=200GiB`: one file per entry, copied directly between pool and drive.
 
-The tier opens on a full or read-only file system and then only reads. Several other errors in a row suspend it.
+On a full or read-only file system, the tier opens and only reads. Several other errors in a row suspend it.
 """
 
 import contextlib
@@ -28,21 +28,21 @@ logger = logging.getLogger(__name__)
 _NOT_WRITABLE: Final = tier_counter("not_writable", "Entries not written because the file system cannot be written")
 
 _CLEARED_AT_ONCE: Final = 256
-_LEAST_SLOTS: Final = 2  # with one, the drive idles while the slot changes hands
+_LEAST_SLOTS: Final = 2  # with one slot, the drive idles while the slot is passed on
 
 
 class DiskTier:
-    """A tier in a folder of its own.
+    """A tier in its own folder.
 
     Args:
         pool: contains the extents.
-        directory: made if it does not exist.
-        capacity_bytes: limit for all files, as they lie on disk.
-        num_threads: concurrent calls; all but one may be writes.
+        directory: created if needed.
+        capacity_bytes: the limit for the disk space of all files.
+        num_threads: the number of concurrent calls. All but one may be writes.
 
     Raises:
-        ConfigError: the folder cannot be made or written, or another depot uses it. A full or read-only file system is
-            no error: the tier serves its entries, and declines writes until one succeeds.
+        ConfigError: the folder cannot be created or written, or another depot uses it. A full or read-only file system
+            is no error: the tier serves its entries, and declines writes until one succeeds.
     """
 
     batch_entries = 1
@@ -56,12 +56,12 @@ class DiskTier:
         self._pool = pool
         self._counters = Counts()
         self._entries = listing.Entries()
-        # Writes share the drive's rate and so end together. If all of them then renamed files and waited for the next
-        # checksums, the drive would idle. Therefore one write fewer moves bytes than are running.
+        # Concurrent writes share the drive's rate and so end together. If all of them then renamed files and computed
+        # the next checksums, the drive would idle. Therefore one running write fewer than allowed moves bytes.
         self._folder = Folder(directory, max(_LEAST_SLOTS, num_threads - 2))
         self._capacity = Capacity(self._folder, self._entries, capacity_bytes, self._remove, self._counters)
-        self._naming = threading.Lock()  # held while a file and the index change together
-        self._opening = threading.Lock()  # guards the next three
+        self._naming = threading.Lock()  # held while changing a file together with the index
+        self._opening = threading.Lock()  # guards the next three attributes
         self._closed = False
         self._lister: threading.Thread | None = None
         try:
@@ -83,7 +83,7 @@ class DiskTier:
 
     def touch(self, keys: Sequence[bytes], sizes: Sequence[int]) -> list[bool]:
         """See `Tier`."""
-        for key in reversed(keys):  # the first chunk is used last
+        for key in reversed(keys):  # so that the first chunk is the most recently used
             self._entries.use(key)
         return self.contains(keys)
 
@@ -113,7 +113,7 @@ class DiskTier:
         failed: OSError | None = None
         while wanted:
             step = wanted[-_CLEARED_AT_ONCE:]
-            del wanted[-_CLEARED_AT_ONCE:]  # a million at once would stop other threads for 50 ms
+            del wanted[-_CLEARED_AT_ONCE:]  # deleting a million at once would block other threads for 50 ms
             for key in step:
                 try:
                     self._remove(key)
@@ -155,7 +155,7 @@ class DiskTier:
             if self._closed:
                 return
             self._closed = True
-            root, self._folder.root = self._folder.root, -1  # running calls find nothing from now on
+            root, self._folder.root = self._folder.root, -1  # so that running calls find no files from now on
         if self._lister is not None:
             self._lister.join()
         self._entries.clear()
@@ -185,7 +185,7 @@ class DiskTier:
                 raise
             return False
         self._capacity.was_written()
-        if not self._folder.knows_direct:  # the folder could not be written before
+        if not self._folder.knows_direct:  # the folder could not be written so far
             with self._capacity.lock, contextlib.suppress(OSError):
                 if not self._folder.knows_direct:
                     self._folder.find_direct(self._folder.root)
@@ -221,10 +221,10 @@ class DiskTier:
             return None
         except OSError as error:
             if error.errno == errno.EIO:
-                logger.error("%s: entry %s is removed: it cannot be read", self._folder.path, key.hex()[-16:])
+                logger.error("%s: removing entry %s, which cannot be read", self._folder.path, key.hex()[-16:])
                 self.remove([key])
             raise
-        if num_read < rounded + PAGE:  # the key contains the payload size, so the file was cut
+        if num_read < rounded + PAGE:  # truncated, as the key contains the payload's size
             return b""
         self._entries.use(key)
         return bytes(page[:TRAILER_BYTES])
@@ -233,14 +233,14 @@ class DiskTier:
         """Remove an entry.
 
         Raises:
-            OSError: its file and the entry stay.
+            OSError: the file cannot be removed, and the entry stays.
         """
         with self._naming:
             self._folder.remove(key)
             self._entries.forget(key)
 
     def _forget_missing(self, key: bytes) -> None:
-        """Forget an entry whose file was removed, unless it was written again."""
+        """Remove an entry whose file was removed, unless it was written again."""
         with self._naming:
             if not self._folder.has(key):
                 self._entries.forget(key)
@@ -248,7 +248,7 @@ class DiskTier:
     # --- the folder -----------------------------------------------------------------------------------------------
 
     def _open_folder(self) -> None:
-        """Open the folder and begin to list it. Other threads hold the room's lock to call it.
+        """Open the folder and begin to list it. Callers on other threads hold the lock of `Capacity`.
 
         Raises:
             ConfigError: another depot uses it, or it can be neither locked nor written.
@@ -272,7 +272,7 @@ class DiskTier:
         if found and not self._closed:
             used = format_size(self._entries.used_bytes)
             logger.info("%s: %d entries, %s", self._folder.path, len(self._entries), used)
-            with contextlib.suppress(OSError):  # the next write reports it
+            with contextlib.suppress(OSError):  # the next write reports the error
                 self._capacity.shrink()
 
 
@@ -282,6 +282,6 @@ def open_tier(url: TierUrl, pool: TierPool) -> DiskTier:
         raise ConfigError(f"--tier {url.name}: write three slashes and an absolute path, disk:///var/cache/kvdepot")
     capacity = url.take_size("capacity", 0)
     if not capacity:
-        url.check_done()  # perhaps it was mistyped
+        url.check_done()  # before reporting a missing capacity: it may be mistyped
         raise ConfigError(f"--tier {url.name} needs its capacity: disk://{url.path}?capacity=200GiB")
     return DiskTier(pool, Path(url.path), capacity, url.num_threads)

@@ -1,16 +1,16 @@
 """The child process with Mooncake's SDK: `python -m kvdepot.tiers.mooncake.child`.
 
-The SDK can hold the interpreter for minutes and crash it, so the depot's process never loads it. This process maps the
-pool, registers it once, and moves bytes straight between the pool's extents and the cluster. Messages carry trailers
-and name extents. It inherits the descriptors of the pool and of some sockets, the **channels**. A channel carries
-one request at a time, served by a thread of its own; the first channel starts with `Setup`. Calls of the SDK release
+The SDK can block the interpreter for minutes and crash it, so the depot's process never loads it. This process maps the
+pool, registers it once, and moves bytes directly between the pool's extents and the cluster. Messages contain trailers
+and refer to extents. The process inherits the descriptors of the pool and of some sockets, the **channels**. A channel
+carries one request at a time, served by its own thread. The first channel starts with `Setup`. Calls of the SDK release
 the interpreter, so the channels run concurrently.
 
-An object of the cluster is a payload and its trailer, put and got as two parts of one object.
+An object of the cluster is a payload and its trailer, written and read as two parts of one object.
 
-The end of any channel ends the process. It leaves the cluster properly if that takes at most a second. It ends with the
-depot even inside a hung call, because the kernel kills it then (`PR_SET_PDEATHSIG`). It ignores signals that a terminal
-or a service manager sends to the whole group.
+The process ends when any channel closes. It leaves the cluster properly if that takes at most a second. If the depot
+dies, the kernel kills the process (`PR_SET_PDEATHSIG`), even inside a hung call. It ignores signals that a terminal or
+a service manager sends to the whole group.
 """
 
 import ctypes
@@ -48,7 +48,8 @@ from kvdepot.tiers.mooncake.messages import (
 from kvdepot.tiers.trailer import TRAILER_BYTES
 
 _TRAILER_SLOT_BYTES: Final = 128
-_FULL_PAUSES: Final = (0.01, 0.02)  # seconds; the master evicts in the background within some milliseconds
+# Seconds before retries of a put: the master evicts in the background within some milliseconds.
+_FULL_PAUSES: Final = (0.01, 0.02)
 _LEAVE_SECONDS: Final = 0.5  # for calls under way, when the depot closes the connection
 
 # Codes of the SDK (mooncake-store/include/types.h).
@@ -56,16 +57,16 @@ _OK: Final = 0
 _NO_SPACE: Final = -200
 _INVALID_SIZE: Final = -600
 _TRANSFER_FAILED: Final = -800
-_MISSES: Final = frozenset({-700, -701, -702, -703, -704, -705, -706})  # not complete, not there, leased
+_MISSES: Final = frozenset({-700, -701, -702, -703, -704, -705, -706})  # incomplete, missing, leased
 _NAMES: Final = {-1: "internal error", -601: "unknown client", -900: "the master does not answer"}
 
 
 class _ClusterAway(Exception):
-    """The SDK cannot work now."""
+    """The cluster does not work now."""
 
 
 def object_name(prefix: str, key: bytes) -> str:
-    """Return the name of an entry in the cluster. It contains the labels of tenant and model."""
+    """Return the name of an entry in the cluster, which contains the labels of tenant and model."""
     labels = 2 * LABEL_BYTES
     parts = key[:LABEL_BYTES], key[LABEL_BYTES:labels], key[labels : labels + PLACE_BYTES], key[labels + PLACE_BYTES :]
     return "/".join((prefix, *(part.hex() for part in parts)))
@@ -122,7 +123,7 @@ class Node:
                 known = {0: Outcome.MISS, 1: Outcome.HERE}
                 return Outcomes([known[code] if code in known else _outcome(code) for code in codes])
             case Remove(keys):
-                for key in keys:  # by force, as a read has just leased them
+                for key in keys:  # by force, as a read may just have leased them
                     self._store.remove(object_name(self._prefix, key), True)
                 return Cleared(len(keys))
             case Clear(tenant, model):
@@ -130,10 +131,10 @@ class Node:
                 _check(min(count, 0), "removing by pattern")
                 return Cleared(count)
             case Setup():
-                raise _ClusterAway("it is set up already")
+                raise _ClusterAway("the process is set up already")
 
     def leave(self) -> None:
-        """Leave the cluster. Its other nodes lose the entries here at once, not after the master's time-out."""
+        """Leave the cluster. Other nodes then lose the entries of this node at once, not after the master's timeout."""
         self._store.close()
 
     def _write(
@@ -170,7 +171,7 @@ class Node:
         for name, size, slot, code in zip(names, map(sum, sizes), slots, codes, strict=True):
             outcome = Outcome.HERE if code >= 0 else _outcome(code)
             if code in (_INVALID_SIZE, _TRANSFER_FAILED) and 0 <= self._store.get_size(name) != size:
-                outcome = Outcome.HERE  # the SDK's code is the same for a wrong size and a lost node
+                outcome = Outcome.HERE  # the SDK reports a wrong size like a lost node
             outcomes.append(outcome)
             trailers.append(bytes(slot) if code == size else b"")
         return outcomes, trailers
@@ -180,7 +181,7 @@ class Node:
     ) -> tuple[list[list[int]], list[list[int]], list[memoryview]]:
         """Return pointers and sizes of the two parts of each object, and the slots of their trailers."""
         if len(keys) != len(extents) or any(offset + size > self._view.nbytes for offset, size in extents):
-            raise _ClusterAway("extents that are not in the pool")
+            raise _ClusterAway("the extents are not in the pool")
         first = channel * KEYS_A_MESSAGE * _TRAILER_SLOT_BYTES
         starts = [first + place * _TRAILER_SLOT_BYTES for place in range(len(keys))]
         return (
@@ -194,10 +195,10 @@ class Node:
 
 
 def _outcome(code: int) -> Outcome:
-    """Return the outcome of a key for an error code of the SDK.
+    """Return the outcome of a key with an error code of the SDK.
 
     Raises:
-        _ClusterAway: the code is not about the key; the cluster does not work.
+        _ClusterAway: the code does not concern the key: the cluster does not work.
     """
     if code in _MISSES or code == _INVALID_SIZE:
         return Outcome.MISS
@@ -214,7 +215,7 @@ def _check(code: int, what: str) -> None:
 
 
 class _Server:
-    """Threads that serve one node."""
+    """The threads that serve one node."""
 
     def __init__(self, node: Node, sockets: Sequence[socket.socket]) -> None:
         self._node = node
@@ -223,13 +224,13 @@ class _Server:
         self._ending = threading.Lock()
 
     def run(self) -> None:
-        """Serve until a channel ends; does not return."""
+        """Serve until a channel closes. Does not return."""
         for channel in range(1, len(self._sockets)):
             threading.Thread(target=self._guard, args=(self._serve, channel), daemon=True).start()
         self._guard(self._serve, 0)
 
     def _guard(self, work: Callable[[int], None], channel: int) -> None:
-        """End the process with any of its threads: half a process would seem to hang."""
+        """Run a thread's work. When it ends, end the process, which without this thread would seem to hang."""
         try:
             work(channel)
         finally:
@@ -257,7 +258,7 @@ def main(arguments: Sequence[str]) -> None:
     be_a_child(parent_pid)
     is_quiet = (
         "MC_LOG_LEVEL" not in os.environ
-    )  # the SDK logs a line a second without a master, and some per failed put
+    )  # without a master, the SDK logs a line per second; for a failed put, several
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
     sockets = [socket.socket(fileno=fd) for fd in channel_fds]
     message = sockets[0].recv(MESSAGE_BYTES)
@@ -270,7 +271,7 @@ def main(arguments: Sequence[str]) -> None:
     except _ClusterAway as error:
         sockets[0].send(msgspec.msgpack.encode(Failed(str(error))))
     else:
-        ignore_signals()  # again, as the SDK has set handlers of its own
+        ignore_signals()  # again, as the SDK installs its own handlers
         if is_quiet:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         sockets[0].send(msgspec.msgpack.encode(Ready()))

@@ -24,11 +24,11 @@ class Outcome(IntEnum):
     MISS = 0
     HERE = 1
     NO_SPACE = 2
-    TRANSFER_FAILED = 3  # the node that holds or should hold it does not answer
+    TRANSFER_FAILED = 3  # the node that holds it, or was to hold it, does not answer
 
 
 class Setup(msgspec.Struct, frozen=True, array_like=True, tag="setup"):
-    """How to join the cluster; answered by `Ready` or `Failed`."""
+    """Join the cluster. Answered by `Ready` or `Failed`."""
 
     pool_bytes: int
     prefix: str
@@ -43,7 +43,7 @@ class Setup(msgspec.Struct, frozen=True, array_like=True, tag="setup"):
 
 
 class Write(msgspec.Struct, frozen=True, array_like=True, tag="write"):
-    """Put extents; answered by `Outcomes`. If either side dies, an entry is there as a whole or not at all."""
+    """Put extents. Answered by `Outcomes`. If either side dies, an entry exists as a whole or not at all."""
 
     keys: Keys
     trailers: list[Trailer]
@@ -51,9 +51,9 @@ class Write(msgspec.Struct, frozen=True, array_like=True, tag="write"):
 
 
 class Read(msgspec.Struct, frozen=True, array_like=True, tag="read"):
-    """Fill extents; answered by `Outcomes` with trailers. If either side dies, they hold anything.
+    """Fill extents. Answered by `Outcomes` with trailers. If either side dies, the extents may contain anything.
 
-    Nothing touches them once this process is dead.
+    Nothing accesses them once the child process is dead.
     """
 
     keys: Keys
@@ -61,19 +61,19 @@ class Read(msgspec.Struct, frozen=True, array_like=True, tag="read"):
 
 
 class Contains(msgspec.Struct, frozen=True, array_like=True, tag="contains"):
-    """Ask the master; answered by `Outcomes`. Changes nothing."""
+    """Ask the master for entries. Answered by `Outcomes`. Changes nothing."""
 
     keys: Keys
 
 
 class Remove(msgspec.Struct, frozen=True, array_like=True, tag="remove"):
-    """Remove entries; answered by `Cleared`. If either side dies, some, all or none are removed."""
+    """Remove entries. Answered by `Cleared`. If either side dies, some, all or none are removed."""
 
     keys: Keys
 
 
 class Clear(msgspec.Struct, frozen=True, array_like=True, tag="clear"):
-    """Remove entries by label; answered by `Cleared`. If either side dies, some, all or none are removed."""
+    """Remove entries by label. Answered by `Cleared`. If either side dies, some, all or none are removed."""
 
     tenant: Label | None
     model: Label | None
@@ -87,7 +87,7 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
 
 
 class Outcomes(msgspec.Struct, frozen=True, array_like=True, tag="outcomes"):
-    """One for each key. After `Read` with one trailer for each, empty for a miss or an object of another size."""
+    """One outcome per key. After `Read`, also one trailer per key, empty for a miss or an object of another size."""
 
     values: list[Outcome]
     trailers: list[bytes] = []
@@ -100,10 +100,10 @@ class Cleared(msgspec.Struct, frozen=True, array_like=True, tag="cleared"):
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
-    """The whole request failed. This process continues, except after `Setup`."""
+    """The whole request failed. The child process continues, except after `Setup`."""
 
     text: str
-    is_final: bool = False  # it will fail again: something is not installed
+    is_final: bool = False  # whether it will fail again, because something is not installed
 
 
 Reply: TypeAlias = Ready | Outcomes | Cleared | Failed
@@ -115,7 +115,7 @@ def decode_reply(message: bytes) -> Reply:
     """Return the reply in a packet of the child process.
 
     Raises:
-        ConnectionError: it is none.
+        ConnectionError: the packet is not a reply.
     """
     try:
         return _REPLY.decode(message)

@@ -1,4 +1,4 @@
-"""The options of a Mooncake tier's URL, and the way to its master."""
+"""The options of a Mooncake tier's URL, and the connection test to its master."""
 
 import re
 import socket
@@ -11,30 +11,30 @@ from kvdepot.tiers.mooncake import messages as m
 from kvdepot.tiers.url import TierUrl
 
 DEFAULT_PORT: Final = 50051
-_LOOK_SECONDS: Final = 0.5  # to reach the master by TCP
+_LOOK_SECONDS: Final = 0.5  # limit to reach the master by TCP
 
 
 class MooncakeUnavailable(KVDepotError):
-    """The cluster, its master or our child process does not answer."""
+    """The cluster, its master or the child process does not answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class MooncakeOptions:
     """The parsed URL."""
 
-    masters: tuple[tuple[str, int], ...]  # or the hosts of etcd, which knows the master
+    masters: tuple[tuple[str, int], ...]  # or the hosts of etcd, which knows the present master
     ha: str  # "" or "etcd"
-    prefix: str  # starts all names
-    local: str  # where others reach this node; "": the address from which it reaches the master
+    prefix: str  # begins all names in the cluster
+    local: str  # address at which other nodes reach this node; "": the one from which it reaches the master
     metadata: str
-    segment_bytes: int  # given to the cluster
-    buffer_bytes: int  # the SDK's own; entries do not pass through it
+    segment_bytes: int  # memory contributed to the cluster
+    buffer_bytes: int  # the SDK's buffer, which entries do not pass through
     protocol: str
     device: str
     replicas: int
-    timeout_seconds: float  # a longer call kills the child
+    timeout_seconds: float  # a longer call makes the depot kill the child
     start_seconds: float
-    num_threads: int  # concurrent calls, beside probes
+    num_threads: int  # concurrent calls, in addition to probes
 
     @property
     def master(self) -> str:
@@ -43,7 +43,7 @@ class MooncakeOptions:
         return f"{self.ha}://{text}" if self.ha else text
 
     def setup(self, pool_bytes: int, reached_from: str) -> m.Setup:
-        """Return the setup of the child. `reached_from` is this node's address, as the master sees it."""
+        """Return the setup message for the child. `reached_from` is this node's address as the master sees it."""
         return m.Setup(
             pool_bytes=pool_bytes,
             prefix=self.prefix,
@@ -58,7 +58,7 @@ class MooncakeOptions:
         )
 
     def look_for_master(self) -> str:
-        """Connect to the master; return this node's address on that connection.
+        """Connect to the master. Return this node's address on that connection.
 
         Raises:
             MooncakeUnavailable: the master cannot be reached.
@@ -74,10 +74,10 @@ class MooncakeOptions:
 
 
 def parse_options(url: TierUrl) -> MooncakeOptions:
-    """Take the options out of a URL.
+    """Take the Mooncake options out of a URL.
 
     Raises:
-        ConfigError: the options cannot work.
+        ConfigError: an option is invalid.
     """
     ha, prefix = url.take("ha", ""), url.take("prefix", "kvdepot")
     if ha not in ("", "etcd"):

@@ -1,7 +1,7 @@
-"""Starts, asks and kills the child process with Mooncake's SDK.
+"""Starts, calls and kills the child process with Mooncake's SDK.
 
-A **channel** is a socket of the child that carries one request at a time, so the calls of several threads run
-concurrently. One channel is reserved for probes.
+A **channel** is a socket to the child that carries one request at a time. There are several, so that the calls of
+several threads run concurrently. One channel is reserved for probes.
 """
 
 import contextlib
@@ -22,25 +22,25 @@ from kvdepot.tiers.mooncake.options import MooncakeOptions, MooncakeUnavailable
 logger = logging.getLogger(__name__)
 
 _CHILD_MODULE: Final = "kvdepot.tiers.mooncake.child"
-_WAIT_SECONDS: Final = 1.0  # the wait of a call for a starting child
-_LEAVE_SECONDS: Final = 1.5  # for a child to leave the cluster
-_DIE_SECONDS: Final = 1.0  # after SIGKILL: the kernel takes some time for a large mapping
+_WAIT_SECONDS: Final = 1.0  # the longest wait of a call for a starting child
+_LEAVE_SECONDS: Final = 1.5  # time for a child to leave the cluster
+_DIE_SECONDS: Final = 1.0  # after SIGKILL: unmapping a large pool takes the kernel some time
 
 T = TypeVar("T")
 
 
 class ChildProcess:
-    """One run of the child process, from the search for the master until its death. Its thread lives exactly as long.
+    """One run of the child process, from connecting to the master until its death.
 
-    It must: the kernel kills the child when the *thread* that started it ends.
+    Its thread lives exactly as long, because the kernel kills the child when the *thread* that started it ends.
     """
 
     def __init__(self, options: MooncakeOptions, pool: TierPool) -> None:
-        self.pid = 0  # 0 unless it lives
-        self.why = "the child process is still starting"  # why it cannot be asked; "" if it can
-        self.is_final = False  # another child would fail, too
-        self.settled = threading.Event()  # it can be asked, or is dead
-        self.dead = threading.Event()  # the process does not exist
+        self.pid = 0  # 0 unless it is alive
+        self.why = "the child process is still starting"  # the reason why it cannot be called; "" if it can
+        self.is_final = False  # whether another child would fail, too
+        self.settled = threading.Event()  # set when it can be called, or is dead
+        self.dead = threading.Event()  # set when the process does not exist any more
         self._options = options
         self._pool = pool
         self._is_leaving = False
@@ -55,7 +55,7 @@ class ChildProcess:
         """Send a request and return its reply.
 
         Raises:
-            MooncakeUnavailable: the child is starting, lost and dead, or failed to serve the request.
+            MooncakeUnavailable: the child is starting, is dead, or failed to serve the request.
         """
         idle = self._idle_probe if is_probe else self._idle
         self.settled.wait(_WAIT_SECONDS)
@@ -80,13 +80,13 @@ class ChildProcess:
         raise MooncakeUnavailable(reply.text if isinstance(reply, m.Failed) else f"an unexpected reply: {reply}")
 
     def leave(self) -> None:
-        """Make it leave the cluster and end, or kill it. Bounded."""
+        """Make the child leave the cluster and exit, or kill it. Takes a bounded time."""
         with self._changed:
             self._is_leaving = True
             self.why = self.why or "the tier is closed"
             for channel in self._channels:
                 with contextlib.suppress(OSError):
-                    channel.shutdown(socket.SHUT_WR)  # pending replies still arrive
+                    channel.shutdown(socket.SHUT_WR)  # replies under way still arrive
             self._changed.notify_all()
         if not self.dead.wait(_LEAVE_SECONDS):
             self._kill()
@@ -121,7 +121,7 @@ class ChildProcess:
         with self._changed:
             self.why = self.why or "the child process has ended"
             if self._process is not None:
-                status = self._process.wait()  # from here on, another process may get its pid
+                status = self._process.wait()  # afterwards, the pid may be reused
                 if has_joined and not self._is_leaving:
                     logger.error("mooncake: child process %s ended with %s: %s", self.pid, status, self.why)
             self._process, self.pid = None, 0
@@ -161,7 +161,7 @@ class ChildProcess:
             self.why = "the tier is closed" if self._is_leaving else ""
 
     def _close_channels(self) -> None:
-        """Close idle channels after its death."""
+        """Close idle channels after the child's death."""
         if self.dead.is_set():
             for channel in (*self._idle, *self._idle_probe):
                 channel.close()

@@ -1,15 +1,16 @@
-"""Mooncake Store as a tier, `mooncake://MASTER:PORT?segment=4GiB&...`: memory of many nodes, over TCP or RDMA.
+"""Mooncake Store as a tier, `mooncake://MASTER:PORT?segment=4GiB&...`: the memory of many nodes, over TCP or RDMA.
 
-The SDK lives in a child process (`ChildProcess`). The tier connects to the master by TCP before it starts a child, and
-in every probe: without an answer of the master, the SDK takes seconds for a call and more than a minute to begin.
+The SDK runs in a child process (`ChildProcess`). The tier connects to the master by TCP before it starts a child and in
+every probe: if the master does not answer, the SDK takes seconds per call and more than a minute to start.
 
 A child ends when a call takes longer than `timeout`, when a channel breaks, or by `close`. A call whose child is lost
-raises only once the kernel reports the child dead. From then on nothing touches its extents, neither the process nor a
-network adapter on its behalf. The next probe starts another child. The child's part of the cluster's memory is lost.
+raises only once the kernel reports the child dead. Then neither the process nor a network adapter on its behalf
+accesses the call's extents any more. The next probe starts another child. The memory that the child contributed to the
+cluster is lost.
 
-Some failures concern entries, not the cluster, so they count as misses: reads from a dead node, until the master
-forgets it (10 s by default), and all reads after the master restarted without high availability. A node that slows
-calls down suspends the tier through the queue's deadline.
+Failures that concern entries, not the cluster, count as misses: reads from a dead node, until the master drops it
+(after 10 s by default), and all reads after the master restarted without high availability. A node that slows calls
+down suspends the tier by the queue's deadline.
 """
 
 import importlib.util
@@ -31,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 _CHILD_STARTS: Final = tier_counter("child_starts", "Starts of the process that holds Mooncake's SDK")
 
-_OPEN_SECONDS: Final = 0.8  # the wait of `open_tier` for the child
+_OPEN_SECONDS: Final = 0.8  # the longest wait of `open_tier` for the child
 _COUNTERS: Final = {
     m.Outcome.NO_SPACE: tier_counter("no_space", "Entries not written because the storage had no space"),
     m.Outcome.TRANSFER_FAILED: tier_counter("transfer_failed", "Entries that Mooncake did not transfer"),
@@ -59,7 +60,7 @@ class MooncakeTier(Tier):
         return self._child.pid
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """See `Tier`. Asks only the master, which still reports entries of a node that has just died."""
+        """See `Tier`. Asks only the master, which still reports entries of a node that died recently."""
         outcomes: list[m.Outcome] = []
         for first in range(0, len(keys), m.KEYS_A_MESSAGE):
             outcomes += self._ask(m.Contains(list(keys[first : first + m.KEYS_A_MESSAGE]))).values
@@ -70,7 +71,7 @@ class MooncakeTier(Tier):
         return self.contains(keys)
 
     def write(self, keys: Sequence[bytes], trailers: Sequence[bytes], extents: Extents) -> list[bool]:
-        """See `Tier`. An entry that finds no room, or whose node does not answer, is not written."""
+        """See `Tier`. Without room, or if the target node does not answer, an entry is not written."""
         reply = self._ask(m.Write(list(keys), list(trailers), list(extents)))
         return [outcome is m.Outcome.HERE for outcome in reply.values]
 
@@ -104,7 +105,7 @@ class MooncakeTier(Tier):
         """Wait until the first child has joined the cluster or has failed.
 
         Raises:
-            ConfigError: no child can ever join.
+            ConfigError: no child will ever be able to join.
         """
         self._child.settled.wait(timeout_seconds)
         if self._child.is_final:
@@ -118,7 +119,7 @@ class MooncakeTier(Tier):
             return TierUsage(counters=dict(self._counters))
 
     def close(self) -> None:
-        """See `Tier`. The entries in this node's part of the cluster are lost."""
+        """See `Tier`. The entries in the memory that this node contributed are lost."""
         with self._lock:
             self._is_closed = True
         self._child.leave()
@@ -138,14 +139,14 @@ class MooncakeTier(Tier):
 
 
 def open_tier(url: TierUrl, pool: TierPool) -> MooncakeTier:
-    """Open `mooncake://MASTER:PORT`; the options are in `docs/mooncake.md`."""
+    """Open `mooncake://MASTER:PORT`. See `docs/mooncake.md` for the options."""
     options = parse_options(url)
     if importlib.util.find_spec("mooncake") is None:
         raise ConfigError(
             f"--tier {url.name} needs Mooncake's SDK: pip install mooncake-transfer-engine-non-cuda, or the variant for"
             " your accelerator (mooncake-transfer-engine for CUDA)"
         )
-    url.check_done()  # before anything is started
+    url.check_done()  # before starting anything
     tier = MooncakeTier(options, pool)
     try:
         tier.wait(_OPEN_SECONDS)

@@ -1,6 +1,6 @@
-"""Connections to a Valkey or Redis server, each lent to one thread at a time.
+"""Connections to a Valkey or Redis server, each used by one thread at a time.
 
-A connection is closed after a call on it raised, as its next bytes may belong to an earlier command.
+After a call raised, its connection is closed, because later bytes may belong to an earlier command.
 """
 
 import contextlib
@@ -17,18 +17,18 @@ from kvdepot.tiers.valkey.resp import Command, Reply, ReplyError, receive, send
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """Address and credentials of a server."""
+    """The address and credentials of a server."""
 
     host: str
     port: int = 6379
-    unix_path: str = ""  # instead of host and port
+    unix_path: str = ""  # replaces host and port
     user: str = ""
     password: str = ""
     database: int = 0
     tls: ssl.SSLContext | None = None
-    timeout_seconds: float = 0.75  # for connecting, for sending a command, and for each wait for bytes
+    timeout_seconds: float = 0.75  # limit to connect, to send a command, and for each wait for bytes
 
-    def __repr__(self) -> str:  # no password in tracebacks
+    def __repr__(self) -> str:  # keeps the password out of tracebacks
         return f"Server({self.unix_path or f'{self.host}:{self.port}'})"
 
 
@@ -57,12 +57,12 @@ class Connection:
             raise
 
     def call(self, commands: Sequence[Command], targets: Sequence[memoryview | None] = ()) -> list[Reply]:
-        """Send commands and return their replies, in one round trip.
+        """Send commands, and return their replies in one round trip.
 
         Args:
             commands: names and arguments.
-            targets: empty, or for each command the memory for its reply. A string of exactly this size is read into it
-                and returned as the target itself.
+            targets: empty, or the memory for each command's reply. A string of exactly this size is read into it, and
+                the target itself is returned.
 
         Raises:
             OSError: the connection is unusable from now on.
@@ -72,11 +72,11 @@ class Connection:
 
     @property
     def is_stale(self) -> bool:
-        """Whether an idle connection has something to read: its end, or bytes of no command."""
+        """Return whether an idle connection is readable: it was closed, or has bytes that belong to no command."""
         return bool(_readable(self._socket))
 
     def shut_down(self) -> None:
-        """Fail the call that waits on this connection."""
+        """Make the call that waits on this connection fail."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -87,7 +87,7 @@ class Connection:
 
 
 class Connections:
-    """Connections to one server, lent to threads."""
+    """A pool of connections to one server."""
 
     def __init__(self, server: Server) -> None:
         self.server = server
@@ -98,7 +98,7 @@ class Connections:
 
     @contextlib.contextmanager
     def lend(self) -> Generator[Connection]:
-        """Lend a connection: an idle and usable one, or a new one."""
+        """Lend a connection to this thread: an idle and usable one, or a new one."""
         connection = self._take() or Connection(self.server)
         with self._lock:
             self._lent.add(connection)
@@ -112,7 +112,7 @@ class Connections:
         self._give_back(connection, is_sound=True)
 
     def close(self) -> None:
-        """Close idle connections and fail the calls on the others, which are closed when they come back."""
+        """Close idle connections. Make calls on the others fail, which are closed when they are returned."""
         with self._lock:
             self._is_closed = True
             idle, self._idle = self._idle, []

@@ -1,7 +1,7 @@
-"""The part of the protocol of Valkey and Redis (RESP2) that a tier needs, without copies of large values.
+"""The subset of the protocol of Valkey and Redis (RESP2) that a tier needs, without copies of large values.
 
-Payloads are sent from the pool, and replies are read into it: 2.8 to 3.5 GB/s on one connection. redis-py, which copies
-them into `bytes`, had 0.42 to 0.48 (`docs/performance.md`, "Other tiers").
+Payloads are sent from the pool, and replies are read into it, at 2.8 to 3.5 GB/s on one connection. redis-py, which
+copies them into `bytes`, reached 0.42 to 0.48 GB/s (`docs/performance.md`, "Other tiers").
 """
 
 import socket
@@ -13,15 +13,15 @@ from typing import Final, TypeAlias
 Reader: TypeAlias = "BufferedReader[socket.SocketIO]"
 
 _CRLF: Final = b"\r\n"
-_LARGEST_REPLY: Final = 64 << 20  # of one string, as a tier writes none larger
+_LARGEST_REPLY: Final = 64 << 20  # limit of a string: a tier writes none larger
 _MOST_ITEMS: Final = 1 << 20
-_DEEPEST: Final = 4  # arrays within each other; those of a scan are two
-_SMALL: Final = 4096  # strings up to here are copied into one send
+_DEEPEST: Final = 4  # nested arrays; the reply to a scan has two levels
+_SMALL: Final = 4096  # strings up to this size are copied into one send
 
 
 @dataclass(frozen=True, slots=True)
 class ReplyError:
-    """The server's refusal of a command. A value, not an exception, as the replies behind it must be read, too."""
+    """The server's refusal of a command. A value, not an exception, because the replies behind it must be read, too."""
 
     text: str
 
@@ -54,7 +54,7 @@ def send(to: socket.socket, commands: Sequence[Command]) -> None:
 
 
 def receive(reader: Reader, target: memoryview | None = None, depth: int = 0) -> Reply:
-    """Read one reply. Read a string of exactly the size of `target` into it, and return `target`.
+    """Read one reply. If it is a string of exactly the size of `target`, read it into `target` and return that.
 
     Raises:
         OSError: the connection is unusable from now on.

@@ -1,16 +1,16 @@
 """A tier in Valkey or Redis, for a few nodes that share short-lived entries.
 
-An entry is a small string, its **head** (trailer and number of parts), and its payload in parts of at most 4 MiB: the
-server is slow with larger strings. All names begin with `kvdepot:TENANT:MODEL:` (labels in hex), so that a scan
-finds them. The head is written last. The server may evict single parts; an entry that lacks one is a miss.
+An entry is a small string, its **head** (trailer and number of parts), and the payload in parts of at most 4 MiB,
+because the server is slow with larger strings. All names begin with `kvdepot:TENANT:MODEL:` (labels in hex), so that a
+scan finds them. The head is written last. The server may evict single parts. An entry without all parts is a miss.
 
-The option `ttl` limits how long entries stay after their last use. The server decides which ones to evict. With
-`maxmemory-policy volatile-ttl` it evicts those that end next, and a chunk ends a little before the one it follows, so
-prefixes lose their ends first. The server's clock of uses (`allkeys-lru`) has whole seconds, and evicts the chunks of a
-prompt that was stored within one in any order.
+The option `ttl` limits the lifetime of entries after their last use. The server chooses the entries to evict. With
+`maxmemory-policy volatile-ttl`, it evicts the entries that expire next. A chunk expires a little before the one that it
+follows, so prefixes lose their ends first. With `allkeys-lru`, the server counts uses in whole seconds, and evicts the
+chunks of a prompt that was stored within one second in any order.
 
-A full server that refuses a write fails this write only. A batch of entries is one round trip on one connection.
-Cluster mode is not supported: its redirections are errors.
+If a full server refuses a write, only that write fails. A batch of entries is one round trip on one connection. Cluster
+mode is not supported: redirections are errors.
 """
 
 import math
@@ -40,7 +40,7 @@ _CHUNK_MS: Final = 20  # a chunk ends so much before the one it follows: engines
 
 _PREFIX: Final = b"kvdepot:"
 _HEAD_BYTES: Final = TRAILER_BYTES + 4
-_MOST_PARTS: Final = 1024  # removed with one entry
+_MOST_PARTS: Final = 1024  # parts removed with an entry
 _SCANNED_AT_ONCE: Final = b"1000"
 _PROBE: Final = b"kvdepot-probe"
 _DURATION: Final = re.compile(r"(\d{1,10}(?:\.\d{1,10})?)(ms|s|m|h|d)")
@@ -63,8 +63,8 @@ class ValkeyTier(Tier):
 
     Args:
         pool: contains the extents.
-        server: its address and credentials.
-        ttl_seconds: lifetime of entries after their last use; 0 for as long as the server keeps them.
+        server: the server's address and credentials.
+        ttl_seconds: the lifetime of entries after their last use; 0 for no limit.
     """
 
     batch_entries = 256
@@ -83,7 +83,7 @@ class ValkeyTier(Tier):
         return [reply == 1 for reply in self._call([[b"EXISTS", head_name(key)] for key in keys])]
 
     def touch(self, keys: Sequence[bytes], sizes: Sequence[int]) -> list[bool]:
-        """See `Tier`. An entry is here if all of its parts are."""
+        """See `Tier`. An entry exists if all of its parts do."""
         names = [
             [head_name(key), *(part_name(key, part) for part in range(-(-size // PART_BYTES)))]
             for key, size in zip(keys, sizes, strict=True)
@@ -111,7 +111,7 @@ class ValkeyTier(Tier):
         outcomes = [[next(replies) for _ in range(length)] == [b"OK"] * length for length in lengths]
         refused = [(place, keys[place], lengths[place]) for place, ok in enumerate(outcomes) if not ok]
         self._count(_REFUSED, len(refused))
-        # The server may have taken some parts, and may have had all of them before.
+        # The server may have stored only some parts, or may have had all of them before.
         names = [[head_name(key), *(part_name(key, part) for part in range(length - 1))] for _, key, length in refused]
         hollow: list[bytes] = []
         found = self._call([[b"EXISTS", *each] for each in names])
@@ -119,7 +119,7 @@ class ValkeyTier(Tier):
             outcomes[place] = number == length
             if number != length:
                 hollow.append(each[0])
-        if hollow:  # their heads would promise missing parts
+        if hollow:  # their heads would refer to missing parts
             self._call([[b"UNLINK", *hollow]])
         return outcomes
 
@@ -151,7 +151,10 @@ class ValkeyTier(Tier):
         return trailers
 
     def remove(self, keys: Sequence[bytes]) -> None:
-        """See `Tier`. The head has the number of parts; a damaged one may leave parts, which the server evicts."""
+        """See `Tier`.
+
+        The head has the number of parts. A damaged head may leave parts behind, which the server evicts.
+        """
         names: list[bytes] = []
         for key, head in zip(keys, self._call([[b"GET", head_name(key)] for key in keys]), strict=True):
             num_parts = int.from_bytes(head[TRAILER_BYTES:_HEAD_BYTES], "little") if isinstance(head, bytes) else 0
@@ -160,7 +163,7 @@ class ValkeyTier(Tier):
             self._call([[b"UNLINK", *names]])
 
     def clear(self, tenant: bytes | None, model: bytes | None) -> Iterator[int]:
-        """See `Tier`. Scans every name in the database."""
+        """See `Tier`. Scans all names in the database."""
         any_label = b"?" * (2 * LABEL_BYTES)
         labels = [any_label if label is None else label.hex().encode() for label in (tenant, model)]
         pattern = _PREFIX + b":".join(labels) + b":*"
@@ -179,7 +182,7 @@ class ValkeyTier(Tier):
                 return
 
     def probe(self) -> None:
-        """See `Tier`. Writes, as a replica would answer anything else. A full server passes, too."""
+        """See `Tier`. Writes, because a read-only replica would answer everything else. A full server passes, too."""
         self._call([[b"SET", _PROBE, b"", b"PX", b"1000"]], may_be_full=True)
 
     def usage(self) -> TierUsage:
@@ -212,7 +215,7 @@ class ValkeyTier(Tier):
         """Run commands in one round trip.
 
         Raises:
-            OSError: the server does not answer, or refuses a command other than for lack of memory with `may_be_full`.
+            OSError: the server does not answer, or refuses a command. With `may_be_full`, a lack of memory is no error.
         """
         if not commands:
             return []
@@ -239,9 +242,9 @@ def _checked(url: TierUrl, make: Callable[[], ssl.SSLContext]) -> ssl.SSLContext
 def open_tier(url: TierUrl, pool: TierPool) -> ValkeyTier:
     """Open `valkey://USER:PASSWORD@HOST:PORT/DATABASE` or `valkey:///PATH/OF/SOCKET`; `valkeys` with TLS.
 
-    Options: `ttl` (0: none; 90s, 1h, 7d), `timeout` in seconds (three quarters of the tier's deadline, and below it),
-    `password_file` (as others see a password of the URL in the process list); with TLS `ca`, `cert` and `key`,
-    PEM files; with a socket `database`.
+    Options: `ttl` (0: none; 90s, 1h, 7d), `timeout` in seconds (by default three quarters of the tier's deadline, and
+    below it), `password_file` (a password in the URL is visible in the process list); with TLS `ca`, `cert` and `key`
+    (PEM files); with a socket `database`.
     """
     timeout = url.take_timeout()
     ttl = url.take("ttl", "0")
