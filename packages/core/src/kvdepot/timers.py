@@ -1,4 +1,4 @@
-"""Calls at set times: the one heap of deadlines of a server. A call that is cancelled leaves nothing behind."""
+"""Timers: the server's only heap of deadlines. Cancelled timers leave nothing behind."""
 
 import heapq
 import math
@@ -6,16 +6,16 @@ from collections.abc import Callable
 from itertools import count
 from typing import Final
 
-_LEAST_ENTRIES: Final = 64  # a heap below this size is not worth clearing
+_LEAST_ENTRIES: Final = 64  # smaller heaps are not worth clearing
 
 
 class Timers:
-    """Functions, each to be called once at its time.
+    """Functions to be called once at their times.
 
-    The heap holds times and numbers alone. At least half of them belong to functions that are still to be called.
+    The heap has only times and numbers. At least half of its entries belong to pending functions.
 
     Attributes:
-        due: when `expire` has work, infinity for never. Early if the next function was cancelled: then it finds none.
+        due: when `expire` has work, infinity for never. If the next function was cancelled, `expire` finds none then.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Timers:
         return len(self._calls)
 
     def call_at(self, when: float, call: Callable[[], None]) -> int:
-        """Have a function called at a time; return the number that cancels it, never 0."""
+        """Schedule a function. Return the number for `cancel`, which is never 0."""
         number = next(self._numbers)
         self._calls[number] = call
         heapq.heappush(self._heap, (when, number))
@@ -36,14 +36,14 @@ class Timers:
         return number
 
     def cancel(self, number: int) -> None:
-        """Forget a function and all that it holds. One that was called or cancelled before is ignored."""
+        """Drop a function and everything it refers to. A function that was called or cancelled is ignored."""
         self._calls.pop(number, None)
         if len(self._heap) > max(_LEAST_ENTRIES, 2 * len(self._calls)):
             self._heap = [entry for entry in self._heap if entry[1] in self._calls]
             heapq.heapify(self._heap)
 
     def expire(self, now: float, is_over: Callable[[], bool] = lambda: False) -> None:
-        """Call what is due, one function at least, until `is_over`. A function that raises is not called again."""
+        """Call due functions until `is_over`, but at least one. A function that raises is not called again."""
         try:
             while self._heap and self._heap[0][0] <= now:
                 _, number = heapq.heappop(self._heap)

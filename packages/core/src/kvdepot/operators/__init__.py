@@ -1,1 +1,1 @@
-"""The operators' side of a depot: commands, events, TCP."""
+"""A depot's output for operators and routers: KV events and metrics."""

@@ -1,14 +1,15 @@
-"""KV events: publish which blocks the pool holds, for routers that send a prompt to the node with its prefix.
+"""KV events: publish the blocks that the pool holds, so that routers can send prompts to the node with their prefix.
 
-Schema and framing are vLLM's, so a subscriber of an engine can subscribe to a depot. An XPUB socket sends `(topic,
-sequence number, batch)`: the number as 8 bytes, big-endian, the batch as msgpack. Each topic counts by itself, from the
-time of the start in microseconds: a router takes lower numbers than before for old news, also after a restart. A ROUTER
-socket resends recent batches from a given number on, and ends with the number -1.
+Schema and framing are vLLM's, so a subscriber of an engine can also subscribe to a depot. An XPUB socket sends `(topic,
+sequence number, batch)`: the number as 8 bytes, big-endian, the batch as msgpack. Each topic has its own sequence,
+which begins at the start time in microseconds, because routers ignore lower numbers than before as old, even after a
+restart. A ROUTER socket resends recent batches from a given number on, and ends with the number -1.
 
-A new subscriber causes a snapshot: on each topic the event that all blocks are cleared, then everything that is held.
-All topics begin at once, as llm-d takes the event to be about the node. So does a new topic, and a subscriber that asks
-for batches which are not kept any more. All subscribers hear it, as ZeroMQ cannot send to one.
-Everything runs on the depot's loop, a batch a turn. Without a subscriber nothing is encoded.
+A new subscriber causes a snapshot: each topic publishes that all blocks are cleared, then all blocks that the pool
+holds. All topics begin at the same time, because llm-d applies the event to the whole node. A new topic also causes a
+snapshot, and so does a subscriber that asks for batches that are no longer kept. All subscribers receive it, as ZeroMQ
+cannot send to a single one. Everything runs on the depot's loop, one batch per turn. Without a subscriber, nothing is
+encoded.
 """
 
 import time
@@ -29,24 +30,24 @@ from kvdepot.operators.zeromq import Listener, MessageReader
 END: Final = (-1).to_bytes(8, "big", signed=True)
 
 EVENT_BATCHES: Final = depot_counter("event_batches", "Batches of KV events published")
-_KEPT_BATCHES: Final = 4095  # as a whole replay and its end fit into one queue of 4,096
-_KEPT_BYTES: Final = 32 << 20  # or fewer batches, if prompts are long
+_KEPT_BATCHES: Final = 4095  # a whole replay and its end fit into one queue of 4,096
+_KEPT_BYTES: Final = 32 << 20  # long prompts reach this limit with fewer batches
 _BATCH_TOKENS: Final = 8192  # 0.4 ms to encode
-_QUEUED_MESSAGES: Final = _KEPT_BATCHES + 1  # per subscriber before it misses some: a whole replay and its end
-_MOST_QUESTIONS: Final = 16  # unread requests of one subscriber
-_MOST_NOTICES: Final = 64  # subscriptions taken in at once
+_QUEUED_MESSAGES: Final = _KEPT_BATCHES + 1  # per subscriber before messages are lost: a whole replay and its end
+_MOST_QUESTIONS: Final = 16  # unread requests per subscriber
+_MOST_NOTICES: Final = 64  # subscriptions read per turn
 _MOST_SUBSCRIPTIONS: Final = 4096  # different prefixes of topics
-_HANDSHAKE_MILLISECONDS: Final = 2000  # a connection that says nothing is closed
-_REPLAY_STEP: Final = 64  # batches between two looks at other work
+_HANDSHAKE_MILLISECONDS: Final = 2000  # a silent connection is closed
+_REPLAY_STEP: Final = 64  # batches per step
 _MOST_WAITING: Final = 1024  # subscribers waiting for a replay
-# Between the beginnings of two snapshots: subscribers that come together after a restart share one, and what it clears
-# is back within a second. One of a million tokens takes 50 ms to encode.
+# Between the starts of two snapshots: subscribers that come together after a restart share one, and what it clears is
+# back within a second. Encoding a snapshot of a million tokens takes 50 ms.
 _SNAPSHOT_SECONDS: Final = 0.25
 _SUBSCRIBED: Final = 1
 
 
 class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True):
-    """Events in order. The rank is 0: what a node holds serves all ranks of its engines."""
+    """Events in order. The rank is 0, because the blocks of a node serve all ranks of its engines."""
 
     ts: float
     events: list[Event]
@@ -59,7 +60,7 @@ class _Stream:
 
     topic: bytes
     reader: Reader
-    number: int  # of the next batch
+    number: int  # sequence number of the next batch
     kept: deque[tuple[int, bytes]] = field(default_factory=deque[tuple[int, bytes]])
 
 
@@ -67,11 +68,11 @@ class EventPublisher:
     """Publishes events, and resends recent ones.
 
     Args:
-        context: closes the sockets.
-        holdings: to tell of.
-        endpoint: of the XPUB socket.
-        replay_endpoint: of the ROUTER socket, None for no replays.
-        clock: seconds, monotonic.
+        context: the ZeroMQ context. It closes the sockets.
+        holdings: the chunks to report.
+        endpoint: the XPUB socket's.
+        replay_endpoint: the ROUTER socket's, None for no replays.
+        clock: returns monotonic seconds.
 
     Attributes:
         has_work: whether `serve` would publish something now.
@@ -97,10 +98,10 @@ class EventPublisher:
         self._seen_changes = -1
         self._streams: dict[str, _Stream] = {}
         self._wants_snapshot = False
-        self._began_at = float("-inf")  # the last snapshot
-        self._prefixes: dict[bytes, int] = {}  # subscriptions, by prefix of topics
+        self._began_at = float("-inf")  # start of the last snapshot
+        self._prefixes: dict[bytes, int] = {}  # number of subscriptions by prefix of topics
         self._kept_bytes = 0
-        self._asked: dict[bytes, int] = {}  # first batch wanted, by subscriber waiting for a replay
+        self._asked: dict[bytes, int] = {}  # first wanted batch, by subscriber waiting for a replay
         self._is_replaying = False
         self._encoder = msgspec.msgpack.Encoder()
         self.socket, heard = _listen(context, zmq.XPUB, endpoint, "--events")
@@ -115,15 +116,18 @@ class EventPublisher:
             self._questions = MessageReader(self.replay, most_frames=3)
 
     def filenos(self) -> list[int]:
-        """Return descriptors that become readable when a socket has something for `serve`, as ZeroMQ's do: once."""
+        """Return the sockets' descriptors.
+
+        ZeroMQ makes them edge-triggered: they signal new data for `serve` only once.
+        """
         sockets = [self.socket] if self.replay is None else [self.socket, self.replay]
         return [int(each.getsockopt(zmq.FD)) for each in sockets]
 
     def serve(self) -> Iterator[int] | None:
-        """Take in subscriptions and one question, and publish a batch of each topic. Never waits.
+        """Read subscriptions and one replay request, and publish a batch of each topic. Never wait.
 
         Returns:
-            the steps that answer the question and later ones; None without a question, or while such steps run.
+            the steps that answer the request and later ones; None without a request, or while such steps run.
         """
         self._take_subscriptions()
         replay = self._take_replay() if self.replay is not None else None
@@ -133,7 +137,7 @@ class EventPublisher:
 
     @property
     def has_news(self) -> bool:
-        """Whether anything changed since the last `serve`."""
+        """Whether there were changes since the last `serve`."""
         return self.has_work or self._seen_changes != self.holdings.num_changes or self.due <= self._clock()
 
     def _take_subscriptions(self) -> None:
@@ -154,7 +158,7 @@ class EventPublisher:
                 self._prefixes.pop(prefix, None)
 
     def _publish(self) -> None:
-        """Publish one batch of each topic that has one and is heard."""
+        """Publish one batch of each topic that has one and has subscribers."""
         self._seen_changes, self.has_work = self.holdings.num_changes, False
         for topic, shelf in self.holdings.shelves.items():
             if topic not in self._streams:
@@ -170,7 +174,7 @@ class EventPublisher:
             if is_beginning or not is_heard:
                 reader.restart()
             if not is_heard or (reader.is_starting and not is_beginning):
-                continue  # or a snapshot comes soon
+                continue  # nothing to publish, or a snapshot follows soon
             events = reader.take(_BATCH_TOKENS) if reader.has_more else []
             if events:
                 self._send(stream, events)
@@ -194,10 +198,10 @@ class EventPublisher:
     # --- replays --------------------------------------------------------------------------------------------------
 
     def _take_replay(self) -> Iterator[int] | None:
-        """Take one request.
+        """Read one replay request.
 
         If a subscriber asks again before its turn, only its last request is answered. Malformed requests are dropped,
-        and so are new subscribers while very many wait.
+        as are requests of new subscribers while too many wait.
         """
         try:
             frames = self._questions.take()
@@ -221,7 +225,7 @@ class EventPublisher:
             self._is_replaying = False
 
     def _replay_from(self, client: bytes, first: int) -> Iterator[int]:
-        """Resend what is kept from a number on. If some of that is not kept any more, a snapshot follows."""
+        """Resend the kept batches from a number on. If some are no longer kept, schedule a snapshot."""
         assert self.replay is not None
         count = 0
         for stream in list(self._streams.values()):
@@ -238,7 +242,7 @@ class EventPublisher:
 
 
 def check_endpoint(endpoint: str, flag: str) -> bool:
-    """Return whether only this machine can reach an endpoint.
+    """Check an endpoint. Return whether only this machine can reach it.
 
     Raises:
         ConfigError: it is malformed.
@@ -256,12 +260,12 @@ def _listen(
     check_endpoint(endpoint, flag)
     bound = context.socket(kind)
     bound.setsockopt(zmq.LINGER, 0)
-    bound.setsockopt(zmq.MAXMSGSIZE, 64)  # of incoming messages
+    bound.setsockopt(zmq.MAXMSGSIZE, 64)  # limits incoming messages
     bound.setsockopt(zmq.RCVHWM, _MOST_QUESTIONS)
     bound.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MILLISECONDS)
-    bound.setsockopt(zmq.SNDHWM, _QUEUED_MESSAGES)  # applies to later connections: before `bind`
+    bound.setsockopt(zmq.SNDHWM, _QUEUED_MESSAGES)  # before `bind`, as it applies only to later connections
     if kind == zmq.XPUB:
-        bound.setsockopt(zmq.XPUB_VERBOSER, 1)  # tell of each subscriber, not of the first alone
+        bound.setsockopt(zmq.XPUB_VERBOSER, 1)  # report each subscriber, not only the first
     try:
         return bound, Listener(bound, endpoint)
     except zmq.ZMQError as error:
@@ -273,4 +277,4 @@ def _send(sender: "zmq.Socket[bytes]", frames: tuple[bytes, ...]) -> None:
     try:
         sender.send_multipart(frames, zmq.NOBLOCK)
     except zmq.ZMQError:
-        return  # the subscriber left or is too slow; it notices by the numbers
+        return  # the subscriber has left or is too slow, which it notices by the sequence numbers

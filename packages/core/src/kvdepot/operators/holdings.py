@@ -1,11 +1,11 @@
-"""`Holdings`: the blocks that routers are told of, with the tokens in them and the engines' ids for them.
+"""`Holdings`: the blocks that are reported to routers, with their tokens and the engines' ids for them.
 
-Engines describe their chunks (`m.DescribeChunks`) after a store, and after a hit on chunks that nobody has described.
-A chunk that is described appears as soon as lookups find it, and leaves with the index's word that they no longer do.
-If it is evicted and a tier has it, it appears there, until it is described in the pool again, or a lookup misses it.
-Each change is appended to the log of its topic. Readers, the published stream and attached engines, follow the log; one
-that is new or too far behind first scans everything that is held. A scan may take its time: the changes since its
-begin follow it, and telling one twice does no harm.
+Engines describe their chunks (`m.DescribeChunks`) after a store, and after a hit on undescribed chunks. A described
+chunk appears as soon as lookups find it, and leaves when the index reports that they no longer do. If it is evicted and
+a tier has it, it appears in that medium until it is described in the pool again, or a lookup misses it. Each change is
+appended to the log of its topic. Readers (the published stream and attached engines) follow the log. A reader that is
+new or too far behind first scans all held chunks. A scan may be slow: the changes since its start follow it, and
+reporting a change twice does no harm.
 """
 
 import logging
@@ -24,20 +24,20 @@ from kvdepot.wire import messages as m
 
 logger = logging.getLogger(__name__)
 
-POOL: Final = "CPU"  # vLLM's words: routers credit other ones wrongly, or not at all
+POOL: Final = "CPU"  # vLLM's names: routers score other names wrongly, or not at all
 TIER: Final = "STORAGE"
 LOCAL: Final = "LOCAL"
 
 _MODEL: Final = "{model}"
 _ID_BYTES: Final = 8
 _TOKEN_BYTES: Final = 4
-_MOST_BYTES: Final = 320 << 20  # of tokens and ids: 64 million tokens in blocks of 16 or more
-_MOST_IN_TIER: Final = 65_536  # chunks that only a tier has
-_TIER_SHARE: Final = 4  # of `_MOST_BYTES`: one part in so many beside it for these
-_MOST_TOPICS: Final = 1024  # engines choose their models' names: a bound for those that invent some
-_LONGEST_LOG: Final = 65_536  # changes; a reader further behind scans
-_SCANNED_AT_ONCE: Final = 1024  # nodes
-_TAKEN_AT_ONCE: Final = 1024  # changes
+_MOST_BYTES: Final = 320 << 20  # for tokens and ids: 64 million tokens in blocks of 16 or more
+_MOST_IN_TIER: Final = 65_536  # chunks that are only in a tier
+_TIER_SHARE: Final = 4  # chunks that are only in a tier may take `_MOST_BYTES` divided by this in addition
+_MOST_TOPICS: Final = 1024  # a bound on the model names that engines can invent
+_LONGEST_LOG: Final = 65_536  # changes; a reader that is further behind scans
+_SCANNED_AT_ONCE: Final = 1024  # nodes per step
+_TAKEN_AT_ONCE: Final = 1024  # changes per step
 _TOLD, _PASSED_OVER = 1, 2
 
 
@@ -51,7 +51,7 @@ class BlockStored(msgspec.Struct, omit_defaults=True, tag=True):
     lora_id: int | None
     medium: str | None
     lora_name: str | None
-    extra_keys: list[Any] | None = None  # of each block
+    extra_keys: list[Any] | None = None  # one item per block
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None
@@ -68,7 +68,7 @@ class BlockRemoved(msgspec.Struct, omit_defaults=True, tag=True):
 
 
 class AllBlocksCleared(msgspec.Struct, tag=True):
-    """Nothing that was announced before counts any more."""
+    """All earlier events are void."""
 
 
 Event = BlockStored | BlockRemoved | AllBlocksCleared
@@ -76,7 +76,7 @@ Event = BlockStored | BlockRemoved | AllBlocksCleared
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Engines that share chunks, and how they cut them into blocks."""
+    """Engines that share chunks, and their division of chunks into blocks."""
 
     space: int
     namespace: bytes
@@ -88,13 +88,13 @@ class Family:
 class Described(msgspec.Struct, gc=False):
     """A chunk with its tokens."""
 
-    above: int  # node of the chunk before it, `NO_NODE` before a first one
+    above: int  # node of the chunk before it, `NO_NODE` for a first chunk
     family: Family
     shelf: "Shelf"
-    content: bytes  # the id of the block before, those of its own, its tokens
-    is_first: bool  # no block is before it
+    content: bytes  # packed: id of the block before, ids of its own blocks, its tokens
+    is_first: bool  # whether no block is before it
     lora_name: str | None
-    extra_keys: tuple[Any, ...]  # of each block, empty for none
+    extra_keys: tuple[Any, ...]  # one item per block; empty for none
 
     @property
     def parent_id(self) -> int | None:
@@ -108,7 +108,7 @@ class Described(msgspec.Struct, gc=False):
 
     @property
     def last_id(self) -> int:
-        """The id of its last block, which stands for all tokens up to there."""
+        """The id of its last block, which identifies all tokens up to there."""
         return int.from_bytes(self.content[self._tokens_at - _ID_BYTES : self._tokens_at], "little")
 
     @property
@@ -123,22 +123,22 @@ class Described(msgspec.Struct, gc=False):
 
 
 class Change(NamedTuple):
-    """A chunk came to a medium or left it."""
+    """A chunk appeared in a medium or left it."""
 
     chunk: Described
     medium: str
     is_stored: bool
-    is_public: bool  # false if a chunk with the same ids, of another tenant, is still there or was there before
+    is_public: bool  # False if another tenant's chunk with the same ids is still there, or was there before
 
 
 @dataclass(slots=True, eq=False)
 class Shelf:
-    """Everything of one topic: the log of changes, and how many chunks have the same ids."""
+    """The state of one topic: the log of changes, and the number of chunks with the same ids."""
 
     topic: str
     log: list[Change] = field(default_factory=list[Change])
     first: int = 1  # position of `log[0]`
-    # chunks, by the id of their last block and whether they are in a tier
+    # number of chunks by (id of the last block, whether in a tier)
     counts: dict[int, int] = field(default_factory=dict[int, int])
 
     @property
@@ -147,7 +147,7 @@ class Shelf:
         return self.first + len(self.log)
 
     def show(self, chunk: Described, medium: str) -> None:
-        """Note that a chunk came to a medium."""
+        """Note that a chunk appeared in a medium."""
         name = chunk.last_id << 1 | (medium == TIER)
         count = self.counts.get(name, 0)
         self.counts[name] = count + 1
@@ -162,7 +162,7 @@ class Shelf:
         self._append(Change(chunk, medium, False, not count))
 
     def forget(self) -> None:
-        """Have every reader scan again."""
+        """Make all readers scan again."""
         self.first = self.end
         self.log.clear()
 
@@ -174,15 +174,15 @@ class Shelf:
 
 
 class Holdings(Watcher):
-    """Every described chunk that lookups find. The index says which ones leave.
+    """All described chunks that lookups find. The index reports which ones leave.
 
     Args:
-        topic: of the events, in which {model} stands for the model's name.
-        is_in_tier: whether a tier has a node that is about to be evicted.
-        most_bytes: of tokens and ids; further chunks are not described.
+        topic: the topic of events, in which {model} stands for the model's name.
+        is_in_tier: returns whether a tier has a node that is about to be evicted.
+        most_bytes: the limit for tokens and ids. Further descriptions are declined.
 
     Attributes:
-        num_changes: so far, of all topics.
+        num_changes: the number of changes so far in all topics.
     """
 
     def __init__(
@@ -191,21 +191,21 @@ class Holdings(Watcher):
         self.shelves: dict[str, Shelf] = {}
         self.num_changes = 0
         self.num_bytes = 0
-        self.num_declined = 0  # chunks, for lack of room
-        self._on_change: Callable[[], None] | None = None  # the next one
+        self.num_declined = 0  # chunks declined for lack of room
+        self._on_change: Callable[[], None] | None = None  # called at the next change
         self._topic = topic
         self._is_in_tier = is_in_tier
         self._most_bytes = most_bytes
-        self._by_node: list[Described | None] = []  # of visible nodes
-        self._in_tier: dict[tuple[int, bytes], Described] = {}  # and not in the pool; the first that was evicted first
+        self._by_node: list[Described | None] = []  # descriptions of visible nodes
+        self._in_tier: dict[tuple[int, bytes], Described] = {}  # chunks that are only in a tier, first evicted first
         self._num_tier_bytes = 0
-        self._broken: set[int] = set()  # nodes that were hidden in front of others
+        self._broken: set[int] = set()  # hidden nodes with children
         self._families: dict[Family, Family] = {}
         if _MODEL not in topic:
             self.shelf_of("")
 
     def shelf_of(self, model: str) -> Shelf | None:
-        """Return the shelf of a model, made if it is new; None if there are too many."""
+        """Return the shelf of a model. Create it if it is new. None if there are too many."""
         topic = self._topic.replace(_MODEL, model)
         shelf = self.shelves.get(topic)
         if shelf is None and len(self.shelves) < _MOST_TOPICS:
@@ -213,24 +213,24 @@ class Holdings(Watcher):
         return shelf
 
     def is_described(self, node: int) -> bool:
-        """Whether routers are told of a node."""
+        """Return whether a node is described, and so reported to routers."""
         return node < len(self._by_node) and self._by_node[node] is not None
 
     def await_change(self, on_change: Callable[[], None]) -> None:
-        """Have a function called once, at the next change. It replaces an earlier one."""
+        """Set a function to be called once, at the next change. It replaces an earlier one."""
         self._on_change = on_change
 
     def describe(self, space: Space, model: str, request: m.DescribeChunks, nodes: Sequence[tuple[int, int]]) -> int:
-        """Take the description of chunks that lookups find; return how many of them are new.
+        """Take the description of chunks that lookups find. Return the number of newly described ones.
 
         Args:
-            space: of the chunks.
-            model: as engines serve it.
-            request: describes them.
-            nodes: of them, as `Visibility.find_run` says.
+            space: the space of the chunks.
+            model: the name under which engines serve the model.
+            request: the description.
+            nodes: the nodes of the chunks, as from `Visibility.find_run`.
 
         Raises:
-            ValueError: the message contradicts itself.
+            ValueError: the description is inconsistent.
         """
         count, chunk_tokens = num_digests(request.digests), space.spec.chunk_tokens
         per_chunk = self._check(request, count, chunk_tokens)
@@ -244,7 +244,7 @@ class Holdings(Watcher):
             ids = request.block_ids[chunk * size : (chunk + 1) * size]
             node, above = nodes[chunk]
             if node == NO_NODE or not (above == NO_NODE or self.is_described(above)):
-                break  # a router would not know where it belongs
+                break  # without the chunk before it, a router could not place it
             if not self.is_described(node):
                 tokens = request.tokens[chunk * chunk_tokens * _TOKEN_BYTES : (chunk + 1) * chunk_tokens * _TOKEN_BYTES]
                 content = (parent or bytes(_ID_BYTES)) + ids + tokens
@@ -259,7 +259,7 @@ class Holdings(Watcher):
         return num_new
 
     def _check(self, request: m.DescribeChunks, count: int, chunk_tokens: int) -> int:
-        """Return the blocks of a chunk."""
+        """Check a description. Return the number of blocks per chunk."""
         num_tokens, rest = divmod(len(request.tokens), _TOKEN_BYTES)
         num_blocks, more = divmod(len(request.block_ids), _ID_BYTES)
         if rest or more or num_tokens != count * chunk_tokens:
@@ -282,7 +282,7 @@ class Holdings(Watcher):
         chunk.shelf.show(chunk, POOL)
         if node in self._broken:
             self._broken.remove(node)
-            chunk.shelf.forget()  # scans passed over the chunks behind it
+            chunk.shelf.forget()  # earlier scans skipped the chunks behind it
         self._count()
 
     def hidden(self, node: int, /, *, has_children: bool) -> None:
@@ -298,7 +298,7 @@ class Holdings(Watcher):
                 self._count()
 
     def evicted(self, node: int, key: bytes, /) -> None:
-        """Note that a chunk leaves the pool, perhaps not its tier."""
+        """Note that a chunk is evicted from the pool. A tier may still have it."""
         chunk = self._by_node[node] if node < len(self._by_node) else None
         if chunk is None or not self._is_in_tier(node):
             return
@@ -319,7 +319,7 @@ class Holdings(Watcher):
         return True
 
     def missed(self, space: Space, digests: bytes, first: int) -> None:
-        """Note that no tier brought the chunks from `first` on for a lookup: take them back."""
+        """Note that no tier delivered the chunks from `first` on for a lookup. Report them as removed."""
         if self._in_tier:
             for chunk in range(first, num_digests(digests)):
                 if not self._leave_tier((space.number, digest_at(digests, chunk))):
@@ -332,9 +332,9 @@ class Holdings(Watcher):
             on_change()
 
     def scan(self, shelf: Shelf, is_wanted: Callable[[Described], bool]) -> Iterator[tuple[Described, str] | None]:
-        """Yield what a shelf has and where, each chunk behind the one before it, and None now and then.
+        """Yield the chunks of a shelf with their medium, each after the chunk before it. Yield None between steps.
 
-        Chunks behind one that was removed because its bytes were wrong are left out, as lookups end there.
+        Chunks behind a broken chunk are left out, as lookups end there.
         """
         by_node = self._by_node
         seen = bytearray(len(by_node))
@@ -353,17 +353,18 @@ class Holdings(Watcher):
                 chunk = by_node[node]
                 if is_told and chunk is not None and chunk.shelf is shelf and is_wanted(chunk):
                     yield chunk, POOL
-        for number, chunk in enumerate(reversed(list(self._in_tier.values()))):  # the last of a prompt is evicted first
+        # Reversed: the last chunk of a prompt is evicted first.
+        for number, chunk in enumerate(reversed(list(self._in_tier.values()))):
             if number % _SCANNED_AT_ONCE == 0:
                 yield None
             if chunk.shelf is shelf and is_wanted(chunk):
                 yield chunk, TIER
 
     def check_integrity(self, is_visible: Sequence[int]) -> None:
-        """Check that every described chunk can be found.
+        """Check that lookups find all described chunks.
 
         Raises:
-            AssertionError: one cannot.
+            AssertionError: a lookup does not find one.
         """
         for node, chunk in enumerate(self._by_node):
             assert chunk is None or is_visible[node], f"node {node} is not visible"
@@ -375,15 +376,15 @@ class Holdings(Watcher):
 
 
 class Reader:
-    """Follows one shelf: everything that it has, then every change. `take` returns the next events.
+    """Follows one shelf: first all of its chunks, then all changes. `take` returns the next events.
 
     Args:
-        holdings: of the shelf.
-        shelf: to follow.
-        namespace: of whose chunks alone to tell; None for all, where equal ids of several tenants are told once.
+        holdings: the holdings of the shelf.
+        shelf: the shelf to follow.
+        namespace: report only chunks of this namespace. None: report all, but equal ids of several tenants only once.
 
     Attributes:
-        is_starting: the next events tell of everything from the beginning.
+        is_starting: whether the next events begin to list everything.
     """
 
     def __init__(self, holdings: Holdings, shelf: Shelf, namespace: bytes | None = None) -> None:
@@ -395,23 +396,23 @@ class Reader:
         self._scan: Iterator[tuple[Described, str] | None] | None = None
 
     def restart(self) -> None:
-        """Begin again with everything."""
+        """Begin to list everything again."""
         self.is_starting, self._scan = True, None
 
     @property
     def is_scanning(self) -> bool:
-        """Whether it has begun to tell of everything, and has not ended."""
+        """Whether it is listing everything."""
         return self._scan is not None
 
     @property
     def has_more(self) -> bool:
-        """Whether `take` has something."""
+        """Whether `take` has events."""
         return self.is_starting or self._scan is not None or self.position < self.shelf.end
 
     def take(self, most_tokens: int) -> list[Event]:
-        """Return the next events, of `most_tokens` tokens or removed blocks, or little more; possibly none.
+        """Return the next events, with about `most_tokens` tokens or removed blocks at most. The result may be empty.
 
-        The first is alone: that nothing said before counts any more.
+        The first event, which voids all earlier ones, comes alone.
         """
         told = _Telling()
         if self.is_starting or (self._scan is None and self.position < self.shelf.first):
@@ -443,18 +444,18 @@ class Reader:
 
 
 class _Telling:
-    """Makes events of changes, neighbours in one."""
+    """Builds events from changes, and joins neighbours."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
-        self.num_tokens = 0  # and removed blocks
-        self._last: Described | None = None  # of the last events, which `_open` are
+        self.num_tokens = 0  # tokens plus removed blocks
+        self._last: Described | None = None  # the last chunk of the open event
         self._open: list[Any] = []
         self._is_stored = False
         self._medium = ""
 
     def add(self, chunk: Described, medium: str, *, is_stored: bool) -> None:
-        """Tell of a chunk in a medium."""
+        """Add the change of a chunk in a medium."""
         last = self._last
         is_next = (
             last is not None

@@ -1,4 +1,4 @@
-"""A depot's status as Prometheus metrics. Needs `prometheus_client`, from `kvdepot[http]`."""
+"""A depot's status as Prometheus metrics. Needs `prometheus_client` from `kvdepot[http]`."""
 
 import itertools
 from collections import Counter
@@ -168,7 +168,7 @@ class StatusCollector(Collector):
         yield is_open
         texts = self._status.tier_counter_texts
         for name in sorted({*texts, *(name for tier in tiers for name in tier.counters)}):
-            text = texts.get(name, name)  # a tier from elsewhere need not declare its own
+            text = texts.get(name, name)  # third-party tiers need not declare their counters
             counter = CounterMetricFamily(f"kvdepot_tier_{name}", text, labels=["tier"])
             for tier in tiers:
                 counter.add_metric([tier.name], tier.counters.get(name, 0))
@@ -182,7 +182,7 @@ def _histogram(name: str, text: str, histogram: HistogramStatus) -> Metric:
 
 
 def _buckets(histogram: HistogramStatus) -> list[tuple[str, float]]:
-    """Return each upper bound with the cumulative count below it."""
+    """Return the upper bounds with the cumulative counts below them."""
     below = list(itertools.accumulate(histogram.counts))
     bounds = [f"{histogram.base * 2**number:g}" for number in range(len(below) - 1)]
     return list(zip([*bounds, "+Inf"], map(float, below), strict=True))

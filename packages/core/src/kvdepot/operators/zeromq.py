@@ -1,9 +1,10 @@
 """Protects ZeroMQ sockets from peers that open too many connections or send messages of too many frames.
 
 ZeroMQ's own thread accepts connections until no descriptor is left, and then aborts the process on a Unix socket. So
-`Listeners` has newcomers wait while the reserve of descriptors is touched, and leaves connections alone: the kernel
-drops what asks for a new TCP connection, and a Unix socket is out of sight under another name. Clients try again by
-themselves. ZeroMQ delivers a message with all its frames; `MessageReader` drops oversized ones in steps.
+while the reserve of descriptors is in use, `Listeners` keeps new connections out and leaves existing ones alone: a
+socket filter drops packets that request a new TCP connection, and a Unix socket is renamed so that clients cannot find
+it. Clients retry by themselves. ZeroMQ delivers a message with all its frames; `MessageReader` discards oversized
+messages in steps.
 """
 
 import ctypes
@@ -24,20 +25,20 @@ logger = logging.getLogger(__name__)
 
 LOOK_MILLISECONDS: Final = 50  # between two checks of the descriptors
 
-_SECONDS_BETWEEN_WARNINGS: Final = 10.0  # clients that are kept out try again and again
-_TAKEN_AT_ONCE: Final = 256  # frames
+_SECONDS_BETWEEN_WARNINGS: Final = 10.0  # clients that are kept out keep retrying
+_TAKEN_AT_ONCE: Final = 256  # frames per call
 _IPC: Final = "ipc://"
-# From Linux's asm-generic/socket.h and filter.h: a program of one instruction, "return 0", which drops every packet.
+# From Linux's asm-generic/socket.h and filter.h: the program is one instruction, "return 0", which drops every packet.
 _SO_ATTACH_FILTER: Final = 26
 _SO_DETACH_FILTER: Final = 27
 _DROP_ALL: Final = struct.pack("HBBI", 0x06, 0, 0, 0)
 
 
 class Listener:
-    """One endpoint on which a ZeroMQ socket listens.
+    """One endpoint that a ZeroMQ socket listens on.
 
     Attributes:
-        endpoint: with the port that was chosen for "*".
+        endpoint: the endpoint, with the chosen port for "*".
 
     Raises:
         zmq.ZMQError: the endpoint cannot be bound.
@@ -48,14 +49,14 @@ class Listener:
         bound.setsockopt(zmq.IPV6, int("[" in endpoint))
         try:
             bound.bind(endpoint)
-            self._fd: int = recv_monitor_message(monitor)["value"]  # ZeroMQ's
+            self._fd: int = recv_monitor_message(monitor)["value"]  # ZeroMQ's descriptor
         finally:
             bound.disable_monitor()
             monitor.close()
         self.endpoint = bound.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def pause(self) -> None:
-        """Have newcomers wait. Connections remain."""
+        """Keep new connections out. Existing ones remain."""
         if self.endpoint.startswith(_IPC):
             self._path.rename(self._hidden)
         else:
@@ -63,7 +64,7 @@ class Listener:
             self._set(_SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(program)))
 
     def resume(self) -> None:
-        """Let newcomers in."""
+        """Let new connections in."""
         if self.endpoint.startswith(_IPC):
             self._hidden.rename(self._path)
         else:
@@ -86,7 +87,7 @@ class Listener:
 
 
 class Listeners:
-    """All endpoints on which ZeroMQ listens."""
+    """All endpoints that ZeroMQ listens on."""
 
     def __init__(self, listeners: Sequence[Listener]) -> None:
         self._listeners = listeners
@@ -97,7 +98,7 @@ class Listeners:
         return bool(self._listeners)
 
     def look(self, fd: int) -> None:
-        """Pause if the reserve is touched, and resume if it is not. `fd` is any open descriptor."""
+        """Pause if the reserve of descriptors is in use, else resume. `fd` is any open descriptor."""
         if not self._listeners or is_reserve_touched(fd) is self._is_paused:
             return
         if not self._is_paused and time.monotonic() >= self._warned_at + _SECONDS_BETWEEN_WARNINGS:
@@ -115,7 +116,7 @@ class Listeners:
                 logger.warning("cannot %s %s: %s", "pause" if is_paused else "resume", each.endpoint, error)
 
     def close(self) -> None:
-        """Let newcomers in, so that Unix sockets have their names."""
+        """Resume, so that Unix sockets get their names back."""
         if self._is_paused:
             self._set_paused(False)
 
@@ -129,7 +130,7 @@ class MessageReader:
         self._frames: list[bytes] = []
 
     def take(self) -> list[bytes] | None:
-        """Return a message, cut to `most_frames` + 1 frames, or None if the rest of it comes at the next call.
+        """Return a message, truncated to `most_frames` + 1 frames. None if its rest is read by the next call.
 
         Raises:
             zmq.Again: no message is waiting.

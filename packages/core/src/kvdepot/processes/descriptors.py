@@ -1,8 +1,8 @@
-"""Raises the limit of descriptors, and keeps a reserve that no connection takes.
+"""Raises the limit of descriptors, and keeps a reserve that connections may not use.
 
-Tiers open files, movers start, and sessions receive the pool: all of that needs descriptors while strangers connect.
-Before accepting a connection, check `is_reserve_touched`, and leave new connections in the kernel's queue until it is
-False.
+Tiers open files, movers are started, and sessions receive the pool. All of that needs descriptors while any number of
+clients connect. So before accepting a connection, check `is_reserve_touched`, and leave new connections in the kernel's
+queue until it returns False.
 """
 
 import errno
@@ -13,7 +13,7 @@ from typing import Final
 EXHAUSTED: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 _MAXIMUM_DESCRIPTORS: Final = 65_536
-_RESERVE: Final = 256  # for files of tiers, pidfds and replies, so that a full table refuses only newcomers
+_RESERVE: Final = 256  # for files of tiers, pidfds and replies, so that only new connections suffer from a full table
 _RESERVE_SHARE: Final = 8  # a small limit reserves one descriptor in 8
 
 
@@ -26,14 +26,14 @@ def raise_descriptor_limit() -> None:
 
 
 def reserve_of(limit: int) -> int:
-    """Return how many of a process's descriptors connections may not take."""
+    """Return how many of a process's descriptors are reserved."""
     return min(_RESERVE, limit // _RESERVE_SHARE)
 
 
 def is_reserve_touched(fd: int) -> bool:
-    """Return whether too many descriptors are open for another connection.
+    """Return whether too many descriptors are open to accept another connection.
 
-    The kernel assigns the lowest free number, so the number of a temporary copy of `fd` shows how many are open.
+    The kernel assigns the lowest free number, so the number of a temporary copy of `fd` tells how many are open.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
@@ -47,6 +47,6 @@ def is_reserve_touched(fd: int) -> bool:
 
 
 def raise_if_exhausted(error: Exception) -> None:
-    """Re-raise an error that comes from a lack of descriptors and says nothing about the process in question."""
+    """Re-raise an error that is caused by a lack of descriptors, and so tells nothing about the process in question."""
     if isinstance(error, OSError) and error.errno in EXHAUSTED:
         raise error

@@ -1,4 +1,4 @@
-"""The start time of a process. With the process number it identifies a process even if the number is reused."""
+"""The start time of a process. Together with the pid, it identifies a process even if the pid is reused."""
 
 from pathlib import Path
 

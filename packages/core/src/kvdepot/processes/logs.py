@@ -1,6 +1,6 @@
-"""Log lines: plain text, or one JSON object per line for log collectors.
+"""Formats log lines as plain text, or as one JSON object per line for log collectors.
 
-A record is always one line without effect on a terminal, whatever names clients chose.
+A record is always one line without control characters, whatever names clients chose.
 """
 
 import json
@@ -14,7 +14,7 @@ _TEXT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 class TextFormatter(logging.Formatter):
-    """One escaped line per record. Lines of an exception are indented, so that none looks like a record."""
+    """One escaped line per record. Lines of an exception are indented, so that they do not look like records."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 (the name that logging calls)
         """Return the line of a record."""
@@ -42,7 +42,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def set_up_logs(level: str, log_format: str = "text", text: str = _TEXT) -> None:
-    """Log to standard error from this level on; `text` is the format of plain lines."""
+    """Log to standard error from this level on. `text` is the format of plain lines."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter(text))
     logging.basicConfig(level=level.upper(), handlers=[handler])
