@@ -237,7 +237,7 @@ def test_operators_see_who_copies_and_why(device: FakeDevice, depot: DepotProces
     wait_until(lambda: f"mover ready, pid {before}\n" in shown(), WAIT_SECONDS)
     os.kill(before, signal.SIGKILL)
     after = wait_for_mover(depot, but=before)
-    wait_until(lambda: f"mover ready, pid {after}; the one before: it ended\n" in shown(), WAIT_SECONDS)
+    wait_until(lambda: f"mover ready, pid {after}; the one before: it exited\n" in shown(), WAIT_SECONDS)
     device.fail("open_memory", "CUDA_ERROR_MAP_FAILED (205)")
     cache("other")
     wait_until(
@@ -324,7 +324,7 @@ def test_a_mover_that_is_lost_twice_makes_the_worker_copy_by_itself(
         os.kill(before, signal.SIGKILL)
     wait_until(lambda: context_of(depot).mover == "unavailable", WAIT_SECONDS)
     assert worker.retrieve(prompt(3)) == 0
-    assert "it ended" in fell_back(depot)
+    assert "it exited" in fell_back(depot)
     worker.context.wait_until_connected(WAIT_SECONDS)
     assert worker.retrieve(prompt(3)) == 3
     assert worker.store(prompt(3, salt=1))
@@ -495,14 +495,14 @@ def packed(*block_ids: int) -> bytes:
 @pytest.mark.parametrize(
     ("block_ids", "first_covered", "why"),
     [
-        (packed(*range(60, 68)), 0, "blocks 60 to 67 of group 0, which has 64"),
-        (packed(0, 1, 2, -2, 4, 5, 6, 7), 0, "blocks -2 to 7"),
+        (packed(*range(60, 68)), 0, "block ids from 60 to 67: group 0 has 64 blocks"),
+        (packed(0, 1, 2, -2, 4, 5, 6, 7), 0, "block ids from -2 to 7"),
         (packed(*range(4)), 0, "do not cover"),
         (packed(*range(7)), 0, "do not cover"),
         (packed(*range(8)), 1, "do not cover"),
         (packed(*range(8)), 0xFFFFFFFF, "do not cover"),
         (b"", 0, "do not cover"),
-        (packed(*range(8))[:-1], 0, "block ids that are none"),
+        (packed(*range(8))[:-1], 0, "malformed block ids"),
     ],
 )
 @pytest.mark.parametrize("is_store", [True, False])

@@ -105,7 +105,7 @@ def test_only_what_is_really_refused_stays_pageable(
     assert driver.registered_bytes == POOL_BYTES - refused_bytes
     lines = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(lines) == bool(refused)
-    assert all("of the pool's 11.0 MiB cannot be registered" in line and "OUT_OF_MEMORY" in line for line in lines)
+    assert all("of the pool's 11.0 MiB with the device" in line and "OUT_OF_MEMORY" in line for line in lines)
     made.close()
     made.close()
     assert driver.left_over == {"open": 1}

@@ -192,7 +192,7 @@ def test_a_mover_takes_entries_of_other_heads_and_of_no_other_size(part: Part, n
     if num_runs:
         assert len(checked.of(batch(extent, [[3]], (0,), (0,)))) == num_runs
     else:
-        with pytest.raises(CopyRefused, match="extents of group 0 that are not"):
+        with pytest.raises(CopyRefused, match="the extents of group 0 are not"):
             checked.of(batch(extent, [[3]], (0,), (0,)))
 
 

@@ -115,7 +115,7 @@ def test_a_worker_whose_memory_cannot_be_shared_copies_by_itself_in_mode_ipc(
 
 
 def test_a_mode_that_is_none_is_refused() -> None:
-    with pytest.raises(ConfigError, match="'direct' and 'ipc'"):
+    with pytest.raises(ConfigError, match="'direct' or 'ipc'"):
         make_context(FakeDriver(), mode="auto")
 
 

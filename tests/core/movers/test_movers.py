@@ -255,7 +255,7 @@ def test_what_a_mover_may_be_writing_is_free_when_it_is_dead_and_not_before(how:
 
 
 @pytest.mark.parametrize(
-    ("device", "why"), [("dies", "it ended"), ("babbles", "a malformed answer"), ("hangs", "more than 0.3 s")]
+    ("device", "why"), [("dies", "it exited"), ("babbles", "a malformed answer"), ("hangs", "more than 0.3 s")]
 )
 def test_a_lost_mover_fails_its_copy_and_is_replaced_once(device: str, why: str, node: Node) -> None:
     node.movers.move_seconds = 0.3 if device == "hangs" else 20.0

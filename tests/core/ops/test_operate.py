@@ -169,8 +169,8 @@ def test_a_session_by_its_name(run: Run, peer: Peer) -> None:
     code, _, error = run("session", "demote", "agent")
     assert (code, "no tier is in use" in error) == (1, True)
     code, _, error = run("session", "prefetch", "agent", "--tenant", "another")
-    assert (code, "no session agent of tenant another" in error) == (1, True)
-    assert run("session", "forget", "agent")[1] == "agent is forgotten; 2 chunks leave first\n"
+    assert (code, "tenant another has no session agent" in error) == (1, True)
+    assert run("session", "forget", "agent")[1] == "agent is forgotten; 2 chunks will be evicted first\n"
     assert run("session", "forget", "agent")[0] == 1
     peer.ask(m.Hint(peer.context, "default", prompt(2, "a").digests, session="agent"))
     assert run("session", "forget", "agent", "--now")[1] == "agent is forgotten; entries removed: 2\n"

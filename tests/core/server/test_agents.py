@@ -129,7 +129,7 @@ def test_a_session_of_another_tenant_is_unknown(operation: o.OperatorRequest) ->
     worker = bench.worker()
     worker.store(prompt(4, tenant="a"))
     remember(worker, prompt(4, tenant="a"))
-    with pytest.raises(Refused, match="no session agent of tenant b") as caught:
+    with pytest.raises(Refused, match="tenant b has no session agent") as caught:
         operate(bench.depot, operation)
     assert caught.value.code is ErrorCode.OUT_OF_RANGE
     assert found(bench, prompt(4, tenant="a")) == 4

@@ -249,7 +249,7 @@ def test_who_warms_for_a_tenant_too_many_is_told(monkeypatch: pytest.MonkeyPatch
     bench.depot.background.work()
     assert isinstance(warmed.reply, m.ErrorReply)
     assert warmed.reply.code is ErrorCode.MALFORMED
-    assert "'new' is one too many" in warmed.reply.message
+    assert "no room for 'new'" in warmed.reply.message
     assert "chores_failed" not in bench.depot.counters
     queue.close()
 

@@ -100,7 +100,7 @@ def test_without_a_group_the_depot_is_for_its_user_and_root(directory: Path) -> 
     with DepotProcess(directory=directory):
         assert modes(directory) == [0o700, 0o600]
         assert "Permission denied" in as_stranger("engine", directory, GROUP)
-        assert "is not for this user" in as_stranger("status", directory, GROUP)
+        assert "this user may not connect" in as_stranger("status", directory, GROUP)
 
 
 @as_root

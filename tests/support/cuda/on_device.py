@@ -10,7 +10,7 @@ from kvdepot.testing.backend import PLANS, Cache, WorkerPlan, prompt
 from support.cuda.device_worker import DeviceWorker
 
 KERNEL: dict[str, Any] = {"gather_kernel": True}
-REFUSALS = ("cannot be registered", "no kernel", "no batches", "not possible")
+REFUSALS = ("cannot register", "the kernel for them", "as a batch failed", "not possible")
 
 
 class Workers:

@@ -1,6 +1,6 @@
-"""kvdepot on CPUs: engines whose KV cache lies in host memory attach to a depot.
+"""kvdepot's backend for CPUs: attaches engines whose KV cache is in host memory to a depot.
 
-The entry point names `backend`, which imports nothing heavy. `CpuTransferContext` is in `kvdepot_cpu.context`.
+The entry point is `backend`, which imports nothing heavy. `CpuTransferContext` is in `kvdepot_cpu.context`.
 """
 
 import importlib.util
@@ -22,7 +22,7 @@ class CpuBackend:
 
     @property
     def capabilities(self) -> frozenset[Capability]:
-        """See `Backend`; the compiled copy is there if there was a C compiler when the package was installed."""
+        """See `Backend`. The compiled copy exists if the package was installed with a C compiler."""
         is_built = importlib.util.find_spec("kvdepot_cpu.kernels._copy_runs") is not None
         return frozenset({Capability.ASYNCHRONOUS} | ({Capability.COMPILED_COPY} if is_built else set()))
 
@@ -37,7 +37,7 @@ class CpuBackend:
         return True
 
     def why_unavailable(self) -> str | None:
-        """Return None if it can be used here, else a sentence with the way out."""
+        """Return None if the backend can be used here, else the reason and the way out."""
         if importlib.util.find_spec("numpy") is None:
             return "numpy is not installed: pip install 'kvdepot[cpu]'"
         return None

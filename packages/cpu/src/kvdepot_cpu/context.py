@@ -1,8 +1,8 @@
-"""`CpuTransferContext`: a worker whose KV cache lies in host memory.
+"""`CpuTransferContext`: the transfers of a worker whose KV cache is in host memory.
 
-Each byte is copied once, straight between the engine's paged cache and the depot's pool, with the GIL released.
-`kvdepot.client.transfers` speaks with the depot; only the copies of `kernels.copy` belong to the device. A new backend
-starts as a copy of this module.
+Each byte is copied once, directly between the engine's paged cache and the depot's pool, with the GIL released.
+`kvdepot.client.transfers` communicates with the depot. Only the copies in `kernels.copy` depend on the device. A new
+backend can start as a copy of this module.
 """
 
 import os
@@ -19,11 +19,11 @@ from kvdepot_cpu.kernels.move import native_move_tokens
 class CpuOptions(TransferOptions):
     """Options of a `CpuTransferContext`."""
 
-    copy_threads: int | None = None  # of one large copy; None: half of the cores to store, all to retrieve, at most 4
+    copy_threads: int | None = None  # per large copy; None: half of the cores for stores, all for retrieves, at most 4
 
     @property
     def num_threads(self) -> tuple[int, int]:
-        """Threads of a store and of a retrieve."""
+        """The numbers of threads of a store and of a retrieve."""
         if self.copy_threads is not None:
             return self.copy_threads, self.copy_threads
         cores = os.cpu_count() or 1

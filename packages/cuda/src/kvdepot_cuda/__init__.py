@@ -1,7 +1,7 @@
-"""kvdepot on CUDA devices: engines whose KV cache lies in device memory attach to a depot.
+"""kvdepot's backend for CUDA: attaches engines whose KV cache is in device memory to a depot.
 
-The entry point names `backend`, which imports nothing heavy. `CudaTransferContext` is in `kvdepot_cuda.context`.
-Written against the driver's documentation and tested over a driver without a device: it never ran on a GPU.
+The entry point is `backend`, which imports nothing heavy. `CudaTransferContext` is in `kvdepot_cuda.context`. It has
+never run on a GPU: it is written from the driver's documentation and tested with a driver that has no device.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -28,12 +28,15 @@ class CudaBackend:
         return None
 
     def cuts_pages(self, row_tokens: int, *, mode: str = "direct", gather_kernel: bool = False, **options: Any) -> bool:
-        """See `Backend`. A row of one token is a run of a few hundred bytes, which only the kernel copies fast."""
+        """See `Backend`. A row of one token is a run of some hundred bytes, which only the kernel copies fast."""
         del options
         return row_tokens > 1 or (gather_kernel and mode == "direct")
 
     def why_unavailable(self) -> str | None:
-        """Return None if it can probably be used here, else a sentence with the way out. Initialises no device."""
+        """Return None if the backend can probably be used here, else the reason and the way out.
+
+        Initialises no device.
+        """
         return why_unavailable()
 
     def create_context(
@@ -42,7 +45,7 @@ class CudaBackend:
         """Return a `CudaTransferContext`; see `Backend`.
 
         Raises:
-            BackendUnavailable: no device, or no driver.
+            BackendUnavailable: the device or its driver is missing.
         """
         reason = self.why_unavailable()
         if reason is not None:

@@ -1,4 +1,4 @@
-"""Whether a CUDA device can be used here, found out without loading CUDA."""
+"""Checks whether a CUDA device can be used here, without loading CUDA."""
 
 import ctypes
 import importlib.util
@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Final
 
 OLDEST_BINDINGS: Final = (12, 9, 1)
-"""The first whose calls release the GIL: https://nvidia.github.io/cuda-python/cuda-bindings/latest/release/12.9.1-notes.html"""
+"""The first whose calls release the GIL:
+https://nvidia.github.io/cuda-python/cuda-bindings/latest/release/12.9.1-notes.html"""
 
 
 def why_unavailable() -> str | None:
-    """Say why no NVIDIA device can be used here, None if one probably can.
+    """Return why no NVIDIA device can be used here, None if one probably can.
 
-    Initialises nothing: a process that forks after `cuInit` leaves its children without CUDA. So a driver that is
-    there and refuses is found out by opening it.
+    It initialises nothing, because after `cuInit`, forked children cannot use CUDA. So a driver that is present but
+    refuses is noticed only when it is opened.
     """
     if importlib.util.find_spec("numpy") is None:
         return "numpy is not installed: pip install 'kvdepot[cuda]'"
@@ -42,6 +43,6 @@ def why_unavailable() -> str | None:
 
 
 def _release_of(number: str) -> tuple[int, ...]:
-    """Return the numbers that a version begins with, at most three: (12, 9, 1) of 12.9.1.post1 and of 12.9.1rc2."""
+    """Return the leading numbers of a version, at most three: (12, 9, 1) for 12.9.1.post1 and for 12.9.1rc2."""
     found = re.match(r"\d+(?:\.\d+){0,2}", number)
     return tuple(map(int, found.group().split("."))) if found else ()

@@ -1,10 +1,10 @@
-"""`kvdepot bench cuda`: every way to copy pages between a device and the pool, as a ratio to one large copy.
+"""`kvdepot bench cuda`: compares all ways to copy pages between a device and the pool with one large copy.
 
-A cell of the table is a page size, a number of pages and a direction. The pages lie in order in host memory, as in an
-extent, and scattered on the device, for the merged batch in stretches of 16 neighbours. The reference is one copy of as
-many contiguous, registered bytes in the same round. Times are those of the host, from the first call until the stream
-is synchronised, as a retrieve waits, over as many repetitions as make 64 MiB. Every way's bytes are compared before it
-is timed.
+A cell of the table is a page size, a number of pages and a direction. The pages are in order in host memory, as in an
+extent, and scattered on the device; for the merged batch, in stretches of 16 neighbours. The reference is one copy of
+the same number of contiguous, registered bytes in the same round. Times are measured on the host, from the first call
+until the stream is synchronised, as a retrieve waits, over enough repetitions for 64 MiB. Each way's bytes are compared
+before it is timed.
 """
 
 import argparse
@@ -34,7 +34,7 @@ Row = dict[str, Any]
 _STRETCH: Final = 16
 _TIMED_BYTES: Final = 64 << 20
 _MOST_REPETITIONS: Final = 32
-_NUM_COMPARED: Final = 32  # pages of each way
+_NUM_COMPARED: Final = 32  # pages per way
 _POISON: Final = 0xEE
 
 
@@ -46,8 +46,8 @@ class BenchPlan:
     counts: tuple[int, ...] = (16, 64, 256, 1024, 4096)
     directions: tuple[CopyKind, ...] = (CopyKind.TO_DEVICE, CopyKind.TO_HOST)
     rounds: int = 5
-    largest_bytes: int = 512 << 20  # of one copy; larger cells are left out
-    seconds: float = 240.0  # cells that are not begun by then are left out
+    largest_bytes: int = 512 << 20  # limit of one copy; larger cells are left out
+    seconds: float = 240.0  # cells that have not begun by then are left out
 
     def cells(self) -> Iterator[tuple[CopyKind, int, int]]:
         """Yield direction, page size and number of pages."""
@@ -59,10 +59,10 @@ class BenchPlan:
 def bench_copies(
     driver: Driver, plan: BenchPlan, *, compile_gather: CompileGather = compile_gather, say: Say = lambda _line: None
 ) -> dict[str, Any]:
-    """Measure the table; the driver stays open.
+    """Measure the table. The driver stays open.
 
     Raises:
-        DriverError: the device does not take what every way needs.
+        DriverError: the device refuses an operation that every way needs.
     """
     deadline = time.monotonic() + plan.seconds
     rows: list[Row] = []
@@ -93,7 +93,7 @@ def bench_copies(
 
 
 def describe_row(row: Row) -> str:
-    """Return one row of the table, for people."""
+    """Return one row of the table as text."""
     ways = "; ".join(f"{name} {way['ratio']:.2f}" for name, way in row["ways"].items())
     problems = "".join(f"; {name}: {reason}" for name, reason in row["failed"].items())
     return (
@@ -288,10 +288,13 @@ class CudaBench:
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """See `DeviceBench`."""
         parser.add_argument("--device", type=int, default=0, metavar="N", help="number of the device (default 0)")
-        parser.add_argument("--rounds", type=int, help="of each cell of the table")
-        parser.add_argument("--seconds", type=float, help="begin no cell after that")
+        parser.add_argument("--rounds", type=int, help="number of rounds per cell of the table")
+        parser.add_argument("--seconds", type=float, help="time after which no cell is begun")
         parser.add_argument(
-            "--largest", type=parse_size, metavar="SIZE", help="of one copy; the device needs twice as much"
+            "--largest",
+            type=parse_size,
+            metavar="SIZE",
+            help="size of the largest copy; the device needs twice as much memory",
         )
 
     def run(self, options: argparse.Namespace, say: Say) -> dict[str, Any]:

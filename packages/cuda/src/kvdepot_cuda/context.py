@@ -1,12 +1,12 @@
-"""`CudaTransferContext`: a worker whose KV cache lies in the memory of a CUDA device.
+"""`CudaTransferContext`: the transfers of a worker whose KV cache is in the memory of a CUDA device.
 
-In mode `direct` the worker's own process registers the depot's pool with its device and copies on two streams of low
-priority, one for stores and one for retrieves. In mode `ipc` it hands the depot handles of its memory, and a process
-of the depot, its mover, copies on streams of its own. `kvdepot.client.transfers` speaks with the depot, and
-`kvdepot.movers.client` with the mover; `kvdepot_cuda.copy` makes the copies of both modes. If `ipc` turns out to be
-impossible, the worker registers again as `direct`, with the reason.
+In mode `direct`, the worker's own process registers the depot's pool with its device and copies on two low-priority
+streams, one for stores and one for retrieves. In mode `ipc`, it passes memory handles to the depot, and a process of
+the depot, the mover, copies on its own streams. `kvdepot.client.transfers` communicates with the depot,
+`kvdepot.movers.client` with the mover. `kvdepot_cuda.copy` copies in both modes. If `ipc` turns out to be impossible,
+the worker registers again as `direct`, with the reason.
 
-`kvdepot_cuda.copy_route` has the order with the engine's stream.
+`kvdepot_cuda.copy_route` describes the order relative to the engine's stream.
 """
 
 import importlib
@@ -38,8 +38,8 @@ class CudaTransferContext(WorkerTransfers):
 
     Raises:
         LayoutError: the tensors do not fit their description.
-        BackendUnavailable: a device that cannot be used; the text quotes the driver.
-        ConfigError: an option that cannot work.
+        BackendUnavailable: the device cannot be used; the text quotes the driver.
+        ConfigError: an option is invalid.
     """
 
     def __init__(self, cache: KVCache, options: CudaOptions = CudaOptions()) -> None:  # noqa: B008  # frozen
@@ -63,17 +63,17 @@ class CudaTransferContext(WorkerTransfers):
 
     @property
     def num_registered(self) -> int:
-        """Ranges of the pool that the device knows, pieces or parts of them; copies elsewhere are pageable."""
+        """The number of ranges of the pool that are registered with the device. Copies elsewhere are pageable."""
         return self._engine.num_registered
 
     @property
     def uses_kernel(self) -> bool:
-        """Whether a kernel is loaded here that retrieves small pages; a mover has its own."""
+        """Whether this process has loaded a kernel that retrieves small pages. A mover has its own."""
         return self._engine.uses_kernel
 
     @property
     def is_settled(self) -> bool:
-        """Whether later copies will be no faster: the copying process has registered all that the driver takes.
+        """Whether the copying process has registered all it can, so that later copies will not be faster.
 
         A mover reports this with each copy.
         """
@@ -88,7 +88,7 @@ class CudaTransferContext(WorkerTransfers):
         """Wait for the depot, and in mode `ipc` for its mover.
 
         Raises:
-            DepotUnavailable: not there within `timeout_seconds`; the text gives the reason.
+            DepotUnavailable: they were not ready within `timeout_seconds`; the text gives the reason.
         """
         end = time.monotonic() + timeout_seconds
         while True:
@@ -98,7 +98,7 @@ class CudaTransferContext(WorkerTransfers):
             channel = self.connection.channel(link)
             try:
                 self.copy_route.wait_for_mover(channel, max(0.0, end - time.monotonic()))
-            except (DepotUnavailable, RemoteError) as error:  # the session may have ended in the meantime
+            except (DepotUnavailable, RemoteError) as error:  # the session may have ended meanwhile
                 is_over = isinstance(error, RemoteError) and error.code not in (
                     ErrorCode.UNKNOWN_SESSION,
                     ErrorCode.UNKNOWN_CONTEXT,
@@ -111,7 +111,7 @@ class CudaTransferContext(WorkerTransfers):
     def close(self) -> None:
         """Finish the running transfers and leave the depot. Twice is harmless.
 
-        No other process has the device's memory open after that: freeing it before would be undefined.
+        Afterwards no other process has the device's memory open. Freeing it before that would be undefined behaviour.
         """
         super().close()
         self.copy_route.end_movers()
@@ -141,11 +141,11 @@ def _open(ordinal: int, cache: KVCache, layout: CacheLayout, options: CudaOption
 
 
 def _offer(registration: m.RegisterKVCache, driver: Driver, layout: CacheLayout, mover: str) -> m.RegisterKVCache:
-    """Return the registration with an offer of this memory for a mover, or with the reason for having none."""
+    """Return the registration with an offer of this memory for a mover, or with the reason against it."""
     try:
         offer = offer_of(driver, layout, mover)
     except DriverError as error:
-        logger.warning("the worker copies by itself, as its memory cannot be shared: %s", error)
+        logger.warning("the worker copies by itself, because its memory cannot be shared: %s", error)
         return msgspec.structs.replace(registration, fallback=f"memory that cannot be shared: {error}"[:1024])
     return msgspec.structs.replace(registration, transfer_mode=IPC, offer=offer)
 

@@ -1,13 +1,13 @@
-"""`CopyEngine`: one worker's copies between its device and the pool, on two streams of its own.
+"""`CopyEngine`: copies between one worker's device memory and the pool, on its own two streams.
 
-The ladder, taken for each run by where it lies: batches where the pool is registered with the device and the driver
-takes batches; single copies in stream order where it takes none; single pageable copies where the pool is not
-registered (yet). A driver that fails a batch is asked for single copies at once and from then on. Retrieves of many
-small runs go by one launch of a kernel instead, if it is switched on; a kernel that cannot be loaded or launched is not
-used again. Each of these steps down is one warning.
+There are several copy strategies, chosen per run by the kind of memory it is in: batches, if the pool is registered
+with the device and the driver supports batches; single copies in stream order, if the driver does not; single pageable
+copies, where the pool is not registered (yet). If a batch fails, the engine uses single copies at once and from then
+on. If it is switched on, a kernel retrieves many small runs by one launch instead. A kernel that cannot be loaded or
+launched is not used again. Each such fallback logs one warning.
 
-Nothing is reported or raised before the stream was synchronised: a copy that a failed transfer had begun could
-otherwise still be written when its extents and blocks belong to others.
+No result is reported or raised before the stream is synchronised. Otherwise a copy of a failed transfer could still be
+running when its extents and blocks belong to others.
 """
 
 import collections
@@ -31,7 +31,7 @@ from kvdepot_cuda.watchdog import Watchdog
 logger = logging.getLogger(__name__)
 
 PIECE_BYTES: Final = 1 << 30
-BATCH_RUNS: Final = 4096  # of one call of the driver
+BATCH_RUNS: Final = 4096  # per driver call
 _KINDS: Final = (CopyKind.TO_HOST, CopyKind.TO_DEVICE)  # by direction
 _PAGE_BYTES: Final = 4096
 _T = TypeVar("_T")
@@ -41,19 +41,19 @@ class CopyEngine:
     """The `Copier` of a device.
 
     Args:
-        driver: of the device; owned by this object from now on.
-        layout: where the blocks are.
-        keep_alive: what owns the memory of the blocks.
-        piece_bytes: how much of the pool is registered by one call.
-        batch_runs: how many runs one call of the driver gets.
-        runs: makes the runs of a batch; None for those of `layout`, unchecked.
-        compile_gather: makes the kernel for small runs, asked on a thread, once; None for no kernel.
-        register_when_asked: register the pool from the first copy or `start_registering` on, and not at `attach`.
-            Engines capture CUDA graphs before that, and others saw captures fail or hang beside a registration.
+        driver: the device's. This object takes ownership of it.
+        layout: the layout of the blocks.
+        keep_alive: the owner of the blocks' memory.
+        piece_bytes: the bytes of the pool that are registered per call.
+        batch_runs: the runs per driver call.
+        runs: computes the runs of a batch; None for those of `layout`, unchecked.
+        compile_gather: compiles the kernel for small runs. Called once, on a thread. None for no kernel.
+        register_when_asked: register the pool after the first copy or `start_registering`, not at `attach`. Engines
+            capture CUDA graphs before that, and captures were reported to fail or hang beside a registration.
 
     Raises:
-        ConfigError: a size that cannot work.
-        DriverError: no streams can be made.
+        ConfigError: a size is invalid.
+        DriverError: the streams cannot be created.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class CopyEngine:
         self._stop_registering = threading.Event()
         self._attaching = threading.RLock()
         self._may_register = not register_when_asked
-        self._put_off: Callable[[], None] | None = None  # an `attach`
+        self._put_off: Callable[[], None] | None = None  # a deferred `attach`
         self._watchdog: Watchdog | None = None
         self._is_closed = False
         self._events: list[int] = []
@@ -99,27 +99,27 @@ class CopyEngine:
 
     @property
     def num_registered(self) -> int:
-        """Ranges of the pool that are registered now: pieces, or parts of those that the driver refused."""
+        """The number of registered ranges of the pool: pieces, or parts of pieces that the driver refused."""
         return 0 if self._registration is None else self._registration.num_registered
 
     @property
     def uses_kernel(self) -> bool:
-        """Whether the kernel is loaded and was not given up."""
+        """Whether the kernel is loaded and in use."""
         return self._uses_gather
 
     @property
     def is_settled(self) -> bool:
-        """Whether registering the pool and loading the kernel have ended, with or without success."""
+        """Whether the registration of the pool and the loading of the kernel have ended, successfully or not."""
         return self._registering is not None and not self._registering.is_alive()
 
     def watch(self, on_hang: Callable[[Direction, str], None], seconds: float) -> None:
-        """Report, from now on, a copy that does not return within `seconds`: see `Watchdog`. Such a copy fails."""
+        """From now on, report a copy that does not return within `seconds`: see `Watchdog`. Such a copy fails."""
         self._watchdog = Watchdog(on_hang, seconds)
 
     # --- order ----------------------------------------------------------------------------------------------------
 
     def mark(self, stream: int) -> "Mark":
-        """Return what stands for all the work that a stream of the engine has now."""
+        """Return a mark that stands for all the work that a stream of the engine has now."""
         with self._driver.activated():
             try:
                 event = self._idle_events.pop()
@@ -127,12 +127,13 @@ class CopyEngine:
                 event = self._driver.create_event()
                 self._events.append(event)
             mark = Mark(event)
-            weakref.finalize(mark, self._idle_events.append, event)  # no call of the driver: any thread may collect it
+            # Calls no driver function, as any thread may collect the mark.
+            weakref.finalize(mark, self._idle_events.append, event)
             self._driver.record_event(event, stream)
         return mark
 
     def wait_for(self, direction: Direction, ready: ReadyEvent) -> None:
-        """Have the copies of a direction come after `ready`: on the device if it has a handle, else here."""
+        """Order the copies of a direction after `ready`: on the device if it has a handle, else in this thread."""
         event = _event_of(ready)
         if not event:
             ready.synchronize()
@@ -141,7 +142,10 @@ class CopyEngine:
             self._driver.wait_for_event(self._streams[direction], event)
 
     def wait_here(self, ready: ReadyEvent) -> None:
-        """Wait in this thread for `ready`: by the driver if it has a handle, which lets captures continue."""
+        """Wait in this thread for `ready`.
+
+        If it has a handle, wait by the driver, which lets graph captures continue.
+        """
         event = _event_of(ready)
         if not event:
             ready.synchronize()
@@ -152,7 +156,7 @@ class CopyEngine:
     # --- the pool -------------------------------------------------------------------------------------------------
 
     def attach(self, mapping: PoolMemory, barrier: CopyBarrier) -> None:
-        """See `Copier`. Register the new mapping, and unregister the one before, on a thread."""
+        """See `Copier`. Register the new mapping and unregister the previous one, on a thread."""
         with self._attaching:
             if self._may_register:
                 self._attach(mapping, barrier)
@@ -187,7 +191,7 @@ class CopyEngine:
         self._stop_registering = stop
         thread = threading.Thread(target=change, name="kvdepot-register", daemon=True)
         thread.start()
-        self._registering = thread  # now, as one that has not begun looks like one that has ended
+        self._registering = thread  # before the start: a thread that has not started looks like one that has ended
 
     # --- copies ---------------------------------------------------------------------------------------------------
 
@@ -200,7 +204,7 @@ class CopyEngine:
         self._move(Direction.RETRIEVE, batch)
 
     def begin_retrieve(self, batch: CopyBatch) -> Callable[[], None]:
-        """See `Copier`. Each retrieve has an event of its own, so that the next one can be queued behind it."""
+        """See `Copier`. Each retrieve has its own event, so that the next one can be queued behind it."""
 
         def begin() -> Mark:
             try:
@@ -214,14 +218,14 @@ class CopyEngine:
             try:
                 self.wait_here(mark)
             except DriverError:
-                self._synchronize(Direction.RETRIEVE)  # nothing may be under way after this
+                self._synchronize(Direction.RETRIEVE)  # no copy may be running afterwards
                 raise
 
         mark = self._watched(Direction.RETRIEVE, begin)
         return lambda: self._watched(Direction.RETRIEVE, wait)
 
     def close(self) -> None:
-        """See `Copier`. While a copy hangs in the driver nothing is released: the end of the process does that."""
+        """See `Copier`. While a copy hangs in the driver, nothing is released; the end of the process does that."""
         if self._is_closed or (self._watchdog is not None and self._watchdog.has_hung_copy):
             return
         with self._attaching:
@@ -236,7 +240,7 @@ class CopyEngine:
         with contextlib.suppress(DriverError), self._driver.activated():
             if self._gather is not None:
                 self._gather.close()
-        with contextlib.suppress(DriverError), self._driver.activated():  # of a device that failed nothing can be freed
+        with contextlib.suppress(DriverError), self._driver.activated():  # nothing can be freed on a failed device
             for event in self._events:
                 self._driver.destroy_event(event)
             for stream in self._streams:
@@ -254,7 +258,7 @@ class CopyEngine:
         self._watched(direction, move)
 
     def _watched(self, direction: Direction, work: Callable[[], _T]) -> _T:
-        """Do work that calls the driver; fail if the watchdog gave it up in the meantime."""
+        """Do work that calls the driver. Fail if the watchdog gave it up meanwhile."""
         if self._watchdog is None:
             return work()
         self._watchdog.begin(direction)
@@ -262,7 +266,7 @@ class CopyEngine:
             result = work()
         finally:
             is_late = self._watchdog.end(direction)
-        if is_late:  # blocks of a store may belong to others by now
+        if is_late:  # the blocks of a store may belong to others by now
             self._synchronize(direction)
             raise DriverError(f"a {direction.name.lower()}", "returned after it was given up", is_permanent=True)
         return result
@@ -290,7 +294,7 @@ class CopyEngine:
     # --- the kernel -----------------------------------------------------------------------------------------------
 
     def _load_kernel(self) -> None:
-        """Compile and load it, once; until then retrieves go without."""
+        """Compile and load the kernel, once. Until then, retrieves do not use it."""
         compile_gather, self._compile_gather = self._compile_gather, None
         if compile_gather is None:
             return
@@ -299,12 +303,12 @@ class CopyEngine:
             with self._driver.activated():
                 self._gather = Gather(self._driver, image, self._batch_runs)
         except (DriverError, KernelUnavailable, OSError) as error:
-            logger.warning("no kernel for small pages, DMA copies them: %s", error)
+            logger.warning("DMA copies small pages, as the kernel for them cannot be loaded: %s", error)
         else:
             self._uses_gather = True
 
     def _launch_for(self, registration: PoolRegistration, runs: Runs) -> Runs:
-        """Have the kernel copy the runs that it is for, and return the others."""
+        """Make the kernel copy the suitable runs. Return the others."""
         assert self._gather is not None
         sources = registration.device_addresses(runs.offsets)
         chosen = runs_for_kernel(sources, runs.blocks, runs.sizes)
@@ -316,8 +320,8 @@ class CopyEngine:
         except DriverError as error:
             if error.is_permanent:
                 raise
-            self._uses_gather = False  # closed at the end: a launch of it may still run
-            logger.warning("no kernel for small pages any more, DMA copies them: %s", error)
+            self._uses_gather = False  # not closed yet, as a launch may still be running
+            logger.warning("DMA copies small pages from now on, as the kernel for them failed: %s", error)
             return runs
         return runs.where(~chosen)
 
@@ -336,7 +340,7 @@ class CopyEngine:
                     if error.is_permanent:
                         raise
                     self._takes_batches = False
-                    logger.warning("no batches of copies any more, single ones are slower: %s", error)
+                    logger.warning("copies are single and slower from now on, as a batch failed: %s", error)
             self._copy_singly(direction, batch, some)
 
     def _copy_singly(self, direction: Direction, batch: CopyBatch, runs: Runs) -> None:
@@ -348,12 +352,12 @@ class CopyEngine:
 
 
 def _event_of(ready: ReadyEvent) -> int:
-    """Return the driver's handle of an event, 0 if it has none or was never recorded."""
-    return int(getattr(ready, "cuda_event", 0) or 0)  # torch's word
+    """Return the driver's handle of an event, 0 if it has none or is not recorded."""
+    return int(getattr(ready, "cuda_event", 0) or 0)  # torch's name of the handle
 
 
 class Mark:
-    """A `ReadyEvent` that the engine recorded on a foreign stream; only that engine waits for it."""
+    """A `ReadyEvent` that a `CopyEngine` recorded on the engine's stream. Only that `CopyEngine` waits for it."""
 
     __slots__ = ("__weakref__", "cuda_event")
 
@@ -361,5 +365,5 @@ class Mark:
         self.cuda_event = event
 
     def synchronize(self) -> None:
-        """Not to be called: see `CopyEngine.wait_here`."""
+        """Do not call this: see `CopyEngine.wait_here`."""
         raise NotImplementedError("a mark is waited for by its engine")

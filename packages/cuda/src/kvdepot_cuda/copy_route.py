@@ -1,12 +1,12 @@
-"""Makes the copies of a CUDA worker, in its own process or by a mover of the depot.
+"""Copies for a CUDA worker, in its own process or by a mover of the depot.
 
-`CudaCopier` is the worker's own copier. `MoverRoute` asks a mover instead, as long as the registration offers the
+`CudaCopier` is the worker's own copier. `MoverRoute` uses a mover instead, as long as the registration offers the
 worker's memory to one, and falls back to the copier if no mover can copy.
 
-Order: a store reads its blocks after `ready`, or, if none is given, after what the engine's stream has at the time of
-the call. A retrieve always comes after what that stream has then, which may still read or clear the blocks. In mode
-`direct` the device makes both waits, and no thread waits for the engine. In mode `ipc` the thread of the transfer
-waits, before it asks for anything: no event is shared between processes. The option `stream` names the stream.
+Order: a store reads its blocks after `ready` or, if none is given, after the work that the engine's stream has at the
+time of the call. A retrieve always comes after that work, which may still read or clear the blocks. In mode `direct`,
+the device does both waits, and no thread waits for the engine. In mode `ipc`, the thread of the transfer waits before
+it sends any request, because events are not shared between processes. The option `stream` sets the engine's stream.
 """
 
 import logging
@@ -45,7 +45,7 @@ class CudaOptions(TransferOptions):
     """Options of a `CudaTransferContext`.
 
     Raises:
-        ConfigError: no such mode.
+        ConfigError: there is no such mode.
     """
 
     mode: str = DIRECT
@@ -54,27 +54,27 @@ class CudaOptions(TransferOptions):
     stream: Callable[[], int] | None = None
     """Returns the handle of the stream on which the engine writes and reads its cache; called at each submission. None:
     torch's current stream if the tensors are torch's, else transfers wait only for `ready`."""
-    piece_bytes: int = PIECE_BYTES  # of the pool, registered by one call of the driver
-    batch_runs: int = BATCH_RUNS  # copied by one call of the driver
+    piece_bytes: int = PIECE_BYTES  # bytes of the pool that are registered per driver call
+    batch_runs: int = BATCH_RUNS  # runs copied per driver call
     gather_kernel: bool = False
     """Have a kernel retrieve many small runs at once where the worker copies. A mover has none: without MPS a GPU runs
     either the mover's kernels or the model's, while copies run beside both."""
-    compile_gather: CompileGather = compile_gather  # makes that kernel
-    open_driver: OpenDriver = CudaDriver  # opens the driver of a device by its number
-    mover: str = MOVER  # entry point of the mover, where the depot runs
+    compile_gather: CompileGather = compile_gather  # compiles that kernel
+    open_driver: OpenDriver = CudaDriver  # opens the driver of the device with a number
+    mover: str = MOVER  # entry point of the mover, in the depot's environment
 
     def __post_init__(self) -> None:
         if self.mode not in (DIRECT, IPC):
-            raise ConfigError(f"mode {self.mode!r}: there are {DIRECT!r} and {IPC!r}")
+            raise ConfigError(f"mode {self.mode!r}: give {DIRECT!r} or {IPC!r}")
 
 
 class CudaCopier(Copier):
-    """The copies of a `CopyEngine`, in order with the stream of the inference engine."""
+    """Copies by a `CopyEngine`, ordered after the work on the inference engine's stream."""
 
     def __init__(self, engine: CopyEngine, stream: Callable[[], int] | None) -> None:
         self._engine = engine
         self._stream = stream
-        self.waits_on_host = False  # a mover copies: its streams cannot wait for an event of this process
+        self.waits_on_host = False  # True if a mover copies, as its streams cannot wait for an event of this process
 
     def store(self, batch: CopyBatch) -> None:
         """See `Copier`."""
@@ -118,12 +118,12 @@ class CudaCopier(Copier):
 
 
 class MoverRoute(CopyRoute):
-    """Has batches copied by a mover of the depot, as long as the registration offers the worker's memory to one.
+    """Copies batches by a mover of the depot, as long as the registration offers the worker's memory to one.
 
     Args:
-        copier: of the worker.
-        registration: with an offer, if a mover is to copy.
-        deadline_seconds: of each request to the depot.
+        copier: the worker's.
+        registration: has an offer if a mover is to copy.
+        deadline_seconds: the limit of each request to the depot.
         register_as: see `Connection`.
     """
 
@@ -139,9 +139,10 @@ class MoverRoute(CopyRoute):
         self._registration = registration
         self._deadline_seconds = deadline_seconds
         self._register_as = register_as
-        self._ready_link: Link | None = None  # its mover takes requests
-        self._patient_until = 0.0  # until then transfers wait for the mover, but not each of a queue anew
-        self._moved_links: list[Link] = []  # with movers: the last link, and earlier ones whose movers still live
+        self._ready_link: Link | None = None  # the link whose mover accepts requests
+        # The time until which transfers wait for the mover; queued transfers do not wait anew.
+        self._patient_until = 0.0
+        self._moved_links: list[Link] = []  # the last link with a mover, and earlier ones whose movers are still alive
         self._falling_back = threading.Lock()
         self.is_mover_settled = False
         copier.waits_on_host = self.transfer_mode == IPC
@@ -152,15 +153,15 @@ class MoverRoute(CopyRoute):
         return self._registration.transfer_mode
 
     def is_ready(self, link: Link) -> bool:
-        """Return whether transfers of a link need not wait for a mover."""
+        """Return whether transfers over a link need not wait for a mover."""
         return self.transfer_mode == DIRECT or self._ready_link is link
 
     def wait_for_mover(self, channel: Channel, timeout_seconds: float) -> None:
         """Wait for the mover of a link, or fall back if there will be none.
 
         Raises:
-            DepotUnavailable: the depot or its mover is not there within `timeout_seconds`.
-            RemoteError: the depot refused it.
+            DepotUnavailable: the depot or its mover is not ready within `timeout_seconds`.
+            RemoteError: the depot refused the request.
         """
         try:
             await_mover(channel, timeout_seconds, self._deadline_seconds)
@@ -176,7 +177,7 @@ class MoverRoute(CopyRoute):
             registration = msgspec.structs.replace(
                 self._registration, transfer_mode=DIRECT, offer=None, fallback=why[:1024]
             )
-            # In this order: once waits are left to our streams, no mover may copy.
+            # In this order: once only this process's streams wait, no mover may copy.
             self._register_as(registration)
             self._registration = registration
             self._cuda_copier.waits_on_host = False
@@ -195,7 +196,7 @@ class MoverRoute(CopyRoute):
         """See `CopyRoute`."""
         earlier = [moved for moved in self._moved_links if moved is not link and moved.has_movers()]
         if self.copies_here(link):
-            self._moved_links, self._ready_link = earlier, None  # a link keeps its pool mapped
+            self._moved_links, self._ready_link = earlier, None  # drop earlier links, as each keeps its pool mapped
         else:
             self._moved_links = [*earlier, link]
             self._patient_until = time.monotonic() + self._deadline_seconds
@@ -216,7 +217,7 @@ class MoverRoute(CopyRoute):
         return None
 
     def begin_retrieve(self, channel: Channel, batch: CopyBatch) -> Callable[[], None] | None:
-        """See `CopyRoute`. A mover has one retrieve at a time, so with one this returns when the copy has ended."""
+        """See `CopyRoute`. A mover does one retrieve at a time, so this returns when its copy has ended."""
         if self.copies_here(channel.link):
             return super().begin_retrieve(channel, batch)
         self._move(Direction.RETRIEVE, channel, batch)
@@ -241,7 +242,7 @@ class MoverRoute(CopyRoute):
 
 
 class _Unordered:
-    """Stands for a stream that could not be marked: the transfer fails when it waits for it, which is a miss."""
+    """Stands for a stream that could not be marked. The transfer that waits for it fails and is a miss."""
 
     def __init__(self, error: DriverError) -> None:
         self._error = error

@@ -1,11 +1,10 @@
-"""The calls that the copy engine makes to a device's driver, and no others. Behind this seam a device can be replaced.
+"""The interface to a device's driver: only the calls that the copy engine makes, so that tests can replace a device.
 
-`kvdepot_cuda.nvidia` answers it with the CUDA driver API, the tests' `support.cuda.fake` without a device. The words
-are those that drivers share (streams, events, registered host memory), so that another one fits in; none other is
-written.
+`kvdepot_cuda.nvidia` implements it by the CUDA driver API, the tests' `support.cuda.fake` without a device. It uses the
+terms that drivers share (streams, events, registered host memory), so another driver would fit, but there is none.
 
-Every call that fails raises `DriverError`. Handles are plain integers, as drivers and torch name them; 0 is the default
-stream of the context. Calls are made with the device current, inside `activated()`.
+Failed calls raise `DriverError`. Handles are plain integers, as in drivers and torch; 0 is the default stream of the
+context. Calls are made inside `activated()`, with the device current.
 """
 
 import enum
@@ -16,7 +15,7 @@ from typing import Any, Final, Protocol
 from kvdepot.copying.runs import Addresses
 from kvdepot.errors import DeviceError
 
-MAXIMUM_REGISTERED_BYTES: Final = 64 << 30  # of one call: drivers from 580 on refuse 512 GiB
+MAXIMUM_REGISTERED_BYTES: Final = 64 << 30  # per call: drivers from 580 on refuse 512 GiB
 PERMANENT: Final = frozenset({
     "CUDA_ERROR_DEINITIALIZED", "CUDA_ERROR_ECC_UNCORRECTABLE", "CUDA_ERROR_NVLINK_UNCORRECTABLE",
     "CUDA_ERROR_CONTAINED", "CUDA_ERROR_ILLEGAL_ADDRESS", "CUDA_ERROR_LAUNCH_TIMEOUT",
@@ -29,7 +28,7 @@ PERMANENT: Final = frozenset({
 
 
 class DriverError(DeviceError):
-    """A call of the driver failed: `call` names it, `code` is the driver's word for what happened."""
+    """A driver call failed: `call` is its name, `code` the driver's error."""
 
     def __init__(self, call: str, code: str, detail: str = "", *, is_permanent: bool = False) -> None:
         super().__init__(f"{call}: {code}" + (f" ({detail})" if detail else ""))
@@ -39,18 +38,18 @@ class DriverError(DeviceError):
 
 
 class CopyKind(enum.Enum):
-    """Which side of a copy is the host's."""
+    """The side of a copy that is in host memory."""
 
     TO_HOST = "to_host"  # a store
     TO_DEVICE = "to_device"  # a retrieve
 
 
 class Driver(Protocol):
-    """One device, used by several threads. Addresses and sizes are bytes."""
+    """One device, used by several threads. Addresses and sizes are in bytes."""
 
     @property
     def description(self) -> str:
-        """The device and its driver, for people."""
+        """A description of the device and its driver."""
         ...
 
     @property
@@ -60,7 +59,7 @@ class Driver(Protocol):
 
     @property
     def uuid(self) -> str:
-        """The device, by the name that `CUDA_VISIBLE_DEVICES` takes and that is the same in every process."""
+        """The device's UUID, which `CUDA_VISIBLE_DEVICES` accepts and which is the same in every process."""
         ...
 
     @property
@@ -69,7 +68,7 @@ class Driver(Protocol):
         ...
 
     def activated(self) -> AbstractContextManager[None]:
-        """Make the device current in this thread until the end of the block, and leave the thread as it was."""
+        """Make the device current in this thread until the end of the block, then restore the thread's state."""
         ...
 
     def create_stream(self) -> int:
@@ -77,15 +76,15 @@ class Driver(Protocol):
         ...
 
     def destroy_stream(self, stream: int) -> None:
-        """Give up a stream."""
+        """Destroy a stream."""
         ...
 
     def synchronize_stream(self, stream: int) -> None:
-        """Wait until all work of a stream is done, and raise any failure in it."""
+        """Wait until all work of a stream is done. Raise its errors."""
         ...
 
     def create_event(self) -> int:
-        """Return a new event; threads that wait for it sleep."""
+        """Return a new event. Threads that wait for it sleep."""
         ...
 
     def destroy_event(self, event: int) -> None:
@@ -93,90 +92,90 @@ class Driver(Protocol):
         ...
 
     def record_event(self, event: int, stream: int) -> None:
-        """Let an event stand for the work that the stream has now.
+        """Record an event for the work that the stream has now.
 
-        Refused while the stream is captured into a graph: a wait for the event would become part of it.
+        It is refused while the stream is captured into a graph, as a wait for the event would become part of the graph.
         """
         ...
 
     def wait_for_event(self, stream: int, event: int) -> None:
-        """Have later work of the stream wait, on the device, for the event as recorded now."""
+        """Make later work of the stream wait, on the device, for the event as recorded now."""
         ...
 
     def synchronize_event(self, event: int) -> None:
-        """Wait in this thread until the recorded work is done; other threads run in the meantime."""
+        """Wait in this thread until the recorded work is done. Other threads can run meanwhile."""
         ...
 
     def export_memory(self, address: int) -> tuple[bytes, int, int]:
-        """Return the handle, the address and the size of the allocation that device memory at `address` lies in.
+        """Return the handle, the address and the size of the allocation that contains `address`.
 
-        Every address of an allocation gives the same handle. Raises for memory that cannot be opened elsewhere.
+        All addresses of an allocation give the same handle. Raises for memory that other processes cannot open.
         """
         ...
 
     def open_memory(self, handle: bytes) -> tuple[int, int]:
-        """Open another process's allocation and return where it lies here, and its size as the driver knows it.
+        """Open another process's allocation. Return its address here, and its size as reported by the driver.
 
-        A process opens each once, and has it until it ends: that is how the memory is given back.
+        A process opens each allocation only once, and keeps it until the process ends, which releases the memory.
         """
         ...
 
     def register_host(self, address: int, num_bytes: int) -> None:
-        """Make host memory known to the device, so that it is copied without staging; at most 64 GiB a call."""
+        """Register host memory with the device, so that it is copied without staging; at most 64 GiB per call."""
         ...
 
     def unregister_host(self, address: int) -> None:
-        """Take back one `register_host`, by its address."""
+        """Undo one `register_host`, by its address."""
         ...
 
     def device_address_of(self, address: int) -> int:
-        """Return where kernels find registered host memory, given where one `register_host` of it begins."""
+        """Return the device address of registered host memory, given the address of a `register_host`."""
         ...
 
     def allocate_device(self, num_bytes: int) -> int:
-        """Return the address of new memory on the device. May wait for all that the device does."""
+        """Allocate memory on the device. May wait for all work of the device."""
         ...
 
     def free_device(self, address: int) -> None:
-        """Give such memory back. May wait for all that the device does."""
+        """Free such memory. May wait for all work of the device."""
         ...
 
     def load_kernel(self, image: bytes, name: str) -> int:
-        """Return a kernel out of a compiled image."""
+        """Load a kernel from a compiled image."""
         ...
 
     def unload_kernel(self, kernel: int) -> None:
-        """Give up a kernel and its image."""
+        """Unload a kernel and its image."""
         ...
 
     def launch_kernel(
         self, kernel: int, num_programs: int, num_threads: int, shared_bytes: int, arguments: Sequence[Any], stream: int
     ) -> None:
-        """Put a kernel into a stream, `num_programs` thread blocks of `num_threads`.
+        """Launch a kernel on a stream, as `num_programs` thread blocks of `num_threads`.
 
-        `arguments` are ctypes values, which can be reused after the call. Errors of the kernel are raised by a
-        later `synchronize_stream`, and is permanent.
+        `arguments` are ctypes values, which can be reused after the call. Errors of the kernel are permanent, and a
+        later `synchronize_stream` raises them.
         """
         ...
 
     def copy(self, source: int, target: int, num_bytes: int, direction: CopyKind, stream: int) -> None:
-        """Copy one run in stream order. Its host side lies in one registered range or touches none.
+        """Copy one run in stream order. Its host side is within one registered range, or outside all of them.
 
-        With host memory that is not registered the call may wait for the copy.
+        If the host memory is not registered, the call may wait for the copy.
         """
         ...
 
     def copy_batch(
         self, sources: Addresses, targets: Addresses, sizes: Addresses, direction: CopyKind, stream: int
     ) -> None:
-        """Copy runs, `(num_runs,)` each, in any order among themselves; host sides are registered, targets disjoint.
+        """Copy runs, `(num_runs,)` each, in any order. Their host sides are registered, their targets disjoint.
 
         The arrays can be reused after the call.
         """
         ...
 
     def close(self) -> None:
-        """Give the device up. Twice is harmless."""
+        """Close the device. Idempotent."""
         ...
 
 

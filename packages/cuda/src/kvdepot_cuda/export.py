@@ -1,4 +1,4 @@
-"""A worker's KV cache, named so that a mover can open it: which allocations, and where the pages lie in them."""
+"""Describes a worker's KV cache for a mover: its allocations, and the places of its pages in them."""
 
 from kvdepot.layout import CacheLayout, LayerGroup, PageLayout, Part, Plane
 from kvdepot.wire.messages import MAXIMUM_ALLOCATIONS, MoverOffer, PagePlace, RegisterKVCache
@@ -9,12 +9,12 @@ MOVER = "cuda"
 
 
 def offer_of(driver: Driver, layout: CacheLayout, mover: str = MOVER) -> MoverOffer:
-    """Return what to register so that a mover can open the pages of `layout`.
+    """Return the offer that lets a mover open the pages of `layout`.
 
-    Tensors of one allocation share its handle: a process opens each only once.
+    Tensors of one allocation share its handle, as a process opens each handle only once.
 
     Raises:
-        DriverError: memory that no other process can open, or a tensor across the end of an allocation.
+        DriverError: another process cannot open the memory, or a tensor crosses the end of its allocation.
     """
     numbers: dict[bytes, int] = {}
 
@@ -32,10 +32,10 @@ def offer_of(driver: Driver, layout: CacheLayout, mover: str = MOVER) -> MoverOf
 
 
 def layout_of(registration: RegisterKVCache, bases: list[int]) -> CacheLayout:
-    """Return where the pages of an offer lie, given where its allocations lie here.
+    """Return the layout of an offer, given the addresses of its allocations in this process.
 
     Raises:
-        LayoutError: it does not add up.
+        LayoutError: the offer is inconsistent.
     """
     offer = registration.offer
     assert offer is not None
@@ -59,5 +59,5 @@ def layout_of(registration: RegisterKVCache, bases: list[int]) -> CacheLayout:
 
 
 def last_byte_of(page: PageLayout) -> int:
-    """Return the address behind the last block."""
+    """Return the end address of the last block."""
     return page.address + (page.num_blocks - 1) * page.stride_bytes + page.page_size_bytes

@@ -1,7 +1,7 @@
-"""Copies many small runs by one launch of a kernel instead of one DMA each: for some retrieves only.
+"""Copies many small runs of a retrieve by one kernel launch, instead of one DMA per run.
 
-The copy engine asks `runs_for_kernel` for the runs of a call that the kernel is for, and has `Gather` copy them. The
-kernel reads the pool itself, so it gets no run whose piece of the pool the device does not know.
+The copy engine asks `runs_for_kernel` which runs of a call suit the kernel, and `Gather` copies them. The kernel reads
+the pool directly, so it gets only runs in registered pieces of the pool.
 """
 
 import contextlib
@@ -20,28 +20,29 @@ from kvdepot.errors import KVDepotError
 from kvdepot_cuda.driver import CopyKind, Driver
 from kvdepot_cuda.image import GatherImage
 
-# vLLM's figures for its own kernel on an H100 (vllm/v1/kv_offload/cpu/swap_blocks_triton.py); not measured for this.
-MOST_RUN_BYTES: Final = 28 << 10  # of a run: DMA is faster for larger ones
-LEAST_RUNS: Final = 16  # of a call: a launch costs more than fewer copies
+# vLLM's figures for its own kernel on an H100 (vllm/v1/kv_offload/cpu/swap_blocks_triton.py); not measured for this
+# one.
+MOST_RUN_BYTES: Final = 28 << 10  # per run: DMA is faster for larger ones
+LEAST_RUNS: Final = 16  # per call: a launch costs more than fewer copies
 NUM_PROGRAMS: Final = 12  # thread blocks: the share of the device that the kernel takes from the model
 _ALIGNMENT: Final = 16
 _ROW_BYTES: Final = 24
 
 
 class KernelUnavailable(KVDepotError):
-    """The kernel cannot be compiled here; the text says why."""
+    """The kernel cannot be compiled here; the text gives the reason."""
 
 
 def runs_for_kernel(sources: Addresses, targets: Addresses, sizes: Addresses) -> npt.NDArray[np.bool_]:
-    """Return for each run of a retrieve, `(num_runs,)`, whether the kernel copies it.
+    """Return, for each run of a retrieve, `(num_runs,)`, whether the kernel copies it.
 
     Args:
-        sources: where the device finds the pool's side, 0 where it cannot.
-        targets: the blocks' side.
-        sizes: bytes.
+        sources: device addresses in the pool, 0 for unregistered memory.
+        targets: addresses in the blocks.
+        sizes: in bytes.
     """
     suits = (sizes <= np.uint64(MOST_RUN_BYTES)) & (sources != 0)
-    suits &= (sources | targets) % np.uint64(_ALIGNMENT) == 0  # others it would copy byte by byte
+    suits &= (sources | targets) % np.uint64(_ALIGNMENT) == 0  # it would copy others byte by byte
     if np.count_nonzero(suits) < LEAST_RUNS:
         suits[:] = False
     return suits
@@ -52,31 +53,31 @@ CompileGather = Callable[[int], GatherImage]
 
 
 def compile_gather(capability: int) -> GatherImage:
-    """Compile the kernel with the Triton that is here, some seconds the first time; Triton keeps the result.
+    """Compile the kernel with the installed Triton. The first time takes some seconds; Triton caches the result.
 
     Raises:
-        KernelUnavailable: no Triton, or one that cannot do it.
+        KernelUnavailable: Triton is missing or cannot compile it.
     """
     if importlib.util.find_spec("triton") is None:
         raise KernelUnavailable("triton is not installed: pip install 'triton>=3.3'")
     try:
         return importlib.import_module("kvdepot_cuda.kernels.gather").image_for(capability)
-    except Exception as error:  # a compiler: it may raise anything
+    except Exception as error:  # a compiler may raise anything
         raise KernelUnavailable(f"triton cannot compile it: {type(error).__name__}: {error}") from error
 
 
 class Gather:
-    """Launches the kernel; used by one thread at a time, with the device current.
+    """Launches the kernel. Used by one thread at a time, with the device current.
 
-    The table of runs goes to the device by a copy in the same stream, out of registered memory.
+    The table of runs is copied to the device on the same stream, from registered memory.
 
     Args:
-        driver: of the device.
-        image: the kernel, for that device.
-        max_runs: of one launch.
+        driver: the device's.
+        image: the kernel, compiled for that device.
+        max_runs: the limit of one launch.
 
     Raises:
-        DriverError: it cannot be loaded; nothing is kept then.
+        DriverError: the kernel cannot be loaded. All resources are released then.
     """
 
     def __init__(self, driver: Driver, image: GatherImage, max_runs: int) -> None:
@@ -99,16 +100,16 @@ class Gather:
             self._undo = undo.pop_all()
 
     def copy(self, sources: Addresses, targets: Addresses, sizes: Addresses, stream: int) -> None:
-        """Queue copies of runs, `(num_runs,)` each, in any order among themselves. All calls name the same stream.
+        """Queue copies of runs, `(num_runs,)` each, in any order. All calls must use the same stream.
 
         Args:
-            sources: addresses as the device knows them.
-            targets: likewise; disjoint.
-            sizes: bytes.
-            stream: where the copies are put.
+            sources: device addresses.
+            targets: device addresses, disjoint.
+            sizes: in bytes.
+            stream: the stream for the copies.
 
         Raises:
-            DriverError: the launch was refused; some runs may be copied nevertheless.
+            DriverError: the launch was refused. Some runs may be copied nevertheless.
         """
         for start in range(0, len(sizes), self._max_runs):
             self._driver.synchronize_event(self._rows_are_free)
@@ -128,7 +129,7 @@ class Gather:
             )
 
     def close(self) -> None:
-        """Give everything back; nothing may be running. Twice is harmless.
+        """Release all resources. No copy may be running. Idempotent.
 
         Raises:
             DriverError: a resource could not be released; the others were.

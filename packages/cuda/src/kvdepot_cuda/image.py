@@ -1,11 +1,14 @@
-"""`GatherImage`: a compiled kernel, handed from `kernels.gather`, which compiles it, to `gather`, which launches it."""
+"""`GatherImage`: the compiled kernel, made by `kernels.gather` and launched by `gather`."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class GatherImage:
-    """The kernel for one kind of device. It takes an address (u64) and a count (u32), and hidden null pointers."""
+    """The kernel for one kind of device.
+
+    Its parameters are an address (u64), a count (u32), and hidden null pointers.
+    """
 
     image: bytes
     name: str

@@ -1,11 +1,11 @@
 """The mover of CUDA workers, `python -m kvdepot_cuda.mover`: opens a worker's IPC handles and copies for it.
 
-The depot starts one for each worker (`kvdepot.movers.child`). It needs cuda-bindings and numpy, not torch, and sees
-only the worker's device, which it finds by its UUID. The pool is registered with the device from the first copy on, in
-the background. `kvdepot_cuda.copy` makes the copies.
+The depot starts one mover per worker (`kvdepot.movers.child`). It needs cuda-bindings and numpy, but not torch, and
+sees only the worker's device, which it finds by UUID. From the first copy on, the pool is registered with the device in
+the background. `kvdepot_cuda.copy` copies.
 
-A worker's claims about its memory are believed as far as the driver confirms them: every page has to lie in the
-allocation that was opened, and every run is compared with the opened ranges and with the pool before the first copy.
+A worker's claims about its memory are not trusted: each page must be within the opened allocation, as reported by the
+driver, and each run is checked against the opened ranges and the pool before the first copy.
 """
 
 import contextlib
@@ -31,12 +31,12 @@ from kvdepot_cuda.nvidia import CudaDriver, see_only
 
 
 class CheckedRuns(BatchRuns):
-    """Runs that lie in opened memory and in the pool.
+    """Computes runs, and checks that they are within the opened memory and the pool.
 
     Args:
-        layout: where the pages are; each lies in one of the ranges.
+        layout: the layout of the pages. Each is within one of the ranges.
         ranges: `(address, bytes)` of the opened allocations.
-        pool_size_bytes: of the pool.
+        pool_size_bytes: the size of the pool.
     """
 
     def __init__(self, layout: CacheLayout, ranges: Sequence[tuple[int, int]], pool_size_bytes: int) -> None:
@@ -48,10 +48,10 @@ class CheckedRuns(BatchRuns):
         self._pool_size_bytes = pool_size_bytes
 
     def of(self, batch: CopyBatch) -> Runs:
-        """Return a run for every page of the batch.
+        """Return the runs of a batch, one per page.
 
         Raises:
-            CopyRefused: a copy would touch foreign memory, or the batch does not fit the cache.
+            CopyRefused: a copy would access foreign memory, or the batch does not fit the cache.
         """
         self._check_batch(batch)
         runs = super().of(batch)
@@ -75,7 +75,9 @@ class CheckedRuns(BatchRuns):
             mine = records[records["group"] == number]
             ids: npt.NDArray[np.int32] = np.asarray(batch.block_ids[number])
             if len(ids) and not (int(ids.min()) >= -1 and int(ids.max()) < group.num_blocks):
-                raise CopyRefused(f"blocks {ids.min()} to {ids.max()} of group {number}, which has {group.num_blocks}")
+                raise CopyRefused(
+                    f"block ids from {ids.min()} to {ids.max()}: group {number} has {group.num_blocks} blocks"
+                )
             if not len(mine):
                 continue
             chunks = mine["chunk"].astype(np.int64) - batch.first_covered[number]
@@ -86,24 +88,24 @@ class CheckedRuns(BatchRuns):
                 size = group.readable_bytes(Part.of(layers << 16 | heads), self._layout.chunk_tokens)
                 of_part = mine[(mine["heads"] == heads) & (mine["layers"] == layers)]
                 if not size or (of_part["num_bytes"] != size).any():
-                    raise CopyRefused(f"extents of group {number} that are not {size} bytes of heads {heads:#x}")
+                    raise CopyRefused(f"the extents of group {number} are not {size} bytes of heads {heads:#x}")
         if int(records["group"].max(initial=0)) >= len(self._layout.groups):
-            raise CopyRefused(f"extents of a group that is not there: the cache has {len(self._layout.groups)}")
+            raise CopyRefused(f"there are extents of an unknown group: the cache has {len(self._layout.groups)} groups")
 
 
 class CudaMover:
-    """One worker's memory, open, and the engine that copies.
+    """One worker's opened memory, and its copy engine.
 
     Args:
-        driver: of the worker's device; owned by this object from now on.
-        registration: of the worker, with an offer.
-        pool: mapped here.
-        piece_bytes: how much of the pool is registered by one call.
+        driver: the driver of the worker's device. This object takes ownership of it.
+        registration: the worker's, with an offer.
+        pool: mapped in this process.
+        piece_bytes: the bytes of the pool that are registered per call.
 
     Raises:
         DriverError: a handle cannot be opened.
-        MoverError: it is another device, or the memory differs from the worker's claims.
-        LayoutError: a layout that cannot be.
+        MoverError: the device or its memory differs from the worker's claims.
+        LayoutError: the layout is impossible.
     """
 
     def __init__(
@@ -112,7 +114,7 @@ class CudaMover:
         offer = registration.offer
         assert offer is not None
         if driver.uuid != offer.device:
-            raise MoverError(f"the worker is on {offer.device}, found was {driver.uuid}")
+            raise MoverError(f"the worker is on device {offer.device}, but the mover found {driver.uuid}")
         with driver.activated():
             ranges = [driver.open_memory(handle) for handle in offer.allocations]
         layout = layout_of(registration, [address for address, _ in ranges])
@@ -132,7 +134,7 @@ class CudaMover:
         )
 
     def copy(self, request: Copy) -> bool:
-        """Copy; returns when the bytes are in place, and whether all is registered that can be."""
+        """Copy until the bytes are in place. Return whether all possible parts of the pool are registered."""
         with self._attach:
             if not self._is_attached:
                 self._is_attached = True
@@ -148,7 +150,7 @@ class CudaMover:
         try:
             block_ids = tuple(np.frombuffer(ids, "<i4") for ids in request.block_ids)
         except ValueError as error:
-            raise CopyRefused(f"block ids that are none: {error}") from error
+            raise CopyRefused(f"malformed block ids: {error}") from error
         return CopyBatch(
             self._pool,
             request.extents,
@@ -159,17 +161,17 @@ class CudaMover:
 
 
 def open_mover(open_driver: OpenDriver, piece_bytes: int = PIECE_BYTES) -> Callable[[Setup, PoolMemory], CopyNow]:
-    """Return what opens a worker's memory, with drivers of this kind."""
+    """Return a function that opens a worker's memory with this kind of driver."""
 
     def open_device(setup: Setup, pool: PoolMemory) -> CopyNow:
         offer = setup.registration.offer
         if offer is None:
-            raise MoverError("a worker that offers nothing", is_final=True)
+            raise MoverError("the worker offers no memory", is_final=True)
         see_only(offer.device)
         try:
             return CudaMover(open_driver(0), setup.registration, pool, piece_bytes).copy
         except LayoutError as error:
-            raise MoverError(f"a layout that cannot be: {error}", is_final=True) from error
+            raise MoverError(f"impossible layout: {error}", is_final=True) from error
         except DriverError as error:
             raise MoverError(f"device {offer.device} or its memory cannot be opened by the depot: {error}") from error
 

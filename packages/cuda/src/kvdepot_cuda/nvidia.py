@@ -1,11 +1,11 @@
-"""`CudaDriver`: the `Driver` of NVIDIA devices, by the CUDA driver API as cuda-bindings has it.
+"""`CudaDriver`: the `Driver` of NVIDIA devices, by the CUDA driver API of cuda-bindings.
 
-Nothing of CUDA is imported before the first use. The driver API, and not the runtime's, because its errors stay in the
-return codes: a failed runtime call leaves its error behind for torch to find.
+CUDA is not imported before the first use. This is the driver API, not the runtime API, because its errors are only in
+the return codes: a failed runtime call would leave an error behind that torch finds.
 
-It works in the device's primary context, which is the one that torch uses. The API does not make a context current,
-so each use pushes it and takes it off again. For as long, the thread's capture mode is relaxed: with the default a
-registration or a wait here would break a CUDA graph that the engine is capturing in another thread.
+It uses the device's primary context, like torch. The API does not make a context current, so each use pushes it and
+pops it again. Meanwhile the thread's capture mode is relaxed: with the default mode, a registration or a wait here
+would break a CUDA graph that the engine is capturing in another thread.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ import numpy as np
 from kvdepot.copying.runs import Addresses
 from kvdepot_cuda.driver import CopyKind, DriverError
 
-_BATCH_COPY_VERSION: Final = 12080  # the signature that has `failIdx`; drivers of CUDA 13 still offer it
+_BATCH_COPY_VERSION: Final = 12080  # the signature with `failIdx`; drivers of CUDA 13 still have it
 _ORDER_STREAM: Final = 1  # the source is read in stream order
 _ORDER_ANY: Final = 3  # ... at any time: nothing in the stream writes it
 _PREFER_OVERLAP: Final = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
@@ -30,7 +30,7 @@ _HANDLE_BYTES: Final = 64  # CU_IPC_HANDLE_SIZE
 
 
 class _CopyAttributes(ctypes.Structure):
-    """CUmemcpyAttributes; the hints are for managed memory only."""
+    """CUmemcpyAttributes. The hints are only for managed memory."""
 
     _fields_ = (
         ("source_order", ctypes.c_uint32),
@@ -60,19 +60,19 @@ class CudaDriver:
     """See `kvdepot_cuda.driver.Driver`.
 
     Args:
-        ordinal: of the device, as CUDA numbers devices in this process.
-        prefers_overlap: hint in every batch that its copies run beside kernels. Not measured yet, so off.
+        ordinal: the device's number in this process.
+        prefers_overlap: hint in each batch that its copies run beside kernels. Not measured yet, so off.
 
     Raises:
-        DriverError: no driver, no such device, or it cannot be used.
+        DriverError: the driver or the device is missing, or cannot be used.
     """
 
     def __init__(self, ordinal: int, *, prefers_overlap: bool = False) -> None:
         self._cuda = _load()
         self._copy_flags = _PREFER_OVERLAP if prefers_overlap else 0
         self._is_open = False
-        self._done: dict[int, int] = {}  # stream: the event by which it is waited for
-        self._modules: dict[int, Any] = {}  # kernel: the module that it is in
+        self._done: dict[int, int] = {}  # by stream: the event to wait for
+        self._modules: dict[int, Any] = {}  # by kernel: its module
         self._call("cuInit", 0)
         self._device = self._call("cuDeviceGet", ordinal)
         self._context = self._call("cuDevicePrimaryCtxRetain", self._device)
@@ -138,13 +138,13 @@ class CudaDriver:
         self._call("cuStreamDestroy", stream)
 
     def synchronize_stream(self, stream: int) -> None:
-        """See `Driver`: by an event, as a thread that waits for one sleeps instead of spinning."""
+        """See `Driver`. Waits for an event, as a thread that does so sleeps instead of spinning."""
         event = self._done[stream]
         try:
             self._call("cuEventRecord", event, stream)
             self._call("cuEventSynchronize", event)
         except DriverError:
-            self._call("cuStreamSynchronize", stream)  # after this nothing may be under way, even after an error
+            self._call("cuStreamSynchronize", stream)  # no work may be running afterwards, even after an error
             raise
 
     def create_event(self) -> int:
@@ -172,9 +172,9 @@ class CudaDriver:
         self._call("cuEventSynchronize", event)
 
     def export_memory(self, address: int) -> tuple[bytes, int, int]:
-        """See `Driver`: by the handles of `cuIpcGetMemHandle`, which memory of `cuMemCreate` does not have.
+        """See `Driver`. Uses the handles of `cuIpcGetMemHandle`, which memory of `cuMemCreate` does not have.
 
-        That is torch's with expandable segments, and vLLM's in sleep mode.
+        torch's expandable segments and vLLM's sleep mode use `cuMemCreate`.
         """
         attribute = self._cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
         if not self._call("cuPointerGetAttribute", attribute, address):
@@ -268,10 +268,10 @@ class CudaDriver:
     def copy_batch(
         self, sources: Addresses, targets: Addresses, sizes: Addresses, direction: CopyKind, stream: int
     ) -> None:
-        """See `Driver`: one call with the arrays as they are; the binding's own wants lists of Python objects."""
+        """See `Driver`. Passes the arrays in one call; the binding's own function takes lists of Python objects."""
         assert self._batch_copy is not None
         sources, targets, sizes = (np.ascontiguousarray(column, np.uint64) for column in (sources, targets, sizes))
-        # A store reads blocks that were written in stream order; a retrieve reads leased extents, which do not change.
+        # A store reads blocks that are written in stream order. A retrieve reads leased extents, which do not change.
         order = _ORDER_STREAM if direction is CopyKind.TO_HOST else _ORDER_ANY
         attributes = _CopyAttributes(source_order=order, flags=self._copy_flags)
         first, failed = ctypes.c_size_t(0), ctypes.c_size_t(_NO_FAILURE_INDEX)
@@ -297,10 +297,10 @@ class CudaDriver:
             self._call("cuDevicePrimaryCtxRelease", self._device)
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        """Make one call and return its results without the code: nothing, one value or a tuple."""
+        """Make one call. Return its results without the error code: None, one value or a tuple."""
         try:
             code, *values = getattr(self._cuda, name)(*arguments)
-        except (KeyError, ValueError) as error:  # how bindings answer a code that is newer than they are
+        except (KeyError, ValueError) as error:  # the bindings raise these for a code that is newer than they are
             raise DriverError(name, f"a code that the bindings do not know: {error}") from error
         if int(code):
             raise DriverError(name, self._name_of(int(code)))
@@ -312,7 +312,7 @@ class CudaDriver:
     def _find_batch_copy(self) -> Any:
         try:
             address, found = self._call("cuGetProcAddress", b"cuMemcpyBatchAsync", _BATCH_COPY_VERSION, 0)
-        except DriverError:  # the driver is older than the version that is asked for
+        except DriverError:  # the driver is older than the requested version
             return None
         return BatchCopy(int(address)) if int(found) == 0 and address else None
 
@@ -320,14 +320,14 @@ class CudaDriver:
 def _name_of(cuda: Any, code: int) -> str:
     try:
         return f"{cuda.CUresult(code).name} ({code})"
-    except ValueError:  # of a driver that is newer than the bindings
+    except ValueError:  # the driver is newer than the bindings
         return f"error {code}"
 
 
 def _load() -> Any:
     try:
         cuda = importlib.import_module("cuda.bindings.driver")
-        code, _ = cuda.cuDriverGetVersion()  # the first call looks for the driver, and raises without one
+        code, _ = cuda.cuDriverGetVersion()  # the first call loads the driver, and raises if there is none
     except (ImportError, RuntimeError, KeyError, ValueError) as error:
         raise DriverError("loading the CUDA driver", "not possible", str(error)) from error
     if int(code):
@@ -336,5 +336,5 @@ def _load() -> Any:
 
 
 def see_only(uuid: str) -> None:
-    """Have this process see just one device, which is number 0 then; to be called before the first `CudaDriver`."""
+    """Make one device the only visible one of this process, with number 0. Call this before the first `CudaDriver`."""
     os.environ["CUDA_VISIBLE_DEVICES"] = uuid

@@ -1,12 +1,12 @@
-"""The pool, made known to the device piece by piece, so that copies need no staging.
+"""Registers the pool with the device piece by piece, so that copies need no staging.
 
-Registering is slow (reported: 0.1 s a GB) and delicate, so nothing waits for it and nothing depends on it: until a
-piece is registered, or if the driver refuses it, its copies are pageable ones, correct and slower. Small pieces also
-bound how long the driver's lock keeps others of the machine waiting.
+A registration is slow (reported: 0.1 s per GB) and can fail, so nothing waits for it or depends on it: until a piece is
+registered, or if the driver refuses it, copies there are pageable, which is correct but slower. Small pieces also bound
+the time for which the driver's lock blocks other processes.
 
-On a device whose memory is full drivers refuse pieces at random (reported). So a refused one is tried again in halves,
-down to a **unit**: registered is always a row of whole units, and a copy that stays within one unit crosses the end of
-nothing that is registered.
+When a device's memory is full, drivers refuse pieces at random (reported). So a refused piece is tried again in halves,
+down to a **unit**. Registered ranges are always whole units, so a copy within one unit never crosses the end of a
+registered range.
 """
 
 import logging
@@ -23,14 +23,14 @@ from kvdepot_cuda.driver import Driver, DriverError
 
 logger = logging.getLogger(__name__)
 
-SMALLEST_BYTES: Final = 64 << 20  # of what is tried again
+SMALLEST_BYTES: Final = 64 << 20  # smaller halves are not tried
 _PAGE_BYTES: Final = 4096
 _still_registered: Final[list[PoolMemory]] = []
 """Mappings that the driver has not released: while it may hold their pages, their addresses must not be reused."""
 
 
 def unit_bytes_of(piece_bytes: int) -> int:
-    """Return a piece halved as often as halves are whole pages and not smaller than `SMALLEST_BYTES`."""
+    """Return the unit: a piece, halved as long as halves are whole pages and at least `SMALLEST_BYTES`."""
     unit = piece_bytes
     while not unit % (2 * _PAGE_BYTES) and unit // 2 >= SMALLEST_BYTES:
         unit //= 2
@@ -38,12 +38,12 @@ def unit_bytes_of(piece_bytes: int) -> int:
 
 
 class PoolRegistration:
-    """One mapping of the pool in pieces, which it keeps alive until `close`, and for ever if that does not succeed.
+    """Registers one mapping of the pool in pieces. It keeps the mapping alive until `close` has succeeded.
 
     Args:
-        driver: of the device.
-        mapping: what to register.
-        piece_bytes: of each piece but the last; a multiple of the page size.
+        driver: the device's.
+        mapping: the mapping to register.
+        piece_bytes: the size of all pieces but the last; a multiple of the page size.
     """
 
     def __init__(self, driver: Driver, mapping: PoolMemory, piece_bytes: int) -> None:
@@ -52,20 +52,21 @@ class PoolRegistration:
         self._driver = driver
         self._units_per_piece = piece_bytes // self.unit_bytes
         self._is_registered = np.zeros(-(-mapping.size_bytes // self.unit_bytes), np.bool_)
-        self._on_device = np.zeros(len(self._is_registered), np.uint64)  # where kernels find a unit, 0: nowhere
-        self._ranges: dict[int, int] = {}  # registered bytes, by their offset
+        # Device addresses of units, 0 for unregistered ones.
+        self._on_device = np.zeros(len(self._is_registered), np.uint64)
+        self._ranges: dict[int, int] = {}  # sizes of registered ranges by offset
 
     @property
     def num_registered(self) -> int:
-        """Ranges that are registered now: whole pieces, and parts of those that were refused."""
+        """The number of registered ranges: whole pieces, and parts of refused pieces."""
         return len(self._ranges)
 
     def covers(self, offsets: Addresses) -> npt.NDArray[np.bool_]:
-        """Return for each offset in the pool whether its unit is registered."""
+        """Return, for each offset in the pool, whether its unit is registered."""
         return self._is_registered[(offsets // np.uint64(self.unit_bytes)).astype(np.int64)]
 
     def device_addresses(self, offsets: Addresses) -> Addresses:
-        """Return for each offset in the pool where kernels find it, 0 where they cannot reach it."""
+        """Return, for each offset in the pool, its device address, 0 if kernels cannot access it."""
         units, rests = np.divmod(offsets, np.uint64(self.unit_bytes))
         bases = self._on_device[units.astype(np.int64)]
         return np.where(bases == 0, bases, bases + rests)
@@ -73,10 +74,11 @@ class PoolRegistration:
     def register(self, stop: threading.Event) -> None:
         """Register the pieces, until `stop` is set. One warning lists the refused pieces.
 
-        Refused pieces are halved while that helps: not after a piece of which nothing was taken, until another one is.
+        Refused pieces are halved as long as that helps: after a piece whose halves were all refused, pieces are not
+        halved until another piece is accepted.
 
         Args:
-            stop: checked between calls of the driver.
+            stop: checked between driver calls.
         """
         num_units = len(self._is_registered)
         refused: DriverError | None = None
@@ -92,16 +94,16 @@ class PoolRegistration:
         if refused is not None:
             missing = self.mapping.size_bytes - sum(self._ranges.values())
             logger.warning(
-                "%s of the pool's %s cannot be registered with the device, copies there are slower: %s",
+                "cannot register %s of the pool's %s with the device, so copies there are slower: %s",
                 format_size(missing),
                 format_size(self.mapping.size_bytes),
                 refused,
             )
 
     def close(self) -> None:
-        """Unregister all pieces. Nothing may be copied here any more. Twice is harmless.
+        """Unregister all pieces. No copy may be running here any more. Idempotent.
 
-        Pages that the driver does not release keep the mapping for the life of the process.
+        If the driver does not release a range, the mapping stays for the life of the process.
         """
         kept: list[DriverError] = []
         ranges, self._ranges = self._ranges, {}
@@ -115,10 +117,10 @@ class PoolRegistration:
                 kept.append(error)
         if kept:
             _still_registered.append(self.mapping)
-            logger.warning("%d pieces of the pool stay registered with the device: %s", len(kept), kept[-1])
+            logger.warning("cannot unregister %d pieces of the pool from the device: %s", len(kept), kept[-1])
 
     def _register(self, first: int, last: int, stop: threading.Event, *, halves: bool) -> DriverError | None:
-        """Register units `first` to `last`, the latter left out; return an error if some of them are refused."""
+        """Register the units from `first` up to, not including, `last`. Return an error if some are refused."""
         if stop.is_set():
             return None
         start = first * self.unit_bytes
@@ -146,5 +148,5 @@ class PoolRegistration:
         try:
             with self._driver.activated():
                 return self._driver.device_address_of(self.mapping.address + start)
-        except DriverError:  # no kernel reads it; copies do not need it
+        except DriverError:  # then no kernel reads it; copies need no device address
             return 0

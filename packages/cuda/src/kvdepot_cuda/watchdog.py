@@ -1,6 +1,6 @@
-"""Notices copies that hang in the driver. In mode `ipc` the depot kills a mover that hangs; here only a thread hangs.
+"""Notices copies that hang in the driver. In mode `ipc` the depot kills a hung mover; here, only a thread hangs.
 
-A copy also waits for the engine's stream, so the limit is far above a long step.
+A copy also waits for the engine's stream, so the limit is far above the time of a long step.
 """
 
 import threading
@@ -21,11 +21,11 @@ class _Copy:
 
 
 class Watchdog:
-    """Watches one copy in each direction, on a thread of its own.
+    """Watches one copy per direction, on its own thread.
 
     Args:
-        on_hang: called once, by that thread, with the direction and the reason in words.
-        seconds: that a copy may take.
+        on_hang: called once, on that thread, with the direction and the reason.
+        seconds: the longest time of a copy.
     """
 
     def __init__(self, on_hang: Callable[[Direction, str], None], seconds: float) -> None:
@@ -40,15 +40,15 @@ class Watchdog:
 
     @property
     def has_hung_copy(self) -> bool:
-        """Whether a copy that was reported has not returned yet."""
+        """Whether a reported copy has not returned yet."""
         return any(copy is not None and copy.is_hung for copy in self._copies)
 
     def begin(self, direction: Direction) -> None:
-        """Watch the copy that the calling thread begins now."""
+        """Start watching the copy that the calling thread begins now."""
         self._copies[direction] = _Copy(time.monotonic())
 
     def end(self, direction: Direction) -> bool:
-        """Stop watching it, and return whether it was reported; then wait until `on_hang` has returned."""
+        """Stop watching the copy. Return whether it was reported; if so, wait until `on_hang` has returned."""
         with self._lock:
             copy, self._copies[direction] = self._copies[direction], None
         if copy is None or not copy.is_hung:

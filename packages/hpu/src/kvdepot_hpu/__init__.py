@@ -1,7 +1,7 @@
-"""kvdepot on Intel Gaudi: engines whose KV cache lies in the memory of an HPU attach to a depot.
+"""kvdepot's backend for Intel Gaudi: attaches engines whose KV cache is in the memory of an HPU to a depot.
 
-The entry point names `backend`, which imports neither torch nor habana_frameworks. `HpuTransferContext` is in
-`kvdepot_hpu.context`. Tested on a pretend device alone, see `docs/hpu.md`: it has never run on a Gaudi.
+The entry point is `backend`, which imports neither torch nor habana_frameworks. `HpuTransferContext` is in
+`kvdepot_hpu.context`. It has never run on a Gaudi: it is tested only on a simulated device (see `docs/hpu.md`).
 """
 
 import importlib
@@ -24,8 +24,8 @@ class HpuBackend:
 
     name = "hpu"
     device_type = "hpu"
-    # Not ASYNCHRONOUS: whether a second thread may submit work to a Gaudi is unknown, and vllm-gaudi's runner gives no
-    # warning before it reuses the blocks of a store.
+    # Not ASYNCHRONOUS: it is unknown whether a second thread may submit work to a Gaudi, and vllm-gaudi's runner reuses
+    # the blocks of a store without notice.
     capabilities = frozenset[Capability]()
     settings = frozenset[str]()
 
@@ -39,9 +39,9 @@ class HpuBackend:
         return True
 
     def why_unavailable(self) -> str | None:
-        """Return None if it can be used here, else a sentence with the way out.
+        """Return None if the backend can be used here, else the reason and the way out.
 
-        Where habana_frameworks is installed this loads it, and torch, to ask for the device.
+        If habana_frameworks is installed, this loads it and torch to ask for the device.
         """
         if importlib.util.find_spec("numpy") is None:
             return "numpy is not installed: pip install 'kvdepot[hpu]'"
@@ -72,7 +72,7 @@ class HpuBackend:
         """Return an `HpuTransferContext`; see `Backend`.
 
         Raises:
-            BackendUnavailable: no Gaudi, or not the software for it.
+            BackendUnavailable: the Gaudi or its software is missing.
         """
         reason = self.why_unavailable()
         if reason is not None:

@@ -1,4 +1,4 @@
-"""The functions of Habana's bridge that the backend calls, found when a context is made."""
+"""Loads the functions of Habana's bridge that the backend calls, when a context is created."""
 
 import importlib
 from typing import Any
@@ -7,7 +7,10 @@ from kvdepot.copying.staged.bridge import Bridge
 
 
 def load_bridge() -> Bridge:
-    """Import it. mark_step launches the work that lazy mode has accumulated, and is harmless in eager mode."""
+    """Import the bridge.
+
+    `mark_step` launches the work that lazy mode has accumulated, and does nothing in eager mode.
+    """
     importlib.import_module("habana_frameworks.torch")  # registers torch.hpu
     core = importlib.import_module("habana_frameworks.torch.core")
     torch: Any = importlib.import_module("torch")

@@ -1,7 +1,7 @@
-"""`HpuTransferContext`: a worker whose KV cache lies in the memory of a Gaudi.
+"""`HpuTransferContext`: the transfers of a worker whose KV cache is in the memory of a Gaudi.
 
-No other process can open a Gaudi's memory, so the worker copies: `kvdepot.copying.staged` stages blocks in host memory
-and moves them on to the depot's pool. `kvdepot.client.transfers` speaks with the depot.
+Other processes cannot open a Gaudi's memory, so the worker copies by itself: `kvdepot.copying.staged` stages blocks in
+host memory and copies them to and from the depot's pool. `kvdepot.client.transfers` communicates with the depot.
 """
 
 import logging
@@ -18,26 +18,27 @@ from kvdepot_hpu.bridge import load_bridge
 
 logger = logging.getLogger(__name__)
 
-MAX_BLOCKS: Final = 32  # moved at once; each doubling is two more graphs a layer group to compile at the start
+MAX_BLOCKS: Final = 32  # per move; each doubling means two more graphs per layer group to compile at the start
 
 
 @dataclass(frozen=True, kw_only=True)
 class HpuOptions(TransferOptions):
-    """Options of an `HpuTransferContext`. If it is `synchronous`, no other thread issues device work."""
+    """Options of an `HpuTransferContext`. If `synchronous`, no other thread issues device work."""
 
-    staging_bytes: int = STAGING_BYTES  # limit of one staging slot; four are on the host, twice as much on the device
-    max_blocks: int = MAX_BLOCKS  # moved at once, at most
+    # Limit of a staging slot: there are four on the host, and two such buffers on the device.
+    staging_bytes: int = STAGING_BYTES
+    max_blocks: int = MAX_BLOCKS  # limit per move
 
 
 class HpuTransferContext(WorkerTransfers):
     """Moves blocks between an engine's KV cache on an HPU and the depot.
 
-    Construct it where the cache is registered: after it is allocated, on the thread and stream that compute, before the
-    first request, and again when the cache was allocated again (sleep mode). It compiles every shape that it will ever
-    use, which takes minutes on a Gaudi without a recipe cache.
+    Construct it when the cache is registered: after its allocation, on the thread and stream of the computation, and
+    before the first request. Construct it again after the cache was reallocated (sleep mode). It compiles all shapes
+    that it will use, which takes minutes on a Gaudi without a recipe cache.
 
-    The groups of the cache may have a `(keys, values)` tuple for each layer. Without `ready` a store reads after the
-    work that the engine's stream has at the call; so does every retrieve.
+    The groups of the cache may have a `(keys, values)` tuple per layer. A store without `ready`, and each retrieve,
+    comes after the work that the engine's stream has at the time of the call.
 
     Raises:
         LayoutError: the tensors do not fit their description, or cannot be viewed as bytes.
@@ -47,7 +48,7 @@ class HpuTransferContext(WorkerTransfers):
         cache = flattened(cache, tensors_of)
         layout = cache.layout(lambda tensor: page_layout_of(tensor, "hpu", has_address=False))
         bridge = load_bridge()
-        bridge.launch()  # the work that made the cache may still be deferred
+        bridge.launch()  # the work that created the cache may still be deferred
         copier = StagedCopier(
             bridge,
             layout,

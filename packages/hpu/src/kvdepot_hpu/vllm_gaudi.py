@@ -1,4 +1,4 @@
-"""Refuses engines on Gaudi (vllm-gaudi) that cannot use a depot, before a block is moved. Based on its source.
+"""Refuses engines on Gaudi (vllm-gaudi) that cannot use a depot, before any block is moved. Based on its source.
 
 `kvdepot_hpu.arrays` checks the tensors themselves and refuses keys without values (fp8 with dynamic scales).
 """
@@ -13,11 +13,11 @@ _OFF: Final = ("0", "false", "f", "no", "n", "off")
 
 
 def why_unsuited(engine: EngineTraits, environment: Mapping[str, str]) -> str | None:
-    """Return why the block ids or tensors of an engine do not match its block table, None if they do.
+    """Return why an engine's block ids or tensors do not match its block table, None if they do.
 
     Args:
         engine: vLLM on a Gaudi.
-        environment: of the worker's process.
+        environment: the environment of the worker's process.
     """
     if GroupKind.RECURRENT in engine.kinds:
         return (
@@ -34,7 +34,7 @@ def why_unsuited(engine: EngineTraits, environment: Mapping[str, str]) -> str | 
 
 
 def _moves_blocks(environment: Mapping[str, str], *, prefix_caching: bool) -> bool:
-    """Return whether the defragmenter may be on. The first flag that is set decides, else prefix caching."""
+    """Return whether the defragmenter may be on. The first set flag decides; without one, prefix caching does."""
     for name in ("VLLM_DEFRAG", "VLLM_CONTIGUOUS_PA"):
         value = environment.get(name)
         if value is not None:

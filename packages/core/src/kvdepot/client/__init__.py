@@ -1,8 +1,8 @@
-"""The engine's side: lookups for schedulers, transfers for workers, and requests of operators' tools.
+"""The client side: lookups for schedulers, transfers for workers, and requests of operators' tools.
 
-- `connection`, `link`, `channel`: a session that reconnects, and requests over it.
-- `scheduler`: lookups and leases. `segments`: names of a prompt's pieces, for blends; it loads
-  numpy, so it is imported separately.
+- `connection` keeps a session open and reconnects. `link` is one session. `channel`: one thread's requests over a link.
+- `scheduler`: lookups and leases. `segments`: names for the pieces of a prompt, for blends. It loads numpy, so it is
+  imported separately.
 - `transfers`: a `TransferContext` made of a backend's copier. It uses `transfer_queue` (threads), `exchange` (the
   protocol of one store or retrieve), `copy_route` (which process copies), `verify` (checks after the copy) and `jobs`.
 - `operator`: one request without a session.

@@ -12,8 +12,8 @@ from kvdepot.wire import messages as m
 class Lease:
     """The answer to a lookup: `num_chunks` leading chunks are in the depot and stay there.
 
-    They stay until the lease is released, its request or its scheduler ends, or `lease_seconds` have passed. 0 chunks
-    are a miss: there is nothing to release.
+    They stay until the lease is released, its request or its scheduler ends, or `lease_seconds` have passed. With 0
+    chunks, the answer is a miss and there is nothing to release.
 
     Another request is computing the next `num_pending` chunks. They are worth waiting for: ask again.
     """
@@ -23,8 +23,8 @@ class Lease:
     lease_seconds: float = 0.0
     link: Link | None = None
     num_pending: int = 0
-    num_promoted: int = 0  # of the chunks: tiers brought them for this lookup
-    wants_tokens: bool = False  # nobody has described the last chunk to the depot
+    num_promoted: int = 0  # how many of the chunks tiers brought for this lookup
+    wants_tokens: bool = False  # whether the depot lacks a description of the last chunk
 
 
 MISS = Lease(0)
@@ -32,13 +32,13 @@ MISS = Lease(0)
 
 @dataclass(frozen=True, slots=True)
 class BlendRun:
-    """Tokens that lie in chunks of another prompt.
+    """A run of tokens that chunks of another prompt hold.
 
     Attributes:
         position: the first token in the asking prompt.
-        length: tokens.
+        length: the number of tokens.
         source_position: the first token in the prompt whose chunks these are.
-        key: the chunks that hold the tokens; its `parent` is zeros, which only stores would need.
+        key: the chunks that hold the tokens. Its `parent` is zeros, as only stores need it.
     """
 
     position: int
@@ -47,7 +47,7 @@ class BlendRun:
     key: KeyRun
 
     def clip(self, begin: int, end: int, chunk_tokens: int) -> "BlendRun | None":
-        """Return the part within tokens `begin` to `end` of the asking prompt, None if there is none."""
+        """Return the part within tokens `begin` to `end` of the asking prompt, None if it is empty."""
         first, last = max(begin, self.position), min(end, self.position + self.length)
         if first >= last:
             return None
@@ -59,7 +59,7 @@ class BlendRun:
 
 @dataclass(frozen=True, slots=True)
 class BlendHit:
-    """The answer to a blend lookup: runs, ascending and not overlapping. `lease` keeps their chunks."""
+    """The answer to a blend lookup: ascending runs that do not overlap. `lease` keeps their chunks."""
 
     runs: tuple[BlendRun, ...]
     lease: Lease
@@ -69,7 +69,7 @@ NO_BLEND = BlendHit((), MISS)
 
 
 def lease_of(reply: frames.Reply, link: Link) -> Lease | None:
-    """Return the answer in a reply to a lookup, None if it is a reply of another kind."""
+    """Return the answer in a reply to a lookup, None if the reply is of another kind."""
     if not isinstance(reply, m.LookupReply):
         return None
     if not reply.num_chunks:
@@ -86,7 +86,7 @@ def lease_of(reply: frames.Reply, link: Link) -> Lease | None:
 
 
 def hit_of(reply: frames.Reply, link: Link) -> BlendHit | None:
-    """Return the answer in a reply to a blend lookup, None if nothing was found."""
+    """Return the answer in a reply to a blend lookup, None if it has no run."""
     if not isinstance(reply, m.BlendReply) or not reply.lease:
         return None
     runs: list[BlendRun] = []

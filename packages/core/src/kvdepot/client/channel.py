@@ -1,4 +1,4 @@
-"""`Channel`: requests and replies of one thread, over a connection of its own to the control socket."""
+"""`Channel`: requests and replies of one thread, over its own connection to the control socket."""
 
 import math
 import select
@@ -14,20 +14,20 @@ from kvdepot.errors import DepotTimeout, DepotUnavailable, RemoteError
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 
-_READ_BYTES: Final = 64 << 10  # at once: most replies fit; the plan of 4,096 extents takes three
-_MOST_REPLY_BYTES: Final = 64 << 20  # far beyond any reply: more means that the stream is out of step
-_MOST_UNSENT_BYTES: Final = 16 << 20  # kept by a channel for a depot that does not take requests now
+_READ_BYTES: Final = 64 << 10  # per read: most replies fit; a plan of 4,096 extents takes three reads
+_MOST_REPLY_BYTES: Final = 64 << 20  # far beyond any reply: a larger length means that the framing is lost
+_MOST_UNSENT_BYTES: Final = 16 << 20  # kept per channel while the depot does not read requests
 _TIMEVAL: Final = struct.Struct("ll")
 
 
 class Channel:
     """Requests and replies over one link, for one thread at a time.
 
-    The first request connects. A lost connection does not come back: its link is lost, too.
+    The first request connects. After a lost connection, the channel is unusable, and so is its link.
 
     Args:
-        link: with the depot.
-        connect_seconds: how long connecting may wait for a depot that is busy accepting others.
+        link: the session.
+        connect_seconds: the longest wait for a depot that is busy accepting other connections.
     """
 
     def __init__(self, link: Link, connect_seconds: float = 0.0) -> None:
@@ -46,10 +46,10 @@ class Channel:
         self._num_owed = 0
 
     def submit(self, request: frames.Request) -> int:
-        """Send a request and return the number under which `poll` and `wait` know its reply.
+        """Send a request. Return its sequence number for `poll` and `wait`.
 
         Raises:
-            DepotUnavailable: it cannot be sent.
+            DepotUnavailable: the request cannot be sent.
         """
         frame = frames.encode_frame(self._sequence + 1, request)
         data = frames.LENGTH.pack(len(frame)) + frame
@@ -59,7 +59,7 @@ class Channel:
         if self._unsent:
             self._flush()
         if len(self._unsent) + len(data) > _MOST_UNSENT_BYTES:
-            raise DepotUnavailable(f"the depot has not taken {len(self._unsent)} bytes of requests yet")
+            raise DepotUnavailable(f"the depot has not yet read {len(self._unsent)} bytes of earlier requests")
         num_sent = 0 if self._unsent else self._send(data)
         if num_sent < len(data):
             self._unsent += memoryview(data)[num_sent:]
@@ -74,7 +74,7 @@ class Channel:
             self.drain()
 
     def poll(self, sequence: int) -> frames.Reply | None:
-        """Return the reply if it is here, else None. Never wait.
+        """Return the reply if it has arrived, else None. Never wait.
 
         Raises:
             RemoteError: the depot refused the request.
@@ -89,7 +89,7 @@ class Channel:
 
         Raises:
             RemoteError: the depot refused the request.
-            DepotTimeout: no reply in time.
+            DepotTimeout: no reply arrived in time.
             DepotUnavailable: the connection was lost.
         """
         end = time.monotonic() + deadline_seconds
@@ -108,15 +108,15 @@ class Channel:
         return reply
 
     def wait_for_any(self, timeout_seconds: float) -> None:
-        """Wait at most `timeout_seconds` for something to receive."""
+        """Wait at most `timeout_seconds` for data to receive."""
         self._poller.poll(max(0, math.ceil(timeout_seconds * 1000)))
 
     def call(self, request: frames.Request, deadline_seconds: float) -> frames.Reply:
-        """Send a request and wait for its reply; raises as `submit` and `wait` do."""
+        """Send a request and wait for its reply. Raises like `submit` and `wait`."""
         return self.wait(self.submit(request), deadline_seconds)
 
     def abandon(self, sequence: int, on_reply: Callable[[frames.Reply], None] | None = None) -> None:
-        """Forget a request. If its reply still comes, `on_reply` gets it."""
+        """Stop waiting for a request. If its reply arrives later, `on_reply` gets it."""
         reply = self._replies.pop(sequence, None)
         if reply is None:
             self._ignored[sequence] = on_reply
@@ -126,11 +126,11 @@ class Channel:
 
     @property
     def num_owed(self) -> int:
-        """Late replies that somebody has to take in: of abandoned requests, and one more if requests are unsent."""
+        """The replies that `drain` must still read: one per abandoned request, and one if any request is unsent."""
         return self._num_owed + bool(self._unsent) if self.link.mark_lost.alive else 0
 
     def drain(self) -> None:
-        """Send unsent requests and take in replies. Never wait.
+        """Send unsent requests and read replies. Never wait.
 
         Raises:
             DepotUnavailable: the connection was lost, or the bytes received are not a reply.
@@ -171,7 +171,7 @@ class Channel:
             self._poller.modify(self._socket, select.POLLIN)
 
     def _receive(self) -> bool:
-        """Read once; return whether there may be more."""
+        """Read once. Return whether there may be more data."""
         try:
             data = self._socket.recv(_READ_BYTES)
         except BlockingIOError:
@@ -182,7 +182,7 @@ class Channel:
             raise DepotUnavailable("the depot closed the connection")
         self._received += data
         while (frame := self._take_frame()) is not None:
-            self._accept(frame)  # may send and receive, too
+            self._accept(frame)  # may itself send and receive
         return len(data) == _READ_BYTES
 
     def _take_frame(self) -> bytes | None:
@@ -191,7 +191,7 @@ class Channel:
             return None
         (length,) = frames.LENGTH.unpack_from(received)
         if length > _MOST_REPLY_BYTES:
-            raise DepotUnavailable(f"the depot speaks another language: a reply of {length} bytes")
+            raise DepotUnavailable(f"the depot sent a malformed reply: {length} bytes")
         end = frames.LENGTH.size + length
         if len(received) < end:
             return None
@@ -205,7 +205,7 @@ class Channel:
         try:
             reply = frames.decode_reply(frame)
         except frames.FrameError as error:
-            raise DepotUnavailable(f"the depot speaks another language: {error}") from error
+            raise DepotUnavailable(f"the depot sent a malformed reply: {error}") from error
         if sequence in self._ignored:
             on_reply = self._ignored.pop(sequence)
             if on_reply is not None:

@@ -1,12 +1,12 @@
-"""`Connection`: keeps a link to the depot, and reconnects.
+"""`Connection`: keeps a link to the depot and reconnects when it is lost.
 
-Each connection has one thread, which owns the session's socket and sleeps in a read. The server's death wakes it at
-once; then it tries to connect again, waiting longer each time, registers, and publishes a new **link**. There is no
-link while the depot is away, starting, hung or slow: callers answer "miss" without waiting.
+Each connection has one thread, which owns the session's socket and blocks in a read. The server's death wakes it at
+once. It then reconnects with growing pauses, registers, and publishes a new **link**. While the depot is away,
+starting, hung or slow, there is no link, and callers answer "miss" without waiting.
 
-A call that runs into its deadline suspends the link, and so do several calls that wait for an eighth of it. The
-thread then pings on that socket, and when the server answers quickly the link is used again. So a hung server costs
-one deadline, a slow one a bounded wait, a dead one less.
+A call that exceeds its deadline suspends the link. So do several calls that wait for an eighth of the deadline. The
+thread then sends pings on its socket, and resumes the link when the server answers quickly. So a hung server costs one
+deadline, a slow one a bounded wait, and a dead one less.
 """
 
 import contextlib
@@ -33,14 +33,14 @@ from kvdepot.wire import messages as m
 logger = logging.getLogger(__name__)
 
 _FIRST_RETRY_SECONDS: Final = 0.05  # a depot starts in 0.3 s
-_LAST_RETRY_SECONDS: Final = 1.0  # so engines find a depot that was away long at most this late
-_REFUSED_RETRY_SECONDS: Final = 10.0  # the depot answered and said no: that changes only when somebody changes settings
-SLOW_WAITS_TO_SUSPEND: Final = 5  # in a row: a garbage collection or a slow disk delays one or two
-_QUICK_WEIGHT: Final = 0.25  # of a short wait against a long one
-_SLOW_SHARE: Final = 1 / 8  # of a deadline: longer waits are slow
-_FIRST_PROBE_SECONDS: Final = 0.05  # a depot that was stopped for an instant serves again soon
-_LAST_PROBE_SECONDS: Final = 1.0  # one ping a second costs a depot that hangs nothing
-_FIRST_REAP_SECONDS: Final = 0.005  # a mover that is told to end mostly does so at once
+_LAST_RETRY_SECONDS: Final = 1.0  # so engines notice a returning depot within this time
+_REFUSED_RETRY_SECONDS: Final = 10.0  # the depot refused: that changes only with someone's settings
+SLOW_WAITS_TO_SUSPEND: Final = 5  # in a row: a garbage collection or a slow disk delays only one or two
+_QUICK_WEIGHT: Final = 0.25  # a short wait cancels this much of a long one
+_SLOW_SHARE: Final = 1 / 8  # of a deadline: longer waits count as slow
+_FIRST_PROBE_SECONDS: Final = 0.05  # a depot that was stopped only briefly soon serves again
+_LAST_PROBE_SECONDS: Final = 1.0  # one ping per second costs a hung depot nothing
+_FIRST_REAP_SECONDS: Final = 0.005  # a mover that is told to exit mostly does so at once
 _LAST_REAP_SECONDS: Final = 0.5  # one that hangs in its driver may take minutes
 
 
@@ -48,15 +48,15 @@ class Connection:
     """Keeps a link to the depot for one scheduler or one worker.
 
     Args:
-        url: of the depot, None for the one in the default directory.
-        name: of the client, for the server's log.
+        url: the depot's, None for the one in the default directory.
+        name: the client's, for the server's log.
         registration: sent in each new session.
         maps_pool: whether this process maps the pool, as workers do.
-        deadline_seconds: of each call.
-        barrier: entered while registering; it holds off copies into the pool and waits for those that run.
-        on_open: called on the connection's thread with a link that has become usable: new, or no longer suspended.
-        reap_late_replies: takes in replies to abandoned requests, which nobody else may come to read. After
-            `reap_soon` the connection's thread calls it again and again until it returns True.
+        deadline_seconds: the limit of each call.
+        barrier: entered while registering. It waits for running copies and holds off new ones.
+        on_open: called on the connection's thread with a link that became usable: new, or no longer suspended.
+        reap_late_replies: reads replies to abandoned requests. After `reap_soon`, the connection's thread calls it
+            until it returns True.
     """
 
     def __init__(
@@ -72,11 +72,11 @@ class Connection:
         reap_late_replies: Callable[[], bool] = lambda: True,
     ) -> None:
         if deadline_seconds <= 0:
-            raise KVDepotError(f"a deadline of {deadline_seconds} s: above 0")
+            raise KVDepotError(f"the deadline is {deadline_seconds} s: give a number above 0")
         self.directory = directory_of_url(url)
         self.deadline_seconds = deadline_seconds
         self.why_away = "not connected yet"
-        self._is_away = False  # and the log says so
+        self._is_away = False  # whether the log has reported that the depot is away
         self._slow_seconds = deadline_seconds * _SLOW_SHARE
         self._name = name
         self._registration = registration
@@ -85,7 +85,7 @@ class Connection:
         self._on_open = on_open
         self._reap_late_replies = reap_late_replies
         self._is_renewing = False
-        self._reap_seconds = 0.0  # until late replies are looked for, 0 for never
+        self._reap_seconds = 0.0  # pause until late replies are read; 0: do not read them
         self._link: Link | None = None
         self._changed = threading.Condition()
         self._closing = threading.Event()
@@ -95,15 +95,15 @@ class Connection:
 
     @property
     def link(self) -> Link | None:
-        """The link to use now; None while the depot is away or hung: answer "miss"."""
+        """The usable link; None while the depot is away, hung or slow: answer "miss"."""
         link = self._link
         return None if link is None or link.suspended or self._is_renewing or self._closing.is_set() else link
 
     def wait_until_open(self, timeout_seconds: float) -> Link:
-        """Return the link, waiting for it at most `timeout_seconds`.
+        """Return the link. Wait for it at most `timeout_seconds`.
 
         Raises:
-            DepotUnavailable: none by then; the text gives the reason.
+            DepotUnavailable: there is none by then; the text gives the reason.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: self.link is not None, timeout_seconds):
@@ -113,28 +113,30 @@ class Connection:
             return link
 
     def channel(self, link: Link) -> Channel:
-        """Return a new channel over a link, for the calling thread."""
+        """Return a new channel over a link for the calling thread."""
         return Channel(link)
 
     def suspend(self, link: Link) -> None:
-        """Stop using a link whose call ran into its deadline, until the server answers a ping."""
+        """Suspend a link after a call exceeded its deadline, until the server answers a ping."""
         if not link.suspended:
             link.suspended = True
             self.why_away = f"it did not answer within {self.deadline_seconds} s"
             logger.warning(
-                "the depot in %s: %s; until it does, the engine runs without it", self.directory, self.why_away
+                "suspended the depot in %s until it answers: %s; the engine runs without it",
+                self.directory,
+                self.why_away,
             )
             self._wake()
 
     def note_wait(self, link: Link, seconds: float) -> None:
-        """Count how long a call over this link waited. Many long waits among few short ones suspend it."""
+        """Record the wait of a call over this link. Many long waits with few short ones between them suspend it."""
         if seconds <= self._slow_seconds:
             link.slowness = max(0.0, link.slowness - _QUICK_WEIGHT)
             return
         link.slowness += 1
         if link.slowness >= SLOW_WAITS_TO_SUSPEND and not link.suspended:
             link.suspended = True
-            self.why_away = f"calls waited for more than {self._slow_seconds:g} s again and again"
+            self.why_away = f"many calls waited for more than {self._slow_seconds:g} s"
             logger.warning(
                 "the depot in %s is slow (%s): the engine runs without it until it recovers",
                 self.directory,
@@ -143,22 +145,22 @@ class Connection:
             self._wake()
 
     def note_registration(self, registration: m.RegisterScheduler) -> None:
-        """Register with other parameters in later sessions. The caller tells a depot that is there what has changed."""
+        """Use another registration in later sessions. The caller reports the change to the connected depot itself."""
         self._registration = registration
 
     def register_as(self, registration: m.RegisterKVCache) -> None:
-        """Register again with other parameters. The session is closed; its calls under way become misses."""
+        """Register again with other parameters. This closes the session, and its calls under way become misses."""
         self._registration = registration
         self._is_renewing = True
         self._wake()
 
     def reap_soon(self) -> None:
-        """Have the reply to an abandoned request taken in, even if nothing else happens here."""
+        """Read the reply to an abandoned request soon, even if there is no other activity."""
         self._reap_seconds = _FIRST_REAP_SECONDS
         self._wake()
 
     def close(self) -> None:
-        """Close the session; calls under way become misses. Twice is harmless."""
+        """Close the session. Calls under way become misses. Idempotent."""
         if self._closing.is_set():
             return
         self._closing.set()
@@ -183,7 +185,7 @@ class Connection:
                     self._say_why(f"it refused: {error}", logging.ERROR)
                     self._closing.wait(_REFUSED_RETRY_SECONDS)
                     continue
-                self._say_why(str(error), logging.WARNING)  # an unknown session: it was restarted in the meantime
+                self._say_why(str(error), logging.WARNING)  # an unknown session: the depot was restarted meanwhile
                 self._closing.wait(retry * random.uniform(0.5, 1.0))
                 retry = min(retry * 2, _LAST_RETRY_SECONDS)
                 continue
@@ -205,7 +207,7 @@ class Connection:
                 self._say_why("the connection was lost", logging.WARNING)
 
     def _say_why(self, why: str, level: int) -> None:
-        """Log one line for each outage, and each reason for a refusal."""
+        """Log one line per outage, and one per reason of a refusal."""
         if not self._is_away or (level == logging.ERROR and why != self.why_away):
             text = "no depot in %s (%s): the engine runs without it until it is back"
             logger.log(level, text, self.directory, why)
@@ -214,7 +216,7 @@ class Connection:
     def _open(self) -> tuple[socket.socket, Link]:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         link: Link | None = None
-        self._is_renewing = False  # before the registration is read
+        self._is_renewing = False  # before reading the registration: a later change sets it again
         try:
             connection.settimeout(self.deadline_seconds)
             opened, mapping = open_session(connection, self.directory / CONTROL_SOCKET, self._name, self._maps_pool)
@@ -246,7 +248,7 @@ class Connection:
         poller.register(connection, select.POLLIN)
         poller.register(self._wake_reader, select.POLLIN)
         pinged_at: float | None = None
-        probe_at, pause = 0.0, _FIRST_PROBE_SECONDS  # the next ping on a suspended link, and the pause after it
+        probe_at, pause = 0.0, _FIRST_PROBE_SECONDS  # time of the next ping on a suspended link, and the pause after it
         while not (self._closing.is_set() or self._is_renewing):
             waits = [self._reap_seconds] if self._reap_seconds else []
             if link.suspended and pinged_at is None:
@@ -254,7 +256,7 @@ class Connection:
             ready = {fd for fd, _ in poller.poll(min(waits) * 1000 if waits else None)}
             if self._reap_seconds and not ready:
                 following = min(2 * self._reap_seconds, _LAST_REAP_SECONDS)
-                self._reap_seconds = 0.0  # another thread may set it in the meantime
+                self._reap_seconds = 0.0  # before reaping: another thread may set it meanwhile
                 if not self._reap_late_replies():
                     self._reap_seconds = self._reap_seconds or following
             if self._wake_reader.fileno() in ready:
@@ -266,7 +268,7 @@ class Connection:
                     return
                 for fd in fds:
                     link.add_mover(fd)
-                if not data or flags & socket.MSG_CTRUNC:  # out of descriptors: a mover's pidfd was lost
+                if not data or flags & socket.MSG_CTRUNC:  # MSG_CTRUNC: no descriptor was left for a mover's pidfd
                     return
                 if not data.strip(frames.MOVER_NOTE):
                     continue
@@ -297,11 +299,11 @@ class Connection:
 def open_session(
     connection: socket.socket, path: Path, name: str, maps_pool: bool
 ) -> tuple[frames.SessionOpened, PoolMapping | None]:
-    """Open a session over an unconnected socket, and map the pool if asked to.
+    """Open a session over an unconnected socket. Map the pool if `maps_pool`.
 
     Raises:
         RemoteError: the server refused.
-        DepotUnavailable: it broke off.
+        DepotUnavailable: the server closed the connection or sent an invalid answer.
         OSError: no server answers within the socket's timeout.
     """
     connection.connect(str(path))

@@ -9,31 +9,31 @@ from kvdepot.client.link import Link
 
 
 class CopyRoute:
-    """Has every batch copied by the copier of this process.
+    """Copies every batch with the copier of this process.
 
-    A backend whose copies can also be made by a mover of the depot overrides these methods.
+    A backend that also supports copies by a mover of the depot overrides these methods.
     """
 
     def __init__(self, copier: Copier) -> None:
         self.copier: Final = copier
 
     def copies_here(self, link: Link) -> bool:
-        """Return whether this process copies in this session, and so needs the pool mapped and attached."""
+        """Return whether this process copies in this session. If so, the pool must be mapped and attached."""
         del link
         return True
 
     def opened(self, link: Link) -> None:
-        """Note a link that has become usable: new, or no longer suspended. Called before `attach`."""
+        """Note a link that became usable: new, or no longer suspended. Called before `attach`."""
 
     def prepare(self, channel: Channel) -> None:
-        """Get ready for a transfer, before it asks the depot for anything. An exception makes it a miss."""
+        """Prepare for a transfer, before it sends requests to the depot. An exception makes it a miss."""
 
     def store(self, channel: Channel, batch: CopyBatch) -> bytes | None:
-        """Copy a batch of a store. See `Copier.store`."""
+        """Copy a batch of a store: see `Copier.store`."""
         del channel
         return self.copier.store(batch)
 
     def begin_retrieve(self, channel: Channel, batch: CopyBatch) -> Callable[[], None] | None:
-        """Begin to copy a batch of a retrieve. See `Copier.begin_retrieve`."""
+        """Begin to copy a batch of a retrieve: see `Copier.begin_retrieve`."""
         del channel
         return self.copier.begin_retrieve(batch)

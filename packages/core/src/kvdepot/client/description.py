@@ -1,4 +1,4 @@
-"""`Description`: the tokens of a run of chunks and the ids of its blocks, as routers are told of them."""
+"""`Description`: the tokens of a run of chunks and the ids of its blocks, as events report them to routers."""
 
 import struct
 from collections.abc import Iterator, Sequence
@@ -17,13 +17,13 @@ class Description:
     """Describes the chunks of one run.
 
     Attributes:
-        namespace: the digest of the namespace, which engines that share have in common.
+        namespace: the digest of the namespace, equal for engines that share chunks.
         tokens: of whole chunks.
-        block_ids: 64 bits each; as many a chunk as it has blocks.
-        parent_id: of the block before the run, None before the first.
-        groups: the engine's KV cache groups of which routers are told.
-        lora_name: of the request's adapter, "" without one.
-        extra_keys: for each block, empty if no block has any.
+        block_ids: one id of 64 bits per block.
+        parent_id: the id of the block before the run, None before the first.
+        groups: the engine's KV cache groups that are reported to routers.
+        lora_name: the name of the request's adapter, "" without one.
+        extra_keys: one item per block, or empty if no block has any.
     """
 
     namespace: bytes
@@ -35,7 +35,7 @@ class Description:
     extra_keys: tuple[tuple[m.ExtraKey, ...] | None, ...] = ()
 
     def requests(self, context: int, key: KeyRun) -> Iterator[m.DescribeChunks]:
-        """Yield the messages that describe a run, each for as many chunks as one may."""
+        """Yield the messages that describe a run, each with as many chunks as fit."""
         num_chunks = key.num_chunks
         if not num_chunks:
             return

@@ -1,8 +1,8 @@
 """`Exchange`: the protocol of one store or retrieve with the depot.
 
-A store asks for extents, has them filled and commits them; a retrieve takes a lease, has the extents copied, checks
-that they are still the same and releases the lease. Both work through the run in batches, and ask for the next batch
-before they copy one.
+A store asks for extents, fills them and commits them. A retrieve takes a lease, copies the extents, checks that they
+have not changed, and releases the lease. Both process the run in batches, and request the next batch before they copy
+one.
 """
 
 import collections
@@ -25,42 +25,42 @@ from kvdepot.layout import CacheLayout, GroupKind, Part
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 
-_LATE_GRANT_SECONDS: Final = 0.1  # an unwanted ticket or lease is waited for so long, then left to a late reply
+_LATE_GRANT_SECONDS: Final = 0.1  # wait for an unwanted ticket or lease; after that, `on_reply` gives it back
 
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Consecutive chunks of a run that are asked for with one request."""
+    """Consecutive chunks of a run that one request covers."""
 
-    start: int  # within the run
+    start: int  # first chunk, within the run
     key: KeyRun
-    covered: tuple[int, ...]  # chunks that each group covers at the end of the batch
+    covered: tuple[int, ...]  # per group, the number of chunks at the end of the batch to copy
 
 
 class _Retrieval:
-    """One batch of a retrieve, from its plan to the release of its lease. One thread uses it."""
+    """One batch of a retrieve, from its plan to the release of its lease. Used by one thread."""
 
     def __init__(self, batch: _Batch, plan: m.RetrievePlan) -> None:
         self.batch: Final = batch
         self.plan: Final = plan
         self.lease: Final = contextlib.ExitStack()  # closing it releases the lease
-        self.copying = contextlib.ExitStack()  # closing it waits for the copy and lets go of the pool
+        self.copying = contextlib.ExitStack()  # closing it waits for the copy and releases the pool
         self.is_copying = False
 
     def close(self) -> None:
-        """Wait for the copy and release the lease. Twice is harmless."""
+        """Wait for the copy and release the lease. Idempotent."""
         with self.lease:
             self.copying.close()
 
 
 class Exchange:
-    """Does the stores and retrieves of one worker.
+    """Executes the stores and retrieves of one worker.
 
     Args:
-        layout: of the worker's cache.
+        layout: the layout of the worker's cache.
         copy_route: copies the batches.
-        verifier: checks them.
-        batch_bytes: how much of a run is asked for at once.
+        verifier: checks the copied batches.
+        batch_bytes: the bytes per batch.
     """
 
     def __init__(self, layout: CacheLayout, copy_route: CopyRoute, verifier: Verifier, batch_bytes: int) -> None:
@@ -71,15 +71,15 @@ class Exchange:
             max(1, min(most // len(layout.groups), batch_bytes // sum(layout.chunk_sizes_bytes)))
             for most in (m.MAXIMUM_STORE_ENTRIES, m.MAXIMUM_RETRIEVE_ENTRIES)
         )
-        # Bytes of an entry, by group, heads and layers of its part as in an extent: the worker's own parts, and others
-        # as they come.
+        # Bytes of an entry by (group, heads, layers) of its part, as in an extent. Begins with the worker's own parts;
+        # `_learn` adds others.
         self._entry_sizes = {
             (number, group.part.number & 0xFFFF, group.part.number >> 16): size
             for number, (group, size) in enumerate(zip(layout.groups, layout.chunk_sizes_bytes, strict=True))
         }
         self._own = frozenset(self._entry_sizes)
         self._blocks_per_chunk = tuple(group.blocks_per_chunk(layout.chunk_tokens) for group in layout.groups)
-        self._copy_locks = (threading.RLock(), threading.RLock())  # by direction: held once for each copy under way
+        self._copy_locks = (threading.RLock(), threading.RLock())  # by direction; held once per copy under way
 
     @contextlib.contextmanager
     def barrier(self) -> Generator[None]:
@@ -88,7 +88,7 @@ class Exchange:
             yield
 
     def store(self, connection: Connection, channel: Channel, job: TransferJob) -> bool:
-        """Store a run; return whether the depot took all of it."""
+        """Store a run. Return whether the depot stored all of it."""
         if job.ready is not None:
             self._copy_route.copier.wait_for(Direction.STORE, job.ready)
         commits: list[tuple[int, int]] = []
@@ -125,9 +125,10 @@ class Exchange:
         return complete
 
     def retrieve(self, connection: Connection, channel: Channel, job: TransferJob) -> bool:
-        """Retrieve a run; return whether all of it came.
+        """Retrieve a run. Return whether all of it arrived.
 
-        The copy of a batch begins before the one before it is waited for, so that the device has no gap between them.
+        The copy of a batch begins before the previous copy is waited for, so that the device does not idle between
+        them.
         """
         if job.ready is not None:
             self._copy_route.copier.wait_for(Direction.RETRIEVE, job.ready)
@@ -154,7 +155,7 @@ class Exchange:
             return all(self._end(channel, job, retrieval) for retrieval in begun)
 
     def _begin(self, connection: Connection, channel: Channel, job: TransferJob, retrieval: "_Retrieval") -> bool:
-        """Begin to copy a batch; return False if the link was lost before that."""
+        """Begin to copy a batch. Return False if the link was lost before."""
         copies = self._copies(channel, job, retrieval.batch, retrieval.plan)
         with contextlib.ExitStack() as undo:
             undo.enter_context(self._copy_locks[Direction.RETRIEVE])
@@ -168,7 +169,7 @@ class Exchange:
         return True
 
     def _end(self, channel: Channel, job: TransferJob, retrieval: "_Retrieval") -> bool:
-        """Wait for a batch, check it and release its lease; return whether all of it came."""
+        """Wait for a batch, check it and release its lease. Return whether all of it arrived."""
         plan, num_chunks = retrieval.plan, retrieval.batch.key.num_chunks
         with retrieval.lease:
             retrieval.copying.close()
@@ -189,9 +190,9 @@ class Exchange:
         first: int,
         undo: contextlib.ExitStack,
     ) -> Iterator[tuple[_Batch, int]]:
-        """Yield the batches of a transfer with the sequence of their request, asking for one batch ahead.
+        """Yield each batch of a transfer with the sequence number of its request. Request one batch ahead.
 
-        Grants that are still being asked for when `undo` closes are given back.
+        Closing `undo` gives back the grants of requests that are still under way.
         """
         batches = self._batches(direction, job, first)
         pending: list[int] = []
@@ -223,7 +224,7 @@ class Exchange:
     def _wait(
         self, connection: Connection, channel: Channel, sequence: int, undo: Callable[[Channel, frames.Reply], None]
     ) -> frames.Reply:
-        """Return the reply to a request; `undo` gets it if it comes after the deadline."""
+        """Return the reply to a request. If it arrives after the deadline, `undo` gets it."""
         began = time.monotonic()
         try:
             reply = channel.wait(sequence, connection.deadline_seconds)
@@ -243,7 +244,7 @@ class Exchange:
     def _copies(
         self, channel: Channel, job: TransferJob, batch: _Batch, plan: m.StorePlan | m.RetrievePlan
     ) -> CopyBatch:
-        """Return what to copy by a plan; refuse a plan that names anything but whole entries of the batch."""
+        """Return the copies for a plan. Refuse a plan that names anything but whole entries of the batch."""
         mapping = channel.link.mapping
         assert mapping is not None
         total, num_chunks = job.key.num_chunks, batch.key.num_chunks
@@ -270,7 +271,7 @@ class Exchange:
         return copies
 
     def _check(self, batch: CopyBatch, *, is_store: bool) -> None:
-        """Refuse a plan that names anything but whole entries of this batch; a store fills its own parts only."""
+        """Refuse a plan that names anything but whole entries of this batch. A store fills only its own parts."""
         sizes = self._entry_sizes
         for chunk, group, heads, _, layers, _, offset, num_bytes in m.EXTENT.iter_unpack(batch.extents):
             place = group, heads, layers
@@ -284,7 +285,7 @@ class Exchange:
                 raise LayoutError(f"the depot named {num_bytes} bytes at {offset} for chunk {chunk} of group {group}")
 
     def _learn(self, place: tuple[int, int, int]) -> bool:
-        """Note the size of entries of another part; False if this worker cannot read them."""
+        """Note the size of entries of another part. Return False if this worker cannot read them."""
         number, heads, layers = place
         if number >= len(self._layout.groups):
             return False
@@ -295,7 +296,7 @@ class Exchange:
         return size > 0
 
     def _num_bytes(self, extents: bytes) -> int:
-        """Return the bytes of this worker that a plan covers; several extents may have one chunk of a group."""
+        """Return the bytes of this worker that a plan covers. Several extents may hold one chunk of a group."""
         sizes = self._layout.chunk_sizes_bytes
         total, last = 0, (-1, -1)
         chunk: int

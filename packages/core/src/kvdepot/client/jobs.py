@@ -1,4 +1,4 @@
-"""The future of one transfer, and the job that a direction's thread does for it."""
+"""The future of one transfer, and the job that the thread of a direction executes for it."""
 
 import threading
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class Transfer:
         self._ok = False
         self.num_chunks = 0
         self.num_bytes = 0  # moved by this transfer
-        self.seconds = 0.0  # spent on it, without waiting in the queue
+        self.seconds = 0.0  # time to execute it, without the wait in the queue
 
     def query(self) -> bool:
         """See `TransferFuture`."""
@@ -38,13 +38,13 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class TransferJob:
-    """One submitted store or retrieve. It is a miss if `link` is not the current one when its turn comes."""
+    """One submitted store or retrieve. It is a miss if `link` is no longer the current link when it begins."""
 
     transfer: Transfer
     link: Link
     request_id: str
     key: KeyRun
     block_ids: BlockIds
-    covered: tuple[int, ...]  # chunks that each group's block ids cover, at the end of the run
+    covered: tuple[int, ...]  # per group, the number of chunks at the end of the run that its block ids cover
     ready: ReadyEvent | None = None
     skip_tokens: int = 0

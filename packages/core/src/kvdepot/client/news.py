@@ -1,6 +1,7 @@
-"""`NewsFeed`: a thread that hears which described chunks of a namespace the depot holds, and passes it on.
+"""`NewsFeed`: a thread that follows which described chunks of a namespace the depot holds, and reports changes.
 
-Engines that publish events announce by it what their neighbours stored, what came back from tiers and what left.
+Engines that publish events use it to announce chunks that other engines stored, that tiers brought, or that were
+evicted.
 """
 
 import logging
@@ -16,22 +17,22 @@ from kvdepot.wire import messages as m
 
 logger = logging.getLogger(__name__)
 
-_WAIT_SECONDS: Final = 5.0  # of one request, so that a new namespace is asked for soon
-_PAUSE_SECONDS: Final = 0.5  # between two tries: a depot without events is asked twice a second, cheaply
-_AWAY_SECONDS: Final = 10.0  # a depot that is restarted keeps its chunks, one that stays away has none
+_WAIT_SECONDS: Final = 5.0  # per request, so that a new namespace is followed soon
+_PAUSE_SECONDS: Final = 0.5  # between two attempts: asking a depot without events twice a second is cheap
+_AWAY_SECONDS: Final = 10.0  # a restarting depot keeps its chunks, but one that stays away counts as empty
 
 
 class NewsFeed:
     """Follows a namespace until it is closed.
 
     Args:
-        connection: with the depot.
-        namespace: its digest.
-        on_news: called on the thread with each piece of news. If a piece `is_start`, it tells of everything from the
-            beginning; so does the first one after the depot was away.
-        on_lost: called on the thread when the depot was away for ten seconds: nothing that was told counts any more.
-        wants_all: asked on the thread before each request, at least every five seconds. If it returns True, the depot
-            tells of everything from the beginning.
+        connection: the connection to the depot.
+        namespace: the digest of the namespace.
+        on_news: called on the thread with each reply. If `is_start`, the reply begins to list everything anew, as does
+            the first one after the depot was away.
+        on_lost: called on the thread when the depot was away for ten seconds: all earlier news are void.
+        wants_all: called on the thread before each request, at least every five seconds. If it returns True, the depot
+            lists everything anew.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class NewsFeed:
         on_lost: Callable[[], None],
         wants_all: Callable[[], bool],
     ) -> None:
-        self.namespace = namespace  # assign another one to follow that from now on
+        self.namespace = namespace  # assign another digest to follow that namespace from now on
         self._connection = connection
         self._on_news = on_news
         self._on_lost = on_lost
@@ -52,11 +53,11 @@ class NewsFeed:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread, within the wait of one request. Twice is harmless."""
+        """End the thread, within the wait of one request. Idempotent."""
         self._closing.set()
 
     def _run(self) -> None:
-        lost_at: float | None = None  # when the depot went away, as long as `on_lost` was not called
+        lost_at: float | None = None  # when the depot went away; None after `on_lost`
         while not self._closing.is_set():
             try:
                 link = self._connection.wait_until_open(_PAUSE_SECONDS)
@@ -64,9 +65,9 @@ class NewsFeed:
                     lost_at = None
                     self._follow(link)
             except KVDepotError as error:
-                logger.debug("no news of the depot: %s", error)
+                logger.debug("cannot get news from the depot: %s", error)
             except Exception:
-                logger.exception("news of the depot are lost: everything is asked for again")
+                logger.exception("lost track of the depot's news: asking for everything again")
             if lost_at is None:
                 lost_at = time.monotonic()
             elif time.monotonic() >= lost_at + _AWAY_SECONDS:
@@ -75,7 +76,7 @@ class NewsFeed:
             self._closing.wait(_PAUSE_SECONDS)
 
     def _follow(self, link: Link) -> None:
-        """Ask for news until the link is lost."""
+        """Request news until the link is lost."""
         channel, position, namespace = self._connection.channel(link), 0, b""
         try:
             while not self._closing.is_set() and self._connection.link is link:

@@ -1,4 +1,4 @@
-"""`ask_depot`: one request of an operator's tool, which needs no session."""
+"""`ask_depot`: one request of an operator's tool, without a session."""
 
 import os
 from pathlib import Path
@@ -16,8 +16,8 @@ def ask_depot(request: Operation[R], url: str | None = None, deadline_seconds: f
 
     Raises:
         ConfigError: the URL is malformed.
-        DepotUnavailable: no depot runs there, or it does not answer; the text says which.
-        RemoteError: it refused.
+        DepotUnavailable: no depot runs there, or it does not answer; the text tells which.
+        RemoteError: the depot refused the request.
     """
     link = Link(frames.SessionOpened(0, b"", 0, 0, ""), _control_socket(url), None)
     channel = Channel(link, connect_seconds=deadline_seconds)
@@ -26,7 +26,7 @@ def ask_depot(request: Operation[R], url: str | None = None, deadline_seconds: f
         assert isinstance(reply, request.reply_type())
         return reply
     except DepotUnavailable as error:
-        if isinstance(error.__cause__, ConnectionRefusedError):  # a socket that a killed server left
+        if isinstance(error.__cause__, ConnectionRefusedError):  # the socket of a killed server
             raise _no_depot(directory_of_url(url)) from error
         raise DepotUnavailable(f"the depot in {directory_of_url(url)} does not answer: {error}") from error
     finally:
@@ -49,6 +49,6 @@ def _control_socket(url: str | None) -> Path:
     except OSError as error:
         raise _no_depot(directory) from error
     raise DepotUnavailable(
-        f"the depot in {directory} is not for this user: ask as its user, or serve with --socket-group GROUP and be a"
-        " member of it"
+        f"this user may not connect to the depot in {directory}: ask as the depot's user, or serve with --socket-group"
+        " GROUP and be a member of it"
     )

@@ -23,14 +23,14 @@ from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
 
 if TYPE_CHECKING:
-    from kvdepot.client.segments import Segments  # it loads numpy
+    from kvdepot.client.segments import Segments  # loads numpy
 
 logger = logging.getLogger(__name__)
 
-_SHARE_FOR_WAITING: Final = 0.75  # of a deadline that the depot may wait for its tiers and for other engines
+_SHARE_FOR_WAITING: Final = 0.75  # share of a deadline that the depot may spend waiting for tiers and other engines
 _SILENT = (
     ErrorCode.UNKNOWN_SESSION,
-    ErrorCode.UNKNOWN_CONTEXT,  # the connection's thread is registering again
+    ErrorCode.UNKNOWN_CONTEXT,  # the connection's thread is registering again already
 )
 
 
@@ -38,14 +38,14 @@ Answer = TypeVar("Answer")
 
 
 class Pending(Generic[Answer]):
-    """A lookup under way. The caller owns it, polls `query` and then takes `result`.
+    """A lookup under way. The caller owns it, polls `query`, and then takes `result`.
 
     Args:
-        client: sent it.
-        channel: of the request, None if it was not sent.
-        sequence: of the request.
-        missing: the answer if none comes.
-        read: returns the answer in a reply, None if it is a reply of another kind.
+        client: the client that sent it.
+        channel: the request's channel, None if it was not sent.
+        sequence: the request's sequence number.
+        missing: the answer if no reply arrives.
+        read: returns the answer in a reply, None if the reply is of another kind.
     """
 
     def __init__(
@@ -60,19 +60,19 @@ class Pending(Generic[Answer]):
         self.read = read
         self.channel = channel
         self.sequence = sequence
-        self.submitted_at = self.missing_at = time.monotonic()  # the last time without an answer
+        self.submitted_at = self.missing_at = time.monotonic()  # the latest time at which there was no answer yet
         self.deadline = self.submitted_at + client.deadline_seconds
         self._client = client
         self._answer: Answer | None = missing if channel is None else None
 
     def query(self) -> bool:
-        """Return whether the answer is here or its deadline has passed. Never wait."""
+        """Return whether the answer has arrived or its deadline has passed. Never wait."""
         if self._answer is None:
             self._answer = self._client.take_answer(self, may_wait=False)
         return self._answer is not None
 
     def wait(self, timeout_seconds: float) -> bool:
-        """Like `query`, but wait up to `timeout_seconds` for the answer."""
+        """Like `query`, but wait at most `timeout_seconds` for the answer."""
         end = time.monotonic() + timeout_seconds
         while not self.query():
             if time.monotonic() >= end:
@@ -81,13 +81,13 @@ class Pending(Generic[Answer]):
         return True
 
     def result(self) -> Answer:
-        """Return the answer; a miss if the depot does not answer within the client's deadline since the lookup."""
+        """Return the answer, or a miss if the depot does not answer within the client's deadline after the lookup."""
         if self._answer is None:
             self._answer = self._client.take_answer(self, may_wait=True) or self.missing
         return self._answer
 
     def cancel(self) -> None:
-        """Give up. A lease that is granted later is released."""
+        """Cancel the lookup. A lease that is granted later is released."""
         if self._answer is None:
             self._client.give_up(self.channel, self.sequence)
             self._answer = self.missing
@@ -98,17 +98,17 @@ PendingBlendLookup = Pending[BlendHit]
 
 
 class SchedulerClient:
-    """Looks up prefixes for one engine. A depot that is away, hung or new is a miss, never an exception.
+    """Looks up prefixes for one engine. If the depot is away, hung or new, the answer is a miss, never an exception.
 
     Args:
         spec: the engine's cache, as its workers register it.
-        instance: the engine's name; the same as its workers'.
+        instance: the engine's name, which its workers register, too.
         model: shown to operators.
-        url: of the depot, None for the one in the default directory.
-        deadline_seconds: limit of one call.
+        url: the depot's, None for the one in the default directory.
+        deadline_seconds: the limit of one call.
         blend: shown to operators: whether the engine blends.
-        served_model: the model's name in requests, if the engine publishes events: the depot may ask for descriptions.
-        weights: the engine's, `Namespace.weights`: the depot evicts older generations of them first.
+        served_model: the model's name in requests if the engine publishes events; the depot then asks for descriptions.
+        weights: `Namespace.weights` of the engine. The depot evicts older generations of them first.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class SchedulerClient:
         weights: str = "",
     ) -> None:
         self.deadline_seconds = deadline_seconds
-        self.token_seconds = 0.0  # the engine needs to compute a token of prompt, 0 if unknown; set by its adapter
+        self.token_seconds = 0.0  # the engine's time per prompt token, 0 if unknown; set by its adapter
         self._registration = registration = m.RegisterScheduler(
             m.PROTOCOL_VERSION, instance, model, spec, blend[:1024], served_model[:1024], weights
         )
@@ -141,19 +141,19 @@ class SchedulerClient:
 
     @property
     def is_connected(self) -> bool:
-        """Whether a depot is there now."""
+        """Whether the depot is connected and usable now."""
         return self._connection.link is not None
 
     def wait_until_connected(self, timeout_seconds: float) -> None:
         """Wait for the depot.
 
         Raises:
-            DepotUnavailable: none within `timeout_seconds`; the text gives the reason.
+            DepotUnavailable: it was not usable within `timeout_seconds`; the text gives the reason.
         """
         self._connection.wait_until_open(timeout_seconds)
 
     def lookup(self, request_id: str, key: KeyRun) -> Lease:
-        """Pin the longest usable prefix of `key` (a run from chunk 0 on) for a request, in one round trip."""
+        """Lease the longest usable prefix of `key` (a run from chunk 0 on) for a request, in one round trip."""
         return self.submit_lookup(request_id, key).result()
 
     def submit_lookup(
@@ -174,14 +174,14 @@ class SchedulerClient:
             request_id: the engine's.
             key: a run from chunk 0 on.
             joins: wait for chunks that other lookups have announced.
-            announces: the engine is about to compute the chunks that are not found, and stores them. `end_request`
-                withdraws it.
-            ahead_tokens: that the engine computes before those.
-            awaits: leading chunks that another engine, perhaps of another node, computes for this request. A depot with
-                tiers waits until these bring them, within the deadline.
-            hands_over: another engine waits for what the request stores. `end_request` withdraws it.
-            wait_seconds: limit of the depot's wait for tiers and other engines; never more than a share of the
-                deadline, which is the default.
+            announces: the engine is about to compute and store the chunks that are not found. `end_request` withdraws
+                the announcement.
+            ahead_tokens: the tokens that the engine computes before those.
+            awaits: the number of leading chunks that another engine, perhaps of another node, computes for this
+                request. A depot with tiers waits until the tiers bring them, within the deadline.
+            hands_over: another engine waits for the chunks that the request stores. `end_request` withdraws this.
+            wait_seconds: the limit of the depot's wait for tiers and other engines; by default and at most a share of
+                the deadline.
         """
         if key.first_chunk:
             raise KVDepotError(f"a lookup starts at chunk 0, not at {key.first_chunk}")
@@ -209,9 +209,9 @@ class SchedulerClient:
     def submit_blend_lookup(
         self, request_id: str, segments: "Segments", *, min_run_tokens: int = 0
     ) -> PendingBlendLookup:
-        """Ask where segments of a prompt lie in chunks of any prompts, without waiting.
+        """Look up segments of a prompt in chunks of any prompts, without waiting.
 
-        A depot that does not know blends has none. `end_request` releases the lease of the answer.
+        A depot without support for blends finds none. `end_request` releases the lease of the answer.
         """
         with self._lock:
             channel, sequence = self._current(), 0
@@ -233,12 +233,12 @@ class SchedulerClient:
 
     @property
     def wants_tokens(self) -> bool:
-        """Whether the depot publishes events, so that chunks are worth describing and news worth asking for."""
+        """Whether the depot publishes events, so that it accepts descriptions and serves news."""
         link = self._connection.link
         return link is not None and link.wants_tokens
 
     def describe(self, key: KeyRun, description: Description) -> None:
-        """Tell the depot the tokens of a run's chunks and the ids of their blocks, for routers. There is no reply."""
+        """Send the depot the tokens of a run's chunks and the ids of their blocks, for routers. There is no reply."""
         with self._lock:
             channel = self._current()
             if channel is None or not channel.link.wants_tokens:
@@ -257,23 +257,23 @@ class SchedulerClient:
         return NewsFeed(self._connection, namespace, on_news, on_lost, wants_all)
 
     def release(self, lease: Lease, *, reused_tokens: int = 0, recomputed_tokens: int = 0) -> None:
-        """Release a lease. Twice is harmless; leases of an earlier server are gone.
+        """Release a lease. Idempotent. Leases of an earlier server have ended already.
 
-        After a blend, tell the depot how many of its tokens were reused as they were, and how many computed again.
+        After a blend, report how many of its tokens were reused unchanged, and how many were recomputed.
         """
         if lease.link is not None:
             context = lease.link.context
             self._post(lease.link, m.Release(context, (lease.number,), reused_tokens, recomputed_tokens))
 
     def end_request(self, request_id: str) -> None:
-        """Release every lease of a request, also those of lookups under way, and withdraw what it announced."""
+        """Release all leases of a request, including those of lookups under way, and withdraw its announcement."""
         with self._lock:
             channel = self._current() or self._channel
             if channel is not None:
                 self._post(channel.link, m.EndRequest(channel.link.context, request_id))
 
     def change_weights(self, weights: str) -> None:
-        """Say that the engine computes with other weights from now on, `Namespace.weights`. There is no reply."""
+        """Report that the engine computes with other weights from now on (`Namespace.weights`). There is no reply."""
         with self._lock:
             self._registration = msgspec.structs.replace(self._registration, weights=weights)
             self._connection.note_registration(self._registration)
@@ -282,13 +282,16 @@ class SchedulerClient:
                 self._tell_weights(channel)
 
     def _tell_weights(self, channel: Channel) -> None:
-        """Tell a depot with which the engine registered before it changed its weights."""
+        """Report the new weights to a depot with which the engine registered before the change."""
         if channel.link.registration is not self._registration:
             channel.link.registration = self._registration
             self._post(channel.link, m.ChangeWeights(channel.link.context, self._registration.weights))
 
     def operate(self, operation: o.OperatorRequest) -> None:
-        """Send an operation, for example on a session. There is no reply; a depot that is away gets none."""
+        """Send an operation, for example on an agent session.
+
+        The reply is ignored. A depot that is away does not get it.
+        """
         with self._lock:
             channel = self._current()
             if channel is not None:
@@ -304,9 +307,9 @@ class SchedulerClient:
         session: str = "",
         retain_seconds: float = 0.0,
     ) -> None:
-        """Tell the depot how long the chunks of `key` (a run from chunk 0 on) are worth keeping; see `messages.Hint`.
+        """Advise the depot how long to keep the chunks of `key` (a run from chunk 0 on): see `messages.Hint`.
 
-        There is no reply. A depot that is away, or does not know hints, gets none.
+        The reply is ignored. A depot that is away or does not support hints does not get it.
         """
         with self._lock:
             channel = self._current()
@@ -325,7 +328,7 @@ class SchedulerClient:
                 self._post(channel.link, hint)
 
     def close(self) -> None:
-        """Leave the depot, which ends every lease. Twice is harmless."""
+        """Close the connection, which ends all leases. Idempotent."""
         with self._lock:
             if self._channel is not None:
                 self._channel.close()
@@ -340,7 +343,7 @@ class SchedulerClient:
         self.close()
 
     def take_answer(self, lookup: Pending[Answer], *, may_wait: bool) -> Answer | None:
-        """Return the answer to a lookup; None if it may still come and `may_wait` is false. For `Pending`."""
+        """Return the answer to a lookup. Return None if it may still arrive and `may_wait` is False. For `Pending`."""
         channel, sequence = lookup.channel, lookup.sequence
         if channel is None:
             return lookup.missing
@@ -360,7 +363,7 @@ class SchedulerClient:
                     lookup.missing_at = time.monotonic()
             except RemoteError as error:
                 if error.code not in _SILENT:
-                    logger.error("a lookup was refused: %s", error)
+                    logger.error("the depot refused a lookup: %s", error)
                 return lookup.missing
             except DepotTimeout:
                 self._connection.suspend(link)
@@ -373,18 +376,18 @@ class SchedulerClient:
             return lookup.read(reply, link) or lookup.missing
 
     def wait_for_answers(self, channel: Channel | None, timeout_seconds: float) -> None:
-        """Wait until a channel has something to receive. For `Pending`."""
+        """Wait until a channel has data to receive. For `Pending`."""
         with self._lock:
             if channel is not None and channel is self._channel:
                 channel.wait_for_any(timeout_seconds)
 
     def give_up(self, channel: Channel | None, sequence: int) -> None:
-        """Forget a lookup and release the lease that it may still be granted. For `Pending`."""
+        """Abandon a lookup, and release the lease if it is still granted. For `Pending`."""
         if channel is None:
             return
 
         def give_back(reply: frames.Reply) -> None:
-            # Also over a suspended link: a depot that replies takes requests.
+            # Even over a suspended link: a depot that replies also reads requests.
             if isinstance(reply, m.LookupReply | m.BlendReply) and reply.lease:
                 with contextlib.suppress(DepotUnavailable):
                     channel.post(m.Release(channel.link.context, (reply.lease,)))
@@ -395,7 +398,7 @@ class SchedulerClient:
                 self._connection.reap_soon()
 
     def _reap_late_replies(self) -> bool:
-        # Never wait: the holder of the lock may be waiting for this very thread to see that the depot is dead.
+        # Never wait: the holder of the lock may be waiting for this thread to notice that the depot is dead.
         if not self._lock.acquire(blocking=False):
             return False
         try:
@@ -422,7 +425,7 @@ class SchedulerClient:
         return self._channel
 
     def _post(self, link: Link, request: frames.Request) -> None:
-        """Send over the channel of a link, also of a suspended one: a hung depot gets it when it resumes."""
+        """Send over the channel of a link, even of a suspended one: a hung depot gets the request when it resumes."""
         with self._lock:
             channel = self._channel
             if channel is None or channel.link is not link:

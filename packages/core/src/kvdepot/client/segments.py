@@ -1,8 +1,8 @@
-"""Segments: pieces of a prompt that are named by their content, so that they are found again at any position.
+"""Segments: pieces of a prompt that are named by their content, so that they can be found at any position.
 
-An anchor is a position that the 16 tokens before it choose by their hash. A segment lies between two anchors and has 24
-tokens on average. Equal text has equal anchors wherever it stands, so both sides compute the same few segments. The
-hash only places anchors. A segment's name is keyed BLAKE3 over its tokens, so it cannot be forged without the key.
+An anchor is a position that is chosen by the hash of the 16 tokens before it. A segment lies between two anchors and
+has 24 tokens on average. Equal text has equal anchors at any position, so both prompts have the same segments. The hash
+only places anchors. A segment's name is keyed BLAKE3 over its tokens, so it cannot be forged without the key.
 
 Needs numpy, which every engine has.
 """
@@ -22,8 +22,9 @@ from kvdepot.wire.messages import MAXIMUM_SEGMENT_TOKENS, MAXIMUM_SEGMENTS, SEGM
 
 _CONTEXT: Final = "kvdepot 2026-11 segments"
 _WINDOW: Final = 16  # tokens that choose an anchor
-_LEAST_TOKENS: Final = 8  # of a segment
-_CHOSEN: Final = np.uint32((1 << 32) // 14)  # hashes below it choose anchors: one in 14, and 60 % far enough apart
+_LEAST_TOKENS: Final = 8  # per segment
+# Hashes below it make anchors: one in 14, of which 60 % are far enough apart.
+_CHOSEN: Final = np.uint32((1 << 32) // 14)
 _BASE: Final = np.uint32(0x9E3779B1)
 _MIX: Final = np.uint32(0x85EBCA77)
 _TYPE: Final = np.dtype([("name", f"V{SEGMENT_NAME_BYTES}"), ("position", "<u4"), ("length", "<u4")])
@@ -39,14 +40,14 @@ class Segments:
         return len(self.packed) // SEGMENT.size
 
     def before(self, num_tokens: int) -> "Segments":
-        """Return those that end within the first tokens."""
+        """Return the segments that end within the first `num_tokens`."""
         records = np.frombuffer(self.packed, _TYPE)
         ends = records["position"] + records["length"]
         return Segments(self.packed[: int(np.searchsorted(ends, num_tokens, "right")) * SEGMENT.size])
 
 
 class SegmentNamer:
-    """Names the segments of prompts of one namespace; other namespaces have other names for the same tokens."""
+    """Names the segments of prompts of one namespace. Other namespaces have other names for the same tokens."""
 
     def __init__(self, namespace: Namespace) -> None:
         self._key = blake3(namespace.digest(0), derive_key_context=_CONTEXT).digest()
@@ -54,12 +55,12 @@ class SegmentNamer:
     def name(self, tokens: Sequence[int], borders: Collection[int] = ()) -> Segments:
         """Return the first `MAXIMUM_SEGMENTS` segments of a prompt.
 
-        Text without anchors, such as a few tokens over and over, has no segments.
+        Text without anchors, such as a few repeating tokens, has no segments.
 
         Args:
-            tokens: of the prompt.
-            borders: positions where documents begin or end. Between two borders the anchors depend on nothing else, so
-                a document is found again from its first token to its last.
+            tokens: the prompt's.
+            borders: positions where documents begin or end. Anchors between two borders do not depend on the text
+                outside, so a document is found again from its first token to its last.
 
         Raises:
             KeyFormatError: a token is not an integer from 0 to 2**32 - 1.
@@ -73,7 +74,7 @@ class SegmentNamer:
         is_named = (lengths >= _LEAST_TOKENS) & (lengths <= MAXIMUM_SEGMENT_TOKENS)
         starts, lengths = cuts[:-1][is_named][:MAXIMUM_SEGMENTS], lengths[is_named][:MAXIMUM_SEGMENTS]
         data, names = ids.astype("<u4", copy=False).tobytes(), list[bytes]()
-        hasher = blake3(key=self._key)  # resetting one takes half the time of making one for each name
+        hasher = blake3(key=self._key)  # resetting one takes half the time of creating one per name
         reset, update, digest, name = hasher.reset, hasher.update, hasher.digest, names.append
         for start, stop in zip((4 * starts).tolist(), (4 * (starts + lengths)).tolist(), strict=True):
             reset()
@@ -88,15 +89,15 @@ class SegmentNamer:
 def _cuts(ids: NDArray[np.uint32], borders: Collection[int]) -> NDArray[Any]:
     """Return the positions where segments begin and end, ascending.
 
-    An anchor right behind another one is none, whether that one counts or not. So a cut depends on nothing but the
-    tokens just before it.
+    An anchor right behind another one does not count, even if that one does not count either. So a cut depends only
+    on the tokens just before it.
     """
     fixed = sorted({0, *(border for border in borders if 0 < border <= len(ids))})
     anchors = _anchors(ids)
     cuts: list[NDArray[Any]] = []
     for border, following in zip(fixed, [*fixed[1:], len(ids) + _LEAST_TOKENS], strict=True):
-        # Tokens before a border choose the first anchors after it. The last piece before the next border must also
-        # have the length of a segment.
+        # Skip the first anchors after a border, which depend on tokens before it. The last piece before the next border
+        # must also have the minimum length of a segment.
         first, stop = np.searchsorted(anchors, (border + _WINDOW, following - _LEAST_TOKENS + 1))
         inside = anchors[first:stop]
         cuts += [np.array([border]), inside[np.diff(inside, prepend=border) >= _LEAST_TOKENS]]
@@ -104,15 +105,15 @@ def _cuts(ids: NDArray[np.uint32], borders: Collection[int]) -> NDArray[Any]:
 
 
 def _anchors(ids: NDArray[np.uint32]) -> NDArray[Any]:
-    """Return the positions behind each window of 16 tokens that chooses one."""
+    """Return the anchors: the positions behind windows of 16 tokens with a low hash."""
     if len(ids) < _WINDOW:
         return np.empty(0, dtype=np.int64)
     hashes, length, power = ids + np.uint32(1), 1, _BASE
     with np.errstate(over="ignore"):
-        while length < _WINDOW:  # of windows twice as long each time
+        while length < _WINDOW:  # doubles the windows each time
             longer = hashes[:-length] * power
-            longer += hashes[length:]  # memory for one more result costs more than the sum
+            longer += hashes[length:]  # in place: allocating another result costs more than the sum
             hashes = longer
             power, length = power * power, length * 2
-        hashes *= _MIX  # makes the high bits depend on all others
+        hashes *= _MIX  # makes the high bits depend on all bits
     return np.flatnonzero(hashes < _CHOSEN) + _WINDOW

@@ -1,4 +1,4 @@
-"""`TransferQueue`: the transfers of one direction, one after the other, on a thread or on the caller's."""
+"""`TransferQueue`: executes the transfers of one direction in order, on its own thread or on the caller's."""
 
 import contextlib
 import queue
@@ -10,7 +10,7 @@ from kvdepot.client.channel import Channel
 from kvdepot.client.jobs import TransferJob
 from kvdepot.errors import DepotUnavailable
 
-_LOOK_SECONDS: Final = 0.1  # while it ends
+_LOOK_SECONDS: Final = 0.1  # between two checks for a hung job while stopping
 
 RunJob = Callable[[Channel | None, TransferJob], Channel | None]
 """Does a job over a channel, None for a new one, and returns the channel for the next job."""
@@ -20,8 +20,8 @@ class TransferQueue:
     """The queue, the thread and the channel of one direction.
 
     Args:
-        run_job: does one job.
-        name: of the thread.
+        run_job: executes one job.
+        name: the thread's.
     """
 
     def __init__(self, run_job: RunJob, name: str) -> None:
@@ -30,13 +30,13 @@ class TransferQueue:
         self._channel: Channel | None = None
         self._lock = threading.Lock()
         self._stopping = False
-        self._is_lost = False  # the device hangs: no further job is done
+        self._is_lost = False  # whether the device hangs, so that no further job is executed
         self._current: TransferJob | None = None
         self._thread = threading.Thread(target=self._loop, name=f"kvdepot-{name}", daemon=True)
 
     @property
     def is_busy(self) -> bool:
-        """Whether a job is being done."""
+        """Whether a job is being executed."""
         return self._current is not None
 
     @property
@@ -46,7 +46,7 @@ class TransferQueue:
         return 0 if channel is None else channel.num_owed
 
     def start(self) -> None:
-        """Start the thread. Without it use `run` only."""
+        """Start the thread. Without it, only `run` may be used."""
         self._thread.start()
 
     def put(self, job: TransferJob) -> None:
@@ -56,7 +56,7 @@ class TransferQueue:
             self._drop()
 
     def run(self, job: TransferJob) -> None:
-        """Do a job on the calling thread."""
+        """Execute a job on the calling thread."""
         with self._lock:
             self._current = job
             try:
@@ -65,17 +65,17 @@ class TransferQueue:
                 self._current = None
 
     def lose(self) -> None:
-        """Make misses of the queued jobs and of all later ones: the current one may never end."""
+        """Turn the queued and all later jobs into misses. The current one may never end."""
         self._is_lost = True
         self._drop()
 
     def give_up(self) -> None:
-        """Resolve the current job as a miss, although its copy has not returned."""
+        """Resolve the current job as a miss although its copy has not returned."""
         if self._current is not None:
             self._current.transfer.resolve(False)
 
     def drain_soon(self) -> None:
-        """Take in replies to abandoned requests, on the thread if there is one. Let go of a lost link. Never wait."""
+        """Read replies to abandoned requests, on the thread if there is one. Release a lost link. Never wait."""
         if self._thread.is_alive():
             self._jobs.put(None)
         elif self._lock.acquire(blocking=False):
@@ -85,7 +85,7 @@ class TransferQueue:
                 self._lock.release()
 
     def stop(self) -> None:
-        """Finish the queued jobs and close the channel. Leave a job alone that hangs."""
+        """Finish the queued jobs and close the channel. Do not wait for a hung job."""
         self._stopping = True
         self._jobs.put(None)
         while self._thread.is_alive():
@@ -93,7 +93,7 @@ class TransferQueue:
             if self._is_lost and self.is_busy:
                 return
             if self._is_lost:
-                self._jobs.put(None)  # the first one may have been dropped
+                self._jobs.put(None)  # `lose` may have dropped the first one
         if self._channel is not None:
             self._channel.close()
 
@@ -118,7 +118,8 @@ class TransferQueue:
         channel = self._channel
         if channel is None:
             return
-        if not channel.link.mark_lost.alive:  # or an idle worker keeps the pool of the server before mapped
+        # Otherwise an idle worker would keep the pool of the previous server mapped.
+        if not channel.link.mark_lost.alive:
             channel.close()
             self._channel = None
             return

@@ -1,6 +1,6 @@
 """`WorkerTransfers`: the `TransferContext` of every backend, made of its copier.
 
-Stores and retrieves have one thread each, so that neither waits for the other.
+Stores and retrieves each have their own thread, so that neither waits for the other.
 """
 
 import contextlib
@@ -37,18 +37,18 @@ from kvdepot.wire import messages as m
 
 logger = logging.getLogger(__name__)
 
-BATCH_BYTES: Final = 64 << 20  # of one prepare: long enough to hide a round trip, short enough to share the depot
-_MOST_FAILURES: Final = 16  # different ones that are logged
+BATCH_BYTES: Final = 64 << 20  # per request: large enough to hide a round trip, small enough to share the depot
+_MOST_FAILURES: Final = 16  # different failures that are logged as errors
 
 
 @dataclass(frozen=True, kw_only=True)
 class TransferOptions:
-    """Options of every context. A backend with options of its own extends this class."""
+    """Options of every context. Backends with further options extend this class."""
 
-    url: str | None = None  # of the depot, None for the one in the default directory
-    deadline_seconds: float = 2.0  # of each request to the depot
-    synchronous: bool = False  # transfer on the caller's thread and return resolved futures
-    batch_bytes: int = BATCH_BYTES  # how much of a run is asked for at once
+    url: str | None = None  # the depot's, None for the one in the default directory
+    deadline_seconds: float = 2.0  # limit of each request to the depot
+    synchronous: bool = False  # transfer on the caller's thread, and return resolved futures
+    batch_bytes: int = BATCH_BYTES  # bytes of a run per request
     register_when_asked: bool = False
     """Register the pool with the device at the first copy or when `start_registering` is called, for engines that
     capture graphs before they serve; else as soon as the depot is there."""
@@ -58,14 +58,14 @@ class WorkerTransfers:
     """Transfers between the blocks of one worker and the depot.
 
     Args:
-        registration: of the worker, from `KVCache.registration`.
-        layout: where its blocks lie, from `KVCache.layout`.
-        copier: moves the bytes; owned by this object from now on.
-        options: of the context.
-        copy_route: has the batches copied; None to have this process copy all of them.
+        registration: the worker's, from `KVCache.registration`.
+        layout: the layout of its blocks, from `KVCache.layout`.
+        copier: moves the bytes. This object takes ownership of it.
+        options: the context's.
+        copy_route: decides which process copies a batch; None: this process copies all.
     """
 
-    move_tokens: MoveTokens | None = None  # a backend that has one sets it
+    move_tokens: MoveTokens | None = None  # set by backends that support it
 
     def __init__(
         self,
@@ -82,9 +82,9 @@ class WorkerTransfers:
         self._synchronous = options.synchronous
         self._verifier = Verifier()
         self._exchange = Exchange(layout, self._copy_route, self._verifier, options.batch_bytes)
-        self._mapping: PoolMapping | None = None  # the last one that was attached
+        self._mapping: PoolMapping | None = None  # the mapping that was attached last
         self._closed = False
-        self._failures: set[str] = set()  # that were logged
+        self._failures: set[str] = set()  # failures that were logged
         self._device_is_lost = False
         self._queues = (TransferQueue(self._store, "store"), TransferQueue(self._retrieve, "retrieve"))
         self.connection: Final = Connection(
@@ -103,14 +103,14 @@ class WorkerTransfers:
 
     @property
     def is_connected(self) -> bool:
-        """Whether a depot is there now."""
+        """Whether the depot is connected and usable now."""
         return self.connection.link is not None
 
     def wait_until_connected(self, timeout_seconds: float) -> None:
         """Wait for the depot.
 
         Raises:
-            DepotUnavailable: none within `timeout_seconds`; the text gives the reason.
+            DepotUnavailable: it was not usable within `timeout_seconds`; the text gives the reason.
         """
         self.connection.wait_until_open(timeout_seconds)
 
@@ -146,11 +146,12 @@ class WorkerTransfers:
             each.stop()
         if any(
             each.is_busy for each in self._queues
-        ):  # its copy never returns: the end of this process frees everything
+        ):  # its copy may never return; the end of this process frees everything
             return
         link = self.connection.link
         if link is not None:
-            # Nothing is being copied any more: the depot can free unfinished stores without waiting for our death.
+            # No copy is running any more, so the depot can free unfinished stores without waiting for this process to
+            # die.
             channel = self.connection.channel(link)
             with contextlib.suppress(KVDepotError):
                 channel.call(m.Unregister(link.context), self.connection.deadline_seconds)
@@ -210,7 +211,7 @@ class WorkerTransfers:
     def _run_job(
         self, channel: Channel | None, job: TransferJob, work: Callable[[Connection, Channel, TransferJob], bool]
     ) -> Channel | None:
-        """Do one job and resolve its future; return the channel for the next job."""
+        """Execute one job and resolve its future. Return the channel for the next job."""
         started = time.perf_counter()
         ok = False
         try:
@@ -230,44 +231,46 @@ class WorkerTransfers:
             logger.info("a transfer of %s is a miss: %s", job.request_id, error)
         except RemoteError as error:
             if error.code not in (ErrorCode.UNKNOWN_SESSION, ErrorCode.UNKNOWN_CONTEXT):
-                logger.error("a transfer of %s was refused: %s", job.request_id, error)
+                logger.error("the depot refused a transfer of %s: %s", job.request_id, error)
         except DeviceError as error:
             self._device_failed(job, error)
         except KVDepotError as error:
             self._log_failure_once(str(error))
         except Exception:
-            logger.exception("a transfer of %s failed: it is a miss", job.request_id)
+            logger.exception("a transfer of %s failed, so it is a miss", job.request_id)
         finally:
             job.transfer.seconds = time.perf_counter() - started
             job.transfer.resolve(ok)
         return channel
 
     def _log_failure_once(self, text: str) -> None:
-        """Log a failure of a device or a mover once: it will probably fail again in the same way."""
+        """Log a failure of a device or a mover only once, as it will probably recur."""
         if text not in self._failures:
             level = logging.ERROR if len(self._failures) < _MOST_FAILURES else logging.DEBUG
-            logger.log(level, "a transfer failed, which is a miss (said once): %s", text)
+            logger.log(level, "a transfer failed, so it is a miss (logged once per reason): %s", text)
             if level == logging.ERROR:
                 self._failures.add(text)
 
     def _device_failed(self, job: TransferJob, error: DeviceError) -> None:
-        """Log the error. Never use a lost device again, and log its loss once."""
+        """Log the error. If the device is lost, never use it again, and log that only once."""
         if not error.is_permanent:
             logger.error("a transfer of %s is a miss: %s", job.request_id, error)
         elif not self._device_is_lost:
             self._device_is_lost = True
             logger.error(
-                "the device is lost for this process, every transfer is a miss until the engine is restarted: %s", error
+                "this process has lost the device: every transfer is a miss until the engine is restarted: %s", error
             )
 
     def device_hangs(self, direction: Direction, why: str) -> None:
-        """Give the device up although a copy has not returned. Every transfer behind that copy is a miss.
+        """Give up the device although a copy has not returned. All transfers behind that copy become misses.
 
-        A store that hangs ends as not stored; the depot frees its extents when the driver returns or this process is
-        dead. A retrieve that hangs ends when the driver returns: until then its blocks may still be written.
+        A hung store is resolved as not stored. The depot frees its extents when the driver returns or this process is
+        dead. A hung retrieve is resolved only when the driver returns, because its blocks may be written until then.
         """
         self._device_is_lost = True
-        logger.error("the device is lost for this process, transfers are misses until the engine is restarted: %s", why)
+        logger.error(
+            "this process has lost the device: every transfer is a miss until the engine is restarted: %s", why
+        )
         for each in self._queues:
             each.lose()
         if direction is Direction.STORE:

@@ -1,4 +1,4 @@
-"""Checks of a retrieve after its copy: entries that were evicted under it, and bytes that lost their checksum."""
+"""Checks a retrieve after its copy: for entries that were evicted meanwhile, and for checksum mismatches."""
 
 import contextlib
 import importlib
@@ -17,9 +17,9 @@ logger = logging.getLogger(__name__)
 
 
 class Verifier:
-    """Makes the checksums of stored entries, and compares those of retrieved ones as the depot asks for.
+    """Computes checksums of stored entries, and compares those of retrieved entries as the depot demands.
 
-    Without xxhash it makes and compares none.
+    Without xxhash, it computes and compares none.
     """
 
     def __init__(self) -> None:
@@ -28,14 +28,16 @@ class Verifier:
     def warn_if_impossible(self, link: Link) -> None:
         """Log a warning if the depot wants checksums and xxhash is missing."""
         if link.verify is not m.Verify.OFF and self._checksum is None:
-            logger.warning("the depot wants checksums and xxhash is not installed: pip install xxhash; none are made")
+            logger.warning(
+                "the depot wants checksums, but none are computed, as xxhash is not installed: pip install xxhash"
+            )
 
     def makes_checksums(self, link: Link) -> bool:
         """Return whether stores of this session carry checksums."""
         return link.verify is not m.Verify.OFF and self._checksum is not None
 
     def checksums(self, link: Link, extents: bytes) -> bytes:
-        """Return the packed checksums of extents that have just been filled, nothing if none are wanted."""
+        """Return the packed checksums of newly filled extents; empty if stores carry none."""
         if link.verify is m.Verify.OFF or self._checksum is None:
             return b""
         assert link.mapping is not None
@@ -44,15 +46,15 @@ class Verifier:
         return b"".join(self._checksum(pool[start:stop]) for start, stop in bounds)
 
     def valid_chunks(self, channel: Channel, plan: m.RetrievePlan, digests: bytes) -> int:
-        """Return how many leading chunks of a copied plan are right, as far as the table and checksums tell."""
+        """Return how many leading chunks of a copied plan are valid, by the table and the checksums."""
         assert channel.link.mapping is not None
         valid = count_valid_chunks(plan, digests, channel.link.mapping.table)
         if valid < plan.num_chunks:
-            logger.warning("chunk %d of a retrieve was evicted under it: a miss", valid)
+            logger.warning("chunk %d was evicted while it was retrieved, so it is a miss", valid)
         return min(valid, self._intact_chunks(channel, plan))
 
     def _intact_chunks(self, channel: Channel, plan: m.RetrievePlan) -> int:
-        """Compare the checksums that are due, report wrong entries, and return how many leading chunks are intact."""
+        """Compare the due checksums and report corrupt entries. Return how many leading chunks are intact."""
         link = channel.link
         if link.verify is m.Verify.OFF or self._checksum is None:
             return plan.num_chunks
@@ -71,16 +73,18 @@ class Verifier:
                 wrong.append((record, header))
             intact = min(intact, chunk)
         if wrong:
-            logger.error("%d entries of the pool do not have their checksum: misses, and reported", len(wrong))
+            logger.error(
+                "%d entries of the pool failed their checksum: reported to the depot, and treated as misses", len(wrong)
+            )
             with contextlib.suppress(DepotUnavailable):
                 channel.post(m.ReportCorrupt(link.context, tuple(wrong[: m.MAXIMUM_RETRIEVE_ENTRIES])))
         return intact
 
 
 def count_valid_chunks(plan: m.RetrievePlan, digests: bytes, table: TableReader) -> int:
-    """Return how many leading chunks of a plan were still in place after the copy, as the reader of a seqlock.
+    """Return how many leading chunks of a plan were still unchanged after the copy, like the reader of a seqlock.
 
-    It also compares the key of each record, so that a depot with a wrong index causes a miss and never wrong bytes.
+    It also compares the key of each record, so that an error in the depot's index is a miss and never wrong bytes.
     """
     for chunk, _, _, record, _, header, _, _ in m.EXTENT.iter_unpack(plan.extents):
         if not table.holds(record, header, digest_at(digests, chunk)):

@@ -1,1 +1,1 @@
-"""Processes of the depot that copy for a worker."""
+"""Movers: processes of the depot that copy for workers."""

@@ -1,8 +1,8 @@
 """The mover's side: the loop of a process that opens a worker's device memory and copies for the depot.
 
-A mover is disposable. It exits when its socket closes, and the kernel kills it when the depot dies, even inside a call
-that hangs. If its device fails, it sends `Failed` and exits: only its death guarantees that nothing is copied any more.
-Signals sent to the process group by a terminal or a service manager are for the depot, so a mover ignores them.
+A mover is disposable. It exits when its socket closes, and the kernel kills it when the depot dies, even inside a hung
+call. If its device fails, it sends `Failed` and exits, because only its death guarantees that no copy is running any
+more. It ignores signals that a terminal or a service manager sends to the process group, which are meant for the depot.
 """
 
 import faulthandler
@@ -35,8 +35,8 @@ from kvdepot.pool.files import PoolMemory
 from kvdepot.processes.children import be_a_child
 from kvdepot.processes.logs import set_up_logs
 
-_MAXIMUM_TEXT: Final = 1000  # characters of an error: a driver's text may be long, an answer may not
-_TRACE_SECONDS: Final = 20.0  # less than the depot waits
+_MAXIMUM_TEXT: Final = 1000  # characters of an error: a driver's text may be long, but answers are bounded
+_TRACE_SECONDS: Final = 20.0  # below the depot's limit for a start
 
 CopyNow: TypeAlias = Callable[[Copy], bool | None]
 """Copies, and returns when the bytes are in place. Two threads call it, one per direction.
@@ -50,12 +50,12 @@ def run_mover(
     open_device: Callable[[Setup, PoolMemory], CopyNow],
     trace_seconds: float = _TRACE_SECONDS,
 ) -> None:
-    """Be a mover until the depot closes the connection. Does not return.
+    """Run the mover's loop until the depot closes the connection. Does not return.
 
     Args:
-        arguments: of the command line: `PARENT_PID POOL_FD SOCKET_FD`.
-        open_device: opens the device memory named by a registration's offer; raises `MoverError`.
-        trace_seconds: a start that takes longer prints its traceback into the depot's log, as the depot soon kills it.
+        arguments: the command line's: `PARENT_PID POOL_FD SOCKET_FD`.
+        open_device: opens the device memory of a registration's offer, or raises `MoverError`.
+        trace_seconds: if the start takes longer, print its traceback into the depot's log before the depot kills it.
     """
     faulthandler.dump_traceback_later(trace_seconds)
     parent_pid, pool_fd, socket_fd = map(int, arguments)
@@ -92,7 +92,7 @@ class _Depot:
         self._lock = threading.Lock()
 
     def receive(self) -> ToMover | None:
-        """Return the next message, None after the last."""
+        """Return the next message, or None when the connection is closed."""
         try:
             length = int.from_bytes(self._read(4), "little")
             return decode_request(self._read(length)) if 0 < length <= MAXIMUM_FRAME_BYTES else None

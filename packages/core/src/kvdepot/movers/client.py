@@ -1,9 +1,9 @@
-"""Has a mover of the depot copy a batch, in place of the worker's own copier.
+"""Makes a mover of the depot copy a batch, in place of the worker's own copier.
 
-Stores and retrieves ask, check and commit as in `client.exchange`. In between the worker sends a `Move` with the ticket
-or lease and the block ids, and the depot replies when nothing is being copied any more. If the reply does not come,
-because the depot died or hangs, the blocks of a retrieve are not free before the mover is dead. The depot's death kills
-it; if the depot hangs, the worker kills it. The blocks of a store are only read, and the depot looks after its extents.
+Stores and retrieves follow `client.exchange`. In place of the copy, the worker sends a `Move` with the ticket or lease
+and the block ids, and the depot replies when the copy has ended. If no reply comes, because the depot is dead or hung,
+the blocks of a retrieve are not free before the mover is dead. If the depot dies, so does the mover; if the depot
+hangs, the worker kills the mover. The blocks of a store are only read, and the depot protects its extents.
 """
 
 from array import array
@@ -19,11 +19,11 @@ from kvdepot.wire import messages as m
 assert array("i").itemsize == 4
 
 _MOST_WAIT_SECONDS: Final = 60.0  # the bound of `wait_seconds` in every message
-_FOR_EVER_SECONDS: Final = 1e6  # nobody can end this mover, and blocks that it may write must not be used again
+_FOR_EVER_SECONDS: Final = 1e6  # no one can end this mover, and the blocks that it may write must not be reused
 
 
 class MoveFailed(DepotUnavailable):
-    """The mover did not copy, or not to the end: a miss."""
+    """The mover did not complete the copy: a miss."""
 
 
 class MoverUnavailable(KVDepotError):
@@ -31,17 +31,17 @@ class MoverUnavailable(KVDepotError):
 
 
 def await_mover(channel: Channel, wait_seconds: float, deadline_seconds: float) -> None:
-    """Wait until this worker's mover takes requests.
+    """Wait until this worker's mover accepts requests.
 
     Args:
-        channel: of this thread.
-        wait_seconds: how long the mover may still be starting.
-        deadline_seconds: for the depot's own work.
+        channel: this thread's.
+        wait_seconds: the longest wait for a mover that is starting.
+        deadline_seconds: the limit for the depot's own work.
 
     Raises:
-        MoveFailed: not ready within `wait_seconds`.
-        MoverUnavailable: it never will be.
-        DepotUnavailable: the depot is away, or does not answer.
+        MoveFailed: the mover is not ready within `wait_seconds`.
+        MoverUnavailable: there will be no mover.
+        DepotUnavailable: the depot is away or does not answer.
     """
     wait_seconds = min(max(0.0, wait_seconds), _MOST_WAIT_SECONDS)
     request = m.Move(channel.link.context, 0, wait_seconds=wait_seconds)
@@ -49,22 +49,22 @@ def await_mover(channel: Channel, wait_seconds: float, deadline_seconds: float) 
 
 
 def move(channel: Channel, direction: Direction, batch: CopyBatch, deadline_seconds: float) -> bool:
-    """Have a batch copied. Return, once the bytes are in place, whether the mover has warmed up.
+    """Make the mover copy a batch. Return, when the bytes are in place, whether the mover has warmed up.
 
-    After an exception, too, no block of a retrieve is written any more. If the mover is another user's process, which
-    cannot be killed, a retrieve waits for a hanging depot until the depot resumes or dies.
+    Even after an exception, no block of a retrieve is written any more. If the mover is another user's process, which
+    cannot be killed, a retrieve waits for a hung depot until it resumes or dies.
 
     Args:
-        channel: of this thread.
-        direction: of the batch.
-        batch: what to copy.
-        deadline_seconds: for the depot's own work.
+        channel: this thread's.
+        direction: the direction of the batch.
+        batch: the batch to copy.
+        deadline_seconds: the limit for the depot's own work.
 
     Raises:
-        MoveFailed: the mover failed, or is not ready.
+        MoveFailed: the mover failed or is not ready.
         MoverUnavailable: there will be no other mover.
-        RemoteError: the depot refused it.
-        DepotUnavailable: the depot is away, or does not answer.
+        RemoteError: the depot refused the move.
+        DepotUnavailable: the depot is away or does not answer.
     """
     link = channel.link
     starts = [max(0, first) for first in batch.first_covered]
@@ -103,12 +103,12 @@ def _wait(channel: Channel, sequence: int, seconds: float) -> bool:
     except RemoteError as error:
         if error.code is not ErrorCode.UNKNOWN_OPERATION:
             raise
-        raise MoverUnavailable("the depot is of a version without movers") from error
+        raise MoverUnavailable("this version of the depot has no movers") from error
 
 
 def _check(reply: frames.Reply) -> bool:
     if not isinstance(reply, m.Moved):
-        raise MoveFailed(f"it answered a move with {type(reply).__name__}")
+        raise MoveFailed(f"unexpected reply to a move: {type(reply).__name__}")
     if reply.outcome is m.MoveOutcome.UNAVAILABLE:
         raise MoverUnavailable(reply.why)
     if reply.outcome is not m.MoveOutcome.DONE:

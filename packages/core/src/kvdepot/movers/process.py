@@ -1,6 +1,6 @@
-"""One mover process as the depot sees it: its socket, its pidfd, and the copies it has been asked for.
+"""One mover process from the depot's side: its socket, its pidfd, and the copies under way.
 
-Nothing here waits. A request that the socket does not take at once stays in a buffer until `flush`.
+Nothing here waits. A request that the socket does not accept at once stays in a buffer until `flush`.
 """
 
 import os
@@ -18,17 +18,17 @@ _Pending = TypeVar("_Pending")
 
 
 class MoverProcess(Generic[_Pending]):
-    """A mover process, from its start until it is reaped. Start it on the thread that outlives it."""
+    """A mover process, from its start until it is reaped. Start it on a thread that outlives it."""
 
     def __init__(self, process: "subprocess.Popen[bytes]", connection: socket.socket, pidfd: int) -> None:
         self.pidfd = pidfd
         self.writer = Writer(process.pid, process_start_time(process.pid))
         self.started_at = time.monotonic()
-        self.start_timer = 0  # of the table's
+        self.start_timer = 0  # the table's timer for the start
         self.copies: dict[int, _Pending] = {}  # by the number in `Copy`
         self.is_ready = False
         self.is_settled = False  # as in `Copied`
-        self.is_lost = False  # killed, and maybe not dead yet
+        self.is_lost = False  # killed, but perhaps not dead yet
         self._process = process
         self._socket = connection
         self._inbox = bytearray()
@@ -39,11 +39,11 @@ class MoverProcess(Generic[_Pending]):
         """Start a mover.
 
         Args:
-            module: calls `run_mover`.
-            pool_fd: the pool's file, inherited by the mover.
+            module: a module that calls `run_mover`.
+            pool_fd: the pool's file, which the mover inherits.
 
         Raises:
-            MoverError: it cannot be started or watched.
+            MoverError: the process cannot be started or watched.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -52,7 +52,7 @@ class MoverProcess(Generic[_Pending]):
             process = subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
         except OSError as error:
             ours.close()
-            raise MoverError(f"no mover can be started: {error}") from error
+            raise MoverError(f"a mover cannot be started: {error}") from error
         finally:
             theirs.close()
         try:
@@ -61,7 +61,7 @@ class MoverProcess(Generic[_Pending]):
             ours.close()
             process.kill()
             process.wait()
-            raise MoverError(f"no mover can be watched: {error}") from error
+            raise MoverError(f"a mover cannot be watched: {error}") from error
         ours.setblocking(False)
         return cls(process, ours, pidfd)
 
@@ -85,7 +85,7 @@ class MoverProcess(Generic[_Pending]):
         self._outbox += encode(message)
 
     def flush(self) -> None:
-        """Send as much as the socket takes.
+        """Send as much as the socket accepts.
 
         Raises:
             MoverError: the connection is lost.
@@ -96,13 +96,13 @@ class MoverProcess(Generic[_Pending]):
         except BlockingIOError:
             pass
         except OSError as error:
-            raise MoverError(f"it was lost: {error}") from error
+            raise MoverError(f"the connection to it was lost: {error}") from error
 
     def receive(self) -> list[FromMover]:
         """Return the answers that have arrived.
 
         Raises:
-            MoverError: the mover has ended, or sent another message.
+            MoverError: the mover has exited, or sent an invalid message.
         """
         try:
             data = self._socket.recv(1 << 16)
@@ -111,16 +111,16 @@ class MoverProcess(Generic[_Pending]):
         except OSError:
             data = b""
         if not data:
-            raise MoverError("it ended")
+            raise MoverError("it exited")
         self._inbox += data
         return take_answers(self._inbox)
 
     def kill(self) -> None:
-        """Kill the process; its copies may still be in progress until `reap` returns its status."""
+        """Kill the process. Its copies may still be running until `reap` returns its status."""
         self._process.kill()
 
     def reap(self) -> int | None:
-        """Return the exit status, None while the process lives."""
+        """Return the exit status, None while the process is alive."""
         return self._process.poll()
 
     def close(self) -> None:

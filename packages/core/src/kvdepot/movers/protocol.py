@@ -1,10 +1,10 @@
-"""Messages between the depot and its movers: processes that hold a worker's device memory in the depot's place.
+"""Messages between the depot and its movers, the processes that open workers' device memory for the depot.
 
-A backend whose memory another process can open names a module under the entry point group `kvdepot.movers`, which calls
-`kvdepot.movers.child.run_mover`. The depot starts one such process per worker that offers its memory
-(`kvdepot.movers.table`), sends `Setup` and waits for `Ready`. Then it sends a `Copy` per ticket or lease, at most one
-per direction at a time, and gets one answer to each. Messages are frames of a stream socket: u32 length, then msgpack.
-A copy names extents chosen by the depot and block ids chosen by a worker; a mover checks both before it copies.
+A backend whose memory another process can open names a module in the entry point group `kvdepot.movers`. The module
+calls `kvdepot.movers.child.run_mover`. The depot starts one such process per worker that offers its memory
+(`kvdepot.movers.table`), sends `Setup` and waits for `Ready`. Then it sends one `Copy` per ticket or lease, at most one
+per direction at a time, and gets one answer to each. Messages are frames on a stream socket: u32 length, then msgpack.
+A copy has extents chosen by the depot and block ids chosen by a worker. The mover checks both before it copies.
 """
 
 from typing import Final, TypeAlias
@@ -15,12 +15,12 @@ from msgspec import Struct
 from kvdepot.errors import KVDepotError
 from kvdepot.wire.messages import RegisterKVCache
 
-MAXIMUM_FRAME_BYTES: Final = 8 << 20  # the extents of a batch, and 1 MiB of block ids for each layer group
-MAXIMUM_ANSWER_BYTES: Final = 1 << 16  # a mover opens foreign memory: its answers are short, and not trusted
+MAXIMUM_FRAME_BYTES: Final = 8 << 20  # the extents of a batch, and 1 MiB of block ids per layer group
+MAXIMUM_ANSWER_BYTES: Final = 1 << 16  # a mover opens foreign memory, so its answers are not trusted; they are short
 
 
 class MoverError(KVDepotError):
-    """A mover cannot work here; `is_final` says that another one could not either."""
+    """A mover cannot work here. If `is_final`, another mover could not either."""
 
     def __init__(self, text: str, *, is_final: bool = False) -> None:
         super().__init__(text)
@@ -28,18 +28,21 @@ class MoverError(KVDepotError):
 
 
 class CopyRefused(KVDepotError):
-    """A copy would leave the worker's memory or the pool. Nothing was copied."""
+    """A copy would exceed the worker's memory or the pool. Nothing was copied."""
 
 
 class Setup(Struct, frozen=True, array_like=True, tag="setup"):
-    """Tells a mover what to open. It answers `Ready` or `Failed`. The registration has an offer."""
+    """Tells a mover which memory to open. It answers `Ready` or `Failed`. The registration has an offer."""
 
     pool_size_bytes: int
     registration: RegisterKVCache
 
 
 class Copy(Struct, frozen=True, array_like=True, tag="copy"):
-    """Asks for a copy between extents and blocks. Fields are those of `backends.CopyBatch`, block ids packed as i32."""
+    """Requests a copy between extents and blocks.
+
+    Fields are as in `backends.CopyBatch`, with block ids packed as i32.
+    """
 
     number: int
     is_store: bool
@@ -61,14 +64,14 @@ class Copied(Struct, frozen=True, array_like=True, tag="copied"):
 
 
 class Refused(Struct, frozen=True, array_like=True, tag="refused"):
-    """A copy does not fit the cache and was not started; the mover continues."""
+    """A copy does not fit the cache and was not started. The mover continues."""
 
     number: int
     text: str
 
 
 class Failed(Struct, frozen=True, array_like=True, tag="failed"):
-    """The mover's last message: it cannot continue and exits."""
+    """The mover's last message: it cannot continue, and exits."""
 
     text: str
     is_final: bool = False
@@ -89,15 +92,15 @@ def encode(message: ToMover | FromMover) -> bytes:
 
 
 def decode_request(body: bytes) -> ToMover:
-    """Return the request in a frame's body; raise `msgspec.DecodeError` if it is malformed."""
+    """Return the request in a frame's body. Raise `msgspec.DecodeError` if it is malformed."""
     return _to_mover.decode(body)
 
 
 def take_answers(received: bytearray) -> list[FromMover]:
-    """Remove the complete answers from the bytes received from a mover, and return them.
+    """Remove the complete answers from the bytes received from a mover. Return them.
 
     Raises:
-        MoverError: the bytes are not answers.
+        MoverError: the bytes are not valid answers.
     """
     answers: list[FromMover] = []
     try:

@@ -1,11 +1,11 @@
-"""The movers of a depot: one per worker that offers its device memory. The table starts, asks, watches and kills them.
+"""Starts, calls, watches and kills the movers of a depot: one per worker that offers its device memory.
 
-Everything runs on the loop's thread and nothing waits. That thread starts the processes, because the kernel kills a
+Everything runs on the loop's thread, and nothing waits. That thread starts the processes, because the kernel kills a
 mover when the thread that started it ends. Sockets and pidfds share one epoll set.
 
-A mover is **lost** when it ends, reports that its device failed, or misses a deadline. It is killed, but its copies
-fail only once the kernel has reaped it, because until then it may still be copying. One replacement is started; when
-that is lost too, the worker's moves are `UNAVAILABLE` and the worker must copy. Losing a mover that had lived for a
+A mover is **lost** when it exits, reports that its device failed, or misses a deadline. It is killed, but its copies
+fail only once the process is reaped, because until then it may still be copying. One replacement is started. If that is
+lost, too, the worker's moves are `UNAVAILABLE`, and the worker must copy by itself. A lost mover that had lived for a
 while does not count against its successors.
 """
 
@@ -38,42 +38,42 @@ _MOVERS_LOST: Final = depot_counter("movers_lost", "Movers that died or hung")
 _MOVES_FAILED: Final = depot_counter("moves_failed", "Copies that a mover did not finish")
 _MOVERS_GIVEN_UP: Final = depot_counter("movers_given_up", "Workers whose mover was given up")
 
-MAXIMUM_MOVERS: Final = 64  # of a node: four for each of 16 devices
-START_SECONDS: Final = 30.0  # making a driver's context takes seconds, more while other processes make theirs
-MOVE_SECONDS: Final = 5.0  # beside the request's deadline; a batch is copied in milliseconds
-_MOST_LOST: Final = 2  # in a row
-_LONG_LIFE_SECONDS: Final = 60.0  # a mover that lived so long did not fail at its start
-_MAXIMUM_WAITING: Final = 8  # a worker has one store and one retrieve at a time, and may have given up earlier ones
-_CLOSE_SECONDS: Final = 5.0  # then movers are killed
+MAXIMUM_MOVERS: Final = 64  # per depot: four for each of 16 devices
+START_SECONDS: Final = 30.0  # creating a driver's context takes seconds, and longer while other processes create theirs
+MOVE_SECONDS: Final = 5.0  # in addition to the request's deadline; copying a batch takes milliseconds
+_MOST_LOST: Final = 2  # consecutive movers
+_LONG_LIFE_SECONDS: Final = 60.0  # a mover that lived this long did not fail at its start
+_MAXIMUM_WAITING: Final = 8  # a worker has one store and one retrieve at a time, and may have abandoned earlier ones
+_CLOSE_SECONDS: Final = 5.0  # limit to wait for killed movers
 
 OnMoved = Callable[[MoveOutcome, str], None]
 
 
 class MoverState(enum.StrEnum):
-    """Whether a worker's mover can be asked."""
+    """Whether a worker's mover accepts requests."""
 
     STARTING = "starting"
     READY = "ready"
-    ENDING = "ending"  # killed, and not dead yet
-    UNAVAILABLE = "unavailable"  # none runs, and none will
+    ENDING = "ending"  # killed, but not dead yet
+    UNAVAILABLE = "unavailable"  # there is none, and there will be none
 
 
 class MoveRefused(Exception):
-    """A mover did not start a copy, because it does not fit the cache."""
+    """A mover refused a copy that does not fit the cache."""
 
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """A copy that was asked for, or None from a worker that only waits for its mover."""
+    """A requested copy. If `copy` is None, the worker only waits for its mover."""
 
     copy: Copy | None
     on_end: OnMoved
-    timer: int = 0  # of its deadline
+    timer: int = 0  # ends it at its deadline
 
 
 @dataclass(slots=True, eq=False)
 class _Mover:
-    """The mover of one context, and those that replace it."""
+    """The mover of one context, and its replacements."""
 
     context: int
     session: int
@@ -82,12 +82,12 @@ class _Mover:
     process: MoverProcess[_Request] | None = None
     waiting: list[_Request] = field(default_factory=list[_Request])
     num_lost: int = 0
-    why: str = ""  # why the last one was lost
-    is_over: bool = False  # it is not replaced
+    why: str = ""  # the reason for the last loss
+    is_over: bool = False  # whether it is not replaced any more
 
     @property
     def state(self) -> MoverState:
-        """The state now."""
+        """The present state."""
         if self.process is None:
             return MoverState.UNAVAILABLE
         if self.process.is_lost:
@@ -99,13 +99,13 @@ class MoverTable:
     """All movers of a depot.
 
     Args:
-        pool_fd: the pool's file, inherited by each mover.
-        pool_size_bytes: of the pool.
-        timers: of the loop, for deadlines.
-        hand_over: gives a session the descriptor that shows a mover's death; returns False if it cannot.
+        pool_fd: the pool's file, which each mover inherits.
+        pool_size_bytes: the size of the pool.
+        timers: the loop's, for deadlines.
+        hand_over: sends a session a mover's pidfd. It returns False if that is impossible.
         on_dead: called with the context and identity of each mover that has died.
-        start_seconds: time for a mover to become ready.
-        move_seconds: time for one copy.
+        start_seconds: the time for a mover to become ready.
+        move_seconds: the time for one copy.
     """
 
     def __init__(
@@ -138,13 +138,13 @@ class MoverTable:
 
     @property
     def num_processes(self) -> int:
-        """Processes that are not reaped yet."""
+        """The number of processes that are not reaped yet."""
         return len(self._by_fd) // 2
 
     # --- contexts -------------------------------------------------------------------------------------------------
 
     def start(self, context: int, session: int, registration: m.RegisterKVCache) -> None:
-        """Start a mover for a worker that registered with an offer. It becomes ready later, or never."""
+        """Start a mover for a worker that registered with an offer. It may become ready later."""
         offer = registration.offer
         assert offer is not None
         module = mover_module(offer.mover)
@@ -159,7 +159,7 @@ class MoverTable:
             self._start(mover)
 
     def end(self, context: int) -> Writer | None:
-        """Kill the mover of a context that ended. Return the process if it is not dead yet."""
+        """Kill the mover of an ended context. Return the process if it is not dead yet."""
         mover = self._movers.pop(context, None)
         if mover is None:
             return None
@@ -176,12 +176,12 @@ class MoverTable:
         return mover.process.writer if mover and mover.process and mover.state is MoverState.READY else None
 
     def is_settled(self, context: int) -> bool:
-        """Return whether a context's mover has said that later copies will not be faster."""
+        """Return whether a context's mover has warmed up, so that later copies will not be faster."""
         mover = self._movers.get(context)
         return mover is not None and mover.process is not None and mover.process.is_settled
 
     def status(self, context: int) -> tuple[str, int, str]:
-        """Return the state, the process id, and why the previous mover was lost; empty without a mover."""
+        """Return the state, the process id, and the reason for the last loss; empty without a mover."""
         mover = self._movers.get(context)
         if mover is None:
             return "", 0, ""
@@ -190,16 +190,16 @@ class MoverTable:
     # --- moves ----------------------------------------------------------------------------------------------------
 
     def move(self, context: int, copy: Copy | None, wait_seconds: float, on_end: OnMoved) -> None:
-        """Have a mover copy, or with None only wait until it is ready.
+        """Make a mover copy; if `copy` is None, only wait until it is ready.
 
         Args:
-            context: whose mover.
-            copy: its number is ignored.
-            wait_seconds: how long to wait for a mover that is starting.
-            on_end: called once, maybe immediately; by then the copy is no longer in progress.
+            context: the context of the mover.
+            copy: the request. Its number is ignored.
+            wait_seconds: the longest wait for a mover that is starting.
+            on_end: called once, perhaps immediately, when the copy is no longer running.
 
         Raises:
-            MoveRefused: a copy in this direction is in progress.
+            MoveRefused: a copy in this direction is running.
         """
         mover = self._movers.get(context)
         request = _Request(copy, on_end)
@@ -225,7 +225,7 @@ class MoverTable:
             request.on_end(MoveOutcome.DONE, "")
             return
         if any(other.copy is not None and other.copy.is_store is copy.is_store for other in process.copies.values()):
-            raise MoveRefused("a copy in this direction is under way")
+            raise MoveRefused("a copy in this direction is running already")
         number = self._next
         self._next += 1
         why = f"a copy took more than {self.move_seconds:g} s"
@@ -248,7 +248,7 @@ class MoverTable:
     # --- the loop -------------------------------------------------------------------------------------------------
 
     def serve(self) -> None:
-        """Handle everything that has happened. Never waits."""
+        """Handle all events of movers. Never wait."""
         for fd, events in self._epoll.poll(0):
             found = self._by_fd.get(fd)
             if found is None:
@@ -273,7 +273,7 @@ class MoverTable:
             if self._epoll.poll(0.1):
                 self.serve()
         for mover, process in self._by_fd.values():
-            logger.error("mover %d of %s does not die", process.pid, mover.registration.instance)
+            logger.error("mover %d of %s did not exit", process.pid, mover.registration.instance)
         self._epoll.close()
 
     # --- processes ------------------------------------------------------------------------------------------------
@@ -292,7 +292,7 @@ class MoverTable:
             self._by_fd[fd] = mover, process
             self._epoll.register(fd, select.EPOLLIN)
         if not self._hand_over(mover.session, process.pidfd):
-            mover.is_over = True  # the worker could not tell when its blocks are free
+            mover.is_over = True  # without it, the worker could not tell when its blocks are free
             self._lose(mover, process, "its worker does not listen")
             return
         due = process.started_at + self.start_seconds
@@ -335,27 +335,27 @@ class MoverTable:
                 self._lose(mover, process, f"it answered {type(answer).__name__} to nothing")
 
     def _lose(self, mover: _Mover, process: MoverProcess[_Request], why: str) -> None:
-        """Kill a process; `_bury` fails its copies once it is dead."""
+        """Kill a process. `_bury` fails its copies once it is dead."""
         if process.is_lost:
             return
         process.is_lost = True
         self._timers.cancel(process.start_timer)
         for request in process.copies.values():
             self._timers.cancel(request.timer)
-        if mover.context in self._movers:  # its worker is there
+        if mover.context in self._movers:  # its worker is still registered
             mover.why = why
             self.counters[_MOVERS_LOST] += 1
         self._epoll.unregister(process.socket_fd)
         process.kill()
 
     def _bury(self, mover: _Mover, process: MoverProcess[_Request]) -> None:
-        """Clean up after a dead process, and replace it if its worker is still there."""
+        """Clean up after a dead process. Replace it if its worker is still registered."""
         status = process.reap()
         if status is None:
-            return  # the event is of an earlier descriptor with this number
+            return  # an event of an earlier descriptor with this number
         if not process.is_lost:
-            self._read(mover, process)  # its last answers
-        self._lose(mover, process, "it ended")
+            self._read(mover, process)  # for its last answers
+        self._lose(mover, process, "it exited")
         for fd in (process.socket_fd, process.pidfd):
             del self._by_fd[fd]
         self._epoll.unregister(process.pidfd)

@@ -1,1 +1,1 @@
-"""The commands that people run, and HTTP."""
+"""The command line, HTTP and the live view: operators' access to a depot."""

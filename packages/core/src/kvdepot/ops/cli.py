@@ -34,7 +34,7 @@ _SETTINGS_OF_DOCTOR: Final = ("directory", "pool_size_bytes", "pool_directory")
 
 
 class _Parser(argparse.ArgumentParser):
-    """Answers wrong arguments in one line instead of the whole usage."""
+    """Report wrong arguments in one line instead of printing the whole usage."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (see '{self.prog} --help')\n")
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except BrokenPipeError:
         sys.stderr.close()
         status = 0
-    except OSError as error:  # a path or an address that the user gave
+    except OSError as error:  # wrong path or address from the user
         logger.debug("%s", error, exc_info=True)
         print(f"kvdepot: {printable(describe_os_error(error))}", file=sys.stderr)
         status = 1
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def make_parser(benches: Mapping[str, DeviceBench | BackendUnavailable] | None = None) -> argparse.ArgumentParser:
-    """Return the parser of all commands; `benches` are those that backends add to `bench`."""
+    """Return the parser of all commands; `benches` are the benchmarks that backends add to `kvdepot bench`."""
     parser = _Parser(
         prog="kvdepot", description="Run one server per node that keeps the KV caches of all inference engines there."
     )
@@ -101,7 +101,7 @@ def make_parser(benches: Mapping[str, DeviceBench | BackendUnavailable] | None =
         "backends",
         parents=[common, json_output],
         help="list accelerator backends",
-        description="List the accelerator backends that are installed, and whether each is usable here.",
+        description="List the installed accelerator backends, and say whether each is usable here.",
     )
     backends.set_defaults(run=_backends)
 
@@ -199,7 +199,7 @@ def make_parser(benches: Mapping[str, DeviceBench | BackendUnavailable] | None =
     sizing = commands.add_parser(
         "sizing",
         parents=[common, json_output],
-        help="compute how many tokens of a model a pool holds",
+        help="compute how many tokens of a model fit into a pool",
         description="Compute the size of a model's KV cache, and how many tokens a pool holds. Refuses a model whose"
         " configuration does not say this exactly; 'kvdepot status' shows it for every model that is attached.",
     )
@@ -272,7 +272,8 @@ def _replay(options: argparse.Namespace) -> int:
         if getattr(options, option) and not options.simulate:
             raise ConfigError(f"--{option} needs --simulate")
     if options.simulate:
-        if options.plot and not os.access(options.plot.absolute().parent, os.W_OK):  # before minutes of work
+        # Fail before minutes of work, not after.
+        if options.plot and not os.access(options.plot.absolute().parent, os.W_OK):
             raise ConfigError(f"--plot {options.plot}: its folder does not exist or cannot be written")
         table = _simulate_nodes(options) if options.nodes else _simulate_pool(options)
         print(json.dumps(table.as_dict(), indent=2) if options.json else table.describe())

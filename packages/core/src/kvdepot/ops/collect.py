@@ -1,4 +1,4 @@
-"""`kvdepot tier gc`: removes objects from the store of a tier, beside the depots that use it."""
+"""`kvdepot tier gc`: removes objects from the store of a tier while depots use it."""
 
 import argparse
 import re
@@ -39,20 +39,29 @@ def add_tier_gc(commands: Any, common: argparse.ArgumentParser) -> None:
         "--capacity", type=size_argument, default=0, metavar="SIZE", help="remove the oldest objects beyond this size"
     )
     parser.add_argument(
-        "--older-than", type=as_argument(_duration), default=0.0, metavar="TIME", help="remove older ones, e.g. 7d"
+        "--older-than",
+        type=as_argument(_duration),
+        default=0.0,
+        metavar="TIME",
+        help="remove objects that were written longer ago than this, e.g. 7d",
     )
     parser.add_argument(
-        "--format", choices=_FORMATS, default="", help="remove all objects of a format that no depot reads any more"
+        "--format",
+        choices=_FORMATS,
+        default="",
+        help="remove all objects of this format, which no depot reads any more",
     )
     parser.add_argument(
-        "--model", default="", help="with --keep: remove the model's objects of all other weights; a name as in status"
+        "--model",
+        default="",
+        help="with --keep: remove this model's objects of all other weights; a name as in 'kvdepot status'",
     )
     parser.add_argument(
         "--keep",
         action="append",
         default=[],
         metavar="WEIGHTS",
-        help="weights that a trainer wrote and engines still use, as status names them; may be repeated",
+        help="weights that a trainer wrote and engines still use, as 'kvdepot status' names them; repeatable",
     )
     parser.set_defaults(run=_run)
 
@@ -60,12 +69,17 @@ def add_tier_gc(commands: Any, common: argparse.ArgumentParser) -> None:
 def _run(options: argparse.Namespace) -> int:
     url = TierUrl.parse(options.url)
     if url.scheme not in ("s3", "gs", "az", "file"):
-        raise ConfigError(f"{url.name}: only object stores and shared files need this; other tiers evict by themselves")
+        raise ConfigError(
+            f"{url.name}: only tiers in object stores and shared files need this; other tiers evict by themselves"
+        )
     if bool(options.model) != bool(options.keep) or "" in options.keep:
-        raise ConfigError("--model and --keep go together: the model whose objects leave, and the weights that stay")
+        raise ConfigError(
+            "--model and --keep go together: the first names the model whose objects are removed, the"
+            " second the weights to keep"
+        )
     url.options.setdefault("deadline", "60")
     tier: Any = open_tier(url, TierPool(-1, memoryview(bytearray())))
-    from kvdepot.tiers.collecting import collect  # obstore is there if the tier could be opened
+    from kvdepot.tiers.collecting import collect  # imports obstore, which is installed if the tier could be opened
 
     try:
         done = collect(

@@ -1,4 +1,4 @@
-"""`kvdepot doctor`: check a machine for problems that a depot would have, and say what to change.
+"""`kvdepot doctor`: checks a machine for problems that a depot would have there, and advises how to fix them.
 
 `read_facts` looks at the machine and `diagnose` judges the facts. Nothing is changed and nothing leaves the machine.
 """
@@ -31,9 +31,9 @@ from kvdepot.wire.status import DepotStatus
 
 KERNEL_POPULATE: Final = (5, 14)  # MADV_POPULATE_WRITE
 LEAST_DESCRIPTORS: Final = 4096  # enough for 350 engines of one worker
-DESCRIPTORS_OF_SCHEDULER: Final = 3  # its session, its process, its connection
-DESCRIPTORS_OF_WORKER: Final = 7  # its session, its process, two connections, a temporary one, its mover (two)
-DESCRIPTORS_OF_DEPOT: Final = 64  # its files, and those of its tiers
+DESCRIPTORS_OF_SCHEDULER: Final = 3  # session, pidfd, connection
+DESCRIPTORS_OF_WORKER: Final = 7  # session, pidfd, two connections, a temporary one, two for its mover
+DESCRIPTORS_OF_DEPOT: Final = 64  # the pool's files and those of tiers
 _PACKAGES: Final = (
     "kvdepot", "kvdepot-cpu", "kvdepot-cuda", "kvdepot-hpu", "kvdepot-vllm", "kvdepot-sglang", "vllm", "sglang",
     "torch", "pyzmq",
@@ -41,7 +41,7 @@ _PACKAGES: Final = (
 
 
 class Verdict(StrEnum):
-    """How much a finding matters."""
+    """The severity of a finding."""
 
     FINE = "fine"
     SLOWER = "slower"  # it works, but less well
@@ -50,7 +50,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one check in words, with advice if there is work."""
+    """The result of one check in words, with advice if something should change."""
 
     verdict: Verdict
     subject: str
@@ -76,8 +76,8 @@ class Facts:
     directory: Path
     directory_is_writable: bool
     has_compiler: bool
-    depot: DepotStatus | None = None  # of the depot that answers there
-    num_stopped_pools: int = 0  # of depots that do not run, in other folders
+    depot: DepotStatus | None = None  # of the depot that answers in `directory`
+    num_stopped_pools: int = 0  # other pools, whose depots are not running
     stopped_pool_bytes: int = 0
     backends: tuple[BackendStatus, ...] = ()
     packages: dict[str, str] = field(default_factory=dict[str, str])
@@ -115,7 +115,7 @@ def read_facts(config: ServerConfig) -> Facts:
 
 
 def diagnose(facts: Facts) -> list[Finding]:
-    """Return the findings, in the order in which a user would fix them."""
+    """Return the findings, in the order in which to fix them."""
     return [
         *_judge_pool(facts),
         *_judge_kernel(facts),
@@ -213,7 +213,7 @@ def _judge_limits(facts: Facts) -> Iterator[Finding]:
 
 
 def _judge_nodes(nodes: Nodes) -> Iterator[Finding]:
-    """Compare the nodes of the GPUs with those that the pool of a depot started like this command comes from."""
+    """Compare the NUMA nodes of the GPUs with those of the pool of a depot that is started like this command."""
     gpus, pool = sorted(set(nodes.gpus)), nodes.pool()
     if not gpus or not pool or (len(pool) == 1 and gpus == list(pool)):
         if gpus and pool:
@@ -322,7 +322,7 @@ def _swap_in_use() -> int:
 
 
 def _is_in_container() -> bool:
-    """Return whether this looks like a container; no sign is certain."""
+    """Return whether this looks like a container. No sign is conclusive."""
     with contextlib.suppress(OSError, IndexError):
         line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("NSpid"))
         return len(line.split()) > 2 or Path("/.dockerenv").exists() or "KUBERNETES_SERVICE_HOST" in os.environ
@@ -332,7 +332,8 @@ def _is_in_container() -> bool:
 def _is_writable(directory: Path) -> bool:
     place = next(place for place in (directory, *directory.absolute().parents) if place.exists())
     try:
-        Path(tempfile.mkdtemp(prefix=".kvdepot-", dir=place)).rmdir()  # root passes every other check, also in /proc
+        # As root, every cheaper check passes, even in /proc.
+        Path(tempfile.mkdtemp(prefix=".kvdepot-", dir=place)).rmdir()
     except OSError:
         return False
     return True

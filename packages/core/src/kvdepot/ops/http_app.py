@@ -2,15 +2,15 @@
 
 A separate process serves HTTP and asks the depot over its control socket, like any operator's tool. It shares only the
 listening socket with the depot (`kvdepot.ops.http_process`), so HTTP requests cannot break or block the server's loop,
-and the health check says whether that loop answers.
+and the health check tells whether that loop answers.
 
-Any user of the machine can connect, so operations need the bearer token. Health, readiness, the page without data and
-the OpenAPI document do not, nor do metrics on loopback, which then count all tenants as one. Concurrent requests
-without the token share one answer, so that many cost the depot as little as one. The Host header must be an address or
-a name of the depot; otherwise a foreign page could reach the depot through a browser (DNS rebinding).
+Any user of the machine can connect, so operations need the bearer token. Health, readiness, the page without data, the
+OpenAPI document, and metrics on loopback do not need it; without it, metrics do not tell tenants apart. Concurrent
+requests without the token share one answer, so many of them cost the depot no more than one. The Host header must be an
+address or a name of the depot. Otherwise a foreign page could reach the depot through a browser (DNS rebinding).
 
-A connection carries one request, with a deadline to send it and a deadline to take the answer. Among too many
-connections, one that has sent nothing is closed, so probes, which send at once, are answered.
+A connection carries one request, with a deadline to send it and a deadline to read the answer. When there are too many
+connections, the server closes a silent one, so probes are answered, as they send at once.
 """
 
 import asyncio
@@ -57,8 +57,8 @@ logger = logging.getLogger(__name__)
 
 HEALTH_SECONDS: Final = 1.0  # a healthy loop answers within this
 _LARGEST_BODY_BYTES: Final = 8 << 20  # 65,536 keys in hexadecimal take 4 MiB
-_STOP_SECONDS: Final = 5.0  # for requests under way, before the process leaves
-_MOST_CONNECTIONS: Final = 256  # dashboards and scrapers hold a few each; more are told to come back
+_STOP_SECONDS: Final = 5.0  # for requests under way, before the process exits
+_MOST_CONNECTIONS: Final = 256  # dashboards and scrapers hold a few each
 _BACKLOG: Final = 128  # connections waiting to be accepted
 _HOST: Final = re.compile(r"(?:\[(?P<address>[^\[\]]*)\]|(?P<name>[^:]*))(?::\d*)?")
 
@@ -234,7 +234,7 @@ def serve(url: str, settings: HttpSettings, listener: socket.socket) -> None:
         proxy_headers=False,
         log_config=None,
         log_level=logging.ERROR,
-        access_log=False,  # strangers must not fill the log
+        access_log=False,  # clients without the token could fill the log
     )
     server = uvicorn.Server(config)
 
@@ -243,7 +243,7 @@ def serve(url: str, settings: HttpSettings, listener: socket.socket) -> None:
             server.run([listener])
         finally:
             if not server.should_exit:
-                os._exit(1)  # the depot starts another process
+                os._exit(1)  # the depot then starts another process
 
     thread = threading.Thread(target=work, name="kvdepot-http", daemon=True)
     thread.start()
@@ -285,7 +285,7 @@ def _shared(answer: Callable[[], Response]) -> Callable[[Request], Awaitable[Res
 
 
 def _why_not(request: Request, token: str) -> Response | None:
-    """Return the refusal of a request without the token, None if it has the token."""
+    """Return the error response to a request without the token, None if it has the token."""
     given = request.headers.get("authorization", "")
     if hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
         return None
@@ -305,7 +305,7 @@ def _remote_error(_request: Request, error: Exception) -> Response:
 
 
 def _unsent(_request: Request, _error: Exception) -> Response:
-    return Response(status_code=400)  # to a client that has left: nothing is sent, and nothing is logged
+    return Response(status_code=400)  # the client has disconnected: nothing is sent or logged
 
 
 def main(arguments: Sequence[str]) -> None:

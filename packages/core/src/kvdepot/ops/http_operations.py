@@ -1,4 +1,4 @@
-"""Operations over HTTP: bodies of requests and the OpenAPI document. All follows from `kvdepot.wire.operations`."""
+"""Operations over HTTP: request bodies and the OpenAPI document, both derived from `kvdepot.wire.operations`."""
 
 from functools import cache
 from importlib.metadata import version
@@ -11,8 +11,8 @@ from msgspec.structs import astuple, fields
 from kvdepot.wire import operations as o
 from kvdepot.wire.operation import Endpoint, Operation, R
 
-STATUS_SECONDS: Final = 5.0  # less than the ten of a Prometheus scrape
-CHANGE_SECONDS: Final = 90.0  # a large cache is cleared in turns with the requests of engines
+STATUS_SECONDS: Final = 5.0  # below the 10 s of a Prometheus scrape
+CHANGE_SECONDS: Final = 90.0  # clearing a large cache alternates with requests of engines
 
 
 class Ask(Protocol):
@@ -61,11 +61,11 @@ def body_type(operation: type[o.OperatorRequest]) -> type[msgspec.Struct]:
 
 
 def decode_body(operation: type[o.OperatorRequest], data: bytes) -> o.OperatorRequest:
-    """Return the request in a body of JSON, where nothing stands for an empty object.
+    """Return the request in a JSON body. An empty body means an empty object.
 
     Raises:
         msgspec.DecodeError: it is malformed.
-        ValueError: a digest is not in hex, or it names neither something nor all.
+        ValueError: a digest is not in hex, or the body gives no field without `all`, or fields with `all`.
     """
     body: Any = msgspec.json.decode(data or b"{}", type=body_type(operation))
     given: dict[str, Any] = {each.name: getattr(body, each.encode_name) for each in fields(operation)}
@@ -74,7 +74,7 @@ def decode_body(operation: type[o.OperatorRequest], data: bytes) -> o.OperatorRe
     request = operation(**given)
     if operation.may_mean_all and body.means_all == any(astuple(request)):
         names = ", ".join(f'"{name}"' for name in operation.__struct_encode_fields__)
-        raise ValueError(f'name what is meant by {names}, or give "all": true for everything')
+        raise ValueError(f'give {names}, or "all": true for everything')
     return request
 
 

@@ -1,7 +1,7 @@
-"""The HTTP address of a depot, and the process that serves it (`kvdepot.ops.http_app`).
+"""Starts and restarts the process that serves a depot's HTTP (`kvdepot.ops.http_app`), and holds its settings.
 
-A separate process keeps HTTP off the interpreter lock of the depot's loop, which would otherwise wait up to 12 ms while
-the metrics of very many tenants are written. A process that ends is restarted; connections wait in the meantime.
+A separate process keeps HTTP off the interpreter lock of the depot's loop. In one process, the loop waited up to 12 ms
+while the metrics of very many tenants were written. If the process exits, another one is started, and connections wait.
 """
 
 import contextlib
@@ -25,11 +25,11 @@ from kvdepot.errors import ConfigError, reason_of
 
 logger = logging.getLogger(__name__)
 
-_SHORTEST_TOKEN: Final = 16  # characters: 64 bits of hexadecimal, too many to try
+_SHORTEST_TOKEN: Final = 16  # characters: 64 bits in hexadecimal, too many to guess
 _NEEDED: Final = ("uvicorn", "starlette", "prometheus_client")
 _BACKLOG: Final = 128
 _PAUSE_SECONDS: Final = 1.0  # before a restart
-_STOP_SECONDS: Final = 10.0  # twice what the process allows itself
+_STOP_SECONDS: Final = 10.0  # twice the limit of the process itself, `http_app._STOP_SECONDS`
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +77,13 @@ class HttpSettings:
             raise ConfigError(f"--http-token {token_file}: {reason_of(error)}") from error
         if len(token) < _SHORTEST_TOKEN:
             raise ConfigError(
-                f"--http-token {token_file}: a token of {len(token)} characters can be guessed, at least"
+                f"--http-token {token_file}: a token of {len(token)} characters can be guessed; give at least"
                 f" {_SHORTEST_TOKEN}: openssl rand -hex 32 > {token_file}"
             )
         return replace(settings, token=token)
 
     def write_token(self, path: Path) -> None:
-        """Write the token to a file that only this user can read, replacing an earlier server's.
+        """Write the token to a file that only this user can read. Replace the file of an earlier server.
 
         Raises:
             ConfigError: the file cannot be written.
@@ -125,7 +125,7 @@ class HttpServer:
         self._start = msgspec.json.encode((url, settings)) + b"\n"
         self._closing = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
-        self._changing = threading.Lock()  # held while the process is started or told to end
+        self._changing = threading.Lock()  # held while the process is started or told to exit
         # This thread lives as long as the process: the kernel kills a child when its starting thread ends.
         self._thread = threading.Thread(target=self._keep, name="kvdepot-http", daemon=True)
         self._thread.start()
@@ -133,7 +133,7 @@ class HttpServer:
 
     @property
     def pid(self) -> int:
-        """The id of the process that answers, 0 while none does."""
+        """The id of the process that serves, 0 while there is none."""
         process = self._process
         return process.pid if process is not None and process.returncode is None else 0
 
@@ -144,7 +144,7 @@ class HttpServer:
             process = self._process
             if process is not None and process.stdin is not None:
                 with contextlib.suppress(OSError):
-                    process.stdin.close()  # it finishes its requests and exits
+                    process.stdin.close()  # tells it to finish its requests and exit
         self._thread.join(_STOP_SECONDS)
         if process is not None and self._thread.is_alive():
             process.kill()
@@ -163,7 +163,7 @@ class HttpServer:
             self._closing.wait(_PAUSE_SECONDS)
 
     def _run(self) -> int:
-        """Run one process until it ends, and return its exit status."""
+        """Run one process until it exits, and return its exit status."""
         listener = self._socket.fileno()
         command = [sys.executable, "-P", "-m", "kvdepot.ops.http_app", str(os.getpid()), str(listener)]
         with self._changing:
@@ -173,7 +173,7 @@ class HttpServer:
                 command, pass_fds=[listener], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, bufsize=0
             )
             assert process.stdin is not None
-            with contextlib.suppress(OSError):  # it has ended
+            with contextlib.suppress(OSError):  # it has exited
                 process.stdin.write(self._start)
         with process:
             return process.wait()

@@ -1,6 +1,6 @@
-"""Reads which NUMA nodes the GPUs of a machine are on, and which node a depot started here takes its pool from.
+"""Reads the NUMA nodes of a machine's GPUs, and the nodes that a depot started here takes its pool from.
 
-It asks Linux alone and needs no driver of a GPU.
+It reads sysfs and procfs and needs no GPU driver.
 """
 
 import contextlib
@@ -16,19 +16,19 @@ _DISPLAY: Final = "0x03"  # PCI class of GPUs, with or without a screen
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """The NUMA nodes that matter for copies between GPUs and the pool."""
+    """The NUMA nodes that decide the speed of copies between GPUs and the pool."""
 
-    gpus: tuple[int, ...] = ()  # of each GPU whose node is known
-    cores: tuple[int, ...] = ()  # that a process started here may run on, in order
-    policy: str = "default"  # for new memory of such a process, as in numa_maps(5): default, interleave:0-1, ...
+    gpus: tuple[int, ...] = ()  # one for each GPU whose node is known
+    cores: tuple[int, ...] = ()  # nodes whose cores a process started here may use, in order
+    policy: str = "default"  # for memory of such a process, as in numa_maps(5): default, interleave:0-1, ...
 
     def pool(self) -> tuple[int, ...]:
-        """Return the nodes that the pool may come from: of one by default, not known which if there are several."""
+        """Return the nodes that the pool may come from. By default it comes from one of them."""
         return parse_list(self.policy.partition(":")[2]) or self.cores
 
 
 def read_nodes(root: Path = Path("/")) -> Nodes:
-    """Return the nodes of this machine. Empty where Linux does not say."""
+    """Return the nodes of this machine; empty if Linux does not report them."""
     gpus: list[int] = []
     for device in sorted(root.glob("sys/bus/pci/devices/*")):
         if _read(device / "vendor") == _NVIDIA and _read(device / "class").startswith(_DISPLAY):
@@ -45,7 +45,7 @@ def read_nodes(root: Path = Path("/")) -> Nodes:
 
 
 def parse_list(text: str) -> tuple[int, ...]:
-    """Return the numbers of a list as the kernel writes it: `0-3,8` is 0, 1, 2, 3, 8. A list of nothing is empty."""
+    """Return the numbers of a list in the kernel's notation: `0-3,8` is 0, 1, 2, 3, 8. The list may be empty."""
     numbers: list[int] = []
     for first, last in re.findall(r"(\d+)(?:-(\d+))?", text):
         numbers += range(int(first), int(last or first) + 1)

@@ -22,7 +22,7 @@ from kvdepot.ops.settings import as_argument
 from kvdepot.wire import operations as o
 from kvdepot.wire.operation import Argument, Command, Operation, R
 
-_POLL_SECONDS: Final = 0.2  # a person who waits for a depot does not notice it
+_POLL_SECONDS: Final = 0.2  # too short for a person to notice
 _GROUPS: Final = {
     "session": (
         "keep a session of an agent, or bring it back",
@@ -117,13 +117,13 @@ class _Keys(msgspec.Struct, forbid_unknown_fields=True):
 class _Traced(msgspec.Struct, forbid_unknown_fields=True):
     """One line of a trace: a prompt, from which the keys are computed.
 
-    The namespace is given in full or, as a running engine logs it, by its digest.
+    The namespace is given in full, or by its digest as a running engine logs it.
     """
 
     tokens: list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]]
     namespace: Namespace | str
     chunk_tokens: Annotated[int, msgspec.Meta(ge=1)] = MINIMUM_CHUNK_TOKENS
-    tenant: str = "default"  # with a digest; a namespace in full names its own
+    tenant: str = "default"  # used with a digest; a namespace in full has its own tenant
 
     def packed(self) -> tuple[str, bytes]:
         namespace = self.namespace
@@ -134,10 +134,10 @@ class _Traced(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def _prefixes_in(file: str) -> list[tuple[str, bytes]]:
-    """Return tenant and packed digests of each line of a file.
+    """Return the tenant and the packed digests of each line of a file.
 
     Raises:
-        ConfigError: it cannot be read, or a line has another form.
+        ConfigError: the file cannot be read, or a line is malformed.
     """
     try:
         lines = sys.stdin.readlines() if file == "-" else Path(file).read_text().splitlines()
@@ -186,7 +186,7 @@ def _clear(options: argparse.Namespace) -> int:
     if options.all and (options.tenant or options.model or options.digests):
         raise ConfigError("--all clears everything: leave --tenant, --model and --prefix out, or --all")
     prefixes = [b""]
-    if options.digests != b"":  # a file was named
+    if options.digests != b"":  # the user named a file
         prefixes = [digests for _, digests in _prefixes_in(options.digests) if digests]
     count = 0
     for digests in prefixes:
@@ -240,7 +240,7 @@ def _config(options: argparse.Namespace) -> int:
 
 
 def _describe_setting(name: str, value: Any) -> str:
-    """Return a line of `kvdepot.toml`, none for a setting that is not set."""
+    """Return a line of `kvdepot.toml`; an empty text if the setting is not set."""
     match name, value:
         case _, None:
             return ""
@@ -259,7 +259,8 @@ def _quoted(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)  # which TOML reads, too
 
 
-_RUN: Final[dict[type, Callable[[argparse.Namespace], int]]] = {  # commands that ask more than once or print more
+# Commands that send several requests or print more than a line.
+_RUN: Final[dict[type, Callable[[argparse.Namespace], int]]] = {
     o.Find: _find,
     o.Clear: _clear,
     o.Warm: _warm,

@@ -1,4 +1,4 @@
-"""`kvdepot pools`: the pools on this machine, and the removal of those that no depot serves any more."""
+"""`kvdepot pools`: lists the pools on this machine, and removes those that no depot serves any more."""
 
 import argparse
 import json
@@ -13,8 +13,8 @@ from kvdepot.errors import PoolError, printable
 from kvdepot.ops.terminal import fitted
 from kvdepot.pool.inventory import SHARED_MEMORY, FoundPool, find_pools, look_at, remove_pool
 
-# A depot that is restarted leaves its pool for so long at most: Kubernetes' back-off ends at 5 minutes, and a node that
-# pulls a new image takes about as long. Whoever names a pool decides himself.
+# The longest time that a restarting depot is away: Kubernetes' back-off ends at 5 minutes, and a node that pulls a new
+# image takes about as long. A pool that the user names is removed whatever its age.
 _RESTART_SECONDS: Final = 600.0
 
 _UNITS: Final = ((86_400, "days"), (3_600, "hours"), (60, "minutes"), (1, "seconds"))
@@ -67,7 +67,7 @@ def _look_at(path: Path) -> FoundPool:
 
 
 def _without_recent(pools: list[FoundPool], now: float) -> list[FoundPool]:
-    """Return the pools whose depot is not just restarting, and print the others."""
+    """Return the pools that were unused for longer than a restart takes. Print the others."""
     recent = [pool for pool in pools if now - pool.used_at < _RESTART_SECONDS]
     for pool in recent:
         age = _ago(now - pool.used_at)
@@ -92,7 +92,7 @@ def _remove(pools: list[FoundPool]) -> int:
 
 
 def describe(pool: FoundPool, now: float) -> str:
-    """Return one pool for people: two lines."""
+    """Describe one pool in two lines."""
     try:
         owner = pwd.getpwuid(pool.uid).pw_name
     except KeyError:

@@ -1,4 +1,4 @@
-"""`kvdepot serve`: the settings of its log and of HTTP, and the life of the server's process."""
+"""`kvdepot serve`: reads the settings, and runs the server's process with its log and HTTP."""
 
 import argparse
 import logging
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ProcessConfig:
-    """The settings of `kvdepot serve` that the server itself does not see."""
+    """The settings of `kvdepot serve` that concern its process only, not the server."""
 
     log_level: Literal["debug", "info", "warning", "error"] = setting(
         "info", "lowest level to log to standard error (default {default})"
@@ -43,7 +43,7 @@ class ProcessConfig:
     )
 
     def http_settings(self) -> HttpSettings | None:
-        """Return where to serve HTTP, None if it is not wanted.
+        """Return the address and token of HTTP, None if HTTP is off.
 
         Raises:
             ConfigError: the address or the token is wrong.
@@ -76,7 +76,7 @@ def read_configs(flags: Mapping[str, Any], environment: Mapping[str, str]) -> tu
     """Return the settings that flags, environment and file give.
 
     Raises:
-        ConfigError: one of them is wrong.
+        ConfigError: a setting is wrong.
     """
     given = read_settings(flags, (ProcessConfig, ServerConfig), environment)
     process = ProcessConfig(**{each.name: given.pop(each.name) for each in fields(ProcessConfig) if each.name in given})
@@ -112,7 +112,7 @@ def run_serve(options: argparse.Namespace) -> int:
         if http is not None:
             http.close()
     if config.tiers:
-        # Tiers' libraries run threads that may hang in a call; only this ends them.
+        # Libraries of tiers run threads that may hang in a call; only os._exit ends them.
         logging.shutdown()
         sys.stdout.flush()
         os._exit(0)

@@ -45,7 +45,8 @@ def add_settings(parser: argparse.ArgumentParser, kind: type[Any], only: Collect
         else:
             action = "store" if setting.collect is None else "append"
             read = as_argument(setting.parse)
-            flags = [setting.flag, "--url"] if setting.flag == "--dir" else [setting.flag]  # as for those who ask it
+            # Commands that ask a depot know both flags, too.
+            flags = [setting.flag, "--url"] if setting.flag == "--dir" else [setting.flag]
             parser.add_argument(*flags, action=action, type=read, metavar=setting.metavar, **options)
 
 
@@ -92,7 +93,7 @@ def read_settings(
 def _from_environment(
     declared: Mapping[str, Setting], environment: Mapping[str, str], hidden: Collection[str]
 ) -> dict[str, Any]:
-    """Read what `hidden` does not name; a list is split at spaces. Warn of variables that look like settings."""
+    """Read all settings except those in `hidden`. Split lists at spaces. Warn of variables that look like settings."""
     variables = {PREFIX + setting.name.upper(): name for name, setting in declared.items()}
     given: dict[str, Any] = {}
     for variable in sorted(environment):
@@ -109,7 +110,7 @@ def _from_environment(
 
 
 def _from_file(path: Path | str, declared: Mapping[str, Setting], hidden: Collection[str]) -> dict[str, Any]:
-    """Read what `hidden` does not name."""
+    """Read all settings except those in `hidden`."""
     try:
         values = tomllib.loads(Path(path).read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -127,7 +128,7 @@ def _from_file(path: Path | str, declared: Mapping[str, Setting], hidden: Collec
 
 
 def _read(setting: Setting, value: object, source: str) -> Any:
-    """Return the field's value for a value of the environment or the file."""
+    """Convert a value from the environment or the file to the field's type."""
     if setting.is_switch:
         text = str(value).lower()
         if not isinstance(value, bool | str) or text not in _TRUE | _FALSE:

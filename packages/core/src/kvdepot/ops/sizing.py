@@ -1,12 +1,12 @@
-"""`kvdepot sizing MODEL_CONFIG.json`: compute the size of a model's KV cache, and how many tokens a pool holds.
+"""`kvdepot sizing MODEL_CONFIG.json`: computes the size of a model's KV cache, and the tokens that fit into a pool.
 
-Pure arithmetic on the `config.json` that comes with a model, for the three kinds of attention whose cache its fields
-spell out: plain or grouped (keys and values of every token), the same with a window in the layers that `layer_types`
-names, and DeepSeek's latent attention (one compressed row a token, the same for all ranks).
+Pure arithmetic on the `config.json` of a model, for the three kinds of attention whose cache follows from its fields:
+plain or grouped (keys and values of every token), the same with a window in the layers that `layer_types` names, and
+DeepSeek's latent attention (one compressed row per token, the same on all ranks).
 
-A size is exact or refused. Models differ in ways that no list of types keeps up with: defaults in code, layers that
-share a cache, states of another dtype. So one key that is not known here is enough to refuse, and the refusal names
-the way that is exact for every model: attach an engine, and `kvdepot status` prints what it registered.
+A size is exact or refused. Models differ in too many ways to list: defaults in code, layers that share a cache, states
+of another dtype. So a single unknown key is refused. The error names the method that is exact for every model: attach
+an engine, and `kvdepot status` prints the sizes that it registered.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from kvdepot.config import format_size
 from kvdepot.errors import ConfigError
 
 DTYPE_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
-# An engine keeps these as they are; it serves a model in float32 in a dtype of its own choice.
+# Engines keep these dtypes. They serve a float32 model in a dtype of their own choice.
 _MODEL_DTYPES: Final = ("bfloat16", "float16")
 
 _EXACT_WAY: Final = "attach an engine, and 'kvdepot status' prints its bytes a token and bytes a state"
@@ -41,7 +41,7 @@ _READ_OF_LATENT: Final = frozenset(
         "v_head_dim",
     }
 )
-# Keys that change what is computed, never what is kept for a token.
+# Keys that change the computation, never the bytes of a token in the cache.
 _WITHOUT_EFFECT: Final = frozenset({
     "_name_or_path", "auto_map", "aux_loss_alpha", "chunk_size_feed_forward", "decoder_sparse_step", "ep_size",
     "experts_per_token", "final_logit_softcapping", "first_k_dense_replace", "hidden_act", "hidden_activation",
@@ -65,7 +65,7 @@ _WITHOUT_EFFECT_BY_END: Final = (
     "_token_id",
 )
 
-# Types whose code takes hidden_size / num_attention_heads where `head_dim` is left out; Gemma's, for one, does not.
+# Types whose code defaults `head_dim` to hidden_size / num_attention_heads. Gemma's, for example, does not.
 _DERIVE_HEAD_DIM: Final = frozenset({"llama", "mistral", "mixtral", "phi3", "qwen2", "qwen2_moe"})
 # Types that vLLM serves with latent attention as DeepSeek's; MiniCPM3, with the same keys, gets plain attention.
 _LATENT_TYPES: Final = frozenset({"deepseek_v2", "deepseek_v3", "kimi_k2"})
@@ -80,8 +80,8 @@ class Sizing:
     num_full_layers: int
     num_window_layers: int
     window_tokens: int
-    bytes_per_token: int  # of the layers with full or latent attention
-    window_bytes_per_token: int  # of the layers with a window; a pool keeps them for every token that is stored
+    bytes_per_token: int  # in layers with full or latent attention
+    window_bytes_per_token: int  # in layers with a window; a pool keeps them for every stored token
     is_mla: bool
 
     def as_dict(self, pool_bytes: int) -> dict[str, Any]:
@@ -143,11 +143,11 @@ def size_model(config: Mapping[str, Any], cache_dtype: str = "auto") -> Sizing:
     """Return the size of a model's cache.
 
     Args:
-        config: of the model, as in its `config.json`.
-        cache_dtype: as vLLM's `--kv-cache-dtype`; "auto" is the model's own.
+        config: the model's `config.json`.
+        cache_dtype: a value of vLLM's `--kv-cache-dtype`; "auto" is the model's own dtype.
 
     Raises:
-        ConfigError: the configuration does not say the size exactly, or the dtype is unknown.
+        ConfigError: the configuration does not determine the size, or the dtype is unknown.
     """
     text: Mapping[str, Any] = config.get("text_config") or config
     name = str((config.get("architectures") or [config.get("model_type", "?")])[0])
@@ -188,7 +188,7 @@ def _head_dim(config: Mapping[str, Any]) -> int:
 
 
 def _cache_dtype(config: Mapping[str, Any], text: Mapping[str, Any], wanted: str) -> str:
-    """Return the dtype of the cache, which checkpoints may set in their quantization, too."""
+    """Return the dtype of the cache. A checkpoint may also set it in its quantization."""
     if wanted != "auto":
         if wanted not in DTYPE_BYTES:
             raise ConfigError(f"a cache in {wanted!r}: known are {', '.join(DTYPE_BYTES)}")

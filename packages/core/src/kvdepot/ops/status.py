@@ -1,4 +1,4 @@
-"""`kvdepot status` and `kvdepot top`: a depot's status, for people and for machines."""
+"""`kvdepot status` and `kvdepot top`: print a depot's status as text or JSON."""
 
 import argparse
 import json
@@ -15,8 +15,8 @@ from kvdepot.ops.terminal import fitted
 from kvdepot.wire import operations as o
 from kvdepot.wire.status import ContextStatus, DepotStatus, GenerationStatus, GroupStatus, TierStatus
 
-_MINIMUM_SAMPLE_CHUNKS: Final = 10_000  # looked up, before estimates are shown
-_PROMPT_TOKENS: Final = 8_000  # the length of prompt in which the pool's capacity is told: a state counts once a prompt
+_MINIMUM_SAMPLE_CHUNKS: Final = 10_000  # estimates of fewer looked-up chunks are too rough to show
+_PROMPT_TOKENS: Final = 8_000  # prompt length for the pool's capacity: a recurrent state counts once per prompt
 
 
 def add_status(commands: Any, client: argparse.ArgumentParser, json_output: argparse.ArgumentParser) -> None:
@@ -54,7 +54,7 @@ def add_status(commands: Any, client: argparse.ArgumentParser, json_output: argp
 def _status(options: argparse.Namespace) -> int:
     reply = ask_depot(o.Status(), options.depot)
     if options.json:
-        # ASCII, so that clients' names cannot control the terminal.
+        # Prints ASCII only, so that clients' names cannot send control sequences to the terminal.
         print(json.dumps(msgspec.to_builtins(reply.status), indent=2))
     else:
         print(fitted(describe_status(reply.status, verbose=options.verbose)))
@@ -75,7 +75,7 @@ def _top(options: argparse.Namespace) -> int:
 
 
 def describe_status(status: DepotStatus, *, verbose: bool = False) -> str:
-    """Return the status for people; if `verbose`, with the layout of each engine's KV cache."""
+    """Return the status as text; if `verbose`, with the layout of each engine's KV cache."""
     used = status.pool_used_bytes / max(1, status.pool_size_bytes)
     counters = status.counters
     asked, hit = counters.get("lookup_chunks", 0), counters.get("lookup_chunks_hit", 0)
@@ -133,7 +133,7 @@ def describe_status(status: DepotStatus, *, verbose: bool = False) -> str:
 
 
 def _describe_generations(generations: list[GenerationStatus]) -> list[str]:
-    """Return a line for each generation of the lineages that a trainer has updated."""
+    """Return one line per generation of weights, for the lineages that a trainer has updated."""
     updated = {each.lineage for each in generations if each.name}
     lines: list[str] = []
     for each in generations:
@@ -170,7 +170,7 @@ def _describe_context(context: ContextStatus, pool_bytes: int, *, verbose: bool)
 
 
 def _describe_sizes(context: ContextStatus, pool_bytes: int) -> str:
-    """Return the bytes that this worker keeps for a token and a state, and the capacity for prompts of all workers."""
+    """Return this worker's bytes per token and per state, and the pool's capacity in prompts of all workers."""
     states = [group for group in context.groups if group.kind is GroupKind.RECURRENT]
     text = f"{format_size(context.bytes_per_token)} a token"
     if states:

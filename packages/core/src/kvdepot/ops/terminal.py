@@ -1,4 +1,4 @@
-"""Text that commands print for people."""
+"""Formats the text that commands print."""
 
 import re
 import shutil
@@ -10,9 +10,9 @@ _START: Final = re.compile(r" *(?:[\w ]{1,13}?  +|\[\d+\] |-> )*")  # an indent,
 
 
 def fitted(text: str) -> str:
-    """Return text for standard output: for a terminal with long lines broken between words, elsewhere as it is.
+    """Return text for standard output. If that is a terminal, break long lines between words.
 
-    A line goes on below the word that follows its label or number. Words that are longer than a line, such as paths,
+    Continuation lines are indented to the word after the label or number. Words longer than a line, such as paths,
     stay whole, so that they can be copied.
     """
     if not sys.stdout.isatty():

@@ -1,4 +1,4 @@
-"""`kvdepot top`: show a depot at work in a terminal, from its status. Needs `pip install 'kvdepot[cli]'`."""
+"""`kvdepot top`: shows the status of a depot in a terminal, live. Needs `pip install 'kvdepot[cli]'`."""
 
 import sys
 import time
@@ -19,7 +19,7 @@ from kvdepot.wire.status import DepotStatus
 
 _SHADES: Final = " ░▒▓█"
 _MAP_WIDTH: Final = 48
-_LEAST_CHUNKS: Final = 1000  # looked up, before estimates are shown
+_LEAST_CHUNKS: Final = 1000  # estimates of fewer looked-up chunks are too rough to show
 
 
 def run_top(ask: Callable[[], DepotStatus], *, interval_seconds: float = 1.0, num_frames: int | None = None) -> None:
@@ -50,7 +50,7 @@ def run_top(ask: Callable[[], DepotStatus], *, interval_seconds: float = 1.0, nu
 
 
 def draw(status: DepotStatus, before: DepotStatus, seconds: float) -> Group:
-    """Return one frame from the status now and the status `seconds` ago."""
+    """Return one frame, made of the status now and the status `seconds` ago."""
     columns = Columns([_summary(status, before, seconds), _pool(status)], expand=True)
     parts: list[Any] = [_title(status), columns]
     parts += [table for table in (_engines(status), _tenants(status), _tiers(status)) if table.row_count]
@@ -127,7 +127,7 @@ def _engines(status: DepotStatus) -> Table:
     table = _table("engine", "role", "model", "device", "a token", "leases", "stores")
     for context in status.contexts:
         role = f"worker {context.rank} of {context.world_size}" if context.world_size > 1 else context.role
-        model = context.model.rstrip("/").rpartition("/")[2]  # a path would leave no room for the rest
+        model = context.model.rstrip("/").rpartition("/")[2]  # a whole path would leave no room for the rest
         token = format_size(context.bytes_per_token) if context.bytes_per_token else "-"
         table.add_row(
             *map(_plain, (context.instance, role, model, context.device or "-")),
@@ -171,7 +171,7 @@ def _table(*titles: str) -> Table:
 
 
 def _plain(text: str) -> Text:
-    """Return untrusted text, safe for a terminal."""
+    """Return untrusted text, made safe for a terminal."""
     return Text(printable(text))
 
 

@@ -1,1 +1,1 @@
-"""The depot server: `depot` decides, `loop` acts, `sessions` knows which clients live."""
+"""The depot server: `depot` decides, `loop` does the I/O, `sessions` tracks which clients are alive."""

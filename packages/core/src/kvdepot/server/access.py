@@ -1,7 +1,7 @@
-"""Access on this machine: modes of the sockets, and the credentials that the kernel gives of a peer.
+"""Controls which processes of this machine may connect: modes of the sockets, and credentials of peers.
 
-A depot is for its user and root. With a group its members are let in, too: they reach the sockets through directory
-0710 and socket 0660, and the depot asks the kernel once more. Files of the pool stay the server's alone.
+A depot admits its own user and root. With a group it admits the members, too: the directory has mode 0710 and the
+sockets 0660, and the depot checks the credentials that the kernel reports. Only the server can open the pool's files.
 """
 
 import contextlib
@@ -17,30 +17,30 @@ from typing import Final, Self
 
 from kvdepot.errors import ConfigError
 
-PRIVATE_UMASK: Final = 0o177  # sockets are bound under it, and opened to a group afterwards
+PRIVATE_UMASK: Final = 0o177  # sockets are bound under this umask, and opened to a group afterwards
 
 _PEER_CREDENTIALS: Final = struct.Struct("iII")
 _SO_PEERGROUPS: Final = 59  # Linux 4.13
-_LONGEST_SOCKET_PATH: Final = 107  # bytes; the kernel's
-_MAXIMUM_GROUPS: Final = 65_536  # the kernel's
+_LONGEST_SOCKET_PATH: Final = 107  # bytes; the kernel's limit
+_MAXIMUM_GROUPS: Final = 65_536  # the kernel's limit
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Lets the server's user and root connect, and the members of `group` unless that is None."""
+    """Lets the server's user, root and the members of `group` connect; None: no group."""
 
     group: int | None = None
 
     @classmethod
     def of_group(cls, name: str | None) -> Self:
-        """Return the access of a group that is named, or given as a number.
+        """Return the access for a group, given by name or number.
 
         Raises:
             ConfigError: the group does not exist.
         """
         if name is None:
             return cls()
-        if name.isdecimal() and int(name) < (1 << 32) - 1:  # the last number means "leave it" to chown
+        if name.isdecimal() and int(name) < (1 << 32) - 1:  # to chown, the last number means "do not change"
             return cls(int(name))
         try:
             return cls(grp.getgrnam(name).gr_gid)
@@ -50,13 +50,13 @@ class Access:
             ) from None
 
     def prepare_directory(self, directory: Path) -> None:
-        """Make the sockets' directory if needed, and let the group through it.
+        """Create the directory of the sockets if needed, and let the group pass through it.
 
-        A directory that was there is changed only if it was private or let another group through: one that
-        everybody may pass is left as it is, one that was shared in another way is refused.
+        Change the mode of an existing directory only if it was private or open to another group. Leave it alone if
+        everybody may pass, and refuse it if it was shared in any other way.
 
         Raises:
-            ConfigError: it cannot be made, or opened to the group.
+            ConfigError: it cannot be created, or opened to the group.
         """
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -81,7 +81,7 @@ class Access:
         """Let the group use a socket that was bound under `PRIVATE_UMASK`.
 
         Raises:
-            ConfigError: it cannot be given to the group.
+            ConfigError: the socket cannot be given to the group.
         """
         if self.group is not None:
             self._open(path, 0o660)
@@ -89,7 +89,7 @@ class Access:
     def _open(self, path: Path, mode: int) -> None:
         assert self.group is not None
         try:
-            os.chown(path, -1, self.group)  # before the mode: no other group ever gets in
+            os.chown(path, -1, self.group)  # before the mode, so that no other group can connect in between
             path.chmod(mode)
         except PermissionError as error:
             raise ConfigError(
@@ -100,7 +100,7 @@ class Access:
     def why_not(self, connection: socket.socket) -> str | None:
         """Return why the process at the other end of a Unix socket may not connect, None if it may.
 
-        The kernel reports its user and groups as they were when it connected.
+        The kernel reports the peer's user and groups as of the time of its connect.
         """
         _, uid, gid = peer_credentials(connection)
         if uid in (0, os.getuid()):
@@ -113,10 +113,10 @@ class Access:
 
 
 def make_room(path: Path) -> None:
-    """Remove the socket that an earlier server has left at a path.
+    """Remove the socket that an earlier server left at a path.
 
     Raises:
-        ConfigError: no socket can be made there, or something else is there, which stays.
+        ConfigError: no socket can be created there, or the path is not a socket. It is not removed then.
     """
     num_bytes = len(os.fsencode(path))
     if num_bytes > _LONGEST_SOCKET_PATH:
@@ -125,7 +125,9 @@ def make_room(path: Path) -> None:
         )
     try:
         if not stat.S_ISSOCK(path.lstat().st_mode):
-            raise ConfigError(f"{path} is there and no socket: move it away, or choose another place for the socket")
+            raise ConfigError(
+                f"{path} exists and is not a socket: move it away, or choose another place for the socket"
+            )
         path.unlink()
     except FileNotFoundError:
         return
@@ -134,10 +136,10 @@ def make_room(path: Path) -> None:
 
 
 def open_lock(path: Path) -> int:
-    """Open the file that a server locks, made if it is not there.
+    """Open the file that a server locks. Create it if needed.
 
     Raises:
-        ConfigError: it cannot be opened, or is not a file.
+        ConfigError: the file cannot be opened, or is not a regular file.
     """
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
@@ -154,14 +156,14 @@ def _reason(error: Exception) -> str:
 
 
 def peer_credentials(connection: socket.socket) -> tuple[int, int, int]:
-    """Return process, user and primary group of the peer of a Unix socket; process 0 is in another PID namespace."""
+    """Return pid, uid and gid of the peer of a Unix socket. The pid is 0 for a peer in another PID namespace."""
     return _PEER_CREDENTIALS.unpack(
         connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
     )
 
 
 def describe_peer(connection: socket.socket) -> str:
-    """Return which process and user is the peer of a Unix socket, for the log; a child of this process serves HTTP."""
+    """Describe the peer of a Unix socket for the log: its process and user, or HTTP if it is this process's child."""
     pid, uid, _ = peer_credentials(connection)
     with contextlib.suppress(OSError):
         parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
@@ -171,7 +173,8 @@ def describe_peer(connection: socket.socket) -> str:
 
 
 def _supplementary_groups(connection: socket.socket) -> list[int]:
-    # By libc, as socket.getsockopt takes 1,024 bytes at most: users of a directory service have more than 256 groups.
+    # Calls libc because socket.getsockopt returns 1,024 bytes at most, and users of a directory service have more than
+    # 256 groups.
     groups = (ctypes.c_uint32 * _MAXIMUM_GROUPS)()
     size = ctypes.c_uint32(ctypes.sizeof(groups))
     libc = ctypes.CDLL(None, use_errno=True)

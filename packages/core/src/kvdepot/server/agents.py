@@ -1,8 +1,8 @@
-"""Agents' sessions: conversations by name, each with the prefix that it used last.
+"""Agent sessions: named conversations, each with the prefix that it used last.
 
-An engine names the session of a request, and tells its prefix once the request's chunks are stored (`Hint`). From then
-on anybody who knows the name can have the prefix kept, brought up from the tiers, sent down to them or forgotten, while
-no request runs and without its keys. The names outlive the server (`kvdepot.pool.prefixes`), pins do not.
+When a request's chunks are stored, its engine reports the session and its prefix (`Hint`). From then on, the name is
+enough to pin, promote, demote or forget the prefix: no keys and no running request are needed. Names outlive the server
+(`kvdepot.pool.prefixes`). Pins do not.
 """
 
 from collections.abc import Callable, Generator, Iterator
@@ -18,19 +18,19 @@ from kvdepot.server.replies import Refused, Wait
 from kvdepot.server.state import DepotState
 from kvdepot.wire import messages as m
 
-_MOST_RETAINED: Final = 0.5  # of a tenant's quota, so that its stores find room
+_MOST_RETAINED: Final = 0.5  # share of a tenant's quota; the rest is left for its stores
 
 Counting = Generator[Wait, bool, int]
-"""Part of a handler, which takes turns and returns how many chunks or entries it affected."""
+"""Part of a handler. It takes turns, and returns the number of chunks or entries that it affected."""
 
 
 class Agents:
-    """The sessions of all agents.
+    """All agent sessions.
 
     Args:
-        state: of the depot.
-        contexts: of the depot.
-        prefixes: of the sessions; kept by the caller.
+        state: the depot's.
+        contexts: the depot's.
+        prefixes: the last prefix of each session; the caller closes the file.
     """
 
     def __init__(self, state: DepotState, contexts: ContextTable, prefixes: PrefixFile) -> None:
@@ -64,14 +64,15 @@ class Agents:
         if not digests:
             tenant, session = map(printable, named)
             raise Refused(
-                ErrorCode.OUT_OF_RANGE, f"no session {session} of tenant {tenant}: it was never named, or is forgotten"
+                ErrorCode.OUT_OF_RANGE,
+                f"tenant {tenant} has no session {session}: no engine named it, or it was forgotten",
             )
         return digests
 
     def retain(self, named: Session, digests: bytes, seconds: float) -> Counting:
-        """Keep in the pool what it has of a prefix, for a time; return its chunks. 0 seconds end that.
+        """Pin the part of a prefix that is in the pool, and return its number of chunks. 0 seconds unpin it.
 
-        All sessions of a tenant together keep half of its quota: of a prefix that does not fit, the beginning is kept.
+        The sessions of a tenant can pin half of its quota together. If a prefix does not fit, its beginning is pinned.
         """
         found, best = 0, None
         for space in list(self._index.spaces):
@@ -85,7 +86,10 @@ class Agents:
         return self._pin(best, named, digests, seconds)
 
     def _match(self, space: Space, named: Session, digests: bytes) -> tuple[int, tuple[int, ...]]:
-        """Find the longest usable prefix in a space, as `ChunkIndex.match` does; nothing if it is another tenant's."""
+        """Find the longest usable prefix in a space, as `ChunkIndex.match` does.
+
+        Prefixes of other tenants do not count.
+        """
         found, nodes = self._index.match(space, digests)
         is_own = found and self._state.labels.names[self._index.nodes.label_of(nodes[-1])][0] == named[0]
         return (found, nodes) if is_own else (0, ())
@@ -97,7 +101,7 @@ class Agents:
         found, nodes = self._match(space, named, digests)
         places, _ = self._contexts.places(space)
         if not found or not places:
-            return 0  # some of it has left since, or no engine is here that could use it
+            return 0  # part of it was evicted meanwhile, or no attached engine could use it
         share = index.nodes.share_of(nodes[-1])
         in_each = sum(place.num_bytes for place in places if space.full_mask & 1 << place.group)
         at_end = sum(place.num_bytes * space.chunks_needed[place.group] for place in places)
@@ -109,7 +113,7 @@ class Agents:
         return found
 
     def demote(self, named: Session, digests: bytes) -> Counting:
-        """Have the chunks that only this prefix needs leave the pool as soon as a tier has them; return their number.
+        """Evict the chunks that only this prefix needs as soon as a tier has them. Return their number.
 
         Raises:
             Refused: no tier is in use.
@@ -120,9 +124,9 @@ class Agents:
         return (yield from self._end(named, digests, tiering.leave))
 
     def forget(self, named: Session, digests: bytes, *, at_once: bool) -> Counting:
-        """Forget a session, and have the chunks that only its prefix needs leave first, or now.
+        """Forget a session. Evict the chunks that only its prefix needs: now if `at_once`, else before all others.
 
-        Return the number of chunks that leave first, or of entries that left.
+        Return the number of entries evicted, or of chunks that will be.
         """
         self.prefixes.forget(*named)
         if not at_once:
@@ -139,7 +143,7 @@ class Agents:
     def _end(
         self, named: Session, digests: bytes, end: Callable[[int, Callable[[int], bool]], Iterator[int]]
     ) -> Counting:
-        """End a session's pin, and its prefix in each space by a function of its last node and of labels that are own.
+        """End a session's pin, and end its prefix in each space by `end(last node, is own label)`.
 
         Return the number of chunks that only this prefix needs.
         """

@@ -1,4 +1,4 @@
-"""Assembles a depot with its sockets, and ends it."""
+"""Assembles a depot and its sockets, runs them, and closes them."""
 
 import contextlib
 import fcntl
@@ -48,32 +48,32 @@ from kvdepot.wire.status import DepotStatus
 
 logger = logging.getLogger(__name__)
 
-_BYTES_PER_ENTRY: Final = 64 << 10  # the smallest chunk that the default number of entries reckons with
+_BYTES_PER_ENTRY: Final = 64 << 10  # the smallest entry that the default number of entries allows for
 _MINIMUM_ENTRIES: Final = 65_536
 _MAXIMUM_ENTRIES: Final = 4_194_304
-_DRAIN_SECONDS: Final = 2.0  # for writes to tiers: a container gets ten from its first signal to its end
+_DRAIN_SECONDS: Final = 2.0  # for writes to tiers: a container is killed ten seconds after its first signal
 
 
 class DepotServer:
-    """A depot with its sockets. `run` serves until `stop` or SIGTERM; `close` is called by `run`."""
+    """A depot with its sockets. `run` serves until `stop` or SIGTERM, then calls `close`."""
 
     def __init__(self, config: ServerConfig, further_settings: Mapping[str, Any] = MappingProxyType({})) -> None:
-        """Bind the sockets and open the pool; `further_settings` of the process are shown with those of `config`.
+        """Bind the sockets and open the pool; `further_settings`, the process's own, are only shown to operators.
 
         Raises:
-            ConfigError: the settings cannot work.
+            ConfigError: the settings are invalid.
             DepotBusy: another server has this directory.
-            PoolError: the pool's files cannot be made.
+            PoolError: the pool's files cannot be created.
         """
         self.config = config
         self.epoch = secrets.randbits(62) | 1
-        self._version = version("kvdepot")  # read from a file
+        self._version = version("kvdepot")  # slow: importlib reads it from a file
         self._started_at = time.monotonic()
         self._stopping_at: float | None = None
         self._access = Access.of_group(config.socket_group)
         self._access.prepare_directory(config.directory)
         self._lock = _take_lock(config.directory)
-        with contextlib.ExitStack() as undo:  # a start that fails leaves nothing behind
+        with contextlib.ExitStack() as undo:  # if the start fails, close and remove everything
             undo.callback(os.close, self._lock)
             self._files = self._open_files()
             undo.callback(self._files.close, remove=False)
@@ -107,7 +107,7 @@ class DepotServer:
         config, files = self.config, self._files
         size = files.size_bytes
         quotas = QuotaTable(size, config.quotas)
-        make_room(config.directory / CONTROL_SOCKET)  # now that no living depot has it
+        make_room(config.directory / CONTROL_SOCKET)  # no living depot uses it, as the lock is ours
         ready = allocate_first(files.pool_fd, size)
         holdings = Holdings(config.topic, self._is_in_tier) if config.events else None
         index = ChunkIndex(ExtentAllocator(size, ready), files.table, config.policy, quotas, holdings)
@@ -248,7 +248,10 @@ class DepotServer:
             self.close()
 
     def stop(self) -> None:
-        """Ask the loop to end, from any thread or a signal handler: no new stores, those under way may finish."""
+        """Tell the loop to end: decline new stores and finish those under way.
+
+        Any thread or signal handler may call this.
+        """
         if self._stopping_at is None:
             self._stopping_at = time.monotonic() + _DRAIN_SECONDS
             self.depot.state.accepts_stores = False
@@ -256,7 +259,7 @@ class DepotServer:
         self._waker.wake()
 
     def stop_on_signals(self) -> None:
-        """End on SIGTERM and SIGINT; call from the main thread."""
+        """Stop on SIGTERM and SIGINT. Call this from the main thread."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda _number, _frame: self.stop())
 
@@ -265,7 +268,7 @@ class DepotServer:
         return not self.depot.stores.tickets or not has_time
 
     def close(self) -> None:
-        """Close sockets and files. Remove an ephemeral pool; any other that has served waits for the next server."""
+        """Close sockets and files. Remove the pool if it is ephemeral; otherwise it stays for the next server."""
         state = self.depot.state
         if state.movers is not None:
             state.movers.close()

@@ -1,7 +1,8 @@
 """Runs long work in steps between messages.
 
-A step takes some microseconds. Urgent steps come first, in order. The other queues take turns, one step at a time. A
-handler enters a queue by what it yields (`kvdepot.server.replies`); a chore is an iterator, each `next` of it a step.
+A step takes some microseconds. Urgent steps run first, in order. The other queues are served round-robin, one step at a
+time. A handler enters a queue by yielding a wait (`kvdepot.server.replies`). A chore is an iterator: each `next` is a
+step.
 """
 
 import logging
@@ -16,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 CHORES_FAILED: Final = depot_counter("chores_failed", "Background tasks that failed because of a bug")
 
-MAXIMUM_OPERATIONS: Final = 64  # requests of operators that wait for their turn
+MAXIMUM_OPERATIONS: Final = 64  # operators' requests that wait for their turn
 _MOST_HINTS: Final = 1024  # each holds the rest of one prefix
 _MOST_NOTES: Final = 16  # each holds the names of a prompt's segments, 192 KiB at most
 _DONE_AT_ONCE: Final = 64  # steps
@@ -25,15 +26,15 @@ Task = Iterator[object]
 
 
 class Turns:
-    """A queue for turns, first in, first out. Work with steps left keeps its place."""
+    """A FIFO queue for turns. Work with steps left keeps its place."""
 
     def __init__(self, background: "Background", most: int | None) -> None:
         self.waiting: deque[Callable[[], None]] = deque()
         self._background = background
-        self._most = most  # may wait; None: without a bound, as other bounds hold
+        self._most = most  # bound of `waiting`; None: unbounded, because other bounds apply
 
     def enter(self, resume: Callable[[], None]) -> bool:
-        """Wait for a first turn; False if as many wait as may."""
+        """Wait for a first turn. Return False if the queue is full."""
         if self._most is not None and len(self.waiting) >= self._most:
             return False
         self.waiting.append(resume)
@@ -41,7 +42,7 @@ class Turns:
         return True
 
     def again(self, resume: Callable[[], None]) -> bool:
-        """Wait for a further turn: the next one if the present one is of this queue, else behind all that wait."""
+        """Wait for a further turn: at the front if this queue has the present turn, else at the end."""
         if self._background.present is self:
             self.waiting.appendleft(resume)
         else:
@@ -50,7 +51,7 @@ class Turns:
         return True
 
     def total(self, steps: Iterator[int]) -> Generator[Wait, bool, int]:
-        """Take the steps of an iterator in a turn each, within a handler; return the sum of their numbers."""
+        """Iterate within a handler, one turn per item. Return the sum of the items."""
         total = 0
         for number in steps:
             total += number
@@ -58,12 +59,15 @@ class Turns:
         return total
 
     def add(self, task: Task) -> bool:
-        """Run a chore; False if as many wait as may."""
+        """Queue a chore. Return False if the queue is full."""
         return self.enter(_Chore(self, task))
 
 
 class _Chore:
-    """Iterates in turns of one queue. A closure that names itself would keep what it held until it is collected."""
+    """Iterates in turns of one queue.
+
+    Not a closure: one that refers to itself would keep its objects alive until the garbage collector runs.
+    """
 
     __slots__ = ("_task", "_turns")
 
@@ -77,26 +81,26 @@ class _Chore:
 
 
 class Background:
-    """All work that has steps left.
+    """All work with steps left.
 
     Args:
-        counters: a chore that fails is counted in `chores_failed`, and the others continue.
+        counters: `chores_failed` counts chores that raise. The others continue.
     """
 
     def __init__(self, counters: Counts) -> None:
-        self.num_waiting = 0  # steps that `work` has to do
-        self.present: Turns | None = None  # the queue whose step runs
+        self.num_waiting = 0  # entries of all queues
+        self.present: Turns | None = None  # the queue whose step is running
         self.urgent = Turns(self, None)
         self.operators = Turns(self, MAXIMUM_OPERATIONS)
-        self.hints = Turns(self, _MOST_HINTS)  # long prefixes whose end a request has ranked
+        self.hints = Turns(self, _MOST_HINTS)  # the rest of long prefixes; a request ranks their ends itself
         self.notes = Turns(self, _MOST_NOTES)  # contents of chunks, for blends
         self.endings = Turns(self, 1)  # prefixes whose time to live has passed
         self.unpinnings = Turns(self, 1)  # pins whose time has passed
         self.generations = Turns(self, 1)  # chunks of weights that became outdated
-        self.samples = Turns(self, 1)  # a very long lookup, counted for the estimates
-        self.replays = Turns(self, 1)  # events sent again
-        self.hottest = Turns(self, 1)  # lists of prefixes
-        self.descriptions = Turns(self, 1)  # tokens of an earlier server, or the file of tokens written anew
+        self.samples = Turns(self, 1)  # counts a very long lookup for the estimates
+        self.replays = Turns(self, 1)  # resends events
+        self.hottest = Turns(self, 1)  # lists the most used prefixes
+        self.descriptions = Turns(self, 1)  # reads the tokens of an earlier server, or rewrites the file of tokens
         self._counters = counters
         self._others = deque(
             [
@@ -114,7 +118,7 @@ class Background:
         )
 
     def add_urgent(self, task: Task, num_steps: int | None = None) -> None:
-        """Run a chore before all that is not urgent: at once if it is known to have few steps."""
+        """Run a chore before all work that is not urgent: now if it is known to have few steps."""
         if num_steps is None or num_steps > _DONE_AT_ONCE:
             self.urgent.add(task)
             return
@@ -137,7 +141,7 @@ class Background:
     def _step_of_others(self) -> None:
         for _ in range(len(self._others)):
             turns = self._others[0]
-            self._others.rotate(-1)  # behind the other queues
+            self._others.rotate(-1)  # to the end of the rotation
             if turns.waiting:
                 self._step(turns)
                 return

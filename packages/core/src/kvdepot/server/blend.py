@@ -23,8 +23,8 @@ _BLEND_NOTES_DROPPED: Final = depot_counter(
 _BLEND_RUNS: Final = depot_counter("blend_runs", "Runs of neighbouring segments that were leased")
 _BLEND_TOKENS_FOUND: Final = depot_counter("blend_tokens_found", "Tokens of these runs")
 
-_MOST_RUNS: Final = 1024  # of one reply, the first ones
-_MOST_CHUNKS: Final = 8192  # of one reply: 0.8 us each, beside 2 us for each run; 131,072 tokens in chunks of 16
+_MOST_RUNS: Final = 1024  # per reply; further runs are left out
+_MOST_CHUNKS: Final = 8192  # per reply: 0.8 us each, and 2 us for each run; 131,072 tokens in chunks of 16
 _NOTED_AT_ONCE: Final = 64  # segments: 0.1 ms, and 0.5 ms if 256 tenants compete for a full index
 
 
@@ -37,10 +37,10 @@ class BlendLookups:
         self._index = state.index
 
     def note(self, context: Context, request: m.NoteContents) -> m.Done | Steps:
-        """Note what chunks hold; the reply counts segments.
+        """Note the segments that chunks hold. The reply counts segments.
 
-        Many segments are noted later, in steps, and not at all if many such requests wait: a prompt that passes again
-        is noted again.
+        Many segments are noted later, in steps. They are dropped if too many such requests wait: the next request with
+        the same prompt notes them again.
         """
         self._check(context, request.segments)
         count_digests(request.digests)
@@ -66,7 +66,7 @@ class BlendLookups:
         return m.Done(epoch, (yield from notes.total(steps)))
 
     def lookup(self, context: Context, request: m.BlendLookup) -> m.BlendReply:
-        """Lease the runs that the depot has."""
+        """Lease the runs of segments that the pool has."""
         self._check(context, request.segments)
         state, counters, chunk_tokens = self._state, self._state.counters, context.space.spec.chunk_tokens
         runs, digests, nodes = bytearray(), bytearray(), list[int]()
@@ -101,7 +101,7 @@ class BlendLookups:
         return m.BlendReply(state.epoch, lease, state.leases.lease_seconds, bytes(runs), bytes(digests))
 
     def _keys(self, space: Space, node: int, first: int, count: int) -> bytes | None:
-        """Return the keys of chunks `first` on, of which `node` is the last one; None if one was removed."""
+        """Return the keys of `count` chunks from `first` on, ending at `node`. None if a chunk was removed."""
         keys: list[bytes] = []
         for chunk in range(first + count - 1, first - 1, -1):
             key = self._index.nodes.key_of(node)

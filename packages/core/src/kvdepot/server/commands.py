@@ -1,7 +1,7 @@
 """Answers operations: each of `kvdepot.wire.operations` has one handler here, or in `kvdepot.server.app`.
 
-None of them needs a session. Long ones take turns in the background, one after the other, and reply when they are done.
-Nothing of them outlives the server: the next one starts from its flags again.
+No operation needs a session. Long ones take turns in the background, one after the other, and reply at the end. Their
+changes do not outlive the server: the next one starts from its flags.
 """
 
 import logging
@@ -27,12 +27,12 @@ from kvdepot.wire import operations as o
 
 logger = logging.getLogger(__name__)
 
-MAXIMUM_TIERS: Final = 16  # since the start, those that were removed included
+MAXIMUM_TIERS: Final = 16  # since the start, including removed ones
 
-_PATIENT_SECONDS: Final = 60.0  # that a warm request may wait for tiers
+_PATIENT_SECONDS: Final = 60.0  # the longest wait of `kvdepot warm` for tiers
 _PACKAGE: Final = logging.getLogger("kvdepot")
 
-Who: TypeAlias = Callable[[], str]  # names the sender of a request, for the log
+Who: TypeAlias = Callable[[], str]  # describes the sender of a request for the log
 Handler: TypeAlias = Callable[[Depot, Any, Who], frames.Reply | Steps]
 
 _H = TypeVar("_H", bound=Handler)
@@ -40,7 +40,7 @@ HANDLERS: Final[dict[type, Handler]] = {}
 
 
 def answers(operation: type[o.OperatorRequest]) -> Callable[[_H], _H]:
-    """Make a function the handler of an operation. It may raise `Refused` if it has changed nothing."""
+    """Register a function as the handler of an operation. It may raise `Refused` only if it has changed nothing."""
 
     def register(handler: _H) -> _H:
         HANDLERS[operation] = handler
@@ -50,10 +50,10 @@ def answers(operation: type[o.OperatorRequest]) -> Callable[[_H], _H]:
 
 
 class Operators:
-    """Answers operators.
+    """Passes operators' requests to their handlers.
 
     Args:
-        depot: that they operate.
+        depot: the depot to operate.
         of_server: the handlers of operations that need more than a depot.
     """
 
@@ -67,7 +67,7 @@ class Operators:
         """Answer a request, now or later.
 
         Raises:
-            Refused: with the reason; nothing was changed.
+            Refused: nothing was changed; the text gives the reason.
         """
         if request.needs_entries and self._depot.state.is_restoring:
             raise Refused(ErrorCode.DRAINING, "the entries of an earlier server are being read: ask again")
@@ -75,7 +75,7 @@ class Operators:
 
 
 def _first_turn(depot: Depot) -> Generator[Wait, bool, None]:
-    """Wait for the first turn of a command.
+    """Wait for the first turn of an operation.
 
     Raises:
         Refused: very many commands wait.
@@ -86,7 +86,7 @@ def _first_turn(depot: Depot) -> Generator[Wait, bool, None]:
 
 @answers(o.Find)
 def find(depot: Depot, request: o.Find, _who: Who) -> Steps:
-    """Find a prefix in the pool; the reply names spaces, `MAXIMUM_ROWS` at most, the one with the most chunks first.
+    """Find a prefix in the pool. The reply lists at most `MAXIMUM_ROWS` spaces, the longest prefix first.
 
     Raises:
         Refused: the bytes are not whole digests, or very many commands wait.
@@ -120,7 +120,7 @@ def find(depot: Depot, request: o.Find, _who: Who) -> Steps:
 
 
 def clear_pool(depot: Depot, tenant: str | None, model: str | None = None) -> Iterator[int]:
-    """Remove the entries of a tenant and a model (None: of all) that nobody uses; yield how many at each step."""
+    """Remove the unused entries of a tenant and a model (None: of all). Yield the number removed in each step."""
     names = depot.labels.names
 
     def is_wanted(label: int, _space: Space) -> bool:
@@ -140,15 +140,15 @@ def _note_clear(depot: Depot, selected: str, count: int, who: str) -> None:
 
 @answers(o.Clear)
 def clear(depot: Depot, request: o.Clear, who: Who) -> Steps:
-    """Clear the pool, then the tiers, or one prefix; the reply counts entries, and the log says who asked for it.
+    """Clear one prefix, or the pool and the tiers. The reply counts entries, and the log names the sender.
 
-    It is an error if a tier could not be cleared; the pool and the other tiers are.
+    If a tier cannot be cleared, the reply is an error, but the pool and the other tiers are cleared.
 
     Raises:
         Refused: the bytes are not whole digests, or very many commands wait.
     """
     count_digests(request.digests)
-    asker, turns = who(), depot.background.operators  # now, as the sender may have gone when this is done
+    asker, turns = who(), depot.background.operators  # now: the sender may have disconnected before the end
     yield from _first_turn(depot)
     if request.digests:
         removed = yield from _clear_prefix(depot, request)
@@ -180,7 +180,7 @@ def clear(depot: Depot, request: o.Clear, who: Who) -> Steps:
 
 
 def _clear_prefix(depot: Depot, request: o.Clear) -> Generator[Wait, bool, int]:
-    """Remove a prefix from the pool, in every space, as far as no other prefix needs it; return how many entries."""
+    """Remove the chunks that only this prefix needs from every space of the pool. Return the number of entries."""
     index, turns, removed = depot.index, depot.background.operators, 0
     for space in list(index.spaces):
         yield turns.again
@@ -195,9 +195,9 @@ def _clear_prefix(depot: Depot, request: o.Clear) -> Generator[Wait, bool, int]:
 
 @answers(o.Warm)
 def warm(depot: Depot, request: o.Warm, _who: Who) -> Steps:
-    """Bring a prefix up from the tiers, as far as they have it.
+    """Promote a prefix from the tiers, as far as they have it.
 
-    The reply counts the chunks that are in the pool then, of the space that has the most.
+    The reply counts the chunks that are in the pool afterwards, in the space that has the most.
 
     Raises:
         Refused: the bytes are not whole digests, or very many commands wait.
@@ -213,7 +213,7 @@ def warm(depot: Depot, request: o.Warm, _who: Who) -> Steps:
 
 
 def _bring_up(depot: Depot, tenant: str, digests: bytes) -> Generator[Wait, bool, None]:
-    """Promote a prefix from the tiers, where engines are registered, for every model that they named."""
+    """Promote a prefix from the tiers in every space with engines, for each of their models."""
     num_chunks, promoted = num_digests(digests), list[Outcome[()]]()
     for space in list(depot.index.spaces):
         yield depot.background.operators.again
@@ -242,7 +242,7 @@ def _bring_up(depot: Depot, tenant: str, digests: bytes) -> Generator[Wait, bool
 
 @answers(o.RetainSession)
 def retain_session(depot: Depot, request: o.RetainSession, _who: Who) -> Steps:
-    """Keep a session's prefix in the pool, as far as it is there; the reply counts its chunks.
+    """Pin the part of a session's prefix that is in the pool. The reply counts its chunks.
 
     Raises:
         Refused: the tenant has no such session, or very many commands wait.
@@ -255,7 +255,7 @@ def retain_session(depot: Depot, request: o.RetainSession, _who: Who) -> Steps:
 
 @answers(o.PrefetchSession)
 def prefetch_session(depot: Depot, request: o.PrefetchSession, _who: Who) -> Steps:
-    """Bring a session's prefix up from the tiers, and keep it; the reply counts its chunks in the pool.
+    """Promote a session's prefix from the tiers and pin it. The reply counts its chunks in the pool.
 
     Raises:
         Refused: the tenant has no such session, or very many commands wait.
@@ -269,7 +269,7 @@ def prefetch_session(depot: Depot, request: o.PrefetchSession, _who: Who) -> Ste
 
 @answers(o.DemoteSession)
 def demote_session(depot: Depot, request: o.DemoteSession, _who: Who) -> Steps:
-    """Have a session's chunks leave the pool as soon as a tier has them; the reply counts them.
+    """Evict a session's chunks as soon as a tier has them. The reply counts the chunks.
 
     Raises:
         Refused: the tenant has no such session, no tier is in use, or very many commands wait.
@@ -282,7 +282,7 @@ def demote_session(depot: Depot, request: o.DemoteSession, _who: Who) -> Steps:
 
 @answers(o.ForgetSession)
 def forget_session(depot: Depot, request: o.ForgetSession, _who: Who) -> Steps:
-    """Forget a session, and evict its chunks first or now; the reply counts them.
+    """Forget a session, and evict its chunks now or before all others. The reply counts them.
 
     Raises:
         Refused: the tenant has no such session, or very many commands wait.
@@ -295,7 +295,7 @@ def forget_session(depot: Depot, request: o.ForgetSession, _who: Who) -> Steps:
 
 @answers(o.SetQuota)
 def set_quota(depot: Depot, request: o.SetQuota, _who: Who) -> Steps:
-    """Change a tenant's quota; the reply counts the chunks that moved to another share of the pool."""
+    """Change a tenant's quota. The reply counts the chunks that moved to another share of the pool."""
     tenant, quota_bytes = request.tenant, request.quota_bytes
     yield from _first_turn(depot)
     try:
@@ -310,10 +310,10 @@ def set_quota(depot: Depot, request: o.SetQuota, _who: Who) -> Steps:
 def add_tier(
     depot: Depot, opener: TierOpener, make_tiering: Callable[[list[TierQueue]], Tiering], request: o.AddTier
 ) -> Steps:
-    """Open a tier and use it below those that are there; the reply comes when it is in use, and counts tiers.
+    """Open a tier and use it below the present ones. The reply comes when it is in use, and counts the tiers.
 
     Raises:
-        Refused: not a URL, another tier is being opened, this one is in use, or there were too many.
+        Refused: the URL is malformed, another tier is being opened, this one is in use, or there were too many.
     """
     try:
         name = TierUrl.parse(request.url).name
@@ -344,7 +344,7 @@ def add_tier(
 
 @answers(o.RemoveTier)
 def remove_tier(depot: Depot, request: o.RemoveTier, _who: Who) -> m.Done:
-    """Stop using a tier; the reply counts those in use.
+    """Stop using a tier. The reply counts the tiers in use.
 
     Raises:
         Refused: no tier in use has that name.
@@ -358,7 +358,7 @@ def remove_tier(depot: Depot, request: o.RemoveTier, _who: Who) -> m.Done:
 
 @answers(o.Drain)
 def drain(depot: Depot, request: o.Drain, _who: Who) -> m.Done:
-    """Decline stores, or accept them again; the reply counts the stores under way."""
+    """Decline stores, or accept them again. The reply counts the stores under way."""
     is_draining = request.is_draining
     if depot.state.is_draining != is_draining:
         _note(depot, "draining: stores are declined" if is_draining else "stores are accepted again")
@@ -380,9 +380,9 @@ def set_log_level(depot: Depot, request: o.SetLogLevel, _who: Who) -> m.Done:
 
 
 def settings_of(depot: Depot, config: ServerConfig) -> dict[str, Any]:
-    """Return the settings as plain values under their names in `kvdepot.toml`, with the quotas and tiers of now.
+    """Return the settings as plain values under their names in `kvdepot.toml`, with the present quotas and tiers.
 
-    Credentials in the URLs of tiers are left out, and so are the options of a tier that was added later.
+    Credentials in the URLs of tiers are left out, as are the options of tiers that operators added.
     """
     settings = plain_settings(config)
     settings["pool_dir"] = str(config.pool_path)

@@ -1,14 +1,15 @@
-"""Connections of the control socket: they take in and send whole frames, and none of them delays another.
+"""Connections of the control socket: receive and send whole frames, without one connection delaying another.
 
-A connection begins with a greeting. It opens a session, and then leaves this table for the sessions'; or it joins a
-session by its token, or is empty, as an operator's. Every further frame is a request. The server's loop calls `serve`
-when `fileno` is readable. A turn serves one frame of each connection at a time, in rotation, until its time is up.
+A connection begins with a greeting. The greeting opens a session, joins one by its token, or is empty, as an
+operator's. A connection that opens a session moves to `SessionTable`. On the others, every further frame is a request.
+The server's loop calls `serve` when `fileno` is readable. A turn serves the connections round-robin, one frame each,
+until its time is up.
 
 The table keeps its bounds by not reading, so that the kernel makes the sender wait. It does not read a connection
-that has an unread reply or too many bytes of waiting requests, and reads none while all together hold too much. It
+with an unread reply or too many bytes of waiting requests, and reads none while all of them together hold too much. It
 closes a connection that breaks the framing, does not complete a frame in time, or falls silent without a session. If
-the unread replies of all connections become too many, it closes the one with the most. The session ends with its
-connection, so an engine never takes a lost connection for a living depot.
+the unread replies of all connections exceed their bound, it closes the connection with the most. When it closes a
+connection of a session, the session ends, so its engine notices and reconnects.
 """
 
 import select
@@ -26,51 +27,51 @@ from kvdepot.server.listening import Listener, Warnings
 from kvdepot.wire import frames
 
 SILENCE_SECONDS: Final = 5.0  # for a greeting, for the rest of a frame, and between an operator's requests
-MAXIMUM_OF_OWNER: Final = 64  # connections of one session
-MAXIMUM_HELD_BYTES: Final = 64 << 20  # of requests that wait for an answer or the rest of their frame, in total
-MAXIMUM_HELD_BY_ONE_BYTES: Final = 16 << 20  # a quarter of all: four greedy clients at least are needed to fill it
-MAXIMUM_UNREAD_BYTES: Final = 64 << 20  # of replies, in total
+MAXIMUM_OF_OWNER: Final = 64  # connections per session
+MAXIMUM_HELD_BYTES: Final = 64 << 20  # in total, of requests that wait for an answer or for the rest of their frame
+MAXIMUM_HELD_BY_ONE_BYTES: Final = 16 << 20  # per connection: at least four greedy clients are needed to fill the total
+MAXIMUM_UNREAD_BYTES: Final = 64 << 20  # in total, of replies
 
-_WAITING_BYTES: Final = 4096  # that a request which waits takes beside its frame: 3.4 KiB, measured
-_READ_BYTES: Final = 64 << 10  # at once; a smaller frame needs no room to be set aside
-_EVENTS: Final = 64  # of one poll: a turn serves requests for 0.8 ms, at 10 us and more each
+_WAITING_BYTES: Final = 4096  # memory of a waiting request beside its frame: 3.4 KiB, measured
+_READ_BYTES: Final = 64 << 10  # per read; a frame that fits needs no room set aside
+_EVENTS: Final = 64  # per poll: a turn serves requests for 0.8 ms, at 10 us and more each
 _LENGTH_BYTES: Final = frames.LENGTH.size
 
 
 @dataclass(slots=True, eq=False)
 class Connection:
-    """One connection. Only `owner` is for others than its table."""
+    """One connection. Other classes may use only `owner`."""
 
     socket: socket.socket
     owner: bytes | None = None  # None before the greeting, b"" for an operator
     is_open: bool = True
-    received: bytearray = field(default_factory=bytearray)  # less than a frame, or more than one
-    unread: bytearray = field(default_factory=bytearray)  # of replies that the kernel did not take
-    held_bytes: int = 0  # of its requests that wait for an answer
-    set_aside_bytes: int = 0  # for the rest of a frame
+    received: bytearray = field(default_factory=bytearray)  # part of a frame, or more than one
+    unread: bytearray = field(default_factory=bytearray)  # bytes of replies that the kernel did not accept yet
+    held_bytes: int = 0  # of requests that wait for an answer
+    set_aside_bytes: int = 0  # reserved for the rest of a frame
     events: int = select.EPOLLIN
     is_queued: bool = False
-    is_parked: bool = False  # not read until others hold less
-    wanted_bytes: int = 0  # that must be free by then
+    is_parked: bool = False  # is not read until others hold less
+    wanted_bytes: int = 0  # that must be free before it is read again
 
 
 class ConnectionTable:
-    """Everything that is connected to the control socket but sessions; one epoll set, polled by the server's loop.
+    """All connections of the control socket except those that opened a session. The server's loop polls its epoll set.
 
     Args:
-        path: of the socket to listen on.
+        path: the socket to listen on.
         access: decides which processes may connect.
-        is_owner: whether a token is that of an open session.
-        end_owner: ends the session of a token, which calls `close_owner`.
+        is_owner: returns whether a token belongs to an open session.
+        end_owner: ends the session of a token, and thereby calls `close_owner`.
         open_session: takes over a socket whose greeting opens a session.
-        handle: called with this table, a connection and one frame, which is valid during the call. It answers by
+        handle: called with this table, a connection and one frame, which is valid only during the call. It answers by
             `send`, now or after `hold`.
 
     Attributes:
-        has_work: whether work waits that `fileno` does not show. It may be wrong in saying so, never in denying it.
+        has_work: whether there may be work that `fileno` does not show. False means that there is none.
 
     Raises:
-        ConfigError: the path cannot be listened on.
+        ConfigError: the socket cannot be created.
     """
 
     def __init__(
@@ -89,10 +90,10 @@ class ConnectionTable:
         self._handle = handle
         self._connections: dict[int, Connection] = {}
         self._of_owner: dict[bytes, set[Connection]] = {}
-        self._unfinished: dict[Connection, float] = {}  # each owes a frame until a time, the earliest first
-        self._queue: deque[Connection] = deque()  # may have a frame, in the order of their turns
+        self._unfinished: dict[Connection, float] = {}  # deadlines of those that owe a frame, the earliest first
+        self._queue: deque[Connection] = deque()  # connections that may have a frame, in the order of their turns
         self._parked: deque[Connection] = deque()
-        self.held_bytes = 0  # of requests that wait for an answer or the rest of their frame
+        self.held_bytes = 0  # of requests that wait for an answer or for the rest of their frame
         self.unread_bytes = 0  # of replies
         self._buffer = bytearray(_READ_BYTES)
         self._view = memoryview(self._buffer)
@@ -115,7 +116,7 @@ class ConnectionTable:
         return iter(self._connections.values())
 
     def serve(self, until: float) -> None:
-        """Serve frames, one at least if there is one, until the time `until`; never waits."""
+        """Serve frames until the time `until`, but at least one if there is one. Never wait."""
         queue = self._queue
         while True:
             for fd, events in self._epoll.poll(0, _EVENTS):
@@ -124,7 +125,7 @@ class ConnectionTable:
                     if fd == self._listener.fileno():
                         self._accept()
                 elif events & select.EPOLLHUP and not connection.events & select.EPOLLIN:
-                    self._close(connection)  # nobody reads its replies
+                    self._close(connection)  # its client does not read replies
                 elif not connection.is_queued:
                     connection.is_queued = True
                     queue.append(connection)
@@ -143,7 +144,7 @@ class ConnectionTable:
                     return
 
     def send(self, connection: Connection, frame: bytes | bytearray) -> None:
-        """Send a reply. It is lost if the connection is closed; never waits."""
+        """Send a reply, which is lost if the connection is closed. Never wait."""
         if not connection.is_open:
             return
         data = frames.LENGTH.pack(len(frame)) + frame
@@ -169,32 +170,35 @@ class ConnectionTable:
             self._break(greediest)
 
     def hold(self, connection: Connection, num_bytes: int) -> None:
-        """Count a request whose answer comes later, until `release` is called with the same numbers."""
+        """Count the bytes of a request whose answer comes later, until `release` is called with the same arguments."""
         connection.held_bytes += num_bytes + _WAITING_BYTES
         self.held_bytes += num_bytes + _WAITING_BYTES
         self._update(connection)
 
     def release(self, connection: Connection, num_bytes: int) -> None:
-        """A request that was held has its answer."""
+        """End a `hold`: the request has been answered."""
         connection.held_bytes -= num_bytes + _WAITING_BYTES
         self.held_bytes -= num_bytes + _WAITING_BYTES
         self.has_work |= bool(self._parked)
         self._update(connection)
 
     def close_owner(self, owner: bytes) -> None:
-        """Close the connections of a session that ended."""
+        """Close the connections of a session that has ended."""
         for connection in list(self._of_owner.get(owner, ())):
             self._close(connection)
 
     def sweep(self, is_over: Callable[[], bool]) -> None:
-        """Close connections that were silent for too long, at least one, until `is_over`. Listen again if possible."""
+        """Close connections that were silent for too long, until `is_over` but at least one.
+
+        Listen again if possible.
+        """
         now = time.monotonic()
         while self._unfinished:
             connection, due = next(iter(self._unfinished.items()))
             if due > now:
                 break
             if connection.held_bytes or (not connection.unread and _has_more(connection.socket)):
-                self._expect(connection)  # the client has sent something: the depot is slow
+                self._expect(connection)  # the client has sent data that the depot has not read yet
             else:
                 self._break(connection)
             if is_over():
@@ -202,9 +206,9 @@ class ConnectionTable:
         self._listener.resume()
 
     def check_integrity(self) -> None:
-        """Check that the sums and lists have what the connections have, and nothing of those that are closed.
+        """Check that sums and lists agree with the open connections.
 
-        Requests that were held and have no answer yet count after their connection was closed, too.
+        Requests that are still held count even after their connection was closed.
 
         Raises:
             IntegrityError: they do not.
@@ -285,7 +289,7 @@ class ConnectionTable:
             and num_read >= _LENGTH_BYTES
             and frames.LENGTH.unpack_from(self._buffer)[0] == num_read - _LENGTH_BYTES
         ):
-            return self._view[_LENGTH_BYTES:num_read]  # the usual case: one frame, and no copy
+            return self._view[_LENGTH_BYTES:num_read]  # the common case: exactly one frame, which needs no copy
         received += self._view[:num_read]
         return self._take(connection)
 
@@ -316,7 +320,7 @@ class ConnectionTable:
         return None
 
     def _greet(self, connection: Connection) -> bool:
-        """Take in the greeting, which names the owner; False if it is not here yet, or opened a session.
+        """Read the greeting, which sets the owner. Return False if it is incomplete or opened a session.
 
         Raises:
             OSError: the bytes are not a greeting, or the session has too many connections.
@@ -355,7 +359,7 @@ class ConnectionTable:
         return True
 
     def _flush(self, connection: Connection) -> bool:
-        """Send as much as the kernel takes; return whether that was everything."""
+        """Send as much as the kernel accepts. Return whether that was everything."""
         try:
             sent = connection.socket.send(memoryview(connection.unread)[:_READ_BYTES])
         except BlockingIOError:
@@ -373,7 +377,7 @@ class ConnectionTable:
     def _may_read(self, connection: Connection) -> bool:
         """Return whether to read a connection now; park it if the others hold too much.
 
-        A connection without a waiting request may read until twice the bound.
+        A connection without a waiting request may be read up to twice the bound.
         """
         if not _is_readable(connection):
             return False
@@ -383,7 +387,7 @@ class ConnectionTable:
         return False
 
     def _park(self, connection: Connection, wanted_bytes: int = 0) -> None:
-        """Suspend reading until others hold less and `wanted_bytes` fit."""
+        """Stop reading a connection until others hold less and `wanted_bytes` fit."""
         connection.wanted_bytes = wanted_bytes
         connection.is_parked = True
         self._parked.append(connection)
@@ -418,7 +422,7 @@ class ConnectionTable:
             self.has_work = True
 
     def _update(self, connection: Connection) -> None:
-        """Tell the kernel which events wake the loop, after a change of a connection."""
+        """Tell the kernel which events of a changed connection wake the loop."""
         if not connection.is_open:
             return
         may_read = _is_readable(connection)
@@ -430,7 +434,7 @@ class ConnectionTable:
                 self._requeue(connection)
 
     def _break(self, connection: Connection) -> None:
-        """Close a connection that its peer did not close, and end its session."""
+        """Close a connection from this side, and end its session."""
         owner = connection.owner
         self._close(connection)
         if owner:
@@ -446,7 +450,7 @@ class ConnectionTable:
         connection.is_open = False
         fd = connection.socket.fileno()
         del self._connections[fd]
-        self._epoll.unregister(fd)  # closing is not enough: a child that is being started may still have a copy
+        self._epoll.unregister(fd)  # close would not do it: a child that is being started may have a copy
         self._unfinished.pop(connection, None)
         self.unread_bytes -= len(connection.unread)
         connection.unread, connection.received = bytearray(), bytearray()

@@ -1,4 +1,4 @@
-"""Registered caches and schedulers of each session, and the workers that share a cache."""
+"""The registered caches and schedulers of each session, and the workers that share a cache."""
 
 import logging
 from collections import Counter
@@ -23,15 +23,16 @@ logger = logging.getLogger(__name__)
 
 _WORKERS_FALLEN_BACK: Final = depot_counter("workers_fallen_back", "Workers that fell back to copying by themselves")
 
-Fence = tuple[Writer, bytes]  # a process, and which worker in it
+Fence = tuple[Writer, bytes]  # a process, and the owner field of one of its workers
 
-MAXIMUM_CONTEXTS: Final = 64  # of one session
-MAXIMUM_HAND_OVERS: Final = 4096  # requests of all engines that another node waits for; more are stored in their turn
+MAXIMUM_CONTEXTS: Final = 64  # per session
+# Requests that another node waits for; beyond that, stores are not written to tiers first.
+MAXIMUM_HAND_OVERS: Final = 4096
 
 
 @dataclass(slots=True)
 class Context:
-    """One registered cache, or one scheduler: everything about its owner, on any device."""
+    """One registered worker or scheduler, on any device."""
 
     number: int
     session: int
@@ -41,13 +42,13 @@ class Context:
     space: Space
     registration: m.RegisterKVCache | None = None  # None: a scheduler
     groups: tuple[PartPlace, ...] = ()  # of a worker: the place of its entries in each layer group
-    token_seconds: float = 0.0  # to compute a token, as a scheduler said last
-    writing_bytes: int = 0  # of its stores that it has not ended
+    token_seconds: float = 0.0  # time to compute a token, as the scheduler reported last
+    writing_bytes: int = 0  # of its stores that are neither committed nor aborted
     blend: str = ""  # of a scheduler: whether its engine blends
     served_model: str = ""  # of a scheduler: the model's name in requests
-    weights: str = ""  # of a scheduler: those that its engine computes with
-    status: ContextStatus | None = None  # as it was last
-    owner: bytes = field(init=False)  # which worker of its process this is
+    weights: str = ""  # of a scheduler: the weights that its engine computes with
+    status: ContextStatus | None = None  # cached
+    owner: bytes = field(init=False)  # identifies the worker within its process
 
     def __post_init__(self) -> None:
         rank = self.registration.rank if self.registration else -1
@@ -55,29 +56,29 @@ class Context:
 
     @property
     def device(self) -> str:
-        """The kind of device that its blocks lie on."""
+        """The kind of device that holds its blocks."""
         return self.registration.device.partition(":")[0] if self.registration else ""
 
     @property
     def fence(self) -> Fence:
-        """The worker's name across sessions. A registration under the same name says that no old copy is running."""
+        """Identifies a worker across sessions. Registering again implies that its earlier copies have ended."""
         return self.writer, self.owner
 
     @property
     def has_mover(self) -> bool:
-        """Whether a mover copies for it, because it offered its memory."""
+        """Whether a mover copies for it, since it offered its memory."""
         return self.registration is not None and self.registration.offer is not None
 
 
 class Workers:
-    """The workers of one space. Workers that share a layer of a group have the same page sizes, or are refused."""
+    """The workers of one space. `check` refuses workers that share a layer of a group but differ in its page sizes."""
 
     def __init__(self, space: Space) -> None:
         self.by_instance: dict[str, dict[int, Context]] = {}
         self._space = space
-        # By group and layers of the part: the workers with these.
+        # The workers by group and layers of their part.
         self._alike: dict[tuple[int, int], dict[int, Context]] = {}
-        self._places: dict[str, list[PartPlace]] = {}  # by instance, as far as they were asked for
+        self._places: dict[str, list[PartPlace]] = {}  # by instance; a cache
 
     def __iter__(self) -> Iterator[Context]:
         return (worker for mates in self.by_instance.values() for worker in mates.values())
@@ -103,14 +104,17 @@ class Workers:
         self._places.clear()
 
     def places(self, instance: str) -> list[PartPlace]:
-        """Return the parts of an engine, or those of another one if its workers lack a cell; nothing if all do."""
+        """Return the parts of an engine, or those of another engine if its workers lack a cell.
+
+        Empty if all lack one.
+        """
         for each in (instance, *self.by_instance):
             if places := self.own_places(each):
                 return places
         return []
 
     def own_places(self, instance: str) -> list[PartPlace]:
-        """Return the parts of an engine; nothing if its workers lack a cell."""
+        """Return the parts of an engine; empty if its workers lack a cell."""
         mates = self.by_instance.get(instance)
         if mates is None:
             return []
@@ -128,15 +132,15 @@ class Workers:
         return [] if any(missing) else [place for _, place in sorted(found.items())]
 
     def first_of(self, instance: str) -> Context:
-        """Return a worker of this instance, of another if it has none."""
+        """Return a worker of this instance, or of another instance if it has none."""
         mates = self.by_instance.get(instance) or next(iter(self.by_instance.values()))
         return next(iter(mates.values()))
 
     def check(self, groups: tuple[PartPlace, ...]) -> None:
-        """Refuse a worker that would write other bytes than another one for the same cells.
+        """Refuse a worker whose bytes for the same cells would differ from those of a registered worker.
 
         Raises:
-            Refused: with the other one.
+            Refused: the text names the other worker's instance.
         """
         parts = [Part.of(mine.part) for mine in groups]
         for (group, layers), alike in self._alike.items():
@@ -152,13 +156,13 @@ class Workers:
 
 
 class ContextTable:
-    """Every context."""
+    """All contexts."""
 
     def __init__(self, state: DepotState) -> None:
         self.by_number: dict[int, Context] = {}
-        self.chunk_bytes: dict[int, int] = {}  # of all cells and groups, by space
-        self.token_seconds: dict[str, float] = {}  # by instance, as its scheduler says
-        self.handing_over: set[tuple[str, str]] = set()  # instances and requests whose chunks another engine waits for
+        self.chunk_bytes: dict[int, int] = {}  # bytes of a chunk in all cells and groups, by space
+        self.token_seconds: dict[str, float] = {}  # by instance, as its scheduler reports
+        self.handing_over: set[tuple[str, str]] = set()  # (instance, request) whose chunks another engine waits for
         self.generations = Generations(state)
         self._state = state
         self._counts: Counter[int] = Counter()  # by session
@@ -237,7 +241,7 @@ class ContextTable:
             raise Refused(ErrorCode.OUT_OF_RANGE, f"a session has {MAXIMUM_CONTEXTS} contexts at most: unregister one")
 
     def remove(self, context: Context) -> Writer | None:
-        """End a context, its leases and its mover; return the mover if it may still be running."""
+        """Remove a context, and end its leases and its mover. Return the mover if it may still be running."""
         del self.by_number[context.number]
         self._counts[context.session] -= 1
         if not self._counts[context.session]:
@@ -254,7 +258,7 @@ class ContextTable:
         return None if state.movers is None else state.movers.end(context.number)
 
     def change_weights(self, context: Context, request: m.ChangeWeights) -> m.Done:
-        """Note that the engine of a scheduler has other weights.
+        """Note that the engine of a scheduler has changed its weights.
 
         Raises:
             Refused: the context is a worker's.
@@ -269,27 +273,27 @@ class ContextTable:
         return m.Done(self._state.epoch, int(before != context.weights))
 
     def label(self, tenant: str, model: str, instance: str) -> int:
-        """Return the number of the label of a tenant's chunks of a model, with the weights of an engine.
+        """Return the label of a tenant, a model and the weights of an engine.
 
         Raises:
-            Refused: there are too many.
+            Refused: there are too many labels.
             OSError: a new name cannot be saved.
         """
         return self._state.labels.number_of(tenant, model, self.generations.weights_of(instance))
 
     def begin_hand_over(self, instance: str, request_id: str) -> None:
-        """Note that another engine waits for the chunks of a request, unless very many requests are noted."""
+        """Note that another engine waits for the chunks of a request. Beyond `MAXIMUM_HAND_OVERS` it is ignored."""
         if len(self.handing_over) < MAXIMUM_HAND_OVERS:
             self.handing_over.add((instance, request_id))
 
     def of_session(self, session: int) -> list[Context]:
-        """Return every context of a session."""
+        """Return all contexts of a session."""
         return [context for context in self.by_number.values() if context.session == session]
 
     def places(self, space: Space, instance: str = "") -> tuple[list[PartPlace], str]:
-        """Return the parts of the caches of a space that tiers have entries of, and the model.
+        """Return the parts whose entries tiers keep for a space, and the model.
 
-        They are those of `instance`, or of another engine. Nothing while no engine has a worker for each cell.
+        The parts are those of `instance`, or of another engine. Empty while no engine has a worker for each cell.
         """
         workers = self._workers.get(space.number)
         places = [] if workers is None else workers.places(instance)
@@ -303,7 +307,7 @@ class ContextTable:
     def owners(self, space: Space) -> list[tuple[str, str]]:
         """Return the models, each with its weights, whose workers share a space.
 
-        Their entries have names of their own in tiers.
+        In tiers, each model with its weights has its own keys.
         """
         weights_of = self.generations.weights_of
         workers = self._workers.get(space.number, ())
@@ -311,10 +315,10 @@ class ContextTable:
 
 
 def check_covered(context: Context, covered: tuple[int, ...], num_chunks: int, most_entries: int) -> None:
-    """Check how many chunks at the end of a run each layer group of a worker is to store or retrieve.
+    """Check `covered`, the number of chunks at the end of a run that each layer group of a worker stores or retrieves.
 
     Raises:
-        Refused: it is not a worker, or the counts do not fit.
+        Refused: the context is not a worker's, or the counts do not fit.
     """
     if context.registration is None:
         raise Refused(
@@ -330,6 +334,6 @@ def check_covered(context: Context, covered: tuple[int, ...], num_chunks: int, m
 
 
 def wanted_of(groups: tuple[PartPlace, ...], covered: tuple[int, ...], num_chunks: int) -> list[Wanted]:
-    """Return the entries of a run that a worker stores: the last `covered[g]` chunks of group `g`, chunk by chunk."""
+    """Return the entries of a run that a worker stores, chunk by chunk: the last `covered[g]` chunks of group `g`."""
     starts = [(num_chunks - count, place) for place, count in zip(groups, covered, strict=True)]
     return [(chunk, place) for chunk in range(num_chunks) for start, place in starts if chunk >= start]

@@ -1,8 +1,7 @@
-"""Dispatches each message to the part of the depot that serves it, without a socket or a clock of its own.
+"""Dispatches each message to the part of the depot that serves it. Has no socket and no clock of its own.
 
-The loop hands in requests with the session that they came from, and reports sessions that ended and processes that
-died. Every request gets one reply; a request that cannot be served raises `Refused`, which becomes an error reply and
-has changed nothing.
+The loop passes in requests with their session, and reports ended sessions and dead processes. Every request gets one
+reply. A handler that cannot serve a request changes nothing and raises `Refused`, which becomes an error reply.
 """
 
 import logging
@@ -43,7 +42,7 @@ _ENTRIES_CORRUPT: Final = depot_counter("entries_corrupt", "Entries removed beca
 
 
 class Depot:
-    """The parts of a depot. Passes each message to the part that serves it."""
+    """Owns the parts of a depot, and passes each message to the part that serves it."""
 
     def __init__(
         self,
@@ -95,15 +94,15 @@ class Depot:
         }
 
     def handle(self, session: int, writer: Writer, request: frames.Request) -> frames.Reply | PendingReply:
-        """Serve one request of an open session, now or, where tiers are asked, later.
+        """Serve one request of an open session. The reply may come later, for example from the tiers.
 
         Args:
             session: the number of the session.
-            writer: the process at its other end.
+            writer: the client's process.
             request: any request that needs a session.
 
         Raises:
-            Refused: with the reason; nothing was changed.
+            Refused: nothing was changed; the text gives the reason.
         """
         handler = self._handlers.get(type(request))
         if handler is not None:
@@ -141,7 +140,7 @@ class Depot:
         return m.Done(self.state.epoch, 1)
 
     def _move(self, context: Context, request: m.Move) -> Steps:
-        """Have a worker's mover copy the extents of a ticket or a lease."""
+        """Make a worker's mover copy the extents of a ticket or a lease."""
         epoch, movers = self.state.epoch, self.state.movers
         if movers is None or not context.has_mover:
             return m.Moved(epoch, m.MoveOutcome.UNAVAILABLE, "this worker offered no memory")
@@ -177,9 +176,9 @@ class Depot:
         return m.Done(self.state.epoch, removed)
 
     def remove_corrupt(self, number: int, header: int, space: int | None = None) -> bool:
-        """Remove a sealed entry whose bytes lack their checksum; False if it is another one by now.
+        """Remove a sealed entry whose checksum did not match. Return False if the record was reused meanwhile.
 
-        Nothing is removed while an earlier server's table is being read back; the next reader reports it again.
+        While an earlier server's table is being read, nothing is removed. The next reader reports the entry again.
         """
         if self.index.is_restoring:
             return False
@@ -188,7 +187,7 @@ class Depot:
             return False
         tenant = self.labels.names[record.label][0]
         logger.error(
-            "the bytes of chunk %s (group %d, %s, tenant %s) do not have their checksum: removed",
+            "checksum mismatch in chunk %s (group %d, %s, tenant %s): entry removed",
             record.key.hex(),
             record.group,
             Part.of(record.part),
@@ -200,13 +199,14 @@ class Depot:
         return True
 
     def end_session(self, session: int) -> None:
-        """End the contexts of a closed connection: leases now, unfinished entries once nobody can be writing them."""
+        """End the contexts of a session: leases now, unfinished entries as soon as their writer is known to be gone."""
         for context in self.contexts.of_session(session):
             self.news.end_context(context.number)
             self.flights.end_context(context)
             mover = self.contexts.remove(context)
             self.flights.end_stranded()
-            fence = context.fence if mover is None else (mover, context.owner)  # the process that may be writing
+            # Identifies the process that may still be writing.
+            fence = context.fence if mover is None else (mover, context.owner)
             count = self.stores.end_context(context.number, fence)
             self.state.note(
                 f"{context.instance} left" + (", its unfinished stores wait for its process" if count else "")
@@ -219,16 +219,16 @@ class Depot:
             )
 
     def end_process(self, writer: Writer) -> None:
-        """Free the unfinished entries of a process that is dead."""
+        """Free the unfinished entries of a dead process."""
         self.quarantine.end_process(writer)
 
     def end_mover(self, context: int, writer: Writer) -> None:
-        """Free the unfinished entries of a mover that is dead."""
+        """Free the unfinished entries of a dead mover."""
         self.stores.end_context(context, None)
         self.end_process(writer)
 
     def expire(self) -> None:
-        """End leases, tickets, pins and hints that expired."""
+        """End expired leases, tickets, pins and hints."""
         now, background = self.state.clock(), self.background
         self.index.nodes.now = int(now)
         if not self._is_expiring and (self.leases.has_expired(now) or self.stores.has_late(now)):

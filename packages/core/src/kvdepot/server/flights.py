@@ -1,24 +1,23 @@
 """Single flight: a lookup waits for chunks that another engine is computing, instead of computing them again.
 
-A flight begins when a lookup that announces is answered with a miss: its engine is about to compute the missing chunks.
+A flight begins when an announcing lookup is answered with a miss: its engine is about to compute the missing chunks.
 Another lookup of the same tenant that misses the same chunk can join the flight. It is answered once the chunks that
-the two have in common are here, when the flight ends without them, or at its own deadline. A flight ends when its
-chunks are here, its request ends, a store of it is given up, its engine or one of its workers leaves, stores are
-declined, or nothing of it arrives in time.
+the two have in common are in the pool, when the flight ends without them, or at its own deadline. A flight ends when
+its chunks have arrived, its request ends, one of its stores is aborted, its engine or a worker detaches, stores are
+declined, or no chunk of it arrives in time.
 
-Whatever an announcement says, a lookup waits at most twice as long as its own engine would compute the chunks, if that
-is known, and at most its own deadline. A lookup that is to be answered is answered in a step of the background, so that
-the end of many waits is spread over many turns of the loop.
+Whatever an announcement says, a lookup waits at most until its own deadline, and at most twice as long as its own
+engine would compute the chunks, if that is known. Answers are sent in background steps, so that the end of many waits
+is spread over many turns of the loop.
 
-A remote flight is one that an engine of another node computes and that comes through a tier. Nobody announces it here:
-it begins when a lookup names its chunks (`Lookup.awaits`). While a lookup waits for it, the tiers are asked for the
-next chunk again and again. Only lookups that name its chunks join it.
+A remote flight is computed by an engine of another node and comes through a tier. It is not announced here: it begins
+when a lookup names its chunks (`Lookup.awaits`). While a lookup waits for it, the tiers are polled for the next chunk.
+Only lookups that name its chunks join it.
 
-The first chunk of a flight that is not here yet finds it, because a lookup that shares this chunk misses it, too. Only
-models with a group of full attention have flights: only there, each chunk follows the one before it. If there are
-windows or recurrent states beside it, "here" means the full attention of a chunk until the last chunk, and with the
-last one all that a lookup needs. Nobody can say whether shorter parts of such a flight will be usable, so only a lookup
-that shares all of its chunks joins it.
+A flight is found by its first missing chunk, because a lookup that shares this chunk misses it, too. Only models with a
+full-attention group have flights, because only there each chunk follows the one before it. Beside windows or recurrent
+states, a chunk has arrived when its full attention is in the pool; the last chunk, when everything that a lookup needs
+is. A shorter part of such a flight may be unusable, so only a lookup that shares all of its chunks joins it.
 """
 
 from collections.abc import Callable, Iterable
@@ -42,21 +41,21 @@ _FLIGHTS_JOINED: Final = depot_counter(
 _FLIGHTS_FAILED: Final = depot_counter("flights_failed", "Announced prefixes that did not arrive whole")
 _FLIGHTS_CUT: Final = depot_counter("flights_cut", "Announced prefixes whose end found no room in the pool")
 
-MAXIMUM_FLIGHTS: Final = 1024  # of all owners, who share them fairly: requests that compute at one time on a node
-MAXIMUM_WAITING: Final = 4096  # lookups of all flights
-MAXIMUM_WAITING_FOR_ONE: Final = 64  # lookups of one flight
-MAXIMUM_DIGEST_BYTES: Final = 32 << 20  # of all flights
+MAXIMUM_FLIGHTS: Final = 1024  # shared fairly by all owners: the requests that a node computes at one time
+MAXIMUM_WAITING: Final = 4096  # lookups in total
+MAXIMUM_WAITING_FOR_ONE: Final = 64  # lookups per flight
+MAXIMUM_DIGEST_BYTES: Final = 32 << 20  # in total
 MAXIMUM_SECONDS: Final = 60.0  # without a new chunk; no lookup may wait longer (`Lookup.wait_seconds`)
 
-_LEAST_TOKENS: Final = 256  # fewer are computed again sooner than they are waited for
-_PATIENCE: Final = 2.0  # times what computing would take: estimates of two equal engines differ that much
-GRACE_SECONDS: Final = 1.0  # that a flight may take beside twice its estimate
-_UNKNOWN_SECONDS: Final = 5.0  # that it may take without an estimate
-# That a lookup may wait beside twice its own time: for the copy of a store, its commit and a step of each engine, which
-# take tens of milliseconds however few the tokens are.
+_LEAST_TOKENS: Final = 256  # computing fewer again is faster than waiting
+_PATIENCE: Final = 2.0  # times the time to compute: estimates of two equal engines differ that much
+GRACE_SECONDS: Final = 1.0  # allowed for a flight beyond twice its estimate
+_UNKNOWN_SECONDS: Final = 5.0  # allowed for a flight without an estimate
+# A lookup may wait this much beyond twice its own time: copying a store, committing it and a step of each engine take
+# tens of milliseconds, however few the tokens are.
 _SLACK_SECONDS: Final = 0.05
-_POLL_SECONDS: Final = 0.02  # between two questions to the tiers for one remote flight
-_MOST_POLLS: Final = 400  # a second, for all remote flights together
+_POLL_SECONDS: Final = 0.02  # between two polls of the tiers for one remote flight
+_MOST_POLLS: Final = 400  # per second, for all remote flights together
 
 
 @dataclass(slots=True, eq=False)
@@ -64,57 +63,57 @@ class _Waiting:
     """A lookup that has joined a flight."""
 
     context: Context
-    stop: int  # it waits for the chunks before this one
+    stop: int  # the end of the chunks that it waits for
     on_end: Callable[[], None]
-    timer: int = 0  # of its deadline
+    timer: int = 0  # ends the wait at its deadline
 
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """Chunks that one request is computing: those from `position` to `stop`."""
+    """The chunks from `position` to `stop`, which one request is computing."""
 
     context: Context
     request_id: str
     tenant: str
     digests: bytes  # from chunk 0 on
-    position: int  # the first chunk that is not here
+    position: int  # the first missing chunk
     stop: int
-    ahead_tokens: int  # that the engine computes before these; 0 once the first of these is here
+    ahead_tokens: int  # tokens that the engine computes before these; 0 once the first of these has arrived
     token_seconds: float  # 0: unknown
     moved_at: float
-    timer: int = 0  # of its end
-    waiting: dict[_Waiting, None] = field(default_factory=dict["_Waiting", None])  # in order
-    ask_tiers: Wait | None = None  # of a remote flight: for its chunks
-    has_moved: bool = False  # a chunk has arrived since it began
-    is_polled: bool = False  # the next question to the tiers is under way or has its time
+    timer: int = 0  # ends the flight if nothing arrives
+    waiting: dict[_Waiting, None] = field(default_factory=dict["_Waiting", None])  # an ordered set
+    ask_tiers: Wait | None = None  # of a remote flight: promotes its chunks
+    has_moved: bool = False  # whether a chunk has arrived since it began
+    is_polled: bool = False  # whether the next poll of the tiers is under way or scheduled
 
     def expected_at(self, chunk: int, token_seconds: float = 0.0) -> float:
-        """Return when the chunks before `chunk` are probably here; `token_seconds` if the engine's own are unknown."""
+        """Estimate when the chunks before `chunk` arrive. `token_seconds` is used if the engine's own is unknown."""
         tokens = self.ahead_tokens + (chunk - self.position) * self.context.space.spec.chunk_tokens
         return self.moved_at + tokens * (self.token_seconds or token_seconds)
 
     def stop_of(self, digests: bytes, found: int) -> int:
-        """Return up to which chunk a lookup, `found` of whose chunks are here, can wait for this flight."""
+        """Return the end of the chunks that a lookup with `found` chunks in the pool can wait for."""
         stop = max(found, min(self.stop, common_chunks(self.digests, digests, found)))
         return found if self.context.space.windows and stop < self.stop else stop
 
     @property
     def owner(self) -> tuple[int, str]:
-        """The request, by context and name."""
+        """The request's context and id."""
         return self.context.number, self.request_id
 
     @property
     def is_remote(self) -> bool:
-        """Whether an engine of another node computes it."""
+        """Whether an engine of another node computes its chunks."""
         return self.ask_tiers is not None
 
 
 class FlightTable:
-    """Every flight.
+    """All flights.
 
     Args:
-        state: of the depot.
-        contexts: say whether an engine that announces can store.
+        state: the depot's.
+        contexts: tell whether an announcing engine can store.
     """
 
     def __init__(self, state: DepotState, contexts: ContextTable) -> None:
@@ -124,10 +123,10 @@ class FlightTable:
         self._clock = state.clock
         self._counters = state.counters
         self._by_request: dict[tuple[int, str], Flight] = {}  # by context and request
-        # By space and first missing chunk, then by tenant and whether it is remote.
+        # By (space, first missing chunk), then by (tenant, is_remote).
         self._by_chunk: dict[tuple[int, bytes], dict[tuple[str, bool], Flight]] = {}
         self._timers = state.timers
-        # By process: one engine has several sessions, and a session costs nothing.
+        # Shared between processes, not sessions: one process can open many sessions.
         self._num_flights = FairBound(MAXIMUM_FLIGHTS)
         self._num_waiting = FairBound(MAXIMUM_WAITING)
         self._digest_bytes = FairBound(MAXIMUM_DIGEST_BYTES)
@@ -137,12 +136,12 @@ class FlightTable:
         return len(self._by_request)
 
     def begin(self, query: Query) -> None:
-        """Begin a flight for the chunks that a query misses, unless they are few or somebody else has begun one."""
+        """Begin a flight for the chunks that a query misses, unless they are few or have a flight already."""
         context, request, digests = query.context, query.request, query.digests
         stop, position = num_digests(digests), self._position(query)
         flight = self._by_request.get(query.owner)
         if flight is not None and not flight.is_remote and (flight.digests, flight.position) == (digests, position):
-            return  # it has asked again, which brings its chunks no nearer
+            return  # the same lookup asked again: its flight keeps its deadline
         self.end_request(context, request.request_id)
         if (stop - query.found) * context.space.spec.chunk_tokens < _LEAST_TOKENS or not self._can_arrive(context):
             return
@@ -159,14 +158,14 @@ class FlightTable:
         )
         other = self._find(query)
         if other is not None and request.joins and not self._is_timely(other, query):
-            self._fail(other)  # or each lookup that does not believe it would compute the same
+            self._fail(other)  # otherwise each lookup that gave up on it would compute the same chunks
         if self._begin(flight):
             remote = self._find(query, is_remote=True)
             if remote is not None:
-                self._end(remote)  # its lookups ask again and join this one, whose end they notice
+                self._end(remote)  # its lookups ask again and join the local flight
 
     def _begin(self, flight: Flight) -> bool:
-        """Add a flight; False if it is one too many, another one has its next chunk, or the model has none."""
+        """Add a flight. Return False if there are too many, its next chunk has one, or the model has no flights."""
         owner, num_bytes = flight.context.writer, len(flight.digests)
         has_room = self._num_flights.has_room(owner) and self._digest_bytes.has_room(owner, num_bytes)
         if not has_room or not flight.context.space.full_mask or not self._enter(flight):
@@ -180,15 +179,15 @@ class FlightTable:
         return True
 
     def _can_arrive(self, context: Context) -> bool:
-        """Return whether an engine can store anything now."""
+        """Return whether the depot accepts stores of this engine now."""
         state = self._state
         is_stopping = not (state.accepts_stores or state.is_restoring)
         return not (is_stopping or state.is_draining) and self._contexts.can_store(context.space, context.instance)
 
     def join(self, query: Query, on_end: Callable[[], None]) -> bool:
-        """Wait for a flight that has the next chunk of a query; False if there is none, or computing takes less time.
+        """Wait for the flight of a query's next chunk. Return False if there is none, or computing is faster.
 
-        `on_end` is called once, when the lookup must be answered with the chunks that are here then.
+        `on_end` is called once, when the lookup must be answered with the chunks found by then.
         """
         flight, num_chunks = self._find(query), self.pending(query)
         if flight is None or not num_chunks:
@@ -199,16 +198,18 @@ class FlightTable:
         return self._wait_for(flight, query, query.found + num_chunks, until, on_end)
 
     def await_remote(self, query: Query, on_end: Callable[[], None], ask_tiers: Wait) -> bool:
-        """Wait for chunks that an engine of another node brings to a tier; False if too many do, or it is too late.
+        """Wait for chunks that an engine of another node stores in a tier. Return False if that is impossible.
+
+        It is impossible if too many lookups wait, or the query's time is up.
 
         Args:
-            query: for the chunks that come.
-            on_end: called once, when the lookup must be answered with the chunks that are here then.
-            ask_tiers: waits for the chunks that the tiers have; called at a bounded pace while a lookup waits.
+            query: asks for the chunks that the other node computes.
+            on_end: called once, when the lookup must be answered with the chunks found by then.
+            ask_tiers: promotes the chunks that the tiers have. It is called at a bounded rate while a lookup waits.
         """
         own = self._by_request.get(query.owner)
         if own is not None and own.is_remote:
-            self._advance(own)  # the lookup's own promotion may have brought chunks
+            self._advance(own)  # the lookup's own promotion may have brought chunks already
         flight, request = self._find(query, is_remote=True), query.request
         if flight is None:
             self.end_request(query.context, request.request_id)
@@ -249,7 +250,7 @@ class FlightTable:
         self._timers.call_at(self._clock() + seconds, partial(self._poll, flight))
 
     def _poll(self, flight: Flight) -> None:
-        """Ask the tiers for the chunks of a remote flight, and again when they have answered."""
+        """Promote chunks of a remote flight from the tiers, and repeat that after they have answered."""
         flight.is_polled = False
         self._advance_if_under_way(flight)
         if flight.waiting and flight.ask_tiers is not None:
@@ -269,9 +270,9 @@ class FlightTable:
             self._advance(flight)
 
     def pending(self, query: Query) -> int:
-        """Return how many of the next chunks come sooner from another request's flight than from computing them.
+        """Return how many of the next chunks arrive sooner by another request's flight than by computing them.
 
-        A lookup that `awaits` chunks does not compare. It counts those of a remote flight once one of them has arrived.
+        A lookup that `awaits` chunks does not compare. It counts the chunks of a remote flight once one has arrived.
         """
         flight, found, request = self._find(query), query.found, query.request
         if flight is None and found < request.awaits:
@@ -282,9 +283,9 @@ class FlightTable:
         return flight.stop_of(query.digests, found) - found if self._is_timely(flight, query) else 0
 
     def _is_timely(self, flight: Flight, query: Query) -> bool:
-        """Return whether a flight should be here within twice what the lookup's engine would need for its chunks.
+        """Return whether a flight should arrive within twice the time that the lookup's engine needs for its chunks.
 
-        One that is late by as much is no longer believed, or an announcement could be repeated for ever.
+        A flight that is late by that much does not count either. Otherwise lookups could wait for it again and again.
         """
         stop = flight.stop_of(query.digests, query.found)
         own_seconds = query.own_seconds(stop - query.found)
@@ -294,7 +295,7 @@ class FlightTable:
         return abs(seconds) <= _PATIENCE * own_seconds + _SLACK_SECONDS
 
     def arrived(self, nodes: Iterable[int]) -> None:
-        """Note that the chunks of some nodes may be here now."""
+        """Advance the flights of nodes whose chunks may have become complete."""
         for node in nodes:
             flights = self._by_chunk.get((self._index.nodes.space_of(node).number, self._index.nodes.key_of(node)))
             for flight in list(flights.values()) if flights else ():
@@ -319,7 +320,7 @@ class FlightTable:
         flight.position, flight.ahead_tokens, flight.moved_at = position, 0, self._clock()
         flight.has_moved = True
         if not self._enter(flight):
-            self._end(flight)  # another request brings the same
+            self._end(flight)  # another request's flight has the next chunk
             return
         self._expect(flight)
         for waiting in [each for each in flight.waiting if each.stop <= position]:
@@ -332,20 +333,20 @@ class FlightTable:
             self._fail(flight)
 
     def cut(self, worker: Context, request_id: str, stop: int = 0) -> None:
-        """End the flight of a request before a chunk that a worker will not store; it stores none from there on."""
+        """Shorten the flight of a request to end at `stop`: a worker stores no chunk from there on."""
         for flight in list(self._by_request.values()):
             of = flight.context
             is_same = flight.request_id == request_id and of.instance == worker.instance and of.space is worker.space
             if not is_same or flight.is_remote or flight.stop <= stop:
                 continue
-            if flight.position >= stop or of.space.windows:  # windows are complete at the end of the prefix alone
+            if flight.position >= stop or of.space.windows:  # windows are complete only at the end of the prefix
                 self._fail(flight)
                 continue
-            flight.stop = stop  # its end answers those who wait for more
+            flight.stop = stop  # lookups that wait for more are answered when it ends
             self._counters[_FLIGHTS_CUT] += 1
 
     def end_context(self, context: Context) -> None:
-        """End the flights of a scheduler that leaves, and answer its lookups."""
+        """End the flights of a detached scheduler, and answer its lookups."""
         for flight in list(self._by_request.values()):
             for waiting in [each for each in flight.waiting if each.context is context]:
                 self._answer(flight, waiting)
@@ -353,7 +354,7 @@ class FlightTable:
                 self._fail(flight)
 
     def end_stranded(self) -> None:
-        """End the flights that cannot arrive: their engine has lost a worker, or the depot declines stores."""
+        """End the flights that cannot arrive because their engine lost a worker or the depot declines stores."""
         for flight in list(self._by_request.values()):
             if not flight.is_remote and not self._can_arrive(flight.context):
                 self._fail(flight)
@@ -362,13 +363,13 @@ class FlightTable:
         now = self._clock()
         seconds = 2 * (flight.expected_at(flight.stop) - now) if flight.token_seconds else _UNKNOWN_SECONDS
         if flight.context.space.windows:
-            seconds = max(seconds, _UNKNOWN_SECONDS)  # vLLM gives a state away one step after the step that computes it
+            seconds = max(seconds, _UNKNOWN_SECONDS)  # vLLM offers a recurrent state one step after computing it
         self._timers.cancel(flight.timer)
         due = now + min(GRACE_SECONDS + seconds, MAXIMUM_SECONDS)
         flight.timer = self._timers.call_at(due, partial(self._fail, flight))
 
     def check_integrity(self) -> None:
-        """Check that the sums have the flights that are under way and those who wait for them, and no others.
+        """Check the counts and lists against the flights under way and their waiting lookups.
 
         Raises:
             IntegrityError: they do not.
@@ -408,9 +409,9 @@ class FlightTable:
         return None if flights is None else flights.get((query.request.tenant, is_remote))
 
     def _position(self, query: Query) -> int:
-        """Return the first chunk whose full attention is missing, the last one at most. The first `found` are usable.
+        """Return the first chunk whose full attention is missing, at most the last chunk. The first `found` are usable.
 
-        Where all groups are full attention, it is `found`.
+        If all groups are full attention, that is `found`.
         """
         space = query.context.space
         if not space.windows:
@@ -418,7 +419,7 @@ class FlightTable:
         return min(self._index.visibility.full_prefix(space, query.digests), num_digests(query.digests) - 1)
 
     def _enter(self, flight: Flight) -> bool:
-        """Let a flight be found by its first missing chunk; False if another one is."""
+        """List a flight under its first missing chunk. Return False if another flight is listed there."""
         key = flight.context.space.number, digest_at(flight.digests, flight.position)
         return self._by_chunk.setdefault(key, {}).setdefault((flight.tenant, flight.is_remote), flight) is flight
 
@@ -432,9 +433,12 @@ class FlightTable:
 
 
 def common_chunks(one: bytes, other: bytes, least: int) -> int:
-    """Return how many leading chunks two prefixes have in common; the first `least` are known to be."""
+    """Return how many leading chunks two prefixes have in common, by bisection.
+
+    The first `least` are known to be equal.
+    """
     low, high = least, min(num_digests(one), num_digests(other))
-    while low < high:  # a digest names all chunks before it, too
+    while low < high:  # equal digests mean that all chunks before them are equal, too
         middle = (low + high + 1) // 2
         if digest_at(one, middle - 1) == digest_at(other, middle - 1):
             low = middle

@@ -1,15 +1,15 @@
-"""Which weights engines compute with, and whose chunks leave first.
+"""Tracks the weights that engines compute with, and has chunks of outdated weights evicted first.
 
 The scheduler of each engine names its weights (`Namespace.weights`): a lineage, and a generation of it. A trainer that
-writes weights into running engines begins a generation each time. A generation is **outdated** if no attached engine
-uses it and a later one of its lineage began. Its chunks leave before all others of their share, like those of ended
-sessions, and tiers that order their entries by use evict them first. An engine that comes back to it takes that back.
+writes weights into running engines begins a new generation each time. A generation is **outdated** if no attached
+engine uses it and a later one of its lineage has begun. Its chunks are evicted before all others of their share, like
+those of ended sessions, and tiers that order their entries by use evict them first. If an engine returns to it, that is
+undone.
 
-An engine that leaves may be restarting, and so may all of them with the depot. Therefore a generation becomes outdated
-`GRACE_SECONDS` after the last engine left it. It does at once if that engine said that it changed its weights. Labels
-have the names of weights, so the next server learns from them which generations there are, but not which one was the
-present one: engines may have gone back to an earlier one. So nothing of a lineage is outdated before an engine of it
-has come.
+A detached engine may be restarting, and so may all engines together with the depot. Therefore a generation becomes
+outdated only `GRACE_SECONDS` after its last engine detached, but at once if that engine reported new weights. Labels
+contain the names of weights, so the next server learns the generations from them, but not which one was the present
+one: engines may have returned to an earlier one. So nothing of a lineage is outdated before an engine of it attaches.
 """
 
 import logging
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 _OUTDATED: Final = depot_counter("generations_outdated", "Generations of weights that became outdated")
 
-GRACE_SECONDS: Final = 60.0  # in which an engine restarts, or its connection comes back
+GRACE_SECONDS: Final = 60.0  # time for an engine to restart or reconnect
 
 
 def lineage_of(weights: str) -> str:
@@ -38,13 +38,13 @@ def lineage_of(weights: str) -> str:
 
 
 def generation_of(weights: str) -> str:
-    """Return the name of a generation, "" for weights that were loaded."""
+    """Return the name of a generation; "" for the weights that the engine loaded."""
     return weights.partition(" ")[2]
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """One generation: the bytes of it in the pool, and the engines that compute with it, by their schedulers."""
+    """One generation: its bytes in the pool, and the number of schedulers whose engines compute with it."""
 
     weights: str
     models: tuple[str, ...]
@@ -54,28 +54,28 @@ class Usage:
 
 
 class Generations:
-    """The generations that engines use or the pool has. Engines that name no weights have none."""
+    """The generations in use or in the pool. Engines that name no weights have none."""
 
     def __init__(self, state: DepotState) -> None:
         self._state = state
-        # By instance, the weights that its schedulers named, the last one last: a new session may be there before the
-        # end of the old one is noticed.
+        # The weights that the schedulers of an instance named, the latest last. There are several if an engine opened a
+        # new session before the end of the old one was noticed.
         self._of_instance: dict[str, list[str]] = {}
         self._num_engines: Counter[str] = Counter()  # by weights
-        self._last: dict[str, str] = {}  # the weights that began last, by lineage
-        self._kept_until: dict[str, float] = {}  # by weights that nobody uses since
+        self._last: dict[str, str] = {}  # the weights that engines began to use last, by lineage
+        self._kept_until: dict[str, float] = {}  # the end of the grace time, by weights without engines
         self._labels: dict[str, dict[str, list[int]]] = {}  # by lineage, then by weights
-        self._num_labels = 0  # of the depot's that are in there
-        self._open: dict[str, set[str]] = {}  # weights to review, by lineage: all but those that are outdated for good
-        self._pending: dict[int, bool] = {}  # labels whose chunks are still to be ranked, and whether they are outdated
+        self._num_labels = 0  # how many of the depot's labels were taken over
+        self._open: dict[str, set[str]] = {}  # weights that may change state, by lineage
+        self._pending: dict[int, bool] = {}  # labels whose chunks must be ranked again, and whether they are outdated
 
     def weights_of(self, instance: str) -> str:
-        """Return the weights of an engine, "" if it named none or its scheduler is not attached."""
+        """Return the weights of an engine; "" if it named none or its scheduler is not attached."""
         named = self._of_instance.get(instance)
         return named[-1] if named else ""
 
     def begin(self, instance: str, weights: str) -> None:
-        """Note that an engine's scheduler is there, and computes with these weights."""
+        """Note that an engine's scheduler attached, and computes with these weights."""
         if weights:
             self._of_instance.setdefault(instance, []).append(weights)
             self._num_engines[weights] += 1
@@ -85,12 +85,12 @@ class Generations:
             self._review(lineage_of(weights))
 
     def change(self, instance: str, before: str, weights: str) -> None:
-        """Note that an engine computes with other weights than before, which it will not use again."""
+        """Note that an engine changed its weights, and will not use the earlier ones again."""
         self._leave(instance, before, 0.0)
         self.begin(instance, weights)
 
     def end(self, instance: str, weights: str) -> None:
-        """Note that an engine's scheduler has left. It may come back."""
+        """Note that an engine's scheduler detached. It may come back."""
         self._leave(instance, weights, GRACE_SECONDS)
 
     def _leave(self, instance: str, weights: str, grace_seconds: float) -> None:
@@ -108,7 +108,7 @@ class Generations:
         if weights in self._known(lineage):
             self._keep(weights, grace_seconds)
         elif not self._known(lineage) and self._last.get(lineage) == weights:
-            del self._last[lineage]  # the pool has nothing of it
+            del self._last[lineage]  # the pool has no chunk of this lineage
 
     def _keep(self, weights: str, grace_seconds: float) -> None:
         until = self._kept_until[weights] = self._state.clock() + grace_seconds
@@ -116,21 +116,21 @@ class Generations:
             self._state.timers.call_at(until, partial(self._review, lineage_of(weights)))
 
     def learn(self) -> None:
-        """Learn from the labels of an earlier server which generations there are."""
+        """Learn the generations from the labels of an earlier server."""
         self._learn()
         until = self._state.clock() + GRACE_SECONDS
         for known in self._labels.values():
             self._kept_until.update(dict.fromkeys(known, until))
 
     def restored(self) -> None:
-        """Begin to rank, as the chunks of an earlier server are there. Its engines have their time to come back."""
+        """Begin to rank, now that the entries of an earlier server are restored. Its engines get the grace time."""
         until = self._state.clock() + GRACE_SECONDS
         for lineage in self._labels:
             self._review(lineage)
             self._state.timers.call_at(until, partial(self._review, lineage))
 
     def usage(self) -> Iterator[Usage]:
-        """Yield the generations with bytes or engines."""
+        """Yield the generations that have bytes or engines."""
         self._learn()
         quotas, names = self._state.index.quotas, self._state.labels.names
         engines = dict(self._num_engines)
@@ -147,7 +147,7 @@ class Generations:
         return labels[0] in self._state.index.shares.outdated
 
     def _learn(self) -> None:
-        """Take over the labels that came since."""
+        """Take over the labels that were added since the last call."""
         names = self._state.labels.names
         for number in range(self._num_labels, len(names)):
             weights = names[number].weights
@@ -161,8 +161,8 @@ class Generations:
         return self._labels.get(lineage, {})
 
     def _review(self, lineage: str) -> None:
-        """Find out which generations of a lineage are outdated now, and have changed ones ranked."""
-        if self._state.is_restoring:  # `restored` does it for all
+        """Determine the outdated generations of a lineage, and rank the chunks of those that changed."""
+        if self._state.is_restoring:  # `restored` reviews all of them
             return
         state, outdated, now = self._state, self._state.index.shares.outdated, self._state.clock()
         known, last = self._known(lineage), self._last.get(lineage)
@@ -189,10 +189,10 @@ class Generations:
             state.background.generations.add(self._rank())
 
     def check_integrity(self, schedulers: Iterable[tuple[str, str]]) -> None:
-        """Check the counts against instance and weights of all schedulers, and the chunks of outdated generations.
+        """Check the counts against the (instance, weights) of all schedulers, and the ranks of outdated chunks.
 
         Raises:
-            IntegrityError: they do not agree.
+            IntegrityError: they disagree.
         """
         named = [(instance, weights) for instance, weights in schedulers if weights]
         require(self._num_engines == Counter(weights for _, weights in named), "engines by weights are miscounted")

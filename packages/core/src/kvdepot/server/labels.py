@@ -1,4 +1,4 @@
-"""Names that records refer to by number: caches (spaces), and tenants with their models and weights (labels)."""
+"""Numbers for names in records: caches (spaces), and tenants with their models and weights (labels)."""
 
 from collections.abc import Callable
 from typing import Final, TypeAlias
@@ -10,9 +10,10 @@ from kvdepot.pool.names import Label, Names
 from kvdepot.server.replies import Refused
 from kvdepot.wire import messages as m
 
-MAXIMUM_SPACES: Final = 4096  # different caches; kept as long as the pool
-MAXIMUM_LABELS: Final = 65_536  # tenants, their models and weights; kept as long as the pool
-_MOST_WITH_WEIGHTS: Final = MAXIMUM_LABELS // 2  # then a generation more has no label: its chunks leave by last use
+MAXIMUM_SPACES: Final = 4096  # kept as long as the pool
+MAXIMUM_LABELS: Final = 65_536  # kept as long as the pool
+# Beyond that, new generations share the label without weights, and their chunks are evicted by last use.
+_MOST_WITH_WEIGHTS: Final = MAXIMUM_LABELS // 2
 
 
 SaveNames: TypeAlias = Callable[[Names], None]
@@ -20,11 +21,11 @@ SaveNames: TypeAlias = Callable[[Names], None]
 
 
 def save_nothing(_names: Names) -> None:
-    """Save no names: a `SaveNames` where no server comes after this one."""
+    """Save no names: a `SaveNames` for a depot that no server will restore."""
 
 
 class LabelTable:
-    """Numbers names and has them saved before any record refers to them."""
+    """Numbers names, and saves them before any record refers to them."""
 
     def __init__(self, index: ChunkIndex, save: SaveNames) -> None:
         self.names: list[Label] = []  # by number
@@ -34,13 +35,13 @@ class LabelTable:
         self._num_saved_spaces = self._num_saved_labels = 0
 
     def restore(self, names: list[Label]) -> None:
-        """Number labels as an earlier server did; the spaces of the index are saved, too."""
+        """Take over the labels of an earlier server. The spaces of the index count as saved."""
         for name in names:
             self._add(name)
         self._num_saved_spaces, self._num_saved_labels = len(self._index.spaces), len(self.names)
 
     def number_of(self, tenant: str, model: str, weights: str = "") -> int:
-        """Return the number of a tenant's model with certain weights.
+        """Return the label of a tenant, a model and its weights.
 
         Raises:
             Refused: there are too many.
@@ -52,7 +53,8 @@ class LabelTable:
                 return self.number_of(tenant, model)
             if len(self.names) >= MAXIMUM_LABELS:
                 raise Refused(
-                    ErrorCode.MALFORMED, f"more than {MAXIMUM_LABELS} tenants and models: {tenant!r} is one too many"
+                    ErrorCode.MALFORMED,
+                    f"the depot has {MAXIMUM_LABELS} tenants and models already: no room for {tenant!r}",
                 )
             number = self._add(Label(tenant, model, weights))
         if number >= self._num_saved_labels:

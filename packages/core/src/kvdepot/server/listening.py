@@ -1,4 +1,4 @@
-"""The listening control socket: it accepts permitted processes, and pauses while few descriptors are left."""
+"""The listening control socket: accepts permitted processes, and pauses while few descriptors are left."""
 
 import logging
 import os
@@ -14,18 +14,18 @@ from kvdepot.server.access import PRIVATE_UMASK, Access, peer_credentials
 
 logger = logging.getLogger(__name__)
 
-_BACKLOG: Final = 1024  # every engine of a node reconnects at once after a restart
-_SECONDS_BETWEEN_WARNINGS: Final = 10.0  # processes that are refused try again at once
+_BACKLOG: Final = 1024  # after a restart, all engines of a node reconnect at once
+_SECONDS_BETWEEN_WARNINGS: Final = 10.0  # refused processes try again at once
 
 
 class Warnings:
-    """Logs at most one warning in ten seconds: peers cause them, and must not fill the log."""
+    """Logs at most one warning in ten seconds. Peers cause them and could flood the log."""
 
     def __init__(self) -> None:
         self._warned_at = float("-inf")
 
     def warn(self, text: str, *values: object) -> None:
-        """Log a warning unless the last one was just now."""
+        """Log a warning, unless another one was logged within the last ten seconds."""
         if time.monotonic() >= self._warned_at + _SECONDS_BETWEEN_WARNINGS:
             self._warned_at = time.monotonic()
             logger.warning(text, *values)
@@ -35,13 +35,13 @@ class Listener:
     """The control socket, on which new connections arrive.
 
     Args:
-        path: of the socket.
-        access: decides who may connect.
-        epoll: the caller's; it reports when `accept` has work.
-        warnings: for refused and failed connections.
+        path: the socket's.
+        access: decides which processes may connect.
+        epoll: the caller's; reports when `accept` has work.
+        warnings: logs refused and failed connections.
 
     Raises:
-        ConfigError: the path cannot be listened on.
+        ConfigError: the socket cannot be created.
     """
 
     def __init__(self, path: Path, access: Access, epoll: select.epoll, warnings: Warnings) -> None:
@@ -64,7 +64,7 @@ class Listener:
         self._epoll.register(self._socket.fileno(), select.EPOLLIN)
 
     def accept(self) -> socket.socket | None:
-        """Accept a connection; None if no permitted process waits."""
+        """Accept a connection. Return None if no permitted process waits."""
         if self._is_crowded():
             self._warnings.warn("few descriptors are left: new connections wait")
             self._set_listening(False)
@@ -86,11 +86,11 @@ class Listener:
         return accepted
 
     def fileno(self) -> int:
-        """Return the descriptor that the epoll set reports, -1 once closed."""
+        """Return the descriptor that the epoll set reports, or -1 once closed."""
         return self._socket.fileno()
 
     def resume(self) -> None:
-        """Listen again, if it was paused and there are descriptors enough."""
+        """Listen again, if it was paused and there are enough descriptors now."""
         if not self._is_listening:
             self._set_listening(not self._is_crowded())
 

@@ -1,4 +1,4 @@
-"""Lookups, hints and retrieves: the requests of engines about prefixes that the depot may have."""
+"""Lookups, hints and retrieves: engines' requests about prefixes that the depot may have."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -47,9 +47,9 @@ _RETRIEVES: Final = depot_counter("retrieves", "Retrieves prepared")
 _RETRIEVE_CHUNKS: Final = depot_counter("retrieve_chunks", "Chunks requested by workers")
 _RETRIEVE_CHUNKS_HIT: Final = depot_counter("retrieve_chunks_hit", "Chunks delivered to workers")
 
-_OBSERVED_AT_ONCE: Final = 2048  # chunks; the sample takes at most an eighth
-_RANKED_AT_ONCE: Final = 2  # steps of a hint that its request does itself: the end of the prefix is what leaves first
-_TIERS_SECONDS: Final = 60.0  # the most that `--promote-seconds` may be, which alone bounds the answer then
+_OBSERVED_AT_ONCE: Final = 2048  # chunks per step; the sample takes at most an eighth of them
+_RANKED_AT_ONCE: Final = 2  # steps of a hint before its first wait: the end of a prefix is evicted first
+_TIERS_SECONDS: Final = 60.0  # the maximum of `--promote-seconds`, so that only that setting bounds the wait
 _DEFAULT_TENANT: Final = "default"
 
 
@@ -67,7 +67,10 @@ class Lookups:
         self._agents = agents
 
     def lookup(self, context: Context, request: m.Lookup) -> frames.Reply | Steps:
-        """Lease the prefix that is there; wait for more of it that is being computed, or ask the tiers for more."""
+        """Lease the prefix that the pool has.
+
+        Wait for chunks that are being computed, or promote more from the tiers.
+        """
         num_chunks, space = count_digests(request.digests), context.space
         query = Query(context, request, request.digests, *self._index.match(space, request.digests))
         if request.token_seconds != context.token_seconds:
@@ -87,7 +90,7 @@ class Lookups:
         return self._complete(query, tokens)
 
     def _complete(self, query: Query, tokens: list[int]) -> Steps:
-        """Wait for chunks that another request computes, or for those that the tiers have and what follows them."""
+        """Wait for another request that computes the next chunks, or for the tiers and then for such a request."""
         context, request, began = query.context, query.request, self._state.clock()
         query.until = began + request.wait_seconds
         if (yield partial(self._join, query)):
@@ -120,14 +123,14 @@ class Lookups:
         return m.ErrorReply(self._state.epoch, ErrorCode.UNKNOWN_CONTEXT, text)
 
     def _join(self, query: Query, on_end: Callable[[], None]) -> bool:
-        """Wait for chunks that another request is computing; False if there are none."""
+        """Wait for chunks that another request is computing. Return False if there are none."""
         return query.request.joins and self._flights.join(query, on_end)
 
     def _await(self, query: Query, on_end: Callable[[], None]) -> bool:
-        """Wait for chunks that an engine of another node brings to a tier; False if the lookup names none."""
+        """Wait for chunks that an engine of another node stores in a tier. Return False if the lookup names none."""
         if query.is_whole:
             return False
-        # The tiers are asked for as long as they may take, and however slow they are: the chunks are on their way.
+        # Give the tiers their full time and do not compare them with computing: the chunks are on their way.
         request = structs.replace(query.request, digests=b"", wait_seconds=_TIERS_SECONDS, token_seconds=0.0)
         asking = replace(query, request=request)
 
@@ -138,7 +141,7 @@ class Lookups:
         return self._flights.await_remote(query, on_end, ask_tiers)
 
     def _promote(self, query: Query, on_answer: Callable[[], None]) -> bool:
-        """Ask the tiers for the rest of a prefix; False if they cannot be asked."""
+        """Promote the rest of a prefix from the tiers. Return False if that is impossible."""
         tiering, context, request = self._state.tiering, query.context, query.request
         if tiering is None or not self._state.accepts_stores:
             return False
@@ -147,7 +150,7 @@ class Lookups:
             return False
         try:
             label = self._contexts.label(request.tenant, model, context.instance)
-        except (Refused, OSError):  # a tenant too many, or no room for its name
+        except (Refused, OSError):  # too many tenants, or no room for the name
             self._counters[_LOOKUPS_WITHOUT_NAME] += 1
             return False
         return tiering.promote(
@@ -164,7 +167,7 @@ class Lookups:
         )
 
     def _observe(self, digests: bytes, space: Space) -> None:
-        """Count a lookup for the estimates, the end of a long prompt first; not while another long one is counted."""
+        """Count a lookup for the estimates. A long one is counted in steps, from its end, and one at a time."""
         chunk_bytes = self._contexts.chunk_bytes.get(space.number)
         if chunk_bytes is None:
             return
@@ -180,7 +183,7 @@ class Lookups:
             yield
 
     def _found(self, query: Query, waited_seconds: float = 0.0) -> m.LookupReply:
-        """Answer with the chunks that are here, and announce the others as being computed."""
+        """Answer with the chunks that are in the pool, and begin a flight for the others if the lookup announces."""
         request, num_pending = query.request, 0
         if not query.is_whole:
             if request.joins:
@@ -190,7 +193,7 @@ class Lookups:
         return self._grant(query, waited_seconds, num_pending)
 
     def _grant(self, query: Query, waited_seconds: float = 0.0, num_pending: int = 0) -> m.LookupReply:
-        """Lease the chunks that are here, and count them as used."""
+        """Lease the chunks that are in the pool, and count them as used."""
         context, request, found = query.context, query.request, query.found
         epoch, leases = self._state.epoch, self._leases
         self._counters[_LOOKUP_CHUNKS_HIT] += found
@@ -227,14 +230,14 @@ class Lookups:
         )
 
     def _why_not_more(self, query: Query, num_pending: int) -> str:
-        """Say for the log why a lookup found no more chunks."""
+        """Explain for the log why a lookup found no more chunks."""
         state, tiering = self._state, self._state.tiering
         if query.is_whole:
-            return "all of them"
+            return "none is missing"
         if num_pending:
             return f"another request computes the next {num_pending}"
         if query.waited_for:
-            return f"the next one did not come within {query.request.wait_seconds:g} s, or nobody has it"
+            return f"the next one did not arrive within {query.request.wait_seconds:g} s, or no tier or engine has it"
         if tiering is None:
             return "the pool lacks the next one, and there is no tier"
         if not state.accepts_stores:
@@ -246,7 +249,7 @@ class Lookups:
         return "the pool lacks the next one, and the tiers are not asked for so few tokens or by so many lookups"
 
     def release(self, context: Context, request: m.Release) -> frames.Reply:
-        """End leases; the reply counts them."""
+        """End leases. The reply counts them."""
         if request.reused_tokens or request.recomputed_tokens:
             counters = self._state.counters
             counters[_BLENDS] += 1
@@ -255,7 +258,7 @@ class Lookups:
         return m.Done(self._state.epoch, sum(self._leases.release(context.number, lease) for lease in request.leases))
 
     def end_request(self, context: Context, request: m.EndRequest) -> frames.Reply:
-        """End every lease of a request, and its flight; the reply counts leases."""
+        """End all leases of a request, and its flight. The reply counts leases."""
         self._flights.end_request(context, request.request_id)
         self._contexts.handing_over.discard((context.instance, request.request_id))
         count = self._leases.count_of_request(context.number, request.request_id)
@@ -263,7 +266,7 @@ class Lookups:
         return m.Done(self._state.epoch, count)
 
     def hint(self, context: Context, request: m.Hint) -> frames.Reply | Steps:
-        """Change when a prefix is evicted; the reply counts chunks."""
+        """Change the eviction order of a prefix. The reply counts chunks."""
         count_digests(request.digests)
         index, names = self._index, self._state.labels.names
         if request.session:
@@ -272,7 +275,7 @@ class Lookups:
         self._counters[_HINTS] += 1
         if not found:
             return m.Done(self._state.epoch, 0)
-        tenant = request.tenant  # a task must not keep the request's digests
+        tenant = request.tenant  # not `request`: the task would keep its digests in memory
 
         def is_own(label: int) -> bool:
             return names[label][0] == tenant
@@ -285,7 +288,7 @@ class Lookups:
         return self._rank(steps)
 
     def _rank(self, steps: Iterator[int]) -> Steps:
-        """Rank the end of a prefix now and the rest of a long one later, unless very many wait."""
+        """Rank the end of a prefix now. Rank the rest of a long one later, unless too many wait."""
         epoch, hints, count = self._state.epoch, self._state.background.hints, 0
         for _ in range(_RANKED_AT_ONCE):
             more = next(steps, None)
@@ -299,7 +302,7 @@ class Lookups:
         return m.Done(epoch, count)
 
     def prepare_retrieve(self, context: Context, request: m.PrepareRetrieve) -> frames.Reply:
-        """Lease the chunks that a worker can read now, and say where they are."""
+        """Lease the chunks that a worker can read now, and return their extents."""
         num_chunks = count_digests(request.digests)
         check_covered(context, request.covered, num_chunks, m.MAXIMUM_RETRIEVE_ENTRIES)
         state, usage = self._state, self._usage
@@ -324,7 +327,7 @@ class Lookups:
     def _readable(
         self, context: Context, request: m.PrepareRetrieve, num_chunks: int
     ) -> tuple[list[bytes], list[int], int, int]:
-        """Return packed extents, nodes, the number of chunks and of bytes that a worker can read."""
+        """Return the packed extents, the nodes, and the numbers of chunks and bytes that a worker can read."""
         index, space, groups = self._index, context.space, context.groups
         extents: list[bytes] = []
         nodes: list[int] = []

@@ -1,7 +1,7 @@
-"""The server's loop: one thread, one poll, one reply for each request.
+"""The server's loop: one thread, one poll, and one reply per request.
 
-A plain loop over Unix sockets: neither asyncio nor ZeroMQ's thread of its own was as fast (`docs/performance.md`).
-Nothing a peer sends ends the loop.
+It is a plain loop over Unix sockets, which was faster than asyncio and than ZeroMQ's own thread
+(`docs/performance.md`). No input of a peer can end it.
 """
 
 import gc
@@ -31,20 +31,20 @@ logger = logging.getLogger(__name__)
 
 _TIERS_FAILED: Final = depot_counter("tiers_failed", "Turns of the tiers that failed because of a bug")
 
-SLOW_TURN_SECONDS: Final = 0.020  # the promise of docs/architecture.md for requests of engines
-_SWEEP_SECONDS: Final = 0.5  # between two looks at sockets that say nothing and at processes that left
+SLOW_TURN_SECONDS: Final = 0.020  # the bound that docs/architecture.md promises for engines' requests
+_SWEEP_SECONDS: Final = 0.5  # between two checks for silent sockets and dead processes
 _SWEEP_MILLISECONDS: Final = 500
-# Of a turn. Work that is left then continues in the next turn; a request that has begun is served.
+# Shares of a turn. Work that is left continues in the next turn. A request that has begun is finished.
 _MESSAGE_SECONDS: Final = 0.0008
-_TASK_SECONDS: Final = 0.0006  # of each kind, tiers and restoring for example
-# Threads of tiers run Python, and the loop must not wait 5 ms for them. It gives the lock up itself that often while
-# they want it: with 0.1 ms it spent more on getting it back than they needed it for.
+_TASK_SECONDS: Final = 0.0006  # per kind of work, for example tiers and restoring
+# Threads of tiers run Python. With the default interval, the loop would wait 5 ms for the interpreter lock. At 0.1 ms,
+# the loop spent more time on reacquiring the lock than the threads needed it for.
 _SWITCH_SECONDS: Final = 0.001
 
 
 @dataclass(frozen=True, slots=True)
 class Sockets:
-    """Everything that peers connect to."""
+    """The sockets that peers connect to."""
 
     connections: ConnectionTable
     sessions: SessionTable
@@ -53,11 +53,11 @@ class Sockets:
 
 
 class TurnWatch:
-    """The turns of one loop, by wall clock: waiting for a core or for a thread counts."""
+    """Measures the turns of a loop by wall clock, including waits for a core or for another thread."""
 
     def __init__(self) -> None:
         self.longest_seconds = 0.0
-        self.num_slow = 0  # longer than `SLOW_TURN_SECONDS`
+        self.num_slow = 0  # turns longer than `SLOW_TURN_SECONDS`
         self.turns = Histogram(SHORTEST_SECONDS)
 
     def add(self, seconds: float) -> None:
@@ -72,11 +72,11 @@ class Loop:
     """Serves sockets, movers, tiers and the background in turns.
 
     Args:
-        sockets: of peers.
-        depot: that they ask.
-        movers: of the depot.
-        results: of threads.
-        restoring: of an earlier server's table; None without one.
+        sockets: those that peers connect to.
+        depot: answers the peers.
+        movers: the depot's.
+        results: results of other threads.
+        restoring: restores an earlier server's table; None without one.
         files: the pool's; the loop removes spare ones now and then.
     """
 
@@ -103,9 +103,9 @@ class Loop:
         self._is_ending = False
 
     def run(self, is_over: Callable[[], bool]) -> None:
-        """Serve until `end` was called and `is_over`.
+        """Serve until `end` was called and `is_over` returns True.
 
-        The garbage collector looks at new objects only, twice a second: looking through a million entries took 0.1 s.
+        The garbage collector examines only new objects, twice a second. Examining a million entries took 0.1 s.
         """
         poller = self._make_poller()
         switch_seconds, collects = sys.getswitchinterval(), gc.isenabled()
@@ -126,18 +126,18 @@ class Loop:
             sys.setswitchinterval(switch_seconds)
 
     def end(self) -> None:
-        """Have `run` return as soon as it may."""
+        """Make `run` return as soon as its `is_over` allows."""
         self._is_ending = True
 
     def _make_poller(self) -> select.poll:
-        """Return the poller that the loop sleeps in. ZeroMQ's own, which is slower, is not needed for descriptors."""
+        """Return the poller that the loop sleeps in. All are descriptors, so ZeroMQ's slower poller is not needed."""
         poller = select.poll()
         for fd in (*self._fds, *self._event_fds):
             poller.register(fd, select.POLLIN)
         return poller
 
     def _serve(self, events: Mapping[object, int], began: float) -> None:
-        """Do one turn: requests first, then what became due, then work that was left."""
+        """Do one turn: requests first, then due timers, then unfinished work."""
         sockets, depot, state = self._sockets, self._depot, self._depot.state
         of_connections, of_sessions, of_movers, of_threads = self._fds
         if of_connections in events or sockets.connections.has_work:
@@ -178,11 +178,12 @@ class Loop:
         sockets.connections.sweep(_after(_TASK_SECONDS))
         sockets.sessions.find_dead(_after(_TASK_SECONDS))
         if sockets.events is not None:
-            sockets.events.has_work = True  # a descriptor of ZeroMQ tells once, and another call may have heard it
+            # ZeroMQ's descriptor is edge-triggered, and another call may have consumed the edge.
+            sockets.events.has_work = True
         gc.collect(1)
 
     def _guard(self, work: Callable[[], None], counter: CounterName) -> None:
-        """Do a part of the turn whose failure must not end the loop."""
+        """Do a part of the turn. Log and count an exception, which must not end the loop."""
         try:
             work()
         except Exception:
@@ -190,7 +191,7 @@ class Loop:
             self._depot.counters[counter] += 1
 
     def _idle_milliseconds(self) -> int:
-        """Return how long the loop may sleep if nothing comes."""
+        """Return how long the loop may sleep without an event."""
         state = self._depot.state
         events = self._sockets.events
         if state.is_restoring or state.background.num_waiting or self._sockets.connections.has_work:

@@ -1,4 +1,4 @@
-"""News of chunks between engines and routers: takes descriptions, and tells attached schedulers what came and left."""
+"""Serves descriptions of chunks, and tells attached schedulers which described chunks appeared or left."""
 
 import logging
 from collections.abc import Callable
@@ -27,24 +27,24 @@ _DESCRIPTIONS_DECLINED: Final = depot_counter(
     "descriptions_declined", "Chunks that routers are not told of, for lack of room for their tokens"
 )
 
-_LARGE_FILE_BYTES: Final = 64 << 20  # a smaller file is not worth writing anew
-_MOST_WASTE: Final = 3  # times what is described
-_COALESCE_SECONDS: Final = 0.02  # changes that come this soon after the first are told together
-_NEWS_TOKENS: Final = 4096  # of one reply: 0.2 ms to encode
+_LARGE_FILE_BYTES: Final = 64 << 20  # a smaller file is not worth rewriting
+_MOST_WASTE: Final = 3  # times the bytes of the chunks in the pool
+_COALESCE_SECONDS: Final = 0.02  # changes within this time after the first are reported together
+_NEWS_TOKENS: Final = 4096  # per reply: 0.2 ms to encode
 
 
 @dataclass(slots=True, eq=False)
 class _Listener:
-    """A scheduler that is told of the chunks of its namespace."""
+    """A scheduler that follows the chunks of its namespace."""
 
     reader: Reader
     position: int = 0  # of the last reply
-    resume: Callable[[], None] | None = None  # the request that waits
+    resume: Callable[[], None] | None = None  # resumes the waiting request
     timer: int = 0  # ends the wait
 
 
 class NewsDesk:
-    """Serves descriptions, and schedulers that wait for news. Without `holdings` the depot publishes nothing."""
+    """Serves descriptions, and schedulers that wait for news. Without `holdings`, the depot publishes nothing."""
 
     def __init__(self, state: DepotState, contexts: ContextTable, holdings: Holdings | None) -> None:
         self._state = state
@@ -52,11 +52,11 @@ class NewsDesk:
         self._holdings = holdings
         self._listeners: dict[int, _Listener] = {}  # by context
         self._encoder = msgspec.msgpack.Encoder()
-        self._timer = 0  # tells all who wait
+        self._timer = 0  # answers all waiting requests
         self._file: TokensFile | None = None
 
     def describe(self, context: Context, request: m.DescribeChunks) -> m.Done:
-        """Take the tokens of chunks; the reply counts those that nobody had described.
+        """Take the tokens of chunks. The reply counts the chunks that were not described before.
 
         Raises:
             Refused: the message contradicts itself.
@@ -77,9 +77,9 @@ class NewsDesk:
         return m.Done(self._state.epoch, num_new)
 
     def keep_in(self, file: TokensFile, *, is_new: bool) -> None:
-        """Keep descriptions in a file, and read back those of an earlier server. Call it once the index is restored.
+        """Keep descriptions in a file, and read those of an earlier server. Call this once the index is restored.
 
-        A depot that publishes nothing forgets them.
+        A depot that publishes nothing discards them.
         """
         if self._holdings is None:
             file.clear()
@@ -110,12 +110,12 @@ class NewsDesk:
             nodes = self._find(space, request)
             holdings.describe(space, model, request, nodes)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, LookupError, ValueError) as error:
-            logger.warning("tokens of an earlier server are passed over: %s", error)
+            logger.warning("ignoring tokens of an earlier server: %s", error)
             return False
         return any(holdings.is_described(node) for node, _ in nodes)
 
     def await_news(self, context: Context, request: m.AwaitNews) -> m.News | Steps:
-        """Answer with news at once, or when there are some."""
+        """Answer with news, now or as soon as there are any."""
         holdings, shelf = self._holdings, self.shelf_of(context)
         if holdings is None or shelf is None:
             return m.News(self._state.epoch, 0, b"")
@@ -139,11 +139,11 @@ class NewsDesk:
         return True
 
     def shelf_of(self, context: Context) -> Shelf | None:
-        """Return the shelf of a scheduler's model: routers are told at once that there is nothing yet."""
+        """Return the shelf of a scheduler's model. A new shelf tells routers that it is empty."""
         return None if self._holdings is None else self._holdings.shelf_of(context.served_model)
 
     def end_context(self, number: int) -> None:
-        """Forget a scheduler that left."""
+        """Forget a detached scheduler."""
         listener = self._listeners.pop(number, None)
         if listener is not None:
             self._resume(listener)

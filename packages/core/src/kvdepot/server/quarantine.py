@@ -1,4 +1,4 @@
-"""Unfinished entries whose writer is gone for the depot but may still be writing."""
+"""Holds unfinished entries whose writer has left the depot but may still be writing."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ class Quarantine:
     fence: Fence
     records: list[int]
     num_bytes: int
-    num_abandoned: int = 0  # of the records: they belong to no chunk any more
+    num_abandoned: int = 0  # how many of the records belong to no chunk any more
 
 
 class QuarantineTable:
@@ -37,7 +37,7 @@ class QuarantineTable:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the pool that nobody can have in the meantime."""
+        """Pool bytes held in quarantine."""
         return sum(each.num_bytes for each in self.held)
 
     def hold(self, fence: Fence, records: list[int], num_bytes: int) -> None:
@@ -49,7 +49,7 @@ class QuarantineTable:
         self._free(lambda quarantine: quarantine.fence == fence)
 
     def end_process(self, writer: Writer) -> None:
-        """Free the entries of a process that is dead."""
+        """Free the entries of a dead process."""
         self._free(lambda quarantine: quarantine.fence[0] == writer)
 
     def is_awaited(self, writer: Writer) -> bool:
@@ -62,22 +62,25 @@ class QuarantineTable:
         self.discard(records)
 
     def discard(self, records: Sequence[int]) -> None:
-        """Free unfinished entries that nobody writes any more: at once, or soon if they are many."""
+        """Free unfinished entries without a writer: now, or in background steps if they are many."""
         self._state.background.add_urgent(self._discarding(records), len(records))
 
     def _discarding(self, records: Sequence[int]) -> Task:
         index, counters = self._state.index, self._state.counters
-        for record in reversed(records):  # mostly deepest first: then no placeholders remain
+        for record in reversed(records):  # mostly deepest first, so that no ghosts remain
             try:
                 index.discard_entry(record)
             except Exception:
-                logger.exception("an unfinished entry could not be taken back")
+                logger.exception("an unfinished entry could not be freed")
                 counters[CHORES_FAILED] += 1
             counters[_ENTRIES_ABORTED] += 1
             yield
 
     def abandon_some(self) -> bool:
-        """Take some entries out of their chunks, so that the chunks before can leave; False if none is left."""
+        """Detach some entries from their chunks, so that the chunks before can be evicted.
+
+        Return False if none is left.
+        """
         index = self._state.index
         for quarantine in self.held:
             if quarantine.num_abandoned < len(quarantine.records):

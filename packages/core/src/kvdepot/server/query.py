@@ -10,37 +10,37 @@ from kvdepot.wire import messages as m
 
 @dataclass(slots=True)
 class Query:
-    """The request of a lookup, and the leading chunks that are here."""
+    """The request of a lookup, and the leading chunks that are in the pool."""
 
     context: Context
     request: m.Lookup
     digests: bytes  # from chunk 0 on
     found: int
     nodes: tuple[int, ...]
-    until: float = 0.0  # the request's longest wait ends
-    waited_for: str = ""  # what brought chunks, or was to
+    until: float = 0.0  # the deadline of all waits of the request
+    waited_for: str = ""  # for the log: the source of further chunks
     num_promoted: int = 0  # chunks that tiers brought
 
     @property
     def is_whole(self) -> bool:
-        """Whether the whole prefix is here."""
+        """Whether the whole prefix is in the pool."""
         return self.found * DIGEST_BYTES >= len(self.digests)
 
     @property
     def owner(self) -> tuple[int, str]:
-        """The request, by context and name."""
+        """The request's context and id."""
         return self.context.number, self.request.request_id
 
     def refresh(self, index: ChunkIndex) -> int:
-        """Count the chunks that are here now; return how many more they are."""
+        """Match the prefix again. Return how many more chunks it has now."""
         before = self.found
         self.found, self.nodes = index.match(self.context.space, self.digests)
         return self.found - before
 
     def own_seconds(self, num_chunks: int) -> float:
-        """Return how long the lookup's engine would compute this many chunks; 0.0 if that is unknown."""
+        """Return the seconds that the lookup's engine needs to compute this many chunks, 0.0 if unknown."""
         return num_chunks * self.context.space.spec.chunk_tokens * self.request.token_seconds
 
     def first(self, num_chunks: int) -> "Query":
-        """Return the query for its first chunks alone."""
+        """Return a query for the first chunks only."""
         return replace(self, digests=first_digests(self.digests, num_chunks))

@@ -14,10 +14,10 @@ logger = logging.getLogger(__name__)
 
 
 def check_version(version: int) -> None:
-    """Refuse a protocol that this server does not speak.
+    """Refuse a protocol version that this server does not support.
 
     Raises:
-        Refused: with the versions it does speak.
+        Refused: the text names the supported version.
     """
     reason = m.check_protocol_version(version)
     if reason:
@@ -29,7 +29,7 @@ def check_spec(spec: m.CacheSpec) -> None:
     """Refuse a cache whose chunks are not whole rows, or whose windows do not fit its groups.
 
     Raises:
-        Refused: with the first group that is wrong.
+        Refused: the text names the first wrong group.
     """
     for number, group in enumerate(spec.groups):
         if group.kind is not GroupKind.RECURRENT:
@@ -44,7 +44,7 @@ def check_worker(request: m.RegisterKVCache) -> tuple[PartPlace, ...]:
     """Return the place of a worker's entries in each layer group.
 
     Raises:
-        Refused: version, spec, details, rank or offer do not fit.
+        Refused: the version, spec, details, rank or offer is invalid.
     """
     check_version(request.protocol_version)
     check_spec(request.spec)
@@ -70,7 +70,7 @@ def _groups_of(request: m.RegisterKVCache) -> tuple[PartPlace, ...]:
         size = blocks * sum(detail.page_sizes_bytes)
         if size > MAXIMUM_ENTRY_BYTES:
             raise Refused(ErrorCode.BAD_LAYOUT, f"group {number}: a chunk has {size} bytes")
-        cell = blocks * detail.rows, _sizes_of_cell(number, part, detail)  # no matter how many rows a block has
+        cell = blocks * detail.rows, _sizes_of_cell(number, part, detail)  # independent of the number of rows per block
         check = int.from_bytes(digest_of(cell)[:4], "little")
         groups.append(PartPlace(number, detail.part, size, check))
     return tuple(groups)
@@ -88,7 +88,7 @@ def _check_blocks(number: int, chunk_tokens: int, block_tokens: int) -> int:
 
 
 def _sizes_of_cell(number: int, part: Part, detail: m.GroupDetail) -> tuple[int, ...]:
-    """Return what a row of each page has of one cell: it tells where a cell lies in an entry of another part."""
+    """Return the bytes that one row of each page has of one cell. They locate a cell in entries of other parts."""
     sizes = detail.page_sizes_bytes
     of_layer = sizes[: len(sizes) // part.num_layers]
     if of_layer * part.num_layers != sizes or any(size % (part.num_heads * detail.rows) for size in of_layer):
@@ -101,7 +101,7 @@ def _sizes_of_cell(number: int, part: Part, detail: m.GroupDetail) -> tuple[int,
 
 
 def _check_offer(request: m.RegisterKVCache) -> None:
-    """Refuse an offer that contradicts the registration. Its mover finds out whether it is true."""
+    """Refuse an offer that contradicts the registration. The mover checks it against the device."""
     offer = request.offer
     if offer is None:
         return

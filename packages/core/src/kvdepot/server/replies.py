@@ -1,7 +1,7 @@
-"""Handlers that wait: what they yield, who resumes them, and the replies to requests that fail.
+"""Runs handlers that wait, and makes the replies to failed requests.
 
-A handler returns its reply. If it has to wait, it is a generator instead: it yields each of its waits, and returns its
-reply in the end.
+A handler returns its reply. If it has to wait, it is a generator: it yields each of its waits, and returns the reply at
+the end.
 """
 
 import logging
@@ -20,16 +20,16 @@ _REQUESTS_REFUSED: Final = depot_counter("requests_refused", "Requests answered 
 _REQUESTS_FAILED: Final = depot_counter("requests_failed", "Requests that failed because of a bug")
 
 Wait: TypeAlias = Callable[[Callable[[], None]], bool]
-"""Begins to wait and calls the function once, later or at once. Returns False if there is nothing to wait for."""
+"""Begins a wait, and calls the function once at its end. Returns False if there is nothing to wait for."""
 
 Steps: TypeAlias = Generator[Wait, bool, frames.Reply]
-"""A handler that yields what it waits for, is sent whether it waited, and returns its reply."""
+"""A handler that yields its waits, is sent whether each has waited, and returns its reply."""
 
 Ts = TypeVarTuple("Ts")
 
 
 class Refused(Exception):
-    """Raised for a request that is not served and has changed nothing; becomes an error reply."""
+    """Refuses a request that has changed nothing. Becomes an error reply."""
 
     def __init__(self, code: ErrorCode, message: str) -> None:
         super().__init__(message)
@@ -37,14 +37,14 @@ class Refused(Exception):
 
 
 class Outcome(Generic[*Ts]):
-    """The end of something that a handler began, and waits for by `yield from`."""
+    """The outcome of an operation that a handler began. The handler waits for it by `yield from`."""
 
     def __init__(self) -> None:
         self._values: list[tuple[*Ts]] = []
         self._resume: Callable[[], None] | None = None
 
     def set(self, *values: *Ts) -> None:
-        """Give the outcome, and resume the handler if it waits."""
+        """Set the outcome, and resume the handler if it waits."""
         self._values.append(values)
         if self._resume is not None:
             self._resume()
@@ -61,22 +61,22 @@ class Outcome(Generic[*Ts]):
 
 
 class PendingReply:
-    """A handler that waits, and its reply in the end. Only `run` makes one.
+    """A waiting handler, and later its reply. Only `run` creates one.
 
-    An object and not two closures that name each other: those are a cycle, which keeps the bytes of a request that has
-    ended until the collector comes by.
+    An object, not two closures that refer to each other: such a cycle would keep the bytes of a finished request until
+    the garbage collector runs.
     """
 
     __slots__ = ("_on_error", "_steps", "on_reply", "reply")
 
     def __init__(self, steps: Steps, on_error: Callable[[Exception], frames.Reply]) -> None:
         self.reply: frames.Reply | None = None
-        self.on_reply: Callable[[frames.Reply], None] | None = None  # set by who has to send it
+        self.on_reply: Callable[[frames.Reply], None] | None = None  # set by the sender of the reply
         self._steps = steps
         self._on_error = on_error
 
     def begin(self, wait: Wait) -> None:
-        """Wait as the handler wants, or have it go on at once."""
+        """Begin the handler's wait, or resume it at once if there is nothing to wait for."""
         while not wait(self._resume):
             wait = self._steps.send(False)
 
@@ -96,9 +96,9 @@ class PendingReply:
 
 
 def run(steps: Steps, on_error: Callable[[Exception], frames.Reply]) -> frames.Reply | PendingReply:
-    """Run a handler to its reply, now or later.
+    """Run a handler until its reply or its first wait.
 
-    An exception before its first wait goes to the caller. `on_error` makes the reply of any later one.
+    An exception before the first wait is raised here. `on_error` turns a later one into a reply.
     """
     pending = PendingReply(steps, on_error)
     try:
@@ -109,7 +109,7 @@ def run(steps: Steps, on_error: Callable[[Exception], frames.Reply]) -> frames.R
 
 
 def error_reply(epoch: int, counters: Counts, error: Exception) -> m.ErrorReply:
-    """Return the reply to a request that raised, and count it."""
+    """Count an exception of a request, and return the error reply."""
     if isinstance(error, (Refused, frames.FrameError)):
         counters[_REQUESTS_REFUSED] += 1
         return m.ErrorReply(epoch, error.code, str(error))

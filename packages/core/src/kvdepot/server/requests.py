@@ -1,6 +1,6 @@
 """Answers frames: each becomes one request, and each request gets one reply, now or later.
 
-Every exception of a handler becomes a typed error reply.
+An exception of a handler becomes an error reply with a code.
 """
 
 import time
@@ -22,7 +22,7 @@ _WHY_NO_SESSION: Final = "no open session: greet the depot with open_session fir
 
 
 class Requests:
-    """Answers frames of the control socket, and measures how long each answer takes."""
+    """Answers frames of the control socket, and measures the latencies."""
 
     def __init__(self, depot: Depot, sessions: SessionTable, operators: Operators) -> None:
         self.latencies: dict[type, Histogram] = {
@@ -33,7 +33,7 @@ class Requests:
         self._operators = operators
 
     def serve(self, connections: ConnectionTable, connection: Connection, frame: memoryview) -> None:
-        """Answer a frame of the control socket: decode it, have its request handled, and send the reply."""
+        """Answer a frame of the control socket: decode it, pass it to its handler, and send the reply."""
         began, depot = time.monotonic(), self._depot
         kind: type = m.ErrorReply
         sequence = frames.sequence_of(frame)

@@ -19,13 +19,13 @@ logger = logging.getLogger(__name__)
 
 
 class Restoring:
-    """Restores an earlier server's table, in steps; then stores are accepted unless the server is stopping.
+    """Restores an earlier server's table in steps, then accepts stores unless the server is stopping.
 
     Args:
-        depot: with an empty index over the table.
-        names: those that the records refer to.
-        await_death: watches a process; False if it is dead.
-        is_stopping: whether the server is.
+        depot: has an empty index over the table.
+        names: the names that the records refer to.
+        await_death: watches a process; returns False if it is dead.
+        is_stopping: returns whether the server is stopping.
         on_end: called when everything is restored.
     """
 
@@ -47,7 +47,7 @@ class Restoring:
         depot.contexts.generations.learn()
 
     def go_on(self, is_over: Callable[[], bool]) -> None:
-        """Restore until `is_over`, at least one step."""
+        """Restore until `is_over`, but at least one step."""
         state, counters = self._depot.state, self._depot.counters
         try:
             for _ in self._steps:
@@ -58,7 +58,8 @@ class Restoring:
             state.note(f"found {self._depot.index.entries.num_sealed} entries of an earlier server")
             self._on_end()
         except Exception:
-            # The owners of unfinished writes are unknown from here on: serve the entries read so far, and add none.
+            # The writers of unfinished entries are unknown from here on: serve the entries restored so far, and add
+            # none.
             logger.exception("reading back an earlier server's table failed: no stores until a start with --fresh")
             counters[CHORES_FAILED] += 1
             state.note("reading back an earlier server's table failed: no stores until a start with --fresh")
@@ -69,12 +70,12 @@ class Restoring:
 def take_over(depot: Depot, restored: Iterator[int | None], await_death: Callable[[Writer], bool]) -> Iterator[None]:
     """Restore an earlier server's table, then decide about each unfinished entry.
 
-    An entry whose worker has registered again, or whose process is dead, is freed. Any other stays in quarantine.
+    An entry is freed if its worker has registered again or its process is dead. All others stay in quarantine.
 
     Args:
-        depot: with the index that `restored` rebuilds.
+        depot: has the index that `restored` rebuilds.
         restored: see `kvdepot.index.restore.restore`.
-        await_death: watches a process; False if it is dead.
+        await_death: watches a process; returns False if it is dead.
     """
     table = depot.index.table
     by_fence: dict[Fence, list[int]] = {}
@@ -93,7 +94,7 @@ def take_over(depot: Depot, restored: Iterator[int | None], await_death: Callabl
             depot.quarantine.discard(records)
         yield
     logger.info(
-        "found %d entries of an earlier server, %d were unfinished",
+        "restored %d entries of an earlier server; %d were unfinished",
         depot.index.entries.num_sealed,
         sum(map(len, by_fence.values())),
     )

@@ -1,10 +1,11 @@
 """Sessions of connected clients, and the deaths of their processes.
 
-A client that greets the depot with `OpenSession` gets the descriptors of pool and table and a token. Its further
-connections begin with the token, so a message is known to come from that process. Later bytes on the first connection
-are pings and are echoed. When that connection closes, the session ends; but a killed process lives on for up to 150
-ms after its connection closed (measured), so its unfinished extents are freed only once its pidfd reports its death.
-A later server recognises a living process of another PID namespace by the lock that its mapping keeps on the pool.
+A client that greets the depot with `OpenSession` gets a token and the descriptors of the pool and the table. Its
+further connections begin with the token, which proves that their messages come from that process. Later bytes on the
+first connection are pings, which the depot echoes. When that connection closes, the session ends. A killed process can
+live on for up to 150 ms after that (measured), so its unfinished extents are freed only once its pidfd reports its
+death. A later server recognises a living process of another PID namespace by the lock that its mapping keeps on the
+pool.
 """
 
 import contextlib
@@ -27,15 +28,15 @@ from kvdepot.wire import messages as m
 
 logger = logging.getLogger(__name__)
 
-MAXIMUM_SESSIONS: Final = 4096  # each takes a descriptor for its socket and one for its process
+MAXIMUM_SESSIONS: Final = 4096  # each takes a descriptor for its socket and a pidfd
 
 _SO_PEERPIDFD: Final = 77  # Linux 6.5
-_FIRST_LOCK: Final = 1 << 61  # behind the end of any pool
+_FIRST_LOCK: Final = 1 << 61  # lock offsets lie beyond the end of any pool
 
 
 @dataclass(slots=True)
 class Session:
-    """One connection of one process."""
+    """The session of one client process, and its first connection."""
 
     number: int
     socket: socket.socket
@@ -45,15 +46,15 @@ class Session:
 
 
 class SessionTable:
-    """All open sessions, and the processes whose death is awaited; one epoll set, polled by the server's loop.
+    """All open sessions, and the processes whose death is awaited. The server's loop polls its epoll set.
 
     Args:
-        welcome: makes the answer to a greeting, with the descriptors to hand over, which are closed here.
-        on_end: called with a session whose connection ended.
-        on_death: called with a process that was being waited for and is dead now.
-        is_awaited: whether anything waits for the death of a process.
-        is_mapping: whether a process without a number still maps the pool.
-        epoch: of the server.
+        welcome: makes the answer to a greeting, with the descriptors to send. The table closes them.
+        on_end: called with a session whose connection closed.
+        on_death: called with an awaited process that has died.
+        is_awaited: returns whether anything waits for the death of a process.
+        is_mapping: returns whether a process without a pid here still maps the pool.
+        epoch: the server's.
     """
 
     def __init__(
@@ -71,11 +72,11 @@ class SessionTable:
         self._is_awaited = is_awaited
         self._is_mapping = is_mapping
         self._epoch = epoch
-        self._sessions: dict[int, Session] = {}  # by descriptor of the connection
-        self.by_token: dict[bytes, Session] = {}  # the open ones
+        self._sessions: dict[int, Session] = {}  # by the connection's descriptor
+        self.by_token: dict[bytes, Session] = {}  # the open sessions
         self._dying: dict[int, Writer] = {}  # by pidfd, each process once
-        self._watched: set[Writer] = set()  # the same
-        self._unnumbered: set[Writer] = set()  # that are asked for again and again
+        self._watched: set[Writer] = set()  # the values of `_dying`
+        self._unnumbered: set[Writer] = set()  # processes without a pid here, polled by `find_dead`
         self._next = 1
         self._epoll = select.epoll()
 
@@ -87,7 +88,7 @@ class SessionTable:
         return len(self._sessions)
 
     def open(self, connection: socket.socket, request: frames.OpenSession) -> None:
-        """Open a session over a connection that greeted with `request`, or refuse it; the connection is owned here."""
+        """Open a session over a connection that greeted with `request`, or refuse it. Take over the connection."""
         pid, _, _ = peer_credentials(connection)
         reason = m.check_protocol_version(request.protocol_version)
         if reason:
@@ -100,9 +101,9 @@ class SessionTable:
             started_at = process_start_time(pid) if pid > 0 else _FIRST_LOCK + secrets.randbits(61)
             pidfd = _peer_pidfd(connection, pid)
         except OSError:
-            connection.close()  # its death would go unseen, or be seen while it lives
+            connection.close()  # its death could not be detected reliably
             return
-        # A process of another PID namespace has no number here; its descriptor still reports its death.
+        # A process of another PID namespace has no pid here, but its pidfd still reports its death.
         token = secrets.token_bytes(frames.TOKEN_BYTES)
         session = Session(self._next, connection, Writer(max(pid, 0), started_at), pidfd, token)
         self._next += 1
@@ -122,13 +123,13 @@ class SessionTable:
         logger.info("session %d: process %d (%s)", session.number, session.writer.pid, request.client)
 
     def end(self, token: bytes) -> None:
-        """End the session that was given a token, if it is open."""
+        """End the session with this token, if it is open."""
         session = self.by_token.get(token)
         if session is not None:
             self._end(session)
 
     def hand_over(self, number: int, fd: int) -> bool:
-        """Send a session a mover's pidfd; False if it cannot take it."""
+        """Send a session a mover's pidfd. Return False if it cannot be sent."""
         for session in self._sessions.values():
             if session.number == number:
                 try:
@@ -139,9 +140,10 @@ class SessionTable:
         return False
 
     def serve(self, is_over: Callable[[], bool]) -> None:
-        """Do the work that waits, one item at least, until `is_over`; never waits.
+        """Do waiting work until `is_over`, but at least one item. Never wait.
 
-        One at a time: the kernel puts a served connection behind all others, so that no flood holds up the rest.
+        Poll for one event at a time: the kernel then puts a served connection behind all others, so a flood on one
+        connection does not delay the rest.
         """
         while events := self._epoll.poll(0, 1):
             fd, _ = events[0]
@@ -153,16 +155,16 @@ class SessionTable:
                 return
 
     def find_dead(self, is_over: Callable[[], bool]) -> None:
-        """Report dead the processes without a number that no longer map the pool, one at least, until `is_over`."""
+        """Report processes without a pid here that no longer map the pool, until `is_over` but at least one."""
         for writer in [writer for writer in self._unnumbered if not self._is_mapping(writer)]:
             self._unnumbered.discard(writer)
-            logger.info("a process of another PID namespace is dead or has let go of the pool")
+            logger.info("a process of another PID namespace is dead or has unmapped the pool")
             self._on_death(writer)
             if is_over():
                 return
 
     def await_death(self, writer: Writer) -> bool:
-        """Watch a process of an earlier server's table, known only by its number. Return False if it is dead."""
+        """Watch a writer named in an earlier server's table. Return False if it is dead."""
         if not writer.pid:
             is_mapping = self._is_mapping(writer)
             if is_mapping:
@@ -171,9 +173,9 @@ class SessionTable:
         try:
             pidfd = os.pidfd_open(writer.pid)
         except OverflowError:
-            return False  # of a table that no server wrote
+            return False  # no server wrote this pid
         except OSError as error:
-            return error.errno in EXHAUSTED  # then nobody can tell either
+            return error.errno in EXHAUSTED  # undecidable without descriptors: assume alive
         try:
             is_another = process_start_time(writer.pid) != writer.start_time
         except OSError:
@@ -185,7 +187,7 @@ class SessionTable:
         return True
 
     def close(self) -> None:
-        """Close every connection; clients see it at once."""
+        """Close all connections, which clients notice at once."""
         for session in list(self._sessions.values()):
             session.socket.close()
             if session.pidfd is not None:
@@ -222,7 +224,7 @@ class SessionTable:
         del self.by_token[session.token]
         self._on_end(session)
         if session.pidfd is None:
-            # Its process was gone before it could be watched, or the kernel is too old to watch it.
+            # The process died before it could be watched, or the kernel is too old for pidfds of peers.
             if not self.await_death(session.writer):
                 self._on_death(session.writer)
         elif self._is_awaited(session.writer):
@@ -231,7 +233,7 @@ class SessionTable:
             os.close(session.pidfd)
 
     def _watch(self, pidfd: int, writer: Writer) -> None:
-        """Wait for a death; the pidfd is closed here, at once if that process is waited for already."""
+        """Wait for a death. Take over the pidfd, and close it at once if that process is watched already."""
         if writer in self._watched:
             os.close(pidfd)
             return
@@ -249,7 +251,7 @@ class SessionTable:
 
 
 def _peer_pidfd(connection: socket.socket, pid: int) -> int | None:
-    """Return a pidfd of the process at the other end, None if it is dead.
+    """Return a pidfd of the client process, None if it is dead.
 
     Raises:
         OSError: this process has no descriptor left.

@@ -1,4 +1,4 @@
-"""The state that the parts of one depot share: the index, its leases and names, the background, the counters."""
+"""The state that the parts of one depot share: index, leases, names, background work and counters."""
 
 from collections import deque
 from collections.abc import Callable
@@ -26,8 +26,8 @@ HINTS_CUT: Final = depot_counter(
     "hints_cut", "Hints and uses of long prefixes applied only to the end, because too many were waiting"
 )
 
-MAXIMUM_EVENTS: Final = 20  # that operators see
-MAXIMUM_ROWS: Final = 1024  # names with counters of their own
+MAXIMUM_EVENTS: Final = 20  # recent events in the status
+MAXIMUM_ROWS: Final = 1024  # names that have their own counters
 OTHERS: Final = "(others)"
 _MOST_RECENT: Final = 1024  # used prefixes: what a list of the hottest ones is made of
 
@@ -37,22 +37,25 @@ class Usage:
 
     def __init__(self) -> None:
         self.store_seconds = Histogram(0.0001)  # from plan to commit
-        self.moved_bytes: dict[str, list[int]] = {}  # stored and retrieved, by device
-        self.tenant_tokens: dict[str, list[int]] = {}  # asked for, found in the pool, found in tiers
-        self.saved_seconds = 0.0  # of computing, by retrieved chunks
+        self.moved_bytes: dict[str, list[int]] = {}  # [stored, retrieved], by device
+        self.tenant_tokens: dict[str, list[int]] = {}  # [asked for, found in the pool, found in tiers]
+        self.saved_seconds = 0.0  # time to compute the retrieved chunks
 
     def tokens_of(self, tenant: str) -> list[int]:
-        """Return the tokens of a tenant that were asked for, found in the pool and found in tiers, to be counted up."""
+        """Return the counts of a tenant's tokens, mutable: [asked for, found in the pool, found in tiers]."""
         return self.tenant_tokens.get(tenant) or _row(self.tenant_tokens, tenant, 3)
 
     def bytes_of(self, device: str) -> list[int]:
-        """Return the bytes stored and retrieved by a kind of device, to be counted up."""
+        """Return the byte counts of a kind of device, mutable: [stored, retrieved]."""
         return _row(self.moved_bytes, device, 2)
 
 
 @dataclass(slots=True)
 class DepotState:
-    """Shared by the handlers of one depot. `tiering` is None until there is a tier, `movers` in tests only."""
+    """The state that the handlers of one depot share.
+
+    `tiering` is None until there is a tier, `movers` only in tests.
+    """
 
     index: ChunkIndex
     epoch: int
@@ -64,14 +67,14 @@ class DepotState:
     usage: Usage = field(default_factory=Usage)
     counters: Counts = field(default_factory=Counts)
     background: Background = field(init=False)
-    timers: Timers = field(default_factory=Timers)  # every deadline that somebody waits for
+    timers: Timers = field(default_factory=Timers)  # all deadlines of the depot
     events: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=MAXIMUM_EVENTS))
     recent: deque[int] = field(default_factory=lambda: deque(maxlen=_MOST_RECENT))  # last nodes of used prefixes
-    numbers: "count[int]" = field(default_factory=lambda: count(1))  # of contexts and tickets
+    numbers: "count[int]" = field(default_factory=lambda: count(1))  # for contexts and tickets
     tiering: Tiering | None = None
     movers: MoverTable | None = None
-    accepts_stores: bool = True  # not while restoring, nor while stopping
-    is_restoring: bool = False  # an earlier server's table
+    accepts_stores: bool = True  # False while restoring and while stopping
+    is_restoring: bool = False  # while an earlier server's table is being read
     is_draining: bool = False  # an operator asked for it
 
     def __post_init__(self) -> None:
@@ -82,7 +85,7 @@ class DepotState:
         return handled if isinstance(handled, Struct) else run(handled, self.fail)
 
     def fail(self, error: Exception) -> m.ErrorReply:
-        """Return the reply to a request that raised, and count it."""
+        """Count an exception of a request, and return the error reply."""
         return error_reply(self.epoch, self.counters, error)
 
     def used(self, node: int) -> None:
@@ -93,12 +96,12 @@ class DepotState:
             self.counters[HINTS_CUT] += 1
 
     def note(self, event: str) -> None:
-        """Keep what happened for operators to see."""
+        """Add an event to the status."""
         self.events.append((self.clock(), event))
 
 
 def _row(rows: dict[str, list[int]], name: str, num_columns: int) -> list[int]:
-    """Return the counters under a name that a client chose; when there are many names, further ones share a row."""
+    """Return the counters of a name that a client chose. Beyond `MAXIMUM_ROWS` names, further ones share a row."""
     row = rows.get(name)
     if row is None:
         row = rows.setdefault(name if len(rows) < MAXIMUM_ROWS else OTHERS, [0] * num_columns)

@@ -35,7 +35,7 @@ _LEASES_EXPIRED: Final = depot_counter("leases_expired", "Leases not released in
 
 
 class StatusReport:
-    """Collects the status of the parts of a depot."""
+    """Collects the status from the parts of a depot."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class StatusReport:
         self._contents = contents
 
     def fields(self) -> dict[str, Any]:
-        """Return fields of `DepotStatus`."""
+        """Return the fields of `DepotStatus` that need no socket."""
         state, index, usage = self._state, self._state.index, self._state.usage
         return {
             "num_entries": index.entries.num_sealed,
@@ -140,7 +140,7 @@ class StatusReport:
         ]
 
     def _context_status(self, context: Context, num_tickets: int) -> ContextStatus:
-        """Return the status that was made last if it is the same: there may be a thousand contexts."""
+        """Return the cached status if nothing has changed, as there may be a thousand contexts."""
         movers = self._state.movers
         state, pid, why = ("", 0, "") if movers is None else movers.status(context.number)
         num_leases = self._state.leases.count_of(context.number)
@@ -160,7 +160,7 @@ class StatusReport:
 
 
 def _registered_status(context: Context) -> ContextStatus:
-    """Return the part that does not change."""
+    """Return the static fields of a worker's status."""
     spec, registration = context.space.spec, context.registration
     common = ContextStatus(
         context=context.number,
@@ -215,8 +215,8 @@ def _group_status(shape: m.GroupShape, detail: m.GroupDetail) -> GroupStatus:
 
 
 def _describe_part(shape: m.GroupShape, part: Part) -> str:
-    """Return what a worker holds of the plane of a group, "" if that is all."""
-    rows = "layers" if shape.heads > 1 or part.num_layers > 1 else "ranks"  # opaque pages have a row for each rank
+    """Describe the part of a group's plane that a worker holds; "" if it holds all of it."""
+    rows = "layers" if shape.heads > 1 or part.num_layers > 1 else "ranks"  # opaque pages have one row per rank
     texts: list[str] = []
     for name, first, count, total in (
         (rows, part.first_layer, part.num_layers, shape.layers),

@@ -34,8 +34,8 @@ _STORE_ENTRIES_DECLINED: Final = depot_counter("store_entries_declined", "Entrie
 _ENTRIES_STORED: Final = depot_counter("entries_stored", "Entries committed")
 _STORES_LATE: Final = depot_counter("stores_late", "Stores that were ended before their worker committed them")
 
-_MOST_LOOKED_AT: Final = 1024  # unfinished stores, in search of one that can end
-_TICKET_LEASES: Final = 4  # times that a lease lives: so long a store may take
+_MOST_LOOKED_AT: Final = 1024  # unfinished stores examined to find one that can be ended
+_TICKET_LEASES: Final = 4  # the longest time of a store, in lifetimes of a lease
 
 
 @dataclass(slots=True)
@@ -47,22 +47,22 @@ class Ticket:
     request_id: str
     records: list[int]
     num_bytes: int
-    began: float  # of the depot's clock
-    extents: bytes = b""  # packed, if a mover writes them
-    is_moving: bool = False  # the mover is writing them now
-    is_aborted: bool = False  # and nobody wants them any more
+    began: float  # by the depot's clock
+    extents: bytes = b""  # packed; empty if the worker writes them itself
+    is_moving: bool = False  # whether the mover is writing them now
+    is_aborted: bool = False  # whether to free them when the mover has ended
 
 
 class Stores:
-    """Every store under way."""
+    """All stores under way."""
 
     def __init__(
         self, state: DepotState, contexts: ContextTable, quarantine: QuarantineTable, flights: FlightTable
     ) -> None:
         self.ticket_seconds = _TICKET_LEASES * state.leases.lease_seconds
-        self.tickets: dict[int, Ticket] = {}  # the oldest first
-        # Stores that are over before their context has ended them: it may still be writing, to entries that belong to
-        # no chunk any more.
+        self.tickets: dict[int, Ticket] = {}  # oldest first
+        # Stores that the depot ended before their context did. The context may still be writing to their entries, which
+        # belong to no chunk any more.
         self.late_tickets: dict[int, Ticket] = {}
         self._state = state
         self._index = state.index
@@ -73,11 +73,11 @@ class Stores:
 
     @property
     def num_late_bytes(self) -> int:
-        """Bytes of the pool that late stores may still be written to."""
+        """Pool bytes that late stores may still write to."""
         return sum(ticket.num_bytes for ticket in self.late_tickets.values())
 
     def prepare(self, context: Context, request: m.PrepareStore) -> frames.Reply:
-        """Begin the entries that the pool lacks, as far as there is room."""
+        """Reserve space for the entries that the pool lacks, as far as there is room."""
         num_chunks = count_digests(request.digests)
         check_covered(context, request.covered, num_chunks, m.MAXIMUM_STORE_ENTRIES)
         state, space, index, counters = self._state, context.space, self._index, self._counters
@@ -95,7 +95,7 @@ class Stores:
         if request.first_chunk:
             above = index.nodes.find(space, request.parent, request.first_chunk - 1)
             if above is None and space.full_mask:
-                # No lookup could ever find these chunks.
+                # No lookup could find these chunks without it.
                 return self._decline(context, request, "the chunk before it was evicted")
             parent = NO_NODE if above is None else above
         label, num_steps = (
@@ -142,7 +142,7 @@ class Stores:
         return m.StorePlan(state.epoch, ticket.number, packed, num_present, num_declined)
 
     def _writer_of(self, context: Context) -> Writer | None:
-        """Return the process that will write: the context's own, or its mover if that is ready."""
+        """Return the process that will write: the context's own, or its mover. None if the mover is not ready."""
         if not context.has_mover:
             return context.writer
         return None if self._state.movers is None else self._state.movers.writer_of(context.number)
@@ -155,7 +155,7 @@ class Stores:
         return m.StorePlan(self._state.epoch, 0, b"", 0, num_declined)
 
     def commit(self, context: Context, request: m.CommitStore) -> frames.Reply:
-        """Seal the entries of a ticket: from now on they are found."""
+        """Seal the entries of a ticket, so that lookups find them."""
         state, now = self._state, self._state.clock()
         late = self.late_tickets.get(request.ticket)
         if late is not None and late.context == context.number:
@@ -182,7 +182,7 @@ class Stores:
         return m.Done(state.epoch, len(ticket.records))
 
     def abort(self, context: Context, request: m.AbortStore) -> frames.Reply:
-        """Free the entries of a ticket; the reply counts them."""
+        """Free the entries of a ticket. The reply counts them."""
         ticket = self.tickets.get(request.ticket) or self.late_tickets.get(request.ticket)
         if ticket is None or ticket.context != context.number:
             return m.Done(self._state.epoch, 0)
@@ -190,7 +190,7 @@ class Stores:
         return m.Done(self._state.epoch, len(ticket.records))
 
     def begin_move(self, context: Context, number: int) -> tuple[bytes, Callable[[], None]]:
-        """Have the mover write a ticket; return its extents and what to call when the mover has ended.
+        """Note that the mover begins to write a ticket. Return its extents, and a function to call when the mover ends.
 
         Raises:
             Refused: the ticket is unknown, or is being written.
@@ -216,7 +216,7 @@ class Stores:
         return ticket
 
     def _abort(self, ticket: Ticket) -> None:
-        """Free the entries that the context no longer writes: now, or once its mover has ended the copy."""
+        """Free the entries of a ticket: now, or once its mover has ended the copy."""
         ticket.is_aborted = True
         self._tell_waiting(ticket)
         if not ticket.is_moving:
@@ -224,7 +224,7 @@ class Stores:
             self._quarantine.discard(ticket.records)
 
     def _tell_waiting(self, ticket: Ticket) -> None:
-        """End the single flight of a request whose chunks will not be here."""
+        """End the single flight of a request whose chunks will not arrive."""
         context = self._contexts.by_number.get(ticket.context)
         if context is not None:
             self._flights.cut(context, ticket.request_id)
@@ -237,11 +237,11 @@ class Stores:
             context.writing_bytes -= ticket.num_bytes
 
     def end_context(self, context: int, fence: Fence | None) -> int:
-        """End the tickets of a context; return the number of their entries.
+        """End the tickets of a context. Return the number of their entries.
 
         Args:
-            context: its number.
-            fence: the worker that may still be writing: its entries are held until it is dead. None: nobody is.
+            context: the context's number.
+            fence: the worker that may still be writing, so that its entries are held in quarantine. None if none is.
         """
         every = chain(self.late_tickets.values(), self.tickets.values())
         tickets = [ticket for ticket in every if ticket.context == context]
@@ -266,7 +266,7 @@ class Stores:
             yield
 
     def _end_late(self, ticket: Ticket) -> None:
-        """End a store that its context has not ended. The context may still write to its extents."""
+        """End a store before its context does. The context may still write to the extents."""
         del self.tickets[ticket.number]
         self.late_tickets[ticket.number] = ticket
         for record in reversed(ticket.records):
@@ -275,9 +275,9 @@ class Stores:
         self._tell_waiting(ticket)
 
     def end_one_above_quota(self) -> bool:
-        """End one store of a share above its quota, so that the chunks before it can leave.
+        """End one store of a share above its quota, so that the chunks before it can be evicted.
 
-        Without such a store, end some entries in quarantine. Return False if there are none.
+        If there is none, abandon some entries in quarantine. Return False if there are none either.
         """
         index, quotas = self._index, self._index.quotas
         for ticket in islice(self.tickets.values(), _MOST_LOOKED_AT):

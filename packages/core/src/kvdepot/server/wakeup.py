@@ -12,14 +12,14 @@ from kvdepot.tiers.opening import TierOpener
 
 logger = logging.getLogger(__name__)
 
-# Free space to allocate ahead of the stores: this many bytes, or this share of the pool. The rest of a new pool comes
-# slowly, beside the model.
+# Free space to allocate ahead of stores: this many bytes, or this share of the pool. The rest of a new pool is
+# allocated slowly, so that the model keeps its cores.
 _AHEAD_BYTES: Final = 512 << 20
 _AHEAD_SHARE: Final = 1 / 8
 
 
 class Waker:
-    """A pair of sockets: `wake` makes `fileno` readable, from any thread or a signal handler."""
+    """A socket pair that wakes the loop: `wake` makes `fileno` readable. Any thread or signal handler may call it."""
 
     def __init__(self) -> None:
         self._reader, self._writer = socket.socketpair()
@@ -32,15 +32,15 @@ class Waker:
         return self._reader.fileno()
 
     def wake(self) -> None:
-        """Wake the loop, once until `clear`."""
+        """Wake the loop. Further calls do nothing until `clear`."""
         if self._is_woken:
             return
         self._is_woken = True
-        with contextlib.suppress(OSError):  # full, so the loop wakes anyway, or closed
+        with contextlib.suppress(OSError):  # full, so that the loop wakes anyway; or closed
             self._writer.send(b"w")
 
     def clear(self) -> None:
-        """Let the next `wake` wake again; call before looking for work."""
+        """Arm the next `wake`. Call this before looking for work."""
         with contextlib.suppress(BlockingIOError):
             self._reader.recv(4096)
         self._is_woken = False
@@ -52,7 +52,7 @@ class Waker:
 
 
 class ThreadResults:
-    """Takes over results of threads: the pool's memory is allocated, a tier is open."""
+    """Receives results of other threads: allocated memory of the pool, and opened tiers."""
 
     def __init__(
         self, files: PoolFiles, extents: ExtentAllocator, opener: TierOpener, waker: Waker, pool_name: str
@@ -66,11 +66,11 @@ class ThreadResults:
         self._error: OSError | None = None
 
     def fileno(self) -> int:
-        """Return the descriptor that becomes readable when there is something to take."""
+        """Return the descriptor that becomes readable when there are results."""
         return self._waker.fileno()
 
     def start(self) -> None:
-        """Allocate the rest of the pool on a thread."""
+        """Start the thread that allocates the rest of the pool."""
         size, extents = self._files.size_bytes, self._extents
         ahead = max(_AHEAD_BYTES, int(size * _AHEAD_SHARE))
         if self._ready_bytes < size:
@@ -84,14 +84,14 @@ class ThreadResults:
             )
 
     def take(self) -> None:
-        """Take the results that are there."""
+        """Take the available results."""
         self._waker.clear()
         self._opener.deliver()
         self._extents.grow(self._ready_bytes)
         if self._error is not None:
             self._extents.stop_growing()
             logger.error(
-                "the pool stays at %s of %s: %s has no more room (%s); free some or lower --pool-size",
+                "the pool stays at %s of %s: %s has no room left (%s); free memory there or lower --pool-size",
                 format_size(self._ready_bytes),
                 format_size(self._files.size_bytes),
                 self._pool_name,

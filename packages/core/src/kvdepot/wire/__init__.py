@@ -1,1 +1,1 @@
-"""Messages between processes, their frames, and keys for TCP."""
+"""Messages between processes, and their frames."""

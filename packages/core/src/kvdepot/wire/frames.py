@@ -1,7 +1,7 @@
 """Frames of messages, the unions of all messages, and greetings.
 
 A frame is 8 bytes of sequence number (little-endian, chosen by the client and repeated in the reply) and one msgpack
-array whose first item is the message's tag. A length precedes each frame, and the connection begins with a greeting.
+array whose first item is the message's tag. Its length precedes each frame, and a greeting begins each connection.
 """
 
 import struct
@@ -68,7 +68,7 @@ class OpenSession(Struct, array_like=True, tag="open_session", frozen=True):
 
 
 class JoinSession(Struct, array_like=True, tag="join_session", frozen=True):
-    """Greet the depot on a further connection of a session, whose requests follow."""
+    """Greet the depot on a further connection of a session. Its requests follow."""
 
     token: Annotated[bytes, Meta(max_length=64)]
 
@@ -78,7 +78,7 @@ Greeting = OpenSession | JoinSession
 
 
 class SessionOpened(Struct, array_like=True, tag="session_opened", frozen=True):
-    """The answer, with the descriptors of the pool and of the index table (read only).
+    """The answer to `OpenSession`, sent with the descriptors of the pool and of the index table (read only).
 
     `token` joins further connections to this session.
     """
@@ -100,7 +100,7 @@ LENGTH: Final = struct.Struct("<I")
 """The length before a greeting, before its answer, and before each frame."""
 
 TOKEN_BYTES: Final = 16
-MAXIMUM_GREETING_BYTES: Final = 4096  # far above the longest client's name
+MAXIMUM_GREETING_BYTES: Final = 4096  # far above a greeting with the longest name of a client
 
 
 def _union(types: tuple[type[Struct], ...]) -> Any:
@@ -123,7 +123,7 @@ def operation_of(kind: type[Any]) -> str:
 
 
 class FrameError(Exception):
-    """A frame is not a valid message. The error reply carries `code` and the text."""
+    """A frame is not a valid message. The error reply contains `code` and the text."""
 
     def __init__(self, code: ErrorCode, message: str) -> None:
         super().__init__(message)
@@ -131,13 +131,13 @@ class FrameError(Exception):
 
 
 def encode_greeting(message: Greeting | SessionReply | None) -> bytes:
-    """Return a greeting or its answer, preceded by its length; None is an operator's greeting."""
+    """Return a greeting or its answer with its length before it. None is an operator's greeting, which is empty."""
     body = b"" if message is None else _encoder.encode(message)
     return LENGTH.pack(len(body)) + body
 
 
 def decode_greeting(body: bytes) -> Greeting:
-    """Return the greeting in a message that is not empty.
+    """Return the greeting in a message, which must not be empty.
 
     Raises:
         FrameError: it is malformed.
@@ -184,7 +184,8 @@ def decode_request(frame: bytes | memoryview) -> Request:
 
 def _tag_of(body: memoryview) -> str | None:
     try:
-        fields = msgspec.msgpack.decode(body, type=list[msgspec.Raw])  # not objects: a map may have unhashable keys
+        # Raw, not objects: a map may have unhashable keys.
+        fields = msgspec.msgpack.decode(body, type=list[msgspec.Raw])
         return msgspec.msgpack.decode(fields[0], type=str) if fields else None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
         return None

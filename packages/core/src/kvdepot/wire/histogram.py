@@ -5,7 +5,7 @@ from typing import Final
 from kvdepot.wire.status import HistogramStatus
 
 NUM_BUCKETS: Final = 24
-SHORTEST_SECONDS: Final = 0.000016  # of the first bucket: of requests, and of turns of the server's loop
+SHORTEST_SECONDS: Final = 0.000016  # bound of the first bucket for requests and for turns of the server's loop
 
 
 class Histogram:
@@ -31,5 +31,5 @@ class Histogram:
             self.counts[-1] += 1
 
     def status(self) -> HistogramStatus:
-        """Return the counts so far."""
+        """Return the present counts."""
         return HistogramStatus(base=self.base, counts=list(self.counts), total=self.total)

@@ -1,8 +1,8 @@
 """Requests of engines, their replies, and the shapes of caches in both.
 
-Every request gets exactly one reply with the same sequence number (`kvdepot.wire.frames`), and every reply names the
-server's epoch. New fields are added only at the end, with a default; a peer ignores fields that it does not know.
-`docs/wire.md` says what becomes of each message when either side dies.
+Every request gets exactly one reply with the same sequence number (`kvdepot.wire.frames`), and every reply contains the
+server's epoch. New fields are added only at the end and with a default. A peer ignores fields that it does not know.
+`docs/wire.md` describes the fate of each message when either side dies.
 
 No message carries KV bytes. Extents travel as packed `EXTENT` records, without an object per block.
 """
@@ -17,14 +17,14 @@ from kvdepot.errors import ErrorCode
 from kvdepot.layout import MAXIMUM_CELLS, MAXIMUM_HEADS, CacheLayout, GroupKind
 from kvdepot.wire.operation import Operation
 
-PROTOCOL_VERSION: Final = 4  # engines and depot speak the same one
+PROTOCOL_VERSION: Final = 4  # engines and depot must use the same version
 MAXIMUM_CHUNKS: Final = 65_536  # per lookup: 4 million tokens in chunks of 64
-# Entries per request, all groups together; one chunk may have more. Each bound takes the server about half a
-# millisecond.
-MAXIMUM_STORE_ENTRIES: Final = 32  # if each evicts another
+# Entries per request in all groups together; a single chunk may exceed them. A request at its bound takes the server
+# about half a millisecond.
+MAXIMUM_STORE_ENTRIES: Final = 32  # if each evicts another entry
 MAXIMUM_RETRIEVE_ENTRIES: Final = 128
-MAXIMUM_RETRIEVE_EXTENTS: Final = 4096  # in a reply: a chunk may have one for each head of other workers
-MAXIMUM_ALLOCATIONS: Final = 4096  # of a worker's device memory
+MAXIMUM_RETRIEVE_EXTENTS: Final = 4096  # per reply: a chunk may have one extent per head of another engine's workers
+MAXIMUM_ALLOCATIONS: Final = 4096  # per worker
 
 EXTENT: Final = struct.Struct("<IHHIIQQQ")
 """One extent, 40 bytes: chunk (counted from the run's first) u32, group u16, heads of the part u16, record u32, layers
@@ -44,7 +44,7 @@ of the source u32, chunks u32, and where their digests begin among those of the 
 MAXIMUM_DESCRIBED_CHUNKS: Final = 256  # per request
 MAXIMUM_DESCRIBED_TOKENS: Final = 1 << 16  # per request, unless one chunk has more
 
-# A month: a session that pauses longer is found again in a tier, or computed.
+# A month: after a longer pause, a session is found in a tier, or computed again.
 MAXIMUM_RETAIN_SECONDS: Final = 30 * 86400.0
 _U32 = (1 << 32) - 1
 Name = Annotated[str, Meta(max_length=256)]
@@ -68,24 +68,24 @@ class Verify(enum.StrEnum):
     ALL = "all"
 
 
-VERIFY_ONE_IN: Final = 16  # damage of a whole region is found at once, at a sixteenth of the cost
+VERIFY_ONE_IN: Final = 16  # damage to a whole region is found at once, at a sixteenth of the cost of all
 MAXIMUM_PRIORITY: Final = 3
-MAXIMUM_TTL_SECONDS: Final = 1e9  # thirty years: a number that any clock can add
+MAXIMUM_TTL_SECONDS: Final = 1e9  # thirty years: small enough to add to any clock
 CHECKSUM_BYTES: Final = 16  # XXH3-128 of an extent's payload; zeros for none
 
 
 class GroupShape(Struct, array_like=True, frozen=True):
-    """The properties of a layer group that all ranks and the scheduler share."""
+    """The properties of a layer group that are equal for all ranks and the scheduler."""
 
     kind: GroupKind
-    row_tokens: Annotated[int, Meta(ge=1, le=1 << 20)]  # of a row of a page; its rows are its worker's own
+    row_tokens: Annotated[int, Meta(ge=1, le=1 << 20)]  # per row of a page; the number of rows differs between workers
     window_tokens: Count = 0
-    layers: Annotated[int, Meta(ge=1, le=MAXIMUM_CELLS)] = 1  # of the plane (`kvdepot.layout.Plane`)
+    layers: Annotated[int, Meta(ge=1, le=MAXIMUM_CELLS)] = 1  # in the plane (`kvdepot.layout.Plane`)
     heads: Annotated[int, Meta(ge=1, le=MAXIMUM_HEADS)] = 1
 
 
 class CacheSpec(Struct, array_like=True, frozen=True):
-    """The part of a cache's layout that decides about sharing: equal specs share one space of entries."""
+    """The part of a cache's layout that determines sharing: equal specs share one space of entries."""
 
     chunk_tokens: Annotated[int, Meta(ge=1, le=1 << 20)]
     groups: Annotated[tuple[GroupShape, ...], Meta(min_length=1, max_length=64)]
@@ -100,7 +100,7 @@ def spec_of(layout: CacheLayout) -> CacheSpec:
 
 
 class GroupDetail(Struct, array_like=True, frozen=True):
-    """One layer group of one worker: sizes for the server, the rest for the operator."""
+    """One layer group of one worker. The server uses the sizes; the rest is for operators."""
 
     page_sizes_bytes: Annotated[tuple[Annotated[int, Meta(ge=1, le=1 << 40)], ...], Meta(min_length=1, max_length=4096)]
     num_blocks: Annotated[int, Meta(ge=1, le=_U32)]
@@ -108,12 +108,12 @@ class GroupDetail(Struct, array_like=True, frozen=True):
     physical_block_tokens: Count = 0  # 0: the same as the logical block
     compress_ratio: Annotated[int, Meta(ge=1, le=1 << 16)] = 1
     num_layers: Count = 0
-    hidden_dims: Annotated[tuple[Count, ...], Meta(max_length=8)] = ()  # of one token in one layer
+    hidden_dims: Annotated[tuple[Count, ...], Meta(max_length=8)] = ()  # per token in one layer
     dtype: Name = ""
     is_mla: bool = False
-    shape: Annotated[tuple[Count, ...], Meta(max_length=8)] = ()  # of one layer's tensor
+    shape: Annotated[tuple[Count, ...], Meta(max_length=8)] = ()  # of the tensor of one layer
     attention_backend: Name = ""
-    rows: Annotated[int, Meta(ge=1, le=_U32)] = 1  # of a page, each with all heads of the part
+    rows: Annotated[int, Meta(ge=1, le=_U32)] = 1  # per page, each with all heads of the part
 
 
 class PagePlace(Struct, array_like=True, frozen=True):
@@ -125,14 +125,14 @@ class PagePlace(Struct, array_like=True, frozen=True):
 
 
 class MoverOffer(Struct, array_like=True, frozen=True):
-    """A worker's device memory, for a mover of the depot to open."""
+    """A worker's device memory, which a mover of the depot can open."""
 
     mover: Name  # an entry point of the group `kvdepot.movers`
-    device: Name  # a name with the same meaning in every process
+    device: Name  # a name that identifies the device in every process
     allocations: Annotated[
         tuple[Annotated[bytes, Meta(min_length=1, max_length=256)], ...],
         Meta(min_length=1, max_length=MAXIMUM_ALLOCATIONS),
-    ]  # one handle each, all different
+    ]  # handles, all different
     pages: Annotated[
         tuple[Annotated[tuple[PagePlace, ...], Meta(min_length=1, max_length=4096)], ...],
         Meta(min_length=1, max_length=64),
@@ -172,15 +172,15 @@ class RegisterKVCache(Struct, array_like=True, tag="register_kv_cache", frozen=T
     spec: CacheSpec
     details: Annotated[tuple[GroupDetail, ...], Meta(min_length=1, max_length=64)]
     offer: MoverOffer | None = None  # None: the worker copies by itself
-    fallback: Label = ""  # the reason, if another mode was intended
+    fallback: Label = ""  # the reason, if the worker asked for another mode
 
 
 class RegisterScheduler(Struct, array_like=True, tag="register_scheduler", frozen=True):
     """Register a scheduler for lookups in caches of this spec.
 
-    `blend` says for operators whether the engine blends, and why not; "" if nobody asked for it. `served_model` is the
-    model's name in requests, "" if the engine publishes no events. `weights` are those of the engine
-    (`kvdepot.keys.Namespace.weights`), "" if nobody needs to know them.
+    `blend` tells operators whether the engine blends, or why not; "" if it was not asked to. `served_model` is the
+    model's name in requests, "" if the engine publishes no events. `weights` is the engine's
+    `kvdepot.keys.Namespace.weights`, or "" if it has none.
     """
 
     protocol_version: Count
@@ -193,14 +193,14 @@ class RegisterScheduler(Struct, array_like=True, tag="register_scheduler", froze
 
 
 class ChangeWeights(Struct, array_like=True, tag="change_weights", frozen=True):
-    """Say that the engine of a scheduler computes with these weights from now on, as in `RegisterScheduler`."""
+    """Report that a scheduler's engine computes with these weights from now on, as in `RegisterScheduler`."""
 
     context: Identifier
     weights: Label
 
 
 class Unregister(Struct, array_like=True, tag="unregister", frozen=True):
-    """End a context with its leases and unfinished stores. Sent when no copy is running."""
+    """End a context with its leases and unfinished stores. Sent only when no copy is running."""
 
     context: Identifier
 
@@ -208,15 +208,15 @@ class Unregister(Struct, array_like=True, tag="unregister", frozen=True):
 class Lookup(Struct, array_like=True, tag="lookup", frozen=True):
     """Lease the longest usable prefix of the given chunks, from chunk 0 on, for a request.
 
-    If the pool has only part of it, tiers are asked for the rest, and the reply may come `wait_seconds` later.
-    `token_seconds` is the engine's time to compute one prompt token, 0 for unknown. A tier is not read if it would be
-    slower. Retrieved tokens count as this much time saved.
+    If the pool has only part of it, the depot promotes the rest from the tiers, and the reply may come `wait_seconds`
+    later. `token_seconds` is the engine's time to compute one prompt token, 0 for unknown. A tier is not read if that
+    would be slower. Each retrieved token counts as this much time saved.
 
-    `announces`: the engine is about to compute the missing chunks, behind `ahead_tokens` others, and stores it.
-    `joins`: wait, within `wait_seconds`, for chunks that another lookup has announced (single flight).
+    `announces`: the engine is about to compute and store the missing chunks, after `ahead_tokens` other tokens.
+    `joins`: wait up to `wait_seconds` for chunks that another lookup has announced (single flight).
     `awaits`: an engine, perhaps of another node, computes the first `awaits` chunks for this request. If the depot has
-    tiers, wait, within `wait_seconds`, until they bring these.
-    `hands_over`: another engine waits for what this request stores: write it to the tiers before anything else.
+    tiers, wait up to `wait_seconds` until the chunks arrive through them.
+    `hands_over`: another engine waits for the chunks that this request stores. Write them to the tiers first.
     """
 
     context: Identifier
@@ -235,7 +235,7 @@ class Lookup(Struct, array_like=True, tag="lookup", frozen=True):
 class Release(Struct, array_like=True, tag="release", frozen=True):
     """Release leases. Leases that no longer exist are ignored.
 
-    After a blend, the other fields count its tokens: reused as they were, and reused and computed again.
+    After a blend, the other fields count its tokens: reused unchanged, and recomputed.
     """
 
     context: Identifier
@@ -245,17 +245,17 @@ class Release(Struct, array_like=True, tag="release", frozen=True):
 
 
 class EndRequest(Struct, array_like=True, tag="end_request", frozen=True):
-    """Release all leases of a request of this context, and withdraw what its lookup announced."""
+    """Release all leases of a request of this context, and withdraw the announcement of its lookup."""
 
     context: Identifier
     request_id: Label
 
 
 class PrepareStore(Struct, array_like=True, tag="prepare_store", frozen=True):
-    """Ask for space for the missing chunks of a run.
+    """Request space for the missing chunks of a run.
 
-    `covered` has for each group the number of the run's last chunks that the worker can store: all for full attention,
-    the remaining ones for a window.
+    `covered` has, for each group, the number of chunks at the end of the run that the worker can store: all of them for
+    full attention, only the remaining ones for a window.
     """
 
     context: Identifier
@@ -268,7 +268,7 @@ class PrepareStore(Struct, array_like=True, tag="prepare_store", frozen=True):
 
 
 class CommitStore(Struct, array_like=True, tag="commit_store", frozen=True):
-    """Commit a ticket: all of its bytes are in place.
+    """Commit a ticket. All of its bytes are in place.
 
     `checksums` has `CHECKSUM_BYTES` for each extent of the plan, in order, or is empty.
     """
@@ -279,16 +279,16 @@ class CommitStore(Struct, array_like=True, tag="commit_store", frozen=True):
 
 
 class AbortStore(Struct, array_like=True, tag="abort_store", frozen=True):
-    """Give up a ticket after the last write. A ticket that no longer exists is ignored."""
+    """Abort a ticket after the last write. A ticket that no longer exists is ignored."""
 
     context: Identifier
     ticket: Identifier
 
 
 class PrepareRetrieve(Struct, array_like=True, tag="prepare_retrieve", frozen=True):
-    """Lease the leading chunks of a run that are here, and ask for their extents.
+    """Lease the leading chunks of a run that are in the pool, and request their extents.
 
-    `covered` has for each group the number of the run's last chunks that are wanted.
+    `covered` has, for each group, the number of wanted chunks at the end of the run.
     """
 
     context: Identifier
@@ -299,11 +299,11 @@ class PrepareRetrieve(Struct, array_like=True, tag="prepare_retrieve", frozen=Tr
 
 
 class Move(Struct, array_like=True, tag="move", frozen=True):
-    """Have the context's mover copy the extents of a ticket (a store) or of a lease (a retrieve).
+    """Make the context's mover copy the extents of a ticket (a store) or of a lease (a retrieve).
 
-    `number` 0 copies nothing: its reply says when the mover can be used. `wait_seconds` is how long the mover may still
-    be starting. `block_ids`, `first_covered` and `skip_blocks` are as in `kvdepot.backends.CopyBatch`, for each
-    group. At most one a direction is under way for a context.
+    With `number` 0, nothing is copied, and the reply comes when the mover is ready. `wait_seconds` bounds the wait for
+    a mover that is still starting. `block_ids`, `first_covered` and `skip_blocks` are as in
+    `kvdepot.backends.CopyBatch`, for each group. A context has at most one move per direction under way.
     """
 
     context: Identifier
@@ -316,15 +316,15 @@ class Move(Struct, array_like=True, tag="move", frozen=True):
 
 
 class Hint(Struct, array_like=True, tag="hint", frozen=True):
-    """Advise how long to keep a prefix: those of the given chunks, from chunk 0 on, that no other prefix needs.
+    """Advise how long to keep a prefix: the given chunks, from chunk 0 on, as far as no other prefix needs them.
 
-    `session_ended`: the prefix will not be used again, so evict it first within its quota share. `ttl_seconds` above
-    0: the same after that time, unless the prefix is used before. `priority`: within its share, evict it after chunks
-    of lower priority. A new hint replaces the old one. A use takes back everything but the priority.
+    `session_ended`: the prefix will not be used again, so evict it first within its share. `ttl_seconds` above 0: the
+    same after that time, unless the prefix is used before. `priority`: within its share, evict it after chunks of lower
+    priority. A new hint replaces the old one. A use of the prefix revokes everything but the priority.
 
-    `session`: the prefix is the last one of this session of the tenant, which operations name from now on; with
-    `session_ended` it is forgotten. `retain_seconds`: keep the session's prefix in the pool for that long, within the
-    tenant's quota.
+    `session`: the prefix is the latest one of this agent session of the tenant. Operations can refer to it by this name
+    from now on. With `session_ended`, the session is forgotten. `retain_seconds`: pin the session's prefix for that
+    long, within the tenant's quota.
     """
 
     context: Identifier
@@ -338,10 +338,10 @@ class Hint(Struct, array_like=True, tag="hint", frozen=True):
 
 
 class NoteContents(Struct, array_like=True, tag="note_contents", frozen=True):
-    """Say which segments the given chunks, from chunk 0 on, hold: sources for `BlendLookup`.
+    """Report the segments that the given chunks, from chunk 0 on, hold, as sources for `BlendLookup`.
 
-    Only chunks that were computed exactly are sources. `segments` are packed `SEGMENT` records, ascending. Those that
-    end behind the chunks that are here are ignored.
+    Only chunks that were computed exactly may be reported. `segments` are packed `SEGMENT` records, ascending. Segments
+    that end beyond the chunks in the pool are ignored.
     """
 
     context: Identifier
@@ -352,7 +352,7 @@ class NoteContents(Struct, array_like=True, tag="note_contents", frozen=True):
 class BlendLookup(Struct, array_like=True, tag="blend_lookup", frozen=True):
     """Lease chunks of any prompts that hold the given segments, for a request.
 
-    `segments` are packed `SEGMENT` records, ascending. A run of fewer than `min_run_tokens` is left out.
+    `segments` are packed `SEGMENT` records, ascending. Runs of fewer than `min_run_tokens` tokens are left out.
     """
 
     context: Identifier
@@ -362,7 +362,7 @@ class BlendLookup(Struct, array_like=True, tag="blend_lookup", frozen=True):
 
 
 class DescribedGroup(Struct, array_like=True, frozen=True):
-    """A KV cache group as routers know it: the engine's number of it, its kind and its window in tokens."""
+    """A KV cache group as routers know it: the engine's number for it, its kind, and its window in tokens."""
 
     number: Count
     kind: Name = ""
@@ -374,13 +374,14 @@ ExtraKey = str | int | tuple[str | int, ...]
 
 
 class DescribeChunks(Struct, array_like=True, tag="describe_chunks", frozen=True):
-    """Say which tokens consecutive chunks hold, and under which ids routers know their blocks.
+    """Report the tokens that consecutive chunks hold, and the ids by which routers know their blocks.
 
-    Only a depot that publishes events asks for it (`Registered.wants_tokens`). Chunks that are not here are ignored.
+    Only a depot that publishes events asks for this (`Registered.wants_tokens`). Chunks that are not in the pool are
+    ignored.
 
-    `namespace`: engines with the same one share their chunks. `tokens`: u32, little-endian, of whole chunks.
-    `block_ids`: u64, little-endian, as many for each chunk as it has blocks. `parent_id`: of the block before, empty
-    before the first. `extra_keys`: for each block, empty if no block has any.
+    `namespace`: equal for engines that share chunks. `tokens`: u32, little-endian, of whole chunks. `block_ids`: u64,
+    little-endian, one per block. `parent_id`: the id of the block before, empty before the first. `extra_keys`: one
+    item per block, or empty if no block has any.
     """
 
     context: Identifier
@@ -398,9 +399,9 @@ class DescribeChunks(Struct, array_like=True, tag="describe_chunks", frozen=True
 
 
 class AwaitNews(Struct, array_like=True, tag="await_news", frozen=True):
-    """Wait for news of the chunks that a namespace's engines described: those that appeared or left.
+    """Wait for news of a namespace: described chunks that appeared or left.
 
-    `position` is that of the last reply, 0 to be told of everything. The reply comes with the first news, or after
+    `position` is the position of the last reply, or 0 to list everything. The reply comes with the first news, or after
     `wait_seconds`.
     """
 
@@ -411,7 +412,7 @@ class AwaitNews(Struct, array_like=True, tag="await_news", frozen=True):
 
 
 class ReportCorrupt(Struct, array_like=True, tag="report_corrupt", frozen=True):
-    """Report entries whose checksums differ: the `(record, header)` of each, as in its extent."""
+    """Report entries with a checksum mismatch: the `(record, header)` of each, as in its extent."""
 
     context: Identifier
     entries: Annotated[tuple[tuple[Count, int], ...], Meta(max_length=MAXIMUM_RETRIEVE_ENTRIES)]
@@ -426,10 +427,10 @@ class ErrorReply(Struct, array_like=True, tag="error", frozen=True):
 
 
 class Registered(Struct, array_like=True, tag="registered", frozen=True):
-    """The id of a new context, for its further requests, and the checksums that its worker must verify.
+    """The id of a new context for its further requests, and the checksums that its worker must verify.
 
-    A `Move` is answered within its `wait_seconds` plus `move_seconds`. `wants_tokens`: describe chunks, because the
-    depot publishes events.
+    The depot answers a `Move` within its `wait_seconds` plus `move_seconds`. `wants_tokens`: the depot publishes
+    events, so describe chunks.
     """
 
     epoch: int
@@ -447,11 +448,11 @@ class Done(Struct, array_like=True, tag="done", frozen=True):
 
 
 class LookupReply(Struct, array_like=True, tag="lookup_reply", frozen=True):
-    """The first `num_chunks` chunks are here and leased under `lease` for `lease_seconds`. 0 chunks have lease 0.
+    """The first `num_chunks` chunks are in the pool and leased as `lease` for `lease_seconds`. 0 chunks have lease 0.
 
-    The depot waited `waited_seconds` for tiers and for other engines. One of those is still computing the next
+    The depot waited `waited_seconds` for tiers and other engines. Another engine is still computing the next
     `num_pending` chunks: ask again to wait for them. Tiers brought `num_promoted` of the chunks for this lookup.
-    `wants_tokens`: nobody has described the last chunk.
+    `wants_tokens`: the depot has no description of the last chunk.
     """
 
     epoch: int
@@ -465,9 +466,9 @@ class LookupReply(Struct, array_like=True, tag="lookup_reply", frozen=True):
 
 
 class BlendReply(Struct, array_like=True, tag="blend_reply", frozen=True):
-    """The runs that were found, leased under `lease` for `lease_seconds`; lease 0 without runs.
+    """The runs that were found, leased as `lease` for `lease_seconds`. Without runs, `lease` is 0.
 
-    `runs` are packed `BLEND_RUN` records, ascending and not overlapping. `digests` has those of their chunks.
+    `runs` are packed `BLEND_RUN` records, ascending and without overlaps. `digests` are those of their chunks.
     """
 
     epoch: int
@@ -480,8 +481,8 @@ class BlendReply(Struct, array_like=True, tag="blend_reply", frozen=True):
 class StorePlan(Struct, array_like=True, tag="store_plan", frozen=True):
     """The extents to write. Without missing chunks the ticket is 0.
 
-    `extents` are packed `EXTENT` records. `num_present` entries are already here or being stored by another worker;
-    `num_declined` found no room.
+    `extents` are packed `EXTENT` records. `num_present` entries are already in the pool or being stored by another
+    worker. For `num_declined` entries there was no room.
     """
 
     epoch: int
@@ -492,7 +493,7 @@ class StorePlan(Struct, array_like=True, tag="store_plan", frozen=True):
 
 
 class RetrievePlan(Struct, array_like=True, tag="retrieve_plan", frozen=True):
-    """The extents to read, of the run's first `num_chunks` chunks, leased under `lease` until released."""
+    """The extents of the run's first `num_chunks` chunks to read, leased as `lease` until released."""
 
     epoch: int
     lease: int
@@ -501,9 +502,9 @@ class RetrievePlan(Struct, array_like=True, tag="retrieve_plan", frozen=True):
 
 
 class News(Struct, array_like=True, tag="news", frozen=True):
-    """Events in the form that the depot publishes (msgpack of a list), up to `position` of the next request.
+    """Events in the published form (msgpack of a list). The next request passes `position`.
 
-    `is_start`: they tell of everything from the beginning, so forget what earlier news said. `has_more`: ask again now.
+    `is_start`: the events begin to list everything, so discard earlier news. `has_more`: ask again now.
     """
 
     epoch: int
@@ -517,21 +518,21 @@ class MoveOutcome(enum.StrEnum):
     """The outcome of a `Move`."""
 
     DONE = "done"
-    FAILED = "failed"  # a miss: nobody copies for it any more
-    UNAVAILABLE = "unavailable"  # and no mover will come: the worker copies by itself, or not at all
+    FAILED = "failed"  # a miss: no copy for it is running any more
+    UNAVAILABLE = "unavailable"  # a miss, and there will be no mover: the worker copies by itself, or not at all
 
 
 class Moved(Struct, array_like=True, tag="moved", frozen=True):
-    """The end of a copy, done or failed. Nobody touches its extents and blocks any more."""
+    """The end of a copy, done or failed. No process accesses its extents and blocks any more."""
 
     epoch: int
     outcome: MoveOutcome
     why: str = ""
-    is_settled: bool = False  # the mover has warmed up: later copies will be no faster
+    is_settled: bool = False  # whether the mover has warmed up, so that later copies will not be faster
 
 
 def check_protocol_version(version: int) -> str | None:
-    """Return why a peer of this version is refused, in one line for both logs, or None."""
+    """Return the reason, in one line for both logs, to refuse a peer of this version. None if it is supported."""
     if version == PROTOCOL_VERSION:
         return None
     return (

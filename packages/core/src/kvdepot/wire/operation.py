@@ -1,8 +1,8 @@
-"""The declaration of an operation: a request that needs no session, its reply, its paths of HTTP and its command.
+"""Declares an operation: a request that needs no session, its reply, its HTTP paths, and its command.
 
-Each is declared once, in `kvdepot.wire.operations`. The server finds its handler by its class
-(`kvdepot.server.commands.answers`). HTTP bodies, the OpenAPI document (`kvdepot.ops.http_operations`) and arguments of
-commands (`kvdepot.ops.operate`) follow from its fields.
+Each operation is declared once, in `kvdepot.wire.operations`. The server finds the handler by the operation's class
+(`kvdepot.server.commands.answers`). HTTP bodies, the OpenAPI document (`kvdepot.ops.http_operations`) and the arguments
+of commands (`kvdepot.ops.operate`) are derived from its fields.
 """
 
 from collections.abc import Callable
@@ -27,41 +27,44 @@ class Endpoint:
     method: str
     path: str
     summary: str
-    show: Callable[[Any, Any], object] = lambda _request, reply: Count(reply.count)  # the answer for request and reply
-    shown: Any = Count  # its type
+    # Makes the JSON answer from the request and the reply.
+    show: Callable[[Any, Any], object] = lambda _request, reply: Count(reply.count)
+    shown: Any = Count  # the type of that answer
 
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """A field of an operation on the command line; without a default, its position is the field's."""
+    """A field of an operation on the command line. A field without a default is a positional argument."""
 
     help: str | None = None
     metavar: str | None = None
     flag: str = ""  # instead of the field's name
     read: Callable[[str], Any] = str
-    default: Any = None  # of an option that is no field; those of type bool take no value
+    default: Any = None  # for options that are not fields; a bool is a switch
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """An operation as a subcommand of `kvdepot`. Its arguments are the fields that are annotated with an `Argument`."""
+    """An operation as a subcommand of `kvdepot`. Fields annotated with an `Argument` become its arguments."""
 
     name: str
     help: str
     description: str
-    says: Callable[[Any, Any], str] = lambda _request, _reply: ""  # the line for request and reply
-    options: tuple[tuple[str, Argument], ...] = ()  # further ones of a command that has its own code
+    # Makes the printed line from the request and the reply.
+    says: Callable[[Any, Any], str] = lambda _request, _reply: ""
+    options: tuple[tuple[str, Argument], ...] = ()  # further options, for a command with its own function
     has_json: bool = False
 
 
 class Operation(Struct, Generic[R], array_like=True, frozen=True):
-    """A request that needs no session, and that a depot answers with an `R`."""
+    """A request that needs no session and is answered with an `R`."""
 
     endpoints: ClassVar[tuple[Endpoint, ...]] = ()
     command: ClassVar[Command | None] = None
-    seconds: ClassVar[float] = 2.0  # that its command waits for the reply
+    seconds: ClassVar[float] = 2.0  # how long its command waits for the reply
     needs_entries: ClassVar[bool] = False  # refused while the entries of an earlier server are being read
-    may_mean_all: ClassVar[bool] = False  # if no field is given; then tools want that said
+    # Whether a request without fields means everything; tools then require an explicit "all".
+    may_mean_all: ClassVar[bool] = False
 
     @classmethod
     def reply_type(cls) -> type[R]:

@@ -1,7 +1,7 @@
 """Operations: requests of operators to a running depot, and its status.
 
-A new operation is a class here and a handler in `kvdepot.server.commands`; a command that prints more than a line
-also has a function in `kvdepot.ops.operate`.
+A new operation needs a class here and a handler in `kvdepot.server.commands`. A command that prints more than a line
+also needs a function in `kvdepot.ops.operate`.
 """
 
 import sys
@@ -15,7 +15,7 @@ from kvdepot.wire.messages import Digests, Done, Identifier, Label, Name, Retain
 from kvdepot.wire.operation import Argument, Command, Endpoint, Operation, OperationReply
 from kvdepot.wire.status import DepotStatus
 
-_PATIENT_SECONDS: Final = 30.0  # for requests that take many steps
+_PATIENT_SECONDS: Final = 30.0  # for requests with many steps
 _FILE: Final = "KEYS|TRACE"
 _FILE_HELP: Final = "file of prefixes, or - for standard input"
 _KEYS_HELP: Final = (
@@ -35,13 +35,13 @@ def _or_standard_input(text: str) -> str:
 
 
 class StatusReply(OperationReply, tag="status_reply", frozen=True):
-    """The depot's state; the fields are in `DepotStatus`."""
+    """The depot's state: see `DepotStatus`."""
 
     status: DepotStatus
 
 
 class FoundPrefix(Struct, frozen=True, kw_only=True):
-    """The part of a prefix that one space of the pool has: `num_chunks` leading chunks can be used."""
+    """The part of a prefix that one space of the pool has: `num_chunks` usable leading chunks."""
 
     num_chunks: int
     num_tokens: int
@@ -50,13 +50,13 @@ class FoundPrefix(Struct, frozen=True, kw_only=True):
     dtype: str
     format: str
     chunk_tokens: int
-    idle_seconds: float  # since the last chunk was stored or used
+    idle_seconds: float  # since the last of the chunks was stored or used
     is_held: bool  # by a lease, a pin or a write
-    num_children: int  # chunks of longer prefixes directly after the last chunk
+    num_children: int  # number of chunks that directly follow the last one
 
 
 class Found(OperationReply, tag="found", frozen=True):
-    """The result of `Find`: one item per space that has a part, longest first, at most 1,024."""
+    """The result of `Find`: one item per space with a part of the prefix, longest first, at most 1,024."""
 
     prefixes: list[FoundPrefix]
 
@@ -96,7 +96,7 @@ class Status(Operation[StatusReply], tag="status", frozen=True):
 
 
 class Find(Operation[Found], tag="find", frozen=True):
-    """Ask which part of a prefix the pool has, in every space."""
+    """Find the part of a prefix that the pool has, in every space."""
 
     command = Command(
         "find",
@@ -118,9 +118,9 @@ class Find(Operation[Found], tag="find", frozen=True):
 
 
 class Clear(Operation[Done], tag="clear", frozen=True):
-    """Delete unused chunks of one tenant and model, or of all, in the tiers too.
+    """Remove the unused chunks of one tenant and model, or of all, from the pool and the tiers.
 
-    With `digests`, delete only the chunks that no prefix but this one (from chunk 0 on) needs, and only in the pool.
+    With `digests`, remove only from the pool, and only the chunks that no prefix but this one (from chunk 0 on) needs.
     """
 
     command = Command(
@@ -157,8 +157,8 @@ class Warm(Operation[Done], tag="warm", frozen=True, kw_only=True):
 
 
 SessionName = Annotated[str, Meta(min_length=1, max_length=256)]
-_SESSION: Final = Argument("as requests named it", "SESSION")
-_TENANT: Final = Argument("whose session it is (default: default)")
+_SESSION: Final = Argument("name of the session, as in requests", "SESSION")
+_TENANT: Final = Argument("tenant of the session (default: default)")
 
 
 def _say_kept(request: "RetainSession | PrefetchSession", reply: Done) -> str:
@@ -167,9 +167,9 @@ def _say_kept(request: "RetainSession | PrefetchSession", reply: Done) -> str:
 
 
 class RetainSession(Operation[Done], tag="retain_session", frozen=True):
-    """Keep the last prefix of a tenant's session in the pool, as far as it is there and within the tenant's quota.
+    """Pin the part of a session's last prefix that is in the pool, within the tenant's quota.
 
-    The reply counts its chunks. 0 seconds end an earlier request.
+    The reply counts its chunks. 0 seconds unpin it.
     """
 
     command = Command(
@@ -190,7 +190,7 @@ class RetainSession(Operation[Done], tag="retain_session", frozen=True):
 
 
 class PrefetchSession(Operation[Done], tag="prefetch_session", frozen=True):
-    """Promote the last prefix of a tenant's session from the tiers, and keep it for `retain_seconds`.
+    """Promote a session's last prefix from the tiers, and pin it for `retain_seconds`.
 
     The reply comes when it is in the pool, and counts the chunks that are kept, perhaps not all: see `RetainSession`.
     """
@@ -214,7 +214,7 @@ class PrefetchSession(Operation[Done], tag="prefetch_session", frozen=True):
 
 
 class DemoteSession(Operation[Done], tag="demote_session", frozen=True):
-    """Have the chunks that only a session needs leave the pool as soon as a tier has them; the reply counts them."""
+    """Evict the chunks that only a session needs as soon as a tier has them. The reply counts them."""
 
     command = Command(
         "session demote",
@@ -231,9 +231,9 @@ class DemoteSession(Operation[Done], tag="demote_session", frozen=True):
 
 
 class ForgetSession(Operation[Done], tag="forget_session", frozen=True):
-    """Forget a session, and evict the chunks that only it needs before all others, or `at_once`; the reply counts them.
+    """Forget a session, and evict the chunks that only it needs: before all others, or `at_once`.
 
-    Tiers keep what they have.
+    The reply counts the chunks. Tiers keep theirs.
     """
 
     command = Command(
@@ -245,7 +245,7 @@ class ForgetSession(Operation[Done], tag="forget_session", frozen=True):
             + (
                 f"entries removed: {reply.count:,}"
                 if request.at_once
-                else f"{counted(reply.count, 'chunk')} leave first"
+                else f"{counted(reply.count, 'chunk')} will be evicted first"
             )
         ),
     )
@@ -307,7 +307,7 @@ class AddTier(Operation[Done], tag="add_tier", frozen=True):
 
 
 class RemoveTier(Operation[Done], tag="remove_tier", frozen=True):
-    """Stop using a tier, by its name in the status. It keeps its entries."""
+    """Stop using a tier, given by its name in the status. Its entries stay in storage."""
 
     command = Command(
         "tier remove",
@@ -325,7 +325,7 @@ class RemoveTier(Operation[Done], tag="remove_tier", frozen=True):
 
 
 class Drain(Operation[Done], tag="drain", frozen=True):
-    """Stop or resume taking stores. Entries that are here can still be found."""
+    """Decline stores, or accept them again. Entries in the pool can still be found."""
 
     command = Command(
         "drain",

@@ -1,4 +1,4 @@
-"""The status of a depot: what `kvdepot status` and the metrics show, as the parts of the server report it."""
+"""The status of a depot, for `kvdepot status`, `kvdepot top` and the metrics."""
 
 from msgspec import Struct
 
@@ -11,8 +11,8 @@ class GroupStatus(Struct, frozen=True, kw_only=True):
     kind: GroupKind
     block_tokens: int  # logical: the unit of the engine's block table
     window_tokens: int
-    num_parts: int = 1  # of the size that this worker has, in the whole model
-    part: str = ""  # in words, if it is not all of the group
+    num_parts: int = 1  # parts of this size in the whole model
+    part: str = ""  # described in words; "" if it is the whole group
     num_layers: int = 0
     num_blocks: int = 0
     physical_block_tokens: int = 0
@@ -37,12 +37,12 @@ class ContextStatus(Struct, frozen=True, kw_only=True):
     world_size: int = 0
     device: str = ""
     transfer_mode: str = ""
-    fallback: str = ""  # the reason for this mode, if another was intended
+    fallback: str = ""  # the reason for this mode, if the worker asked for another
     blend: str = ""  # of a scheduler: whether its engine blends
-    weights: str = ""  # of a scheduler: the generation with which its engine computes, "" for weights that were loaded
+    weights: str = ""  # of a scheduler: the generation that its engine computes with, "" for the weights that it loaded
     mover: str = ""  # "starting", "ready", "ending" or "unavailable"
     mover_pid: int = 0
-    why_no_mover: str = ""  # how the last one ended
+    why_no_mover: str = ""  # how the last mover ended
     pid: int = 0
     chunk_tokens: int = 0
     dtype: str = ""
@@ -57,7 +57,7 @@ class TierStatus(Struct, frozen=True, kw_only=True):
     """One tier below the pool. Sizes are bytes, 0 if the storage does not report them."""
 
     name: str
-    state: str  # of its breaker: "closed" is in use, "open" is suspended
+    state: str  # of its breaker: "closed" (in use) or "open" (suspended)
     why_open: str = ""
     num_entries: int = 0
     used_bytes: int = 0
@@ -70,7 +70,10 @@ class TierStatus(Struct, frozen=True, kw_only=True):
 
 
 class HistogramStatus(Struct, frozen=True, kw_only=True):
-    """Counts by powers of two: bucket `i` has the values below `base * 2**i` that no earlier one has; the last, all."""
+    """Counts by powers of two: bucket `i` counts values below `base * 2**i` that no earlier bucket counts.
+
+    The last bucket also counts all larger values.
+    """
 
     base: float
     counts: list[int]
@@ -78,20 +81,23 @@ class HistogramStatus(Struct, frozen=True, kw_only=True):
 
 
 class PoolEstimate(Struct, frozen=True, kw_only=True):
-    """Chunks that a pool of another size would have found, out of `DepotStatus.estimated_chunks`."""
+    """The chunks that a pool of another size would have found, of `DepotStatus.estimated_chunks`."""
 
-    scale: float  # of the present size
+    scale: float  # relative to the present size
     pool_bytes: int
     hit_chunks: int
 
 
 class GenerationStatus(Struct, frozen=True, kw_only=True):
-    """Weights with which engines compute, or the pool has KV of. Of a lineage, outdated generations leave first."""
+    """A generation of weights that engines compute with, or that the pool has KV of.
+
+    Outdated ones are evicted first.
+    """
 
     lineage: str  # digits; equal for generations of the same model and settings
-    name: str  # of the generation: a version and a digest, or ""; "" too for weights that were loaded
+    name: str  # of the generation: a version and a digest; "" for the weights that engines loaded
     models: list[str]
-    num_schedulers: int  # attached, whose engines compute with them
+    num_schedulers: int  # attached schedulers whose engines compute with these weights
     used_bytes: int  # of the pool
     is_outdated: bool
 
@@ -113,32 +119,33 @@ class DepotStatus(Struct, frozen=True, kw_only=True):
     pool_used_bytes: int
     quarantined_bytes: int
     num_leases: int
-    num_pins: int = 0  # agents' sessions whose prefix is retained
-    num_agent_sessions: int = 0  # agents' sessions whose last prefix is known
+    num_pins: int = 0  # agent sessions whose prefix is pinned
+    num_agent_sessions: int = 0  # agent sessions whose last prefix is known
     num_tickets: int
     num_flights: int = 0  # prefixes that a lookup announced as being computed
-    num_segments: int = 0  # names in the index of contents, which blends ask
+    num_segments: int = 0  # names in the index of contents, for blends
     prefill_seconds_saved: float = 0.0  # time to compute the retrieved tokens, without subtracting the retrieves
     num_sessions: int
     recovering: bool
-    draining: bool = False  # an operator stopped stores
+    draining: bool = False  # whether an operator stopped stores
     log_level: str = ""
     verify: str = "off"
-    event_endpoints: list[str] = []  # of KV events and of their replay ("": none), with the actual ports
+    event_endpoints: list[str] = []  # of KV events and of their replay, with the actual ports; "" for none
     contexts: list[ContextStatus]
     tenants: dict[str, dict[str, int]]
-    generations: list[GenerationStatus] = []  # the most recent last, 1,024 at most
+    generations: list[GenerationStatus] = []  # the most recent last, at most 1,024
     tiers: list[TierStatus] = []
     loop_longest_seconds: float = 0.0  # longest turn of the server's loop, including waits for a core
     loop_slow_turns: int = 0  # turns of more than 20 ms
     counters: dict[str, int]
-    counter_texts: dict[str, str] = {}  # what each counts
-    tier_counter_texts: dict[str, str] = {}  # the same of `TierStatus.counters`
-    devices: dict[str, dict[str, int]] = {}  # bytes stored and retrieved, by the device at the other end
-    latencies: dict[str, HistogramStatus] = {}  # seconds from request to reply by operation; also of stores and turns
+    counter_texts: dict[str, str] = {}  # descriptions of the counters
+    tier_counter_texts: dict[str, str] = {}  # descriptions of `TierStatus.counters`
+    devices: dict[str, dict[str, int]] = {}  # bytes stored and retrieved, by kind of device
+    # Seconds from request to reply, by operation; also of whole stores and of turns.
+    latencies: dict[str, HistogramStatus] = {}
     eviction_ages: HistogramStatus | None = None  # seconds since the last use of evicted chunks
     estimates: list[PoolEstimate] = []  # by pool size
-    estimated_chunks: int = 0  # asked for, extrapolated from the sample
+    estimated_chunks: int = 0  # chunks looked up, extrapolated from the sample
     estimate_rate: float = 0.0  # share of chunks in the sample
     pool_regions: list[int] = []  # bytes used in equal parts of the pool, by the start of extents
-    events: list[tuple[float, str]] = []  # recent ones: seconds ago, and text
+    events: list[tuple[float, str]] = []  # recent events: seconds ago, and text

@@ -1,1 +1,1 @@
-"""The copies themselves."""
+"""The compiled copies and moves."""

@@ -1,8 +1,8 @@
-"""One copy per block and layer, or per row of one, between a paged cache and extents of the pool.
+"""Copies between a paged cache and extents of the pool: one per block and layer, or per row of one.
 
 numpy computes the addresses of a whole batch. `copy_runs.c` moves the bytes: it copies four runs side by side with
-stores that bypass the caches, and releases the GIL for the batch. `copy_summed.c` makes the checksums of a store on the
-way. Where they could not be built, a loop of libc's memcpy does the same, slower (`docs/performance.md`).
+stores that bypass the caches, and releases the GIL for the batch. `copy_summed.c` also computes the checksums of a
+store. Where they could not be built, a loop of libc's memcpy does the same, but slower (`docs/performance.md`).
 """
 
 import ctypes
@@ -20,7 +20,7 @@ from kvdepot.copying.runs import EXTENT_DTYPE, Addresses, BatchRuns, Rows
 from kvdepot.layout import CacheLayout
 from kvdepot.wire.messages import CHECKSUM_BYTES
 
-_BYTES_WORTH_A_THREAD: Final = 8 << 20  # 0.6 ms at 13 GB/s, many times what waking a thread takes
+_BYTES_WORTH_A_THREAD: Final = 8 << 20  # 0.6 ms at 13 GB/s, many times the cost of waking a thread
 _BYTES_WORTH_STREAMING: Final = 1 << 20  # smaller copies stay in the caches for the next reader
 
 CopyRuns = Callable[[Addresses, Addresses, Addresses], None]
@@ -84,9 +84,9 @@ def native_copy_rows() -> CopyRows | None:
 
 
 def native_copy_summed() -> CopySummed | None:
-    """Return the compiled copy that makes checksums, None if it was not built here or this processor cannot run it."""
+    """Return the compiled copy with checksums, None if it was not built or this processor cannot run it."""
     library = _library()
-    can_sum = getattr(library, "kvdepot_can_sum", None)  # a checkout may have an older build
+    can_sum = getattr(library, "kvdepot_can_sum", None)  # missing in an older build of a checkout
     if library is None or can_sum is None or not can_sum():
         return None
     function = library.kvdepot_copy_summed
@@ -111,7 +111,7 @@ def _library() -> ctypes.CDLL | None:
 
 
 def memcpy_runs() -> CopyRuns:
-    """Return a copy by libc's memcpy, run by run. It needs no compiler."""
+    """Return a function that copies run by run with libc's memcpy. It needs no compiler."""
     memcpy = ctypes.CDLL(None).memcpy
     memcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
     memcpy.restype = ctypes.c_void_p
@@ -127,11 +127,11 @@ class PageCopier(Copier):
     """The `Copier` of host memory.
 
     Args:
-        layout: where the blocks are.
-        num_threads: how many threads share a large store, and a large retrieve. An engine waits for its retrieves, not
-            for its stores.
-        keep_alive: owns the memory of the blocks.
-        copy_runs: moves the bytes; None for the fastest function available.
+        layout: the layout of the blocks.
+        num_threads: the numbers of threads for a large store and a large retrieve. Engines wait for retrieves, but not
+            for stores.
+        keep_alive: the owner of the blocks' memory.
+        copy_runs: moves the bytes; None for the fastest available function.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class PageCopier(Copier):
         targets = runs.offsets + np.uint64(batch.mapping.address)
         if batch.with_checksums:
             records = np.frombuffer(batch.extents, EXTENT_DTYPE)
-            order = np.argsort(records["group"], kind="stable")  # that of the runs
+            order = np.argsort(records["group"], kind="stable")  # the order of the runs
             digests = self._store_summed(runs.blocks, targets, runs.sizes, records["num_bytes"][order])
             if digests is not None:
                 digests[order] = digests.copy()
@@ -196,7 +196,7 @@ class PageCopier(Copier):
     def _store_summed(
         self, sources: Addresses, targets: Addresses, sizes: Addresses, extents: Addresses
     ) -> npt.NDArray[np.uint8] | None:
-        """Store and return the digest of each extent. Copy nothing and return None if it cannot be done so."""
+        """Copy a store, and return the digest of each extent. If that is impossible, copy nothing and return None."""
         copy_summed, num_bytes = self._copy_summed, int(sizes.sum())
         if (
             copy_summed is None
@@ -206,7 +206,7 @@ class PageCopier(Copier):
             or (targets % SUMMED_ALIGNMENT_BYTES).any()
         ):
             return None
-        firsts = np.searchsorted(np.cumsum(sizes), np.cumsum(extents)) + 1  # the run that each extent ends before
+        firsts = np.searchsorted(np.cumsum(sizes), np.cumsum(extents)) + 1  # the first run behind each extent
         digests = np.empty((len(extents), CHECKSUM_BYTES), np.uint8)
 
         def copy(start: int, stop: int) -> None:
@@ -219,7 +219,7 @@ class PageCopier(Copier):
         return digests
 
     def _in_parts(self, copy: Callable[[int, int], None], count: int, num_bytes: int, num_threads: int) -> None:
-        """Copy `count` things, each call some of them, on as many threads as their bytes are worth."""
+        """Divide `count` items among as many threads as their bytes are worth, and copy each share."""
         parts = min(num_threads, count, 1 + num_bytes // _BYTES_WORTH_A_THREAD)
         if self._pool is None or parts <= 1:
             copy(0, count)

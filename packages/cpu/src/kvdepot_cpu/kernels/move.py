@@ -1,4 +1,4 @@
-"""Moves of tokens within a paged cache, by `move_tokens.c`: reuse of text at other positions turns K on its way."""
+"""Moves tokens within a paged cache by `move_tokens.c`, and rotates K for text reused at another position."""
 
 import ctypes
 import importlib.util
@@ -15,7 +15,7 @@ _BYTES_WORTH_A_THREAD: Final = 8 << 20  # as in `copy`
 
 
 def native_move_tokens(num_threads: int) -> MoveTokens | None:
-    """Return the compiled move, None if it was not built here or this processor cannot run it."""
+    """Return the compiled move, None if it was not built or this processor cannot run it."""
     spec = importlib.util.find_spec("kvdepot_cpu.kernels._copy_runs")
     if spec is None or spec.origin is None:
         return None

@@ -1,7 +1,7 @@
-"""kvdepot on Intel GPUs (XPU): engines whose KV cache lies in the memory of one attach to a depot.
+"""kvdepot's backend for Intel GPUs (XPU): attaches engines whose KV cache is in GPU memory to a depot.
 
-The entry point names `backend`, which does not import torch. `XpuTransferContext` is in `kvdepot_cpu.xpu.context`.
-Tested on a pretend device alone, see `docs/xpu.md`: it has never run on an Intel GPU.
+The entry point is `backend`, which does not import torch. `XpuTransferContext` is in `kvdepot_cpu.xpu.context`. It has
+never run on an Intel GPU: it is tested only on a simulated device (see `docs/xpu.md`).
 """
 
 import importlib
@@ -36,9 +36,9 @@ class XpuBackend:
         return True
 
     def why_unavailable(self) -> str | None:
-        """Return None if it can be used here, else a sentence with the way out.
+        """Return None if the backend can be used here, else the reason and the way out.
 
-        Where torch is installed this loads it, to ask for the device.
+        If torch is installed, this loads it to ask for the device.
         """
         for package in ("numpy", "torch"):
             if importlib.util.find_spec(package) is None:
@@ -50,7 +50,7 @@ class XpuBackend:
             torch: Any = importlib.import_module("torch")
             is_built = torch.version.xpu is not None
             is_available = bool(torch.xpu.is_available())
-        except Exception as error:  # a torch that does not fit its driver, or is too old, may raise anything
+        except Exception as error:  # a torch that is too old or does not fit its driver may raise anything
             return (
                 f"torch is installed and does not answer for xpu ({type(error).__name__}: {error}): torch 2.6 or newer"
                 f" is needed, in PyTorch's own build for xpu; {_WAY_OUT}"
@@ -73,7 +73,7 @@ class XpuBackend:
         """Return an `XpuTransferContext`; see `Backend`.
 
         Raises:
-            BackendUnavailable: no Intel GPU, or not the software for it.
+            BackendUnavailable: the Intel GPU or its software is missing.
         """
         reason = self.why_unavailable()
         if reason is not None:

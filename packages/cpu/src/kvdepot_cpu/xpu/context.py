@@ -1,7 +1,8 @@
-"""`XpuTransferContext`: a worker whose KV cache lies in the memory of an Intel GPU.
+"""`XpuTransferContext`: the transfers of a worker whose KV cache is in the memory of an Intel GPU.
 
-No memory handle of such a device can be opened in another process, so the worker copies: `kvdepot.copying.staged`
-stages blocks in host memory and moves them on to the depot's pool. `kvdepot.client.transfers` speaks with the depot.
+Other processes cannot open memory handles of such a device, so the worker copies by itself: `kvdepot.copying.staged`
+stages blocks in host memory and copies them to and from the depot's pool. `kvdepot.client.transfers` communicates with
+the depot.
 """
 
 import importlib
@@ -19,25 +20,26 @@ from kvdepot.copying.staged.copy import StagedCopier
 logger = logging.getLogger(__name__)
 
 STAGING_BYTES: Final = 32 << 20
-MAX_BLOCKS: Final = 256  # moved at once
+MAX_BLOCKS: Final = 256  # per move
 
 
 @dataclass(frozen=True, kw_only=True)
 class XpuOptions(TransferOptions):
     """Options of an `XpuTransferContext`."""
 
-    staging_bytes: int = STAGING_BYTES  # limit of one staging slot: four on the host, two such buffers on the device
-    max_blocks: int = MAX_BLOCKS  # staged at once, at most
-    device_type: str = "xpu"  # torch's name of the device; another one for tests on a pretend device
+    # Limit of a staging slot: there are four on the host, and two such buffers on the device.
+    staging_bytes: int = STAGING_BYTES
+    max_blocks: int = MAX_BLOCKS  # limit per move
+    device_type: str = "xpu"  # torch's name of the device; tests use a simulated one
 
 
 class XpuTransferContext(WorkerTransfers):
     """Moves blocks between an engine's KV cache on an Intel GPU and the depot.
 
-    Construct it where the cache is registered: after it is allocated, on the thread and stream that compute, before the
-    first request. Block 0 of each tensor is written and restored. The groups of the cache may have a `(keys, values)`
-    tuple for each layer. Without `ready` a store reads after the work that the submitting thread's stream has at the
-    call; so does every retrieve.
+    Construct it when the cache is registered: after its allocation, on the thread and stream of the computation, and
+    before the first request. Block 0 of each tensor is overwritten and restored. The groups of the cache may have a
+    `(keys, values)` tuple per layer. A store without `ready`, and each retrieve, comes after the work that the
+    submitting thread's stream has at the time of the call.
 
     Raises:
         LayoutError: the tensors do not fit their description, cannot be viewed as bytes, or are on several devices.
