@@ -44,7 +44,7 @@ def test_sizes_are_read_as_people_write_them(text: str, size: int) -> None:
 @pytest.mark.parametrize(
     "text", ["", "GiB", "-1", "4 apples", "4GiBi", "1e9", "0x10", "9" * 400, "9" * 5000, "1." + "0" * 5000]
 )
-def test_what_is_not_a_size_is_refused(text: str) -> None:
+def test_text_that_is_not_a_size_is_refused(text: str) -> None:
     with pytest.raises(ConfigError):
         parse_size(text)
 
@@ -55,7 +55,7 @@ def test_numbers_are_read(text: str, number: float) -> None:
 
 
 @pytest.mark.parametrize("text", ["inf", "-inf", "Infinity", "nan", "1e300", "9" * 400, "2e9", "", "five"])
-def test_what_is_no_finite_number_is_refused(text: str) -> None:
+def test_text_that_is_not_a_finite_number_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="is not a number of at most 1,000,000,000"):
         parse_number(text)
 

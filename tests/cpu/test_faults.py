@@ -132,7 +132,7 @@ def make(request: pytest.FixtureRequest) -> Iterator[Callable[..., CpuTransferCo
 
 @pytest.mark.parametrize(("num_stored", "num_left"), [(8, 0), (3, 5)])
 @pytest.mark.promise(14, 15)
-def test_what_is_evicted_during_a_retrieve_is_a_miss_and_what_stayed_counts(
+def test_chunks_evicted_during_a_retrieve_are_misses_and_the_others_count(
     make: Callable[..., CpuTransferContext], num_stored: int, num_left: int
 ) -> None:
     with DepotProcess("--lease-seconds", "0.2", pool_size="2MiB") as depot:

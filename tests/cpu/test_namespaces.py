@@ -75,7 +75,7 @@ def test_containers_share_what_one_of_them_stored(depot: DepotProcess, spawn: Sp
 
 @pytest.mark.slow
 @pytest.mark.promise(24, 54)
-def test_what_a_killed_container_had_prepared_comes_back(depot: DepotProcess, spawn: Spawn) -> None:
+def test_the_space_that_a_killed_container_had_prepared_comes_back(depot: DepotProcess, spawn: Spawn) -> None:
     victim, other = spawn("victim"), spawn("other")
     stop_in_a_store(victim, 1, 3)
     kill(victim)

@@ -87,7 +87,7 @@ def find(engine: EngineProcess, salt: int, num_chunks: int) -> int:
     return found
 
 
-def test_what_was_stored_outlives_the_pool(make: MakeNode, tmp_path: Path) -> None:
+def test_stored_chunks_outlive_the_pool(make: MakeNode, tmp_path: Path) -> None:
     node = make(disk(tmp_path))
     engine = node.spawn()
     engine.expect("16", "store 1 16")

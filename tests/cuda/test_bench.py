@@ -58,7 +58,9 @@ def test_ways_that_move_wrong_bytes_are_no_figures() -> None:
         ({}, "device_address_of", {"kernel"}),
     ],
 )
-def test_what_the_device_cannot_do_is_left_out(options: dict[str, Any], failing: str | None, missing: set[str]) -> None:
+def test_ways_that_the_device_lacks_are_left_out(
+    options: dict[str, Any], failing: str | None, missing: set[str]
+) -> None:
     driver = FakeDriver(**options)
     if failing:
         driver.fail(failing, "CUDA_ERROR_NOT_SUPPORTED (801)")

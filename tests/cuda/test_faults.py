@@ -133,7 +133,7 @@ def test_the_pool_is_registered_in_pieces_and_given_back(cache: MakeCache, drive
 
 
 @pytest.mark.parametrize(("after", "times", "refused"), [(0, 1 << 30, NUM_PIECES), (0, 2, 2), (1, 2, 2)])
-def test_what_cannot_be_registered_is_copied_all_the_same(
+def test_memory_that_cannot_be_registered_is_copied_all_the_same(
     after: int, times: int, refused: int, cache: MakeCache, driver: FakeDriver, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One warning, pageable copies there, batches elsewhere."""

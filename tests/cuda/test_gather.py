@@ -119,7 +119,7 @@ def test_retrieves_of_large_or_few_pages_are_batches(
     assert driver.calls["launch_kernel"] == 0
 
 
-def test_what_does_not_suit_the_kernel_goes_beside_it(cache: MakeCache, driver: FakeDriver) -> None:
+def test_runs_that_do_not_suit_the_kernel_are_copied_beside_it(cache: MakeCache, driver: FakeDriver) -> None:
     """Pages of 1000, 8 and 4104 bytes: few lie at multiples of 16."""
     worker = cache(plan="odd page sizes")
     assert worker.store(prompt(6))
@@ -137,7 +137,7 @@ def test_no_launch_has_more_runs_than_its_table(cache: MakeCache, driver: FakeDr
 
 
 @pytest.mark.parametrize(("call", "after"), [("register_host", 0), ("register_host", 3), ("device_address_of", 0)])
-def test_what_the_kernel_cannot_reach_it_does_not_get(
+def test_the_kernel_gets_no_run_that_it_cannot_reach(
     call: str, after: int, cache: MakeCache, driver: FakeDriver
 ) -> None:
     """Its own table is registered first; after that, pieces fail: the fake ends a launch that touches them."""

@@ -154,7 +154,7 @@ def test_a_depot_that_is_stopped_during_a_copy_is_a_miss_and_the_mover_is_dead_b
 
 @pytest.mark.promise(9, 13)
 @pytest.mark.parametrize("what", ["store", "retrieve"])
-def test_what_a_mover_was_copying_when_its_depot_was_killed_is_free_when_it_is_dead(
+def test_memory_that_a_mover_was_copying_when_its_depot_was_killed_is_free_when_it_is_dead(
     what: str, device: FakeDevice, depot: DepotProcess, cache: MakeCache
 ) -> None:
     """Blocks on the worker's side, extents on that of the next depot."""
@@ -460,7 +460,7 @@ def test_an_error_of_the_device_is_a_miss_and_a_new_mover(
 
 
 @pytest.mark.parametrize("mode", ["direct", "ipc"])
-def test_a_worker_knows_when_who_copies_has_the_pool_registered(
+def test_a_worker_knows_when_the_copying_process_has_the_pool_registered(
     mode: str, device: FakeDevice, depot: DepotProcess, cache: MakeCache
 ) -> None:
     """A mover that takes the place of another has not."""

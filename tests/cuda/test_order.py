@@ -155,7 +155,7 @@ def test_a_retrieve_does_not_wait_for_a_store(cache: MakeCache) -> None:
     assert stuck.result(WAIT_SECONDS)
 
 
-def test_what_is_submitted_during_a_graph_capture_is_a_miss(cache: MakeCache) -> None:
+def test_a_transfer_submitted_during_a_graph_capture_is_a_miss(cache: MakeCache) -> None:
     driver = FakeDriver()
     worker = cache(driver)
     assert worker.store(prompt(2))

@@ -87,7 +87,7 @@ def offsets() -> Addresses:
         (set(range(1, 12)), 1),
     ],
 )
-def test_only_what_is_really_refused_stays_pageable(
+def test_only_memory_that_is_really_refused_stays_pageable(
     refused: set[int], num_ranges: int, pool: PoolMemory, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One warning names the bytes and the reason; the kernel finds what is registered, and nothing else."""

@@ -70,7 +70,7 @@ def test_cut_runs_move_the_same_bytes_and_none_crosses_a_piece(runs: Runs, piece
     assert all(offset // piece_bytes == (offset + size - 1) // piece_bytes for _, offset, size in rows(pieces))
 
 
-def test_what_continues_on_one_side_only_stays_two_runs() -> None:
+def test_runs_that_continue_on_one_side_only_stay_two() -> None:
     on_device, in_pool, on_both = ((0, 0, 8), (8, 16, 8)), ((0, 0, 8), (16, 8, 8)), ((0, 0, 8), (8, 8, 8))
     assert len(merge(columns(*on_device))) == 2
     assert len(merge(columns(*in_pool))) == 2

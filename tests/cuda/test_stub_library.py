@@ -84,7 +84,7 @@ def test_every_call_arrives_with_its_values(found: tuple[list[str], list[str]]) 
     assert [line for line in said[2:-1] if line not in modes] == CALLS
 
 
-def test_what_the_driver_answers_comes_back(found: tuple[list[str], list[str]]) -> None:
+def test_the_answers_of_the_driver_come_back(found: tuple[list[str], list[str]]) -> None:
     printed = [line for line in found[0] if not re.search("released|held|copy|batch", line)]
     uuid = "GPU-03040506-0708-090a-0b0c-0d0e0f101112"
     assert printed == [f"STUB 3, driver for CUDA 13.0 {uuid} 90 True", "4097", "True 0x7f0000200000 2097152"]

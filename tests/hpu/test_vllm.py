@@ -59,7 +59,7 @@ def register(groups: tuple[EngineGroup, ...], layers: dict[str, Any], url: str) 
 
 @pytest.mark.parametrize("lazy", [False, True])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_what_it_hands_over_comes_back(engine: str, lazy: bool, fake: FakeDevice, depot: DepotProcess) -> None:
+def test_the_tensors_of_vllm_gaudi_come_back(engine: str, lazy: bool, fake: FakeDevice, depot: DepotProcess) -> None:
     fake.lazy = lazy
     groups = ENGINES[engine]
     layers: dict[str, Any] = {}

@@ -44,7 +44,7 @@ def wait_until_stored(engine: Engine) -> None:
     engine.flush()  # is refused while stores are under way
 
 
-def test_what_one_engine_computed_the_other_loads_and_answers_the_same(
+def test_an_engine_loads_the_pages_of_another_and_answers_the_same(
     engines: tuple[Engine, Engine], reference: list[tuple[int, ...]]
 ) -> None:
     one, two = engines

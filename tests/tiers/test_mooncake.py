@@ -135,7 +135,7 @@ class TestMooncakeTier(TierSuite):
 
 
 @needs_sdk
-def test_what_one_node_wrote_another_reads(master: Master, tier: MooncakeTier, pool: TierPool) -> None:
+def test_a_node_reads_the_entries_of_another(master: Master, tier: MooncakeTier, pool: TierPool) -> None:
     with contextlib.closing(Node(f"mooncake://{master.address}?segment=0")) as node:
         assert node.ask("write", [0, 1, 2]) == [True] * 3
         assert read_from(tier, pool, KEYS[:4], EXTENTS[:4]) == [True, True, True, False]
@@ -256,7 +256,7 @@ def test_calls_of_a_child_that_stands_still_end_when_it_is_dead(
 @needs_sdk
 @pytest.mark.slow
 @pytest.mark.promise(78)
-def test_what_a_node_took_with_it_is_back_after_the_next_use_at_a_depot_that_has_it(master: Master) -> None:
+def test_entries_lost_with_a_node_are_written_again_by_the_next_depot_that_uses_them(master: Master) -> None:
     url, runs = f"mooncake://{master.address}", [prompt(64, f"{number}") for number in range(4)]
     with (
         DepotProcess("--tier", f"{url}?segment=64MiB") as one,
@@ -295,7 +295,7 @@ def test_signals_to_the_whole_group_do_not_end_the_child(tier: MooncakeTier, poo
 
 
 @needs_sdk
-def test_who_drives_the_tier_never_loads_the_sdk(tier: MooncakeTier, pool: TierPool) -> None:
+def test_the_process_that_drives_the_tier_never_loads_the_sdk(tier: MooncakeTier, pool: TierPool) -> None:
     assert write_to(tier, pool, KEYS[:1], EXTENTS[:1]) == [True]
     assert not [name for name in sys.modules if name == "mooncake" or name.startswith("mooncake.")]
     assert "/mooncake/store." not in Path("/proc/self/maps").read_text()
@@ -431,7 +431,7 @@ class DepotOfCluster:
 
 
 @needs_sdk
-def test_what_an_engine_stored_serves_engines_of_other_nodes_and_a_killed_depot_leaves_nothing(master: Master) -> None:
+def test_stored_chunks_serve_engines_of_other_nodes_and_a_killed_depot_leaves_nothing(master: Master) -> None:
     with (
         contextlib.closing(DepotOfCluster(master, "segment=256MiB")) as one,
         contextlib.closing(DepotOfCluster(master, "segment=0")) as two,

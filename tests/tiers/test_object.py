@@ -235,7 +235,7 @@ def test_a_request_that_stalls_ends_before_the_deadline_and_costs_only_itself() 
     ("options", "limits"),
     [("", ["750ms", "7s 500ms"]), ("&deadline=8", ["6s", "1m"]), ("&deadline=8&timeout=2", ["2s", "20s"])],
 )
-def test_requests_have_less_time_than_calls_and_what_nobody_waits_for_ten_times_as_much(
+def test_requests_have_less_time_than_calls_and_background_requests_ten_times_as_much(
     options: str, limits: list[str]
 ) -> None:
     tier = open_url(f"s3://bucket?region=x{options}", make_pool())

@@ -103,7 +103,7 @@ def tier(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(("stored_by", "read_by"), [(1, 2), (2, 1), (2, 4)])
-def test_what_one_engine_left_in_a_tier_another_size_finds_on_an_empty_pool(
+def test_engines_of_other_sizes_find_the_entries_of_a_tier_on_an_empty_pool(
     tier: str, stored_by: int, read_by: int
 ) -> None:
     run = prompt(CHUNKS)

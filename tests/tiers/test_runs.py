@@ -141,7 +141,7 @@ def test_two_nodes_that_store_the_same_prompt_at_once_lose_nothing(nodes: list[N
 
 
 @pytest.mark.parametrize("lost", range(8))
-def test_an_object_that_was_removed_is_written_again_by_who_has_its_chunks(lost: int, nodes: list[Node]) -> None:
+def test_a_removed_object_is_written_again_by_a_depot_that_has_its_chunks(lost: int, nodes: list[Node]) -> None:
     one, two = nodes
     prompts = [keys_of([*range(12), *range(100 * name, 100 * name + 8)]) for name in range(5)]
     for keys in prompts:

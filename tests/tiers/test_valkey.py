@@ -297,7 +297,7 @@ def test_a_password_from_a_file_and_a_user_are_taken(server: ValkeyServer, tmp_p
     tier.close()
 
 
-def test_tls_is_spoken_and_only_with_who_is_trusted(server: ValkeyServer, tmp_path: Path) -> None:
+def test_tls_is_spoken_and_only_with_trusted_peers(server: ValkeyServer, tmp_path: Path) -> None:
     certificate, key_file = make_certificate(tmp_path)
     pool, key = make_pool(2 * BIG), make_key(1)
     pool.view[:BIG] = content(key, BIG)

@@ -79,6 +79,6 @@ def test_kernel_blocks_of_pairs_join_to_blocks() -> None:
         (full(0, "a"), {"a": TensorTuple((Tensor(1), Tensor(2, (NUM_BLOCKS + 1, 128))))}, "8 blocks in tensors of"),
     ],
 )
-def test_what_is_no_pair_is_refused(group: EngineGroup, layers: dict[str, Any], reason: str) -> None:
+def test_tensors_that_are_not_pairs_are_refused(group: EngineGroup, layers: dict[str, Any], reason: str) -> None:
     with pytest.raises(Unsupported, match=reason):
         worker_groups(cache(group), layers, NUM_BLOCKS, 0)

@@ -67,7 +67,7 @@ def test_engines_that_differ_never_share(weights: Path) -> None:
     assert len(set(found.values())) == len(found)
 
 
-def test_what_does_not_decide_the_kv_does_not_matter(weights: Path) -> None:
+def test_settings_that_do_not_decide_the_kv_do_not_matter(weights: Path) -> None:
     before = digest(weights)
     (weights / "README.md").write_text("a better text")
     (weights / "model.safetensors").touch()

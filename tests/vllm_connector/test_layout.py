@@ -102,7 +102,7 @@ for layout in KVCacheLayout:
 """
 
 
-def test_what_comes_of_each_layout_is_understood_or_refused(run_code: RunCode) -> None:
+def test_each_layout_is_understood_or_refused(run_code: RunCode) -> None:
     """With vLLM's own views of one allocation. The worker refuses a layout that scatters a page, and says why."""
     found = dict(line.split(" ", 1) for line in run_code(VIEWS).splitlines() if line.split()[0].isupper())
     assert found == {

@@ -53,7 +53,7 @@ def test_batched(first: Engine, second: Engine) -> None:
         assert tokens(engine.generate(PROMPTS)) == first.reference
 
 
-def test_what_vllm_holds_itself_is_not_loaded_again(first: Engine, depot: DepotProcess) -> None:
+def test_tokens_that_vllm_holds_itself_are_not_loaded_again(first: Engine, depot: DepotProcess) -> None:
     first.reset()
     long = [PROMPTS[0][:300]]
     first.generate(long)

@@ -337,7 +337,7 @@ def test_chunks_are_stored_as_they_fill_up_and_held_until_every_worker_is_done(s
     assert it.client.described == [(0, 1), (2, 1)], "what both stored, whoever reports last"
 
 
-def test_what_a_draft_model_may_write_again_is_stored_later(scene: Callable[..., Scene]) -> None:
+def test_tokens_that_a_draft_model_may_write_again_are_stored_later(scene: Callable[..., Scene]) -> None:
     it = scene(volatile=3)
     request = it.request(100)
     assert it.step(request, 34, (blocks(1, 3),)).stores[0].key.num_chunks == 1
@@ -369,7 +369,7 @@ def test_nothing_of_a_load_that_has_not_come_is_stored_when_the_request_ends(sce
     it.report(StepPlan(), finished=["r"])  # its request is gone by then
 
 
-def test_what_fills_up_last_is_stored_at_the_end(scene: Callable[..., Scene]) -> None:
+def test_chunks_that_fill_up_last_are_stored_at_the_end(scene: Callable[..., Scene]) -> None:
     it = scene()
     request = it.request(20)
     it.side.matched_tokens(request, 0)
@@ -605,7 +605,7 @@ def test_a_store_that_cannot_be_planned_holds_no_block(
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-def test_what_fails_after_a_store_keeps_no_other_store_s_blocks(
+def test_a_failure_after_a_store_keeps_no_other_store_s_blocks(
     error: Exception, scene: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     it = scene()
@@ -688,7 +688,9 @@ def test_a_lookup_says_what_is_computed_before(scene: Callable[..., Scene]) -> N
 
 
 @pytest.mark.parametrize("settings", [{"wait_for_others": False}, {"store": "none"}])
-def test_who_does_not_store_or_share_announces_nothing(scene: Callable[..., Scene], settings: dict[str, Any]) -> None:
+def test_an_engine_that_does_not_store_or_share_announces_nothing(
+    scene: Callable[..., Scene], settings: dict[str, Any]
+) -> None:
     it = scene(**settings)
     request = it.request(100)
     it.side.matched_tokens(request, 0)
@@ -696,7 +698,7 @@ def test_who_does_not_store_or_share_announces_nothing(scene: Callable[..., Scen
     assert (it.client.asked, it.client.announced, it.client.ended) == ([6], [], [])
 
 
-def test_what_was_announced_is_withdrawn_after_the_last_store(scene: Callable[..., Scene]) -> None:
+def test_an_announcement_is_withdrawn_after_the_last_store(scene: Callable[..., Scene]) -> None:
     it = scene()
     request = it.request(48)
     it.side.matched_tokens(request, 0)
@@ -957,7 +959,9 @@ def test_a_prefill_engine_stores_prompts(role: str, extra: dict[str, Any], store
 
 
 @pytest.mark.parametrize("how", ["abort", "preemption", "reset"])
-def test_what_will_not_be_computed_is_withdrawn_at_once(scene: Callable[..., Scene], how: str) -> None:
+def test_the_announcement_of_chunks_that_will_not_be_computed_is_withdrawn_at_once(
+    scene: Callable[..., Scene], how: str
+) -> None:
     it = scene()
     request = it.request(100)
     it.side.matched_tokens(request, 0)

@@ -35,7 +35,7 @@ def wait_until_in_tier(depot: DepotProcess, num_chunks: int) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.promise(29, 32)
-def test_what_left_the_pool_comes_back_from_disk(case: str, model: MakeModel, tmp_path: Path) -> None:
+def test_evicted_chunks_come_back_from_disk(case: str, model: MakeModel, tmp_path: Path) -> None:
     name, options, expected, num_chunks = CASES[case]
     all_options: dict[str, Any] = {"kv_cache_memory_bytes": 128 << 20, **options}
     with (

@@ -189,9 +189,7 @@ def test_a_hung_depot_costs_one_deadline_in_all(client: SchedulerClient, depot: 
     wait_until(lambda: client.lookup("again", prompt(3)).num_chunks == 3)
 
 
-def test_what_is_given_back_to_a_hung_depot_arrives_when_it_goes_on(
-    client: SchedulerClient, depot: DepotProcess
-) -> None:
+def test_a_hung_depot_gets_released_leases_when_it_resumes(client: SchedulerClient, depot: DepotProcess) -> None:
     leases = [client.lookup(name, prompt(3)) for name in ("released", "ended")]
     depot.signal(signal.SIGSTOP)
     try:

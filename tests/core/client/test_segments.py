@@ -69,6 +69,6 @@ def test_a_prompt_has_a_bounded_number_of_segments() -> None:
 
 
 @pytest.mark.parametrize("token", [-1, 1 << 32, "a", 1.5])
-def test_what_is_no_token_is_refused(token: Any) -> None:
+def test_values_that_are_not_tokens_are_refused(token: Any) -> None:
     with pytest.raises(KeyFormatError, match="token ids"):
         NAMER.name([1, token])

@@ -59,7 +59,7 @@ def test_a_tensor_of_another_device_is_refused() -> None:
         page_layout_of(tensor((8, 16), (16, 1), device="cuda"))
 
 
-def test_what_is_no_tensor_and_what_cannot_be_written_is_refused() -> None:
+def test_objects_that_are_not_tensors_and_read_only_arrays_are_refused() -> None:
     read_only = np.zeros((8, 8))
     read_only.flags.writeable = False
     for bad in ("text", [1, 2], np.zeros(()), read_only):

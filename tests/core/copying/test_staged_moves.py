@@ -23,7 +23,7 @@ def test_without_fixed_shapes_nothing_is_padded(num_blocks: int, largest: int) -
 
 
 @given(st.integers(1, 5000), st.integers(0, 8))
-def test_what_is_left_takes_few_moves(num_blocks: int, power: int) -> None:
+def test_the_last_blocks_take_few_moves(num_blocks: int, power: int) -> None:
     assert len(list(cut(num_blocks, 1 << power))) <= num_blocks // (1 << power) + power + 1
 
 

@@ -104,7 +104,7 @@ def test_lru_evicts_what_touching_every_ancestor_would_have_left_coldest(seed: i
 
 @pytest.mark.parametrize("policy", POLICIES)
 @given(seed=st.integers(0, 2**32))
-def test_only_what_nothing_needs_is_ever_proposed(policy: str, seed: int) -> None:
+def test_only_unneeded_chunks_are_ever_proposed(policy: str, seed: int) -> None:
     for victim, evictable in drive(Forest(policy), seed, 150):
         assert victim in evictable if evictable else victim is None
 

@@ -39,7 +39,7 @@ policies = pytest.mark.parametrize("policy", POLICIES)
 
 
 @policies
-def test_an_ended_session_leaves_first_and_what_it_shares_stays(policy: str) -> None:
+def test_an_ended_session_leaves_first_and_its_shared_chunks_stay(policy: str) -> None:
     bench = Bench(pages=5, policy=policy)
     worker = bench.worker()
     for name in (1, 2):
@@ -96,7 +96,7 @@ def test_a_session_whose_time_is_over_leaves_first_unless_it_was_used(policy: st
     assert [length(worker, prompt(2, name)) for name in (1, 2, 3, 4)] == [2, 2, 0, 2]
 
 
-def test_what_was_extended_does_not_expire() -> None:
+def test_an_extended_prefix_does_not_expire() -> None:
     bench = Bench(pages=4)
     worker = bench.worker()
     worker.store(prompt(2))
@@ -263,7 +263,7 @@ def test_a_time_to_live_ends_a_prefix_whose_priority_is_still_being_set(num_step
     assert ranks(bench, LONG) == [ENDED] * 300
 
 
-def test_what_has_ended_leaves_while_the_rest_of_it_is_being_ended() -> None:
+def test_ended_chunks_leave_while_the_rest_of_the_prefix_is_being_ended() -> None:
     bench, worker = long_bench()
     begin_hint(worker, LONG, session_ended=True)
     for _ in range(AT_ONCE):

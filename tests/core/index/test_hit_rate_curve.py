@@ -91,7 +91,7 @@ def test_memory_is_bounded_by_a_lower_rate() -> None:
     assert [estimate.hit_chunks for estimate in hit_rates.estimates()] == [0] * len(SCALES), "nothing came twice"
 
 
-def test_what_was_only_stored_is_found_and_not_counted_as_asked() -> None:
+def test_chunks_that_were_only_stored_are_found_and_not_counted_as_asked() -> None:
     hit_rates = HitRateCurve(4096 * CHUNK)
     digests = random.Random(3).randbytes(32 * 800)
     hit_rates.stored(digests, CHUNK)

@@ -36,7 +36,7 @@ def found(index: ChunkIndex, run: KeyRun) -> int:
 
 
 @pytest.mark.promise(9)
-def test_what_is_prepared_and_not_committed_is_never_found() -> None:
+def test_a_store_without_a_commit_is_never_found() -> None:
     worker = Bench().worker()
     plan = worker.prepare(prompt(3))
     assert worker.lookup(prompt(3)).num_chunks == 0
@@ -142,7 +142,7 @@ def test_a_lease_on_a_window_holds_every_chunk_in_it(find: str) -> None:
     assert worker.lookup(prompt(2)).num_chunks == 2
 
 
-def test_what_was_looked_up_last_leaves_last() -> None:
+def test_the_prefix_that_was_looked_up_last_leaves_last() -> None:
     worker = Bench(pages=2).worker()
     worker.store(prompt(1, 1))
     worker.store(prompt(1, 2))
@@ -529,7 +529,7 @@ def test_the_bytes_of_a_writer_without_a_name_are_no_later_tenant_s() -> None:
 
 
 @pytest.mark.promise(30)
-def test_what_lost_its_parent_to_damage_is_freed_with_it() -> None:
+def test_entries_whose_parent_is_damaged_are_freed_with_it() -> None:
     bench = Bench()
     bench.worker().store(prompt(3))
     record = next(record for record in bench.index.table.records() if record.depth == 1)
@@ -544,7 +544,7 @@ def test_what_lost_its_parent_to_damage_is_freed_with_it() -> None:
 
 @pytest.mark.promise(30)
 @pytest.mark.parametrize("forged", ["parent two chunks up", "part that the cache does not have"])
-def test_what_no_server_writes_is_freed(forged: str) -> None:
+def test_records_that_no_server_writes_are_freed(forged: str) -> None:
     bench = Bench()
     bench.worker().store(prompt(3))
     memory = bytearray(bench.memory)
@@ -712,7 +712,7 @@ def test_a_window_s_corrupt_entry_blocks_only_what_needs_it() -> None:
     bench.drain()
 
 
-def test_what_is_not_a_sealed_entry_of_the_space_is_not_removed() -> None:
+def test_only_sealed_entries_of_the_space_are_removed() -> None:
     bench = Bench()
     worker, other = bench.worker(), bench.worker()
     worker.store(prompt(2))

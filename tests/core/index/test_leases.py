@@ -56,7 +56,7 @@ def test_a_request_ends_with_its_own_leases_only(leases: LeaseTable, pins: Pins)
     assert pins.held == [3, 4]
 
 
-def test_what_ends_in_steps_leaves_out_what_is_granted_meanwhile(leases: LeaseTable, pins: Pins) -> None:
+def test_ending_leases_in_steps_leaves_out_leases_granted_meanwhile(leases: LeaseTable, pins: Pins) -> None:
     numbers = [leases.grant(1, "a", (node,), now=0.0) for node in range(4)]
     steps = leases.end_request(1, "a")
     assert next(steps) == 1
@@ -87,7 +87,7 @@ def test_leases_expire_in_order_and_at_their_time(leases: LeaseTable, pins: Pins
     assert (pins.held, leases.num_expired, leases.count_of(1)) == ([], 2, 0)
 
 
-def test_what_ended_leaves_nothing_behind(leases: LeaseTable) -> None:
+def test_ended_leases_leave_nothing_behind(leases: LeaseTable) -> None:
     numbers = [leases.grant(context, request, (1,), now=0.0) for context in (1, 2) for request in "ab"]
     leases.release(1, numbers[0])
     leases.check_integrity()

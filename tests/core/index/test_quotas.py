@@ -132,7 +132,7 @@ def test_a_lease_whose_chunk_has_left_ends_without_a_trace() -> None:
     bench.drain()
 
 
-def test_what_sessions_retain_keeps_nobody_from_its_quota() -> None:
+def test_prefixes_that_sessions_retain_keep_no_tenant_from_its_quota() -> None:
     bench = Bench(pages=8, quotas={"a": 4})
     worker = bench.worker()
     worker.store(prompt(4, 1, "b"))

@@ -161,7 +161,7 @@ MEANWHILE: dict[str, Callable[[Successor], object]] = {
 
 @pytest.mark.promise(23)
 @pytest.mark.parametrize("what", MEANWHILE)
-def test_what_is_asked_at_any_step_of_reading_back_changes_nothing_of_it(what: str, memory: bytearray) -> None:
+def test_requests_at_any_step_of_reading_back_do_not_change_its_result(what: str, memory: bytearray) -> None:
     with closing(Successor(memory)) as undisturbed:
         assert undisturbed.finish() != []
         expected = found(undisturbed.depot)

@@ -238,7 +238,7 @@ def test_sessions_that_say_when_they_end_leave_room_for_the_others(policy: str) 
     assert (hits, row(prompts, BELADY, 4).hit_chunks) == ([0, 2], 2)
 
 
-def test_what_cannot_be_simulated_is_refused_in_words() -> None:
+def test_impossible_simulations_are_refused_in_words() -> None:
     requests = requests_of([[1]])
     with pytest.raises(ConfigError, match="no eviction policy 'fifo': there are arc, auto, lru"):
         simulate(requests, [CHUNK], ["fifo"])

@@ -193,7 +193,7 @@ def test_a_mover_says_whether_later_copies_will_be_faster(device: str, node: Nod
     assert node.move(context, 0) == m.Moved(1, m.MoveOutcome.DONE)
 
 
-def test_records_name_the_mover_as_who_writes_them(node: Node) -> None:
+def test_records_name_the_mover_as_the_writer(node: Node) -> None:
     """So that a depot that is started after this one was killed waits for the mover's death."""
     context = node.register()
     node.wait_until_ready(context)
@@ -236,7 +236,7 @@ def test_one_copy_a_direction(node: Node) -> None:
 
 
 @pytest.mark.parametrize("how", ["connection", "unregister"])
-def test_what_a_mover_may_be_writing_is_free_when_it_is_dead_and_not_before(how: str, node: Node) -> None:
+def test_extents_that_a_mover_may_be_writing_are_free_when_it_is_dead_and_not_before(how: str, node: Node) -> None:
     context = node.register("hangs")
     node.wait_until_ready(context)
     node.move(context, node.prepare(context).ticket)
@@ -288,7 +288,7 @@ def test_a_mover_that_lived_long_does_not_count_against_the_next(node: Node, mon
     node.wait_until_ready(context)
 
 
-def test_what_a_new_mover_could_not_do_either_is_not_tried_twice(node: Node) -> None:
+def test_an_offer_that_no_mover_can_open_is_not_tried_twice(node: Node) -> None:
     context = node.register("final")
     waiting = node.move(context, 0)
     assert node.outcome(waiting) is m.MoveOutcome.UNAVAILABLE
@@ -296,7 +296,7 @@ def test_what_a_new_mover_could_not_do_either_is_not_tried_twice(node: Node) -> 
     assert node.movers.status(context)[2] == "there is no such device"
 
 
-def test_a_mover_that_is_never_ready_is_given_up_and_who_waits_is_told(node: Node) -> None:
+def test_a_mover_that_is_never_ready_is_given_up_and_waiting_workers_are_told(node: Node) -> None:
     context = node.register("late")
     assert node.outcome(node.move(context, 0, wait_seconds=0.05)) is m.MoveOutcome.FAILED
     node.movers.start_seconds = 0.3
@@ -386,7 +386,7 @@ def test_offers_that_do_not_add_up_are_refused(wrong: dict[str, Any], node: Node
     assert node.counter("movers_started") == 0
 
 
-def test_only_what_was_prepared_for_this_worker_is_moved(node: Node) -> None:
+def test_only_tickets_and_leases_of_this_worker_are_moved(node: Node) -> None:
     context, other = node.register(), node.register()
     for each in (context, other):
         node.wait_until_ready(each)

@@ -124,7 +124,7 @@ def test_numbers_grow_across_a_restart(context: Context) -> None:
             last = router.next
 
 
-def test_what_was_missed_is_sent_again(depot: DepotProcess, engine: Engine, context: Context) -> None:
+def test_missed_batches_are_sent_again(depot: DepotProcess, engine: Engine, context: Context) -> None:
     router = Router(depot, context)
     for number in range(50):
         run = prompt(1, str(number))
@@ -142,7 +142,9 @@ def test_what_was_missed_is_sent_again(depot: DepotProcess, engine: Engine, cont
     assert again.found == router.found
 
 
-def test_who_asks_for_too_much_gets_a_snapshot(depot: DepotProcess, engine: Engine, context: Context) -> None:
+def test_a_subscriber_that_asks_for_too_much_gets_a_snapshot(
+    depot: DepotProcess, engine: Engine, context: Context
+) -> None:
     router = Router(depot, context)
     engine.store(prompt(3, "a"))
     wait_until(lambda: router.knows(prompt(3, "a")))
@@ -358,7 +360,7 @@ def test_a_port_that_is_taken_is_an_error_in_words(depot: DepotProcess, context:
 
 
 @pytest.mark.slow
-def test_who_is_slow_misses_nothing_of_what_may_wait(context: Context, tmp_path: Path) -> None:
+def test_a_slow_subscriber_misses_no_message_within_the_bound(context: Context, tmp_path: Path) -> None:
     """Regression: the bound was set after binding, so it was ZMQ's thousand, for batches sent again as well."""
     holdings, num_batches = Holdings(), 3000
     bench = Bench(pages=4, num_records=8, holdings=holdings)
@@ -467,7 +469,7 @@ def test_damaged_tokens_end_the_file_and_nothing_else(depot: DepotProcess, conte
     engine.close()
 
 
-def test_a_file_of_tokens_keeps_what_is_wanted_and_what_comes_meanwhile(tmp_path: Path) -> None:
+def test_a_file_of_tokens_keeps_wanted_messages_and_those_that_come_meanwhile(tmp_path: Path) -> None:
     path = tmp_path / TOKENS_FILE
     file = TokensFile.create(path)
     for number in range(10):

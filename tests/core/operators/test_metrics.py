@@ -74,7 +74,7 @@ def test_tokens_bytes_and_latencies_are_told_apart(depot: DepotProcess, peer: Pe
     assert buckets == sorted(buckets)
 
 
-def test_what_leaves_is_counted_with_its_age() -> None:
+def test_evicted_chunks_are_counted_with_their_age() -> None:
     with DepotProcess(pool_size="1MiB") as depot:
         peer = Peer(depot, registration(instance="engine"))
         for number in range(30):

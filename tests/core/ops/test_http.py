@@ -145,7 +145,7 @@ def test_a_session_is_kept_and_forgotten_by_its_name(http: Http, peer: Peer) -> 
 
 
 @pytest.mark.slow
-def test_what_is_here_is_warm_without_an_engine(http: Http, peer: Peer, depot: DepotProcess) -> None:
+def test_a_prefix_in_the_pool_is_warm_without_an_engine(http: Http, peer: Peer, depot: DepotProcess) -> None:
     peer.store(prompt(2, "a"))
     peer.close()
     wait_until(lambda: not depot.status().contexts)
@@ -343,7 +343,7 @@ async def wait_for_the_end(sent: bytes, request_seconds: float = 600.0, answer_s
 @pytest.mark.parametrize(
     ("address", "words"), [("9460", "HOST:PORT"), ("127.0.0.1:x", "HOST:PORT"), ("127.0.0.1:99999", "HOST:PORT")]
 )
-def test_an_address_that_is_none_says_what_one_is(address: str, words: str) -> None:
+def test_a_malformed_address_says_what_one_is(address: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         HttpSettings.parse(address)
 
@@ -355,7 +355,7 @@ def test_a_token_that_can_be_guessed_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_answers_is_started_again_when_it_ends(http: Http) -> None:
+def test_the_http_process_is_started_again_when_it_ends(http: Http) -> None:
     assert http.get("/healthz")[0] == 200
     first = http.server.pid
     assert first
@@ -364,7 +364,7 @@ def test_what_answers_is_started_again_when_it_ends(http: Http) -> None:
     assert http.server.pid != first
 
 
-def test_what_answers_ends_with_its_server(depot: DepotProcess) -> None:
+def test_the_http_process_ends_with_its_server(depot: DepotProcess) -> None:
     http = Http(depot)
     assert http.get("/healthz")[0] == 200
     pid = http.server.pid
@@ -376,7 +376,7 @@ def test_what_answers_ends_with_its_server(depot: DepotProcess) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_what_answers_ends_with_its_depot(number: int) -> None:
+def test_the_http_process_ends_with_its_depot(number: int) -> None:
     with DepotProcess("--http", "127.0.0.1:0") as depot:
         wait_until(lambda: len(children_of(depot.pid)) == 1)
         (child,) = children_of(depot.pid)
@@ -508,7 +508,7 @@ def hex_of(run: KeyRun) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_prefix_is_found_with_whose_it_is_and_who_holds_it(http: Http, peer: Peer) -> None:
+def test_find_reports_the_owner_of_a_prefix_and_whether_it_is_held(http: Http, peer: Peer) -> None:
     peer.store(prompt(3, "a"))
     status, found = http.post("/cache/find", {"digests": hex_of(prompt(5, "a"))})
     assert status == 200

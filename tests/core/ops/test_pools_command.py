@@ -48,7 +48,9 @@ def test_a_running_depot_keeps_its_pool_and_a_stopped_one_s_memory_is_freed(
     ("arguments", "words"),
     [(["--remove"], "needs the PATH"), (["/nowhere"], "holds no pool"), (["/proc"], "holds no pool")],
 )
-def test_what_is_no_pool_is_left_alone(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folders_that_are_not_pools_are_left_alone(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     status, _, error = run(capsys, *arguments)
     assert status == 1
     assert words in error

@@ -108,7 +108,7 @@ def test_a_variable_that_is_none_is_said_so(caplog: pytest.LogCaptureFixture) ->
         ('config = "other.toml"', "no setting 'config'"),
     ],
 )
-def test_what_a_flag_would_not_take_is_refused_with_its_place(text: str, words: str, tmp_path: Path) -> None:
+def test_values_that_a_flag_would_not_take_are_refused_with_their_place(text: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "kvdepot.toml").write_text(text)
     with pytest.raises(ConfigError, match=words):
         parsed([], {}, tmp_path / "kvdepot.toml")
@@ -181,7 +181,7 @@ def test_the_file_in_the_docs_is_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_config_prints_starts_a_depot_with_the_same_settings(
+def test_the_output_of_config_starts_a_depot_with_the_same_settings(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("uvicorn", reason="pip install 'kvdepot[http]'")

@@ -39,7 +39,7 @@ def text_of(status: DepotStatus, before: DepotStatus, seconds: float) -> str:
     return out.getvalue()
 
 
-def test_a_frame_shows_who_is_there_and_what_happened(busy: tuple[DepotStatus, DepotStatus]) -> None:
+def test_a_frame_shows_the_engines_and_recent_events(busy: tuple[DepotStatus, DepotStatus]) -> None:
     before, after = busy
     text = text_of(after, before, 2.0)
     assert "75.0%" in text, "three of four chunks"

@@ -78,7 +78,7 @@ def test_a_name_costs_the_same_however_many_there_are(tmp_path: Path) -> None:
 
 @pytest.mark.promise(23)
 @pytest.mark.parametrize("kept", range(12, 28))
-def test_a_frame_that_ends_early_is_none_and_what_comes_next_takes_its_place(kept: int, tmp_path: Path) -> None:
+def test_a_frame_that_ends_early_does_not_count_and_the_next_one_takes_its_place(kept: int, tmp_path: Path) -> None:
     path = tmp_path / "names"
     file = NamesFile.create(path)
     file.add(Names(labels=[Label("a", "m")]))
@@ -241,7 +241,9 @@ def make_link(path: Path) -> None:
     [Path.mkdir, make_fifo, make_file, make_link],
     ids=["a folder", "a FIFO", "a file", "a link"],
 )
-def test_what_is_not_a_depot_s_stays_as_it_is(tmp_path: Path, name: str, make: Callable[[Path], object]) -> None:
+def test_files_that_are_not_a_depot_s_stay_as_they_are(
+    tmp_path: Path, name: str, make: Callable[[Path], object]
+) -> None:
     make(tmp_path / name)
     before = (tmp_path / name).lstat()
     for fresh in (False, True):

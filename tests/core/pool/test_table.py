@@ -106,7 +106,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "index"
 
 
-def test_a_table_outlives_who_wrote_it(path: Path) -> None:
+def test_a_table_outlives_its_writer(path: Path) -> None:
     table = IndexTable.open(path, 1 << 20, POOL_ID)
     assert [record.number for record in table.records()] == [3]
     table.close()

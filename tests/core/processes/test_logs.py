@@ -27,11 +27,11 @@ def assert_plain(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "plain", "Größe 4 GiB, 令牌", "C:\\path"])
-def test_what_prints_stays_as_it_is(text: str) -> None:
+def test_printable_text_stays_as_it_is(text: str) -> None:
     assert printable(text) == text
 
 
-def test_what_does_not_print_is_escaped() -> None:
+def test_unprintable_characters_are_escaped() -> None:
     assert printable("a\n\x1b[0m\x9b\u202e\udcff") == r"a\n\x1b[0m\x9b\u202e\udcff"
 
 

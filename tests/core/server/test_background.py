@@ -137,7 +137,7 @@ def test_leases_that_expire_do_not_wait_for_what_takes_long(bench: Bench) -> Non
     assert bench.index.entries.num_sealed == NUM_CHUNKS // 2
 
 
-def test_what_fails_between_messages_is_counted_and_the_rest_goes_on(bench: Bench) -> None:
+def test_a_failure_between_messages_is_counted_and_the_rest_goes_on(bench: Bench) -> None:
     def failing() -> Iterator[int]:
         yield 0
         raise RuntimeError("a mistake")
@@ -150,7 +150,9 @@ def test_what_fails_between_messages_is_counted_and_the_rest_goes_on(bench: Benc
 
 
 @pytest.mark.parametrize("what", ["clearing", "a hint", "a session"])
-def test_who_waits_for_what_fails_is_told(what: str, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_waits_for_failing_work_gets_an_error(
+    what: str, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def failing(*_arguments: Any) -> Iterator[Any]:
         yield from [40] * 3
         raise RuntimeError("a mistake")
@@ -226,7 +228,7 @@ def test_so_many_requests_of_operators_wait_and_no_more(bench: Bench) -> None:
 
 
 @pytest.mark.promise(61)
-def test_who_warms_is_answered_however_many_wait_by_the_time_that_tiers_have_answered() -> None:
+def test_a_warm_request_is_answered_however_many_wait_when_the_tiers_have_answered() -> None:
     bench, run = Bench(filled=False), prompt(0, 8)
     queue = put_tier_below(bench)
     warmed = operate(bench.depot, o.Warm(tenant=run.tenant, digests=run.digests))
@@ -241,7 +243,7 @@ def test_who_warms_is_answered_however_many_wait_by_the_time_that_tiers_have_ans
     queue.close()
 
 
-def test_who_warms_for_a_tenant_too_many_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_warm_request_for_a_tenant_too_many_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     bench, run = Bench(filled=False), prompt(0, 8)
     queue = put_tier_below(bench)
     monkeypatch.setattr("kvdepot.server.labels.MAXIMUM_LABELS", 0)
@@ -271,7 +273,7 @@ def test_leases_that_expire_do_not_wait_for_sessions_that_end(bench: Bench) -> N
 
 
 @pytest.mark.promise(61)
-def test_what_must_not_wait_does_not_keep_operators_waiting_for_ever(bench: Bench) -> None:
+def test_urgent_work_does_not_keep_operators_waiting_for_ever(bench: Bench) -> None:
     deferred = operate(bench.depot, o.Clear("b"))
     for _ in range(NUM_CHUNKS // 2 // 25 + 30):
         for request in range(5):

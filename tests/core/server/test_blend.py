@@ -179,7 +179,7 @@ def test_short_runs_are_left_out() -> None:
     assert ask(worker, text(0, 64), least=64) == []
 
 
-def test_what_is_not_stored_is_no_source() -> None:
+def test_chunks_that_are_not_stored_are_no_source() -> None:
     worker = bench().worker()
     tokens = text(0, 320)
     worker.store(key_of(tokens).slice(0, 10))

@@ -47,7 +47,7 @@ def test_a_commit_that_many_chunks_have_waited_for() -> None:
 
 
 @pytest.mark.promise(61)
-def test_what_left_before_it_could_be_found_is_not_found() -> None:
+def test_chunks_that_left_before_they_could_be_found_are_not_found() -> None:
     bench = Bench(2 * NUM_CHUNKS, filled=False)
     first, *others = prepare_all(bench)
     for plan in others:

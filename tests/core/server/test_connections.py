@@ -53,7 +53,7 @@ def num_descriptors(pid: int) -> int:
 
 
 @pytest.mark.promise(73)
-def test_without_descriptors_who_is_connected_is_served_and_others_wait(depot: DepotProcess) -> None:
+def test_without_descriptors_connected_clients_are_served_and_others_wait(depot: DepotProcess) -> None:
     """Regression: connections to the control socket ended the depot."""
     peer = Peer(depot)
     assert peer.store(prompt(3)) == 3
@@ -287,7 +287,7 @@ def test_one_frame_of_each_connection_is_served_in_turn(table: Table) -> None:
         b"\xff\xff\xff\xff",
     ],
 )
-def test_what_is_no_frame_ends_its_connection(data: bytes, table: Table) -> None:
+def test_a_malformed_frame_ends_its_connection(data: bytes, table: Table) -> None:
     with table.connect() as client:
         client.sendall(data)
         wait_until(lambda: table.serve() or not len(table.table))
@@ -326,7 +326,7 @@ def test_only_a_session_may_be_silent_and_only_between_its_frames(
         assert table.ended == ([TOKEN] if is_closed and data.startswith(JOINED) else [])
 
 
-def test_who_waits_for_the_depot_is_not_silent(table: Table, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_waits_for_the_depot_is_not_silent(table: Table, monkeypatch: pytest.MonkeyPatch) -> None:
     table.answer = lambda _data: None
     with table.connect() as waiting, table.connect() as unread:
         waiting.sendall(frames.encode_greeting(None) + framed(b"x"))
@@ -379,9 +379,7 @@ def test_requests_that_wait_are_bounded_in_bytes_and_all_are_answered(
 
 
 @pytest.mark.promise(74)
-def test_who_leaves_does_not_take_what_waits_for_it_off_the_account(
-    table: Table, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requests_of_a_client_that_leaves_stay_on_the_account(table: Table, monkeypatch: pytest.MonkeyPatch) -> None:
     limit = 1 << 20
     monkeypatch.setattr(module, "MAXIMUM_HELD_BYTES", limit)
     table.answer = lambda _data: None

@@ -343,7 +343,7 @@ def test_a_declined_end_is_no_end_for_those_who_can_use_the_beginning(
 
 
 @pytest.mark.slow
-def test_what_has_ended_holds_no_bytes() -> None:
+def test_ended_announcements_and_lookups_hold_no_bytes() -> None:
     """Announcements that were withdrawn and lookups that were answered, long before their deadlines."""
     bench = Bench()
     first, second = bench.worker(), bench.worker()

@@ -32,7 +32,7 @@ class Scheduler:
         assert self.worker.ask(request).count == 1
 
 
-def test_who_waits_for_one_model_is_told_after_the_news_of_another() -> None:
+def test_a_scheduler_that_waits_for_one_model_is_told_after_the_news_of_another() -> None:
     bench = Bench(holdings=Holdings("{model}"))
     worker = bench.worker()
     one, other = (Scheduler(bench, worker, name) for name in ("one", "other"))

@@ -169,7 +169,7 @@ def test_another_protocol_version_is_refused_in_one_line_that_names_both(peer: P
         assert f"protocol {version}, this depot 4" in reply.message
 
 
-def test_what_was_not_prepared_cannot_be_committed(peer: Peer, bystander: Peer) -> None:
+def test_a_ticket_that_was_not_prepared_cannot_be_committed(peer: Peer, bystander: Peer) -> None:
     assert peer.refusal(m.CommitStore(peer.context, 12345)) is ErrorCode.UNKNOWN_TICKET
 
 
@@ -189,7 +189,7 @@ def test_an_abort_frees_at_once_and_a_second_is_harmless(peer: Peer, depot: Depo
     assert peer.find(prompt(2)).num_chunks == 0
 
 
-def test_a_ticket_belongs_to_who_prepared_it(peer: Peer, bystander: Peer) -> None:
+def test_a_ticket_belongs_to_the_context_that_prepared_it(peer: Peer, bystander: Peer) -> None:
     ticket = peer.prepare(prompt(2)).ticket
     assert bystander.refusal(m.CommitStore(bystander.context, ticket)) is ErrorCode.UNKNOWN_TICKET
     assert bystander.ask(m.AbortStore(bystander.context, ticket)) == m.Done(peer.link.epoch, 0)
@@ -237,7 +237,7 @@ def test_coverage_that_does_not_fit_the_layout_is_refused(peer: Peer, bystander:
 
 
 @pytest.mark.promise(9)
-def test_what_is_prepared_and_not_committed_is_never_found(peer: Peer, bystander: Peer) -> None:
+def test_a_store_without_a_commit_is_never_found(peer: Peer, bystander: Peer) -> None:
     peer.prepare(prompt(2))
     assert bystander.find(prompt(2)).num_chunks == 0
     peer.ask(m.Unregister(peer.context))

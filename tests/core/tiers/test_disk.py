@@ -136,7 +136,7 @@ def opened(pool: TierPool, directory: Path, capacity_bytes: int = 1 << 20) -> Ti
     return TierQueue(tier, pool, "disk", deadline_seconds=10.0)
 
 
-def test_at_its_capacity_what_was_used_longest_ago_leaves(pool: TierPool, tmp_path: Path) -> None:
+def test_at_its_capacity_the_least_recently_used_entry_leaves(pool: TierPool, tmp_path: Path) -> None:
     queue = opened(pool, tmp_path, 10 * FILE_BYTES)
     keys = [make_key(number) for number in range(20)]
     fill(pool, 0, keys, [EXTENT_BYTES] * 20)
@@ -170,7 +170,7 @@ def test_of_a_prefix_that_engines_find_in_the_pool_the_first_entries_stay_longes
     queue.close()
 
 
-def test_what_cannot_be_removed_stays_and_others_leave(
+def test_a_file_that_cannot_be_removed_stays_and_others_leave(
     pool: TierPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression: one bad file, used longest ago, was tried again and again, and nothing was written any more."""
@@ -472,7 +472,7 @@ def test_a_probe_of_a_read_only_file_system_reads(
     queue.close()
 
 
-def test_what_cannot_be_cleared_on_a_read_only_file_system_is_not_served_and_is_cleared_later(
+def test_entries_cleared_on_a_read_only_file_system_are_not_served_and_are_removed_later(
     pool: TierPool, small_disk: Path
 ) -> None:
     queue = opened(pool, small_disk)
@@ -567,7 +567,7 @@ def written(pool: TierPool, directory: Path, count: int) -> tuple[DiskTier, list
     return tier, keys
 
 
-def test_what_others_have_on_the_file_system_does_not_empty_the_tier(
+def test_other_files_on_the_file_system_do_not_empty_the_tier(
     pool: TierPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """15 of 1,000 GB are free, 20 shall be, and the tier has not so many."""
@@ -766,7 +766,7 @@ def test_entries_of_outdated_weights_are_evicted_first(tmp_path: Path, *, listed
 
 
 @pytest.mark.parametrize("how", ["cleared", "evicted"])
-def test_what_leaves_while_it_is_read_is_not_in_the_index_afterwards(
+def test_an_entry_that_leaves_while_it_is_read_is_not_in_the_index_afterwards(
     pool: TierPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     tier = DiskTier(pool, tmp_path, 10 * FILE_BYTES)
@@ -811,7 +811,7 @@ def test_an_entry_written_while_it_leaves_is_there_or_not(
     tier.close()
 
 
-def test_what_leaves_while_the_folder_is_listed_does_not_come_back(
+def test_an_entry_that_leaves_while_the_folder_is_listed_does_not_come_back(
     pool: TierPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     queue = opened(pool, tmp_path)

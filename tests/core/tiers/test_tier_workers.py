@@ -145,7 +145,7 @@ def test_writes_that_waited_for_a_clear_are_made_side_by_side(num_reads: int) ->
     workers.end()
 
 
-def test_who_is_dismissed_ends_and_the_others_go_on(notebook: Notebook) -> None:
+def test_a_dismissed_thread_ends_and_the_others_go_on(notebook: Notebook) -> None:
     workers = notebook.hire(NUM_THREADS)
     assert num_threads("kvdepot-notebook") == NUM_THREADS
     for _ in range(NUM_THREADS - 1):

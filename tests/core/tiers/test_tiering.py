@@ -291,7 +291,7 @@ def make() -> Iterator[Maker]:
 
 @pytest.mark.parametrize(("stored_by", "read_by"), list(itertools.permutations([1, 2, 4, 8], 2)))
 @pytest.mark.parametrize("groups", [HEADS, HEADS[:1], HEADS[1:]], ids=["window and full", "full", "window"])
-def test_what_an_engine_of_any_size_left_in_a_tier_comes_back(
+def test_entries_of_an_engine_of_any_size_come_back_from_a_tier(
     groups: tuple[m.GroupShape, ...], stored_by: int, read_by: int, make: Maker
 ) -> None:
     """An engine of eight ranks has two replicas of each of four heads."""
@@ -309,7 +309,7 @@ def test_what_an_engine_of_any_size_left_in_a_tier_comes_back(
 
 @pytest.mark.parametrize("stored_by", [(1, 1), (2, 1), (1, 2), (2, 2), (1, 4)])
 @pytest.mark.parametrize("read_by", [(1, 1), (2, 1), (1, 2), (2, 4)])
-def test_what_an_engine_of_any_stages_left_in_a_tier_comes_back(
+def test_entries_of_an_engine_of_any_stages_come_back_from_a_tier(
     stored_by: tuple[int, int], read_by: tuple[int, int], make: Maker
 ) -> None:
     bench, run = make(STAGED, pages=64), prompt(5)
@@ -373,7 +373,7 @@ def test_a_prompt_that_no_tier_knows_costs_one_small_question_more(make: Maker) 
 
 
 @pytest.mark.parametrize("groups", [PLAIN, SHARDED, WINDOWS, HYBRID], ids=["plain", "sharded", "windows", "hybrid"])
-def test_what_left_the_pool_comes_back_from_a_tier(groups: tuple[m.GroupShape, ...], make: Maker) -> None:
+def test_evicted_chunks_come_back_from_a_tier(groups: tuple[m.GroupShape, ...], make: Maker) -> None:
     bench = make(groups, pages=64)
     bench.store(prompt(8))
     bench.forget()
@@ -403,7 +403,7 @@ def test_a_pool_hit_waits_for_no_tier(make: Maker) -> None:
     assert bench.tiers[0].num_calls == before
 
 
-def test_only_what_the_pool_lacks_is_read(make: Maker) -> None:
+def test_only_entries_that_the_pool_lacks_are_read(make: Maker) -> None:
     bench = make()
     bench.store(prompt(8))
     bench.forget()
@@ -582,7 +582,7 @@ def test_a_tier_that_is_removed_is_closed_when_its_calls_have_ended(
 
 
 @pytest.mark.promise(57)
-def test_what_was_retrieved_counts_as_time_saved(make: Maker) -> None:
+def test_retrieved_tokens_count_as_time_saved(make: Maker) -> None:
     bench = make(SHARDED)
     bench.store(prompt(4))
     bench.ask(m.RegisterScheduler(m.PROTOCOL_VERSION, "engine", "model", bench.spec))
@@ -665,7 +665,7 @@ def test_nothing_is_read_behind_a_chunk_that_an_engine_is_writing(make: Maker) -
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_what_engines_of_any_size_store_while_a_tier_is_asked_is_not_read_and_all_else_is(
+def test_entries_that_engines_of_any_size_store_while_a_tier_is_asked_are_not_read_and_all_others_are(
     ranks: int, make: Maker
 ) -> None:
     bench, run = make(HEADS[:1], pages=192), prompt(40)
@@ -684,7 +684,7 @@ def test_what_engines_of_any_size_store_while_a_tier_is_asked_is_not_read_and_al
     assert bench.lookup(run) == 40
 
 
-def test_a_lookup_waits_no_longer_than_it_wants_and_what_comes_later_is_kept(make: Maker) -> None:
+def test_a_lookup_waits_no_longer_than_it_wants_and_later_chunks_are_kept(make: Maker) -> None:
     bench = make()
     bench.store(prompt(8))
     bench.forget()
@@ -845,7 +845,7 @@ class HeldReads:
         self._ready += [replace(part, is_last=part is last[id(part.job)]) for part in parts]
 
 
-def test_what_was_on_its_way_up_does_not_come_after_a_clear(make: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_promotion_under_way_brings_nothing_after_a_clear(make: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: a promotion under way landed what had been read, in the pool that had been cleared."""
     bench = make(pages=160)
     for tenant in ("a", "b"):
@@ -914,7 +914,7 @@ def test_a_tier_that_lies_about_existence_gives_its_space_back(make: Maker) -> N
     assert bench.index.extents.used_bytes == 2 * PAGE
 
 
-def test_a_chunk_that_cannot_be_read_costs_itself_and_what_follows(make: Maker) -> None:
+def test_a_chunk_that_cannot_be_read_costs_itself_and_later_chunks(make: Maker) -> None:
     bench = make()
     bench.store(prompt(8))
     bench.forget()
@@ -1074,7 +1074,7 @@ def test_a_session_that_ends_while_its_lookup_waits_harms_nobody(make: Maker) ->
 
 
 @pytest.mark.parametrize("verify", [False, True])
-def test_what_is_in_a_tier_is_not_written_again_by_who_does_not_know_it(
+def test_a_server_that_does_not_know_the_entries_of_a_tier_does_not_write_them_again(
     verify: bool, make: Maker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression: after a restart the first use of a prefix wrote all of it again, to an object store for example."""
@@ -1100,7 +1100,7 @@ def test_what_is_in_a_tier_is_not_written_again_by_who_does_not_know_it(
     assert queue.counters["written_entries"] == 2
 
 
-def test_with_reuse_only_what_is_used_again_goes_down(make: Maker) -> None:
+def test_with_reuse_only_entries_used_again_go_down(make: Maker) -> None:
     bench = make(demotion=Demotion.REUSE)
     bench.store(prompt(4))
     bench.store(prompt(4, name=1))
@@ -1129,7 +1129,7 @@ def test_a_long_prompt_that_is_used_again_goes_down_from_its_beginning(
     assert bench.lookup(prompt(97)) == 97
 
 
-def test_what_is_stored_behind_a_gap_in_a_tier_closes_it(make: Maker) -> None:
+def test_a_store_behind_a_gap_in_a_tier_closes_it(make: Maker) -> None:
     """Regression: chunks that were dropped under pressure stayed out, and the chunks after them were of no use."""
     bench = make(pages=64, write_bytes=16 * PAGE)
     bench.tiers[0].hang = True
@@ -1143,7 +1143,7 @@ def test_what_is_stored_behind_a_gap_in_a_tier_closes_it(make: Maker) -> None:
     assert bench.lookup(prompt(26)) == 26
 
 
-def test_with_evict_what_leaves_goes_down_and_the_pool_keeps_a_reserve(make: Maker) -> None:
+def test_with_evict_leaving_chunks_go_down_and_the_pool_keeps_a_reserve(make: Maker) -> None:
     bench = make(pages=40, demotion=Demotion.EVICT)
     for name in range(12):
         bench.store(prompt(5, name=name))
@@ -1229,7 +1229,7 @@ def test_a_tier_with_no_room_for_writes_that_wait_is_only_read(make: Maker) -> N
     assert bench.tiering.counters["demotions_dropped"] == 4
 
 
-def test_what_could_not_be_written_is_tried_again_when_it_is_used(make: Maker) -> None:
+def test_a_failed_write_is_tried_again_when_the_prefix_is_used(make: Maker) -> None:
     bench = make()
     bench.tiers[0].error = OSError("full")
     bench.store(prompt(4))
@@ -1241,7 +1241,7 @@ def test_what_could_not_be_written_is_tried_again_when_it_is_used(make: Maker) -
     assert bench.tiers[0].usage().num_entries == 4
 
 
-def test_what_was_promoted_is_not_written_again(make: Maker) -> None:
+def test_promoted_entries_are_not_written_again(make: Maker) -> None:
     bench = make()
     bench.store(prompt(4))
     bench.forget()
@@ -1300,7 +1300,7 @@ def test_clear_reaches_the_tiers(make: Maker) -> None:
     assert bench.lookup(prompt(4, tenant="b")) == 4
 
 
-def test_what_waited_to_be_written_does_not_come_back_after_a_clear(make: Maker) -> None:
+def test_a_waiting_write_does_not_come_back_after_a_clear(make: Maker) -> None:
     bench = make(pages=64)
     bench.tiers[0].batch_entries = 1
     bench.tiers[0].hang = True
@@ -1455,7 +1455,7 @@ def test_a_tier_is_asked_again_until_it_was_asked_for_all_of_a_prompt(
 
 
 @pytest.mark.parametrize("groups", [PLAIN, HYBRID], ids=["plain", "hybrid"])
-def test_what_is_promoted_has_its_checksum_again(groups: tuple[m.GroupShape, ...], make: Maker) -> None:
+def test_promoted_entries_have_their_checksums_again(groups: tuple[m.GroupShape, ...], make: Maker) -> None:
     """Regression: `--verify all` did not see what came from a tier."""
     bench = make(groups, pages=128, verify=True)
     run = prompt(30)
@@ -1516,7 +1516,7 @@ def test_lookups_and_stores_name_an_entry_its_run_and_its_depth_alike(make: Make
 @pytest.mark.parametrize("lost", [range(40), [0], [3, 4, 20], [39]], ids=["all", "root", "some", "last"])
 @pytest.mark.parametrize("demotion", [Demotion.STORE, Demotion.REUSE])
 @pytest.mark.promise(78)
-def test_what_a_tier_lost_is_written_again_when_it_is_used(
+def test_entries_that_a_tier_lost_are_written_again_when_they_are_used(
     demotion: Demotion, lost: Sequence[int], groups: tuple[m.GroupShape, ...], make: Maker
 ) -> None:
     bench = make(groups, pages=160, demotion=demotion)
@@ -1589,7 +1589,7 @@ def test_a_question_that_hangs_is_given_up_and_the_prefix_asked_for_again(make: 
     assert bench.lookup(prompt(4)) == 4
 
 
-def test_what_engines_use_stays_in_a_tier_that_evicts_by_use(make: Maker) -> None:
+def test_entries_in_use_stay_in_a_tier_that_evicts_by_use(make: Maker) -> None:
     bench = make(pages=64, tier_pages=16)
     bench.store(prompt(4))
     for name in range(1, 9):
@@ -1603,7 +1603,7 @@ def test_what_engines_use_stays_in_a_tier_that_evicts_by_use(make: Maker) -> Non
     assert bench.lookup(prompt(4)) == 4
 
 
-def test_with_evict_what_a_tier_lost_is_written_when_it_leaves(make: Maker) -> None:
+def test_with_evict_entries_that_a_tier_lost_are_written_when_they_leave(make: Maker) -> None:
     bench = make(pages=24, demotion=Demotion.EVICT)
     bench.store(prompt(4))
     for name in range(1, 7):  # the first one leaves
@@ -1622,7 +1622,7 @@ def test_with_evict_what_a_tier_lost_is_written_when_it_leaves(make: Maker) -> N
     assert bench.lookup(prompt(4)) == 4
 
 
-def test_what_is_hot_in_the_pool_and_evicted_below_is_written_again(make: Maker) -> None:
+def test_entries_in_use_that_a_tier_evicted_are_written_again(make: Maker) -> None:
     """Regression: nobody noticed a tier's own eviction, and it evicted the chunks of the pool first."""
     bench = make(pages=16, tier_pages=16)
     hot = prompt(4)
@@ -1723,7 +1723,7 @@ def test_without_a_tier_in_use_nothing_is_demoted(make: Maker) -> None:
     assert bench.index.match(bench.index.spaces[0], run.digests)[0] == 8
 
 
-def test_what_any_model_of_a_space_has_in_tiers_is_warmed(make: Maker) -> None:
+def test_entries_of_any_model_of_a_space_are_warmed(make: Maker) -> None:
     bench = make(pages=32)
     runs = {"model": prompt(4), "another": prompt(3, name=1)}
     contexts = {"model": bench.contexts[0], "another": bench.register(0, model="another")}
@@ -1937,7 +1937,7 @@ def test_an_engine_of_this_node_that_begins_takes_over(awaited: OtherNode) -> No
 
 
 @pytest.mark.parametrize("rule", Demotion)
-def test_what_is_handed_over_is_written_first_whatever_the_rule(rule: Demotion, make: Maker) -> None:
+def test_handed_over_chunks_are_written_first_whatever_the_rule(rule: Demotion, make: Maker) -> None:
     bench = make(pages=64, demotion=rule)
     tier = bench.tiers[0]
     tier.hang = True

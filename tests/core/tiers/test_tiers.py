@@ -127,7 +127,7 @@ def test_a_call_that_hangs_is_late_once_and_then_nothing_is_taken(bench: FaultyB
     assert "exceeded its deadline (1 s)" in bench.queue.breaker.why_suspended
 
 
-def test_what_waits_behind_a_hung_call_fails_when_the_breaker_opens(bench: FaultyBench) -> None:
+def test_calls_behind_a_hung_call_fail_when_the_breaker_opens(bench: FaultyBench) -> None:
     bench.tier.hang = True
     bench.submit(Operation.READ, 0, 16)
     bench.wait_for_calls(4)

@@ -44,7 +44,7 @@ class CopySuite:
         assert all(np.array_equal(*pair) for pair in zip(bench.read(), before, strict=True))
 
     @pytest.mark.usefixtures("device")
-    def test_what_lies_behind_the_blocks_is_never_written(self) -> None:
+    def test_memory_behind_the_blocks_is_never_written(self) -> None:
         bench = self.make_bench()
         contents = bench.write(bench.flat, np.random.default_rng(2))
         bench.copier.store(bench.batch(list(range(14))))

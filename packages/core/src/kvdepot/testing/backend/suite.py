@@ -97,7 +97,7 @@ class BackendSuite:
 
     @pytest.mark.parametrize("name", PLANS)
     @pytest.mark.promise(29, 32)
-    def test_what_was_stored_comes_back_into_other_blocks(self, name: str, cache: MakeCache) -> None:
+    def test_stored_bytes_are_retrieved_into_other_blocks(self, name: str, cache: MakeCache) -> None:
         """Every layout, byte for byte, through another worker."""
         writer, reader = cache(PLANS[name]), cache(replace(PLANS[name], instance="other"))
         run = prompt(5)
@@ -166,7 +166,7 @@ class BackendSuite:
         assert worker.untouched([block_ids[0][skip_tokens // 16 :]])
 
     @pytest.mark.promise(15)
-    def test_what_is_missing_costs_only_itself_and_what_follows(self, cache: MakeCache) -> None:
+    def test_a_missing_chunk_costs_only_itself_and_later_chunks(self, cache: MakeCache) -> None:
         """A prefix of the run comes."""
         worker = cache()
         assert worker.store(prompt(3))
@@ -228,7 +228,7 @@ class BackendSuite:
         assert [rank.retrieve(prompt(3)) for rank in ranks] == [3, 3]
 
     @pytest.mark.promise(33)
-    def test_what_ranks_hold_alike_is_stored_once_and_read_by_all(self, cache: MakeCache, depot: DepotProcess) -> None:
+    def test_replicas_of_ranks_are_stored_once_and_read_by_all(self, cache: MakeCache, depot: DepotProcess) -> None:
         """Replicated caches (MLA) have one part."""
         ranks = [cache(WorkerPlan(rank=rank, world_size=2)) for rank in range(2)]
         assert all(rank.store(prompt(3)) for rank in ranks)
@@ -357,7 +357,7 @@ class BackendSuite:
             with pytest.raises(LayoutError):
                 worker.context.submit_store("request", prompt(2), [[NO_BLOCK] * 8])
 
-    def test_closing_twice_is_harmless_and_what_comes_after_is_a_miss(self, cache: MakeCache) -> None:
+    def test_closing_twice_is_harmless_and_later_requests_are_misses(self, cache: MakeCache) -> None:
         """No exception, no hang."""
         worker = cache()
         worker.context.close()

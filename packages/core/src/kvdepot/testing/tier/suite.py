@@ -69,7 +69,7 @@ class TierSuite:
         yield queue
         queue.close()
 
-    def test_what_was_written_is_read_back_into_other_extents(self, queue: TierQueue, pool: TierPool) -> None:
+    def test_written_entries_are_read_into_other_extents(self, queue: TierQueue, pool: TierPool) -> None:
         """Byte for byte, for payloads of any size."""
         keys = [make_key(number) for number in range(8)]
         sizes = [SIZES[number % len(SIZES)] for number in range(8)]
@@ -94,7 +94,7 @@ class TierSuite:
             ]
         assert bytes(after) == before
 
-    def test_what_was_never_written_is_a_miss(self, queue: TierQueue) -> None:
+    def test_a_key_that_was_never_written_is_a_miss(self, queue: TierQueue) -> None:
         """And is not said to be there."""
         assert read(queue, [make_key(1)], extents_of(0, [4096])) == [False]
         assert contains(queue, [make_key(1), make_key(2)]) == [False, False]
@@ -311,7 +311,7 @@ class TierSuite:
 
     @pytest.mark.promise(30, 31)
     @pytest.mark.parametrize("how", Damage)
-    def test_what_was_damaged_while_the_storage_was_away_is_a_miss(self, faulty: FaultyBench, how: Damage) -> None:
+    def test_an_entry_damaged_while_the_storage_was_away_is_a_miss(self, faulty: FaultyBench, how: Damage) -> None:
         """And is counted; the others are served."""
         assert faulty.write(0, 3) == [True] * 3
         faulty.break_down()
