@@ -10,7 +10,7 @@ from typing import Final
 
 from kvdepot.index.index import ChunkIndex
 
-Session = tuple[str, str]  # an agent session: tenant, name
+AgentSession = tuple[str, str]  # tenant, name
 
 _SPARE_EXPIRIES: Final = 1024  # stale heap entries to tolerate: clearing 1,024 takes 0.3 ms
 
@@ -26,12 +26,12 @@ class Pin:
 
 
 class PinTable:
-    """At most one pin per session."""
+    """At most one pin per agent session."""
 
     def __init__(self, index: ChunkIndex) -> None:
         self._index = index
-        self._pins: dict[Session, Pin] = {}
-        self._by_expiry: list[tuple[float, Session]] = []  # heap; an entry whose expiry differs from its pin's is stale
+        self._pins: dict[AgentSession, Pin] = {}
+        self._by_expiry: list[tuple[float, AgentSession]] = []  # heap; stale if not its pin's expiry
         self._share_bytes: dict[int, int] = {}
 
     def __len__(self) -> int:
@@ -44,7 +44,7 @@ class PinTable:
         """Return the bytes that the pins of a share keep."""
         return self._share_bytes.get(share, 0)
 
-    def put(self, session: Session, pin: Pin) -> None:
+    def put(self, session: AgentSession, pin: Pin) -> None:
         """Pin nodes until their expiry, in place of an earlier pin of the session."""
         self._index.pin(pin.nodes)
         self.end(session)
@@ -55,7 +55,7 @@ class PinTable:
             self._by_expiry = [(pin.expiry_seconds, session) for session, pin in self._pins.items()]
             heapify(self._by_expiry)
 
-    def end(self, session: Session) -> bool:
+    def end(self, session: AgentSession) -> bool:
         """End the pin of a session. Return False if it has none."""
         pin = self._pins.pop(session, None)
         if pin is None:

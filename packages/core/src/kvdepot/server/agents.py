@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterator
 from typing import Final
 
 from kvdepot.errors import ErrorCode, printable
-from kvdepot.index.pins import Pin, PinTable, Session
+from kvdepot.index.pins import AgentSession, Pin, PinTable
 from kvdepot.index.space import Space
 from kvdepot.keys import first_digests
 from kvdepot.pool.prefixes import PrefixFile
@@ -54,7 +54,7 @@ class Agents:
         if hint.retain_seconds:
             self._pin(space, named, hint.digests, hint.retain_seconds)
 
-    def prefix_of(self, named: Session) -> bytes:
+    def prefix_of(self, named: AgentSession) -> bytes:
         """Return the digests of a session's last prefix.
 
         Raises:
@@ -69,7 +69,7 @@ class Agents:
             )
         return digests
 
-    def retain(self, named: Session, digests: bytes, seconds: float) -> Counting:
+    def retain(self, named: AgentSession, digests: bytes, seconds: float) -> Counting:
         """Pin the part of a prefix that is in the pool, and return its number of chunks. 0 seconds unpin it.
 
         The sessions of a tenant can pin half of its quota together. If a prefix does not fit, its beginning is pinned.
@@ -85,7 +85,7 @@ class Agents:
             return found
         return self._pin(best, named, digests, seconds)
 
-    def _match(self, space: Space, named: Session, digests: bytes) -> tuple[int, tuple[int, ...]]:
+    def _match(self, space: Space, named: AgentSession, digests: bytes) -> tuple[int, tuple[int, ...]]:
         """Find the longest usable prefix in a space, as `ChunkIndex.match` does.
 
         Prefixes of other tenants do not count.
@@ -94,7 +94,7 @@ class Agents:
         is_own = found and self._state.labels.names[self._index.nodes.label_of(nodes[-1])][0] == named[0]
         return (found, nodes) if is_own else (0, ())
 
-    def _pin(self, space: Space, named: Session, digests: bytes, seconds: float) -> int:
+    def _pin(self, space: Space, named: AgentSession, digests: bytes, seconds: float) -> int:
         """Do what `retain` does, in one space."""
         index = self._index
         self.pins.end(named)
@@ -112,7 +112,7 @@ class Agents:
             self.pins.put(named, Pin(nodes, share, found * in_each + at_end, self._state.clock() + seconds))
         return found
 
-    def demote(self, named: Session, digests: bytes) -> Counting:
+    def demote(self, named: AgentSession, digests: bytes) -> Counting:
         """Evict the chunks that only this prefix needs as soon as a tier has them. Return their number.
 
         Raises:
@@ -123,7 +123,7 @@ class Agents:
             raise Refused(ErrorCode.TIER_UNAVAILABLE, "no tier is in use: nothing was changed")
         return (yield from self._end(named, digests, tiering.leave))
 
-    def forget(self, named: Session, digests: bytes, *, at_once: bool) -> Counting:
+    def forget(self, named: AgentSession, digests: bytes, *, at_once: bool) -> Counting:
         """Forget a session. Evict the chunks that only its prefix needs: now if `at_once`, else before all others.
 
         Return the number of entries evicted, or of chunks that will be.
@@ -141,7 +141,7 @@ class Agents:
         return count
 
     def _end(
-        self, named: Session, digests: bytes, end: Callable[[int, Callable[[int], bool]], Iterator[int]]
+        self, named: AgentSession, digests: bytes, end: Callable[[int, Callable[[int], bool]], Iterator[int]]
     ) -> Counting:
         """End a session's pin, and end its prefix in each space by `end(last node, is own label)`.
 
