@@ -23,7 +23,7 @@ from kvdepot.testing.tier import PLACE, make_pool
 from kvdepot.tiers.disk.files import name_of
 from kvdepot.tiers.disk.tier import DiskTier
 from kvdepot.tiers.jobs import Job, Operation
-from kvdepot.tiers.keys import label_of, tier_key
+from kvdepot.tiers.keys import name_hash, tier_key
 from kvdepot.tiers.queue import TierQueue
 
 PAYLOAD_BYTES = 4 << 20
@@ -36,7 +36,7 @@ def make_files(folder: Path, num_entries: int, num_tenants: int) -> list[bytes]:
     keys: list[bytes] = []
     for number in range(num_entries):
         digest = hashlib.blake2b(number.to_bytes(8, "little"), digest_size=32).digest()
-        key = tier_key(label_of(f"tenant {number % num_tenants}"), label_of("model"), PLACE, digest)
+        key = tier_key(name_hash(f"tenant {number % num_tenants}"), name_hash("model"), PLACE, digest)
         path = folder / name_of(key)
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("wb") as file:

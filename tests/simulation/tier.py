@@ -11,7 +11,7 @@ from kvdepot.tiers import queue as queue_module
 from kvdepot.tiers.base import Extents, Tier, TierPool, TierUsage
 from kvdepot.tiers.breaker import Breaker
 from kvdepot.tiers.jobs import Call, Operation
-from kvdepot.tiers.keys import has_labels
+from kvdepot.tiers.keys import has_names
 from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.trailer import checksum_of, make_trailer
 from simulation.memory import PAGE, Claim, Memory, Tag, Violation, num_pages, pages_in
@@ -76,7 +76,7 @@ class Storage(Tier):
         raise Violation(f"the tier is said to have broken {len(keys)} entries")
 
     def clear(self, tenant: bytes | None, model: bytes | None) -> Iterator[int]:
-        wanted = [key for key in self.entries if has_labels(key, tenant, model)]
+        wanted = [key for key in self.entries if has_names(key, tenant, model)]
         for key in wanted:
             del self.entries[key]
         yield len(wanted)

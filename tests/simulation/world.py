@@ -30,7 +30,7 @@ from kvdepot.server.depot import Depot
 from kvdepot.server.replies import PendingReply, Refused
 from kvdepot.server.restoring import take_over
 from kvdepot.tiers.jobs import Operation
-from kvdepot.tiers.keys import label_of, place_of, tier_key
+from kvdepot.tiers.keys import name_hash, place_of, tier_key
 from kvdepot.tiers.tiering import Tiering, TieringSettings
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
@@ -210,7 +210,7 @@ class World:
         }
 
     def _fill_tier(self) -> None:
-        spec, model = digest_of(self.setup.spec), label_of("model")
+        spec, model = digest_of(self.setup.spec), name_hash("model")
         for run in PROMPTS:
             for chunk in range(NUM_CHUNKS):
                 key = run.digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES]
@@ -221,7 +221,7 @@ class World:
                         num_bytes = cell_bytes * part.num_cells
                         place = place_of(spec, group, part.number, check, num_bytes)
                         tags = tags_of((key, group, part.number), num_pages(num_bytes))
-                        self.storage.entries[tier_key(label_of(run.tenant), model, place, key)] = tags
+                        self.storage.entries[tier_key(name_hash(run.tenant), model, place, key)] = tags
 
     def clock(self) -> float:
         return self.now

@@ -24,7 +24,7 @@ from kvdepot.ops.cli import main
 from kvdepot.testing.tier import content, make_pool, read_from, write_to
 from kvdepot.tiers.base import TierPool
 from kvdepot.tiers.collecting import collect
-from kvdepot.tiers.keys import KEY_BYTES, RUN_BYTES, chunks_a_run, digest_of, label_of, mark_of, place_of, tier_key
+from kvdepot.tiers.keys import KEY_BYTES, RUN_BYTES, chunks_a_run, digest_of, mark_of, name_hash, place_of, tier_key
 from kvdepot.tiers.object import ObjectTier
 from kvdepot.tiers.url import TierUrl, open_tier
 from kvdepot.wire import messages as m
@@ -44,7 +44,7 @@ def keys_of(tokens: Sequence[int], run_chunks: int = 8, weights: str = "", model
     place = place_of(b"a spec", 0, 0, 7, SIZE, mark_of(weights))
     run = hash_prefix(Namespace("model"), 1, tokens)
     return [
-        tier_key(label_of("a"), label_of(model), place, digest_at(run.digests, chunk))
+        tier_key(name_hash("a"), name_hash(model), place, digest_at(run.digests, chunk))
         + digest_at(run.digests, chunk - chunk % run_chunks)[:RUN_BYTES]
         for chunk in range(run.num_chunks)
     ]

@@ -38,7 +38,7 @@ from kvdepot.tiers.disk import files, listing
 from kvdepot.tiers.disk.files import Folder
 from kvdepot.tiers.disk.tier import DiskTier
 from kvdepot.tiers.jobs import Job, Operation
-from kvdepot.tiers.keys import label_of, mark_of
+from kvdepot.tiers.keys import mark_of, name_hash
 from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.trailer import TRAILER_BYTES
 from kvdepot.tiers.url import TierUrl, open_tier
@@ -758,7 +758,7 @@ def test_entries_of_outdated_weights_are_evicted_first(tmp_path: Path, *, listed
     with contextlib.closing(DiskTier(pool, tmp_path / "tier", len(keys) * FILE_BYTES)) as tier:
         if listed:
             wait_until(lambda: tier.is_listed)
-        tier.outdate({label_of("a model") + mark_of(old)})
+        tier.outdate({name_hash("a model") + mark_of(old)})
         wait_until(lambda: tier.is_listed)
         write(tier, *(make_key(number) for number in range(20, 23)))
         assert tier.contains([*present, *others]) == [True] * 7

@@ -13,7 +13,7 @@ from kvdepot.lab.processes import wait_until
 from kvdepot.testing.tier import EXTENT_BYTES, contains, extents_of, fill, make_key, make_pool, read, run, write
 from kvdepot.tiers.base import Extents
 from kvdepot.tiers.jobs import Job, Operation, Part
-from kvdepot.tiers.keys import label_of, mark_of
+from kvdepot.tiers.keys import mark_of, name_hash
 from kvdepot.tiers.memory import MemoryTier
 from kvdepot.tiers.opening import TierOpener
 from kvdepot.tiers.queue import TierQueue
@@ -249,7 +249,7 @@ def test_a_clear_takes_as_long_as_it_takes_while_its_steps_keep_their_deadlines(
     now = [100.0]
     tier = SteppingTier()
     queue = TierQueue(tier, tier.pool, "stepping", deadline_seconds=1.0, clock=lambda: now[0])
-    job = Job(Operation.CLEAR, labels=(None, None))
+    job = Job(Operation.CLEAR, names=(None, None))
     assert queue.submit(job)
     for step in range(30):
         tier.steps.release()
@@ -260,7 +260,7 @@ def test_a_clear_takes_as_long_as_it_takes_while_its_steps_keep_their_deadlines(
         assert queue.expire() == []
     wait_until(lambda: bool(queue.poll()))
     assert (job.num_cleared, queue.is_suspended) == (30, False)
-    assert queue.submit(Job(Operation.CLEAR, labels=(None, None)))
+    assert queue.submit(Job(Operation.CLEAR, names=(None, None)))
     wait_until(lambda: queue.next_deadline() is not None)
     now[0] += 10.1
     assert len(queue.expire()) == 1
@@ -271,7 +271,7 @@ def test_a_clear_takes_as_long_as_it_takes_while_its_steps_keep_their_deadlines(
 
 def test_a_clear_that_hangs_does_not_hold_up_writes_for_ever(bench: Bench) -> None:
     bench.tier.hanging = {Operation.CLEAR}
-    assert bench.queue.submit(Job(Operation.CLEAR, labels=(None, None)))
+    assert bench.queue.submit(Job(Operation.CLEAR, names=(None, None)))
     wait_until(lambda: bench.tier.num_waiting)
     assert bench.submit(Operation.WRITE)
     bench.now += 10.1
@@ -280,7 +280,7 @@ def test_a_clear_that_hangs_does_not_hold_up_writes_for_ever(bench: Bench) -> No
     assert write(bench.queue, bench.keys[:2], extents_of(0, [4096] * 2)) == [True] * 2
     assert bench.queue.queued_write_bytes == 0
     bench.tier.hanging = set()
-    assert bench.queue.submit(Job(Operation.CLEAR, labels=(None, None))), "the next one runs, too"
+    assert bench.queue.submit(Job(Operation.CLEAR, names=(None, None))), "the next one runs, too"
     wait_until(lambda: any(part.job.operation is Operation.CLEAR for part in bench.queue.poll()))
     assert contains(bench.queue, bench.keys[:2]) == [False] * 2
 
@@ -306,7 +306,7 @@ def test_writes_are_dropped_in_small_steps_and_others_stay_in_their_order() -> N
         keys = [make_key(number, "ab"[number % 2])]
         jobs.append(Job(Operation.WRITE, keys, extents_of(0, [1])))
         assert bench.queue.submit(jobs[-1])
-    steps, num_dropped, most, num_calls, num_steps = bench.queue.drop_writes(label_of("a"), None), 0, 0, 0, 0
+    steps, num_dropped, most, num_calls, num_steps = bench.queue.drop_writes(name_hash("a"), None), 0, 0, 0, 0
 
     def count(_frame: FrameType, event: str, _argument: object) -> None:
         nonlocal num_calls
@@ -347,7 +347,7 @@ def test_a_tier_hears_through_its_queue_which_weights_are_outdated() -> None:
     queue = TierQueue(MemoryTier(pool, 4 * EXTENT_BYTES), pool, "memory")
     try:
         assert write(queue, keys, extents_of(0, [EXTENT_BYTES] * 4)) == [True] * 4
-        run(queue, Job(Operation.OUTDATE, generations=frozenset([label_of("a model") + mark_of("lineage 7")])))
+        run(queue, Job(Operation.OUTDATE, generations=frozenset([name_hash("a model") + mark_of("lineage 7")])))
         assert write(queue, [make_key(9)], extents_of(0, [EXTENT_BYTES])) == [True]
         assert contains(queue, keys) == [True, True, False, True]
     finally:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kvdepot.errors import ConfigError
-from kvdepot.tiers import KEY_BYTES, Extents, Tier, TierPool, TierUrl, TierUsage, has_labels
+from kvdepot.tiers import KEY_BYTES, Extents, Tier, TierPool, TierUrl, TierUsage, has_names
 
 
 class FolderTier(Tier):
@@ -69,7 +69,7 @@ class FolderTier(Tier):
     def clear(self, tenant: bytes | None, model: bytes | None) -> Iterator[int]:
         """See `Tier`. Each file is a step."""
         for path in self._entries():
-            if has_labels(bytes.fromhex(path.name), tenant, model):
+            if has_names(bytes.fromhex(path.name), tenant, model):
                 yield self._remove(path)
 
     def _entries(self) -> Iterator[Path]:

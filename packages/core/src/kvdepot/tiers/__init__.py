@@ -5,7 +5,7 @@ The author of a tier needs the names below, `kvdepot.tiers.trailer` (checksums; 
 """
 
 from kvdepot.tiers.base import Extents, Tier, TierPool, TierUsage
-from kvdepot.tiers.keys import KEY_BYTES, LABEL_BYTES, has_labels
+from kvdepot.tiers.keys import KEY_BYTES, NAME_HASH_BYTES, has_names
 from kvdepot.tiers.url import TierUrl
 
-__all__ = ["KEY_BYTES", "LABEL_BYTES", "Extents", "Tier", "TierPool", "TierUrl", "TierUsage", "has_labels"]
+__all__ = ["KEY_BYTES", "NAME_HASH_BYTES", "Extents", "Tier", "TierPool", "TierUrl", "TierUsage", "has_names"]

@@ -105,7 +105,7 @@ class Tier(Protocol):
         ...
 
     def clear(self, tenant: bytes | None, model: bytes | None) -> Iterator[int]:
-        """Remove the entries whose keys have these labels (None: any), in steps with a deadline each.
+        """Remove the entries whose keys have these hashes of names (None: any), in steps with a deadline each.
 
         Yield the number of removed entries after each step, as far as it is known.
         """

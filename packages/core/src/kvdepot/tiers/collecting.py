@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 import obstore
 from obstore.store import ObjectStore
 
-from kvdepot.tiers.keys import LABEL_BYTES, MARK_BYTES, PLACE_BYTES, label_of, mark_of
+from kvdepot.tiers.keys import MARK_BYTES, NAME_HASH_BYTES, PLACE_BYTES, mark_of, name_hash
 from kvdepot.tiers.object import NAME
 
 if TYPE_CHECKING:
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 FORMATS: Final = {64: "runs", 94: "entries"}
 """Formats of objects by the digits at the end of their names; "entries" are of the first version, read by none."""
 
-# Within a name: behind the labels, two digits, three slashes and the place.
-_PLACE_END: Final = 4 * LABEL_BYTES + 5 + 2 * PLACE_BYTES
+# Within a name: behind the hashes, two digits, three slashes and the place.
+_PLACE_END: Final = 4 * NAME_HASH_BYTES + 5 + 2 * PLACE_BYTES
 _MARK_IN_NAME: Final = slice(_PLACE_END - 2 * MARK_BYTES, _PLACE_END)
 _LISTED_AT_ONCE: Final = 1000  # S3 returns this many per request
 _DELETED_AT_ONCE: Final = 250  # Azure deletes up to 256 per request, S3 1,000
@@ -72,7 +72,7 @@ def collect(
                 collected.num_bytes[kind] += meta["size"]
                 found.append((meta["last_modified"].timestamp(), meta["size"], meta["path"], kind))
     found.sort()
-    folder, marks = f"/{label_of(model).hex()}/", {mark_of(f" {name}").hex() for name in kept_generations}
+    folder, marks = f"/{name_hash(model).hex()}/", {mark_of(f" {name}").hex() for name in kept_generations}
     excess = collected.num_bytes.total() - capacity_bytes if capacity_bytes else 0
     doomed: list[tuple[int, str]] = []
     for written_at, size, path, kind in found:

@@ -31,7 +31,7 @@ class Job:
     extents: Extents = ()
     # Expected checksums of payloads to write; empty or zeros if unknown; others are not written.
     checksums: Sequence[bytes] = ()
-    labels: tuple[bytes | None, bytes | None] = (None, None)  # tenant and model to clear
+    names: tuple[bytes | None, bytes | None] = (None, None)  # hashes of the tenant and the model to clear
     generations: frozenset[bytes] = frozenset()  # to outdate
     is_first: bool = False  # whether to write it before others, as an engine of another node waits for it
     on_part: "Callable[[Part], object]" = _ignore  # called with each part, on the thread of the queue's owner

@@ -1,8 +1,8 @@
 """Keys of entries in tiers, equal for all kinds of storage.
 
 A key contains everything that determines whether bytes may be used: the chunk (and thereby model, weights, adapter and
-salt), the layer group, the part and the page sizes. It begins with labels of tenant and model, so that their entries
-can be found without an index. For weights that a trainer wrote, the place ends with their mark.
+salt), the layer group, the part and the page sizes. It begins with hashes of the names of tenant and model, so that
+their entries can be found without an index. For weights that a trainer wrote, the place ends with their mark.
 """
 
 from typing import Final
@@ -12,21 +12,21 @@ from blake3 import blake3
 
 from kvdepot.keys import DIGEST_BYTES
 
-LABEL_BYTES: Final = 8
+NAME_HASH_BYTES: Final = 8
 PLACE_BYTES: Final = 16
-KEY_BYTES: Final = 2 * LABEL_BYTES + PLACE_BYTES + DIGEST_BYTES  # tenant, model, place, chunk
+KEY_BYTES: Final = 2 * NAME_HASH_BYTES + PLACE_BYTES + DIGEST_BYTES  # tenant, model, place, chunk
 MARK_BYTES: Final = 4  # at the end of the place
 RUN_BYTES: Final = 8  # behind a key, for tiers that want it: the first chunk of the chunk's run
 DEPTH_BYTES: Final = 4  # behind the run: the number of the chunk in its prefix
 _RUN: Final = slice(KEY_BYTES, KEY_BYTES + RUN_BYTES)
-_MARK: Final = slice(2 * LABEL_BYTES + PLACE_BYTES - MARK_BYTES, 2 * LABEL_BYTES + PLACE_BYTES)
+_MARK: Final = slice(2 * NAME_HASH_BYTES + PLACE_BYTES - MARK_BYTES, 2 * NAME_HASH_BYTES + PLACE_BYTES)
 MOST_CHUNKS_A_RUN: Final = 128  # 2,048 tokens in chunks of 16
 _MOST_BYTES_A_RUN: Final = 16 << 20  # 16 ms at 1 GB/s, so that the overhead of a request is small
 
 
-def label_of(name: str) -> bytes:
-    """Return the label of a tenant or a model: a hash that does not reveal the name."""
-    return blake3(name.encode()).digest(LABEL_BYTES)
+def name_hash(name: str) -> bytes:
+    """Return the hash of the name of a tenant or a model, which does not reveal the name."""
+    return blake3(name.encode()).digest(NAME_HASH_BYTES)
 
 
 def mark_of(weights: str) -> bytes:
@@ -39,8 +39,8 @@ def mark_of(weights: str) -> bytes:
 
 
 def generation_of(key: bytes) -> bytes:
-    """Return the label of a key's model and the mark of its weights; without a mark, other bytes of its place."""
-    return key[LABEL_BYTES : 2 * LABEL_BYTES] + key[_MARK]
+    """Return the hash of a key's model and the mark of its weights; without a mark, other bytes of its place."""
+    return key[NAME_HASH_BYTES : 2 * NAME_HASH_BYTES] + key[_MARK]
 
 
 def place_of(space: bytes, group: int, part: int, check: int, num_bytes: int, mark: bytes = b"") -> bytes:
@@ -64,7 +64,7 @@ def chunks_a_run(num_bytes: int) -> int:
 
 
 def tier_key(tenant: bytes, model: bytes, place: bytes, chunk: bytes) -> bytes:
-    """Return the key of an entry: labels of tenant and model, place, and the chunk's key."""
+    """Return the key of an entry: hashes of tenant and model, place, and the chunk's key."""
     return tenant + model + place + chunk
 
 
@@ -88,6 +88,6 @@ def depth_of(key: bytes) -> int:
     return int.from_bytes(key[_RUN.stop :], "big")
 
 
-def has_labels(key: bytes, tenant: bytes | None, model: bytes | None) -> bool:
-    """Return whether a key has these labels (None: any)."""
-    return tenant in (None, key[:LABEL_BYTES]) and model in (None, key[LABEL_BYTES : 2 * LABEL_BYTES])
+def has_names(key: bytes, tenant: bytes | None, model: bytes | None) -> bool:
+    """Return whether a key has the hashes of these names (None: any)."""
+    return tenant in (None, key[:NAME_HASH_BYTES]) and model in (None, key[NAME_HASH_BYTES : 2 * NAME_HASH_BYTES])

@@ -5,7 +5,7 @@ from collections.abc import Container, Iterator, Sequence
 
 from kvdepot.config import parse_size
 from kvdepot.tiers.base import EVICTED, Extents, Tier, TierPool, TierUsage
-from kvdepot.tiers.keys import generation_of, has_labels
+from kvdepot.tiers.keys import generation_of, has_names
 from kvdepot.tiers.sizes import LruSizes
 from kvdepot.tiers.url import TierUrl
 
@@ -67,7 +67,7 @@ class MemoryTier(Tier):
     def clear(self, tenant: bytes | None, model: bytes | None) -> Iterator[int]:
         """See `Tier`."""
         with self._lock:
-            wanted = [key for key in self._sizes if has_labels(key, tenant, model)]
+            wanted = [key for key in self._sizes if has_names(key, tenant, model)]
             for key in wanted:
                 self._forget(key)
         yield len(wanted)

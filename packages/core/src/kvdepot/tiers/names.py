@@ -8,7 +8,7 @@ from kvdepot.index.index import ChunkIndex
 from kvdepot.index.space import Space
 from kvdepot.keys import DIGEST_BYTES, digest_at
 from kvdepot.pool.names import Label
-from kvdepot.tiers.keys import DEPTH_BYTES, KEY_BYTES, RUN_BYTES, chunks_a_run, label_of, mark_of, place_of, tier_key
+from kvdepot.tiers.keys import DEPTH_BYTES, KEY_BYTES, RUN_BYTES, chunks_a_run, mark_of, name_hash, place_of, tier_key
 
 
 class EntryKeys:
@@ -22,23 +22,23 @@ class EntryKeys:
     def __init__(self, index: ChunkIndex, names_of: Callable[[int], Label]) -> None:
         self._index = index
         self._names_of = names_of
-        self._labels: dict[int, tuple[bytes, bytes]] = {}
+        self._hashes: dict[int, tuple[bytes, bytes]] = {}
         self._marks: dict[int, bytes] = {}  # by owner
         self._places: dict[tuple[int, int, int, int, int, bytes], bytes] = {}
         self._last_runs: dict[int, tuple[int, bytes, bytes]] = {}  # (node, its key, its run), by chunks per run
 
-    def labels(self, owner: int) -> tuple[bytes, bytes]:
-        """Return the labels of a tenant and a model."""
-        labels = self._labels.get(owner)
-        if labels is None:
+    def hashes(self, owner: int) -> tuple[bytes, bytes]:
+        """Return the hashes of the names of a tenant and a model."""
+        hashes = self._hashes.get(owner)
+        if hashes is None:
             tenant, model, weights = self._names_of(owner)
-            labels = self._labels[owner] = label_of(tenant), label_of(model)
+            hashes = self._hashes[owner] = name_hash(tenant), name_hash(model)
             self._marks[owner] = mark_of(weights)
-        return labels
+        return hashes
 
     def generation(self, owner: int) -> bytes:
         """Return what `generation_of` finds in keys of this owner; nothing if its weights have no mark."""
-        _, model = self.labels(owner)
+        _, model = self.hashes(owner)
         mark = self._marks[owner]
         return model + mark if mark else b""
 
@@ -52,14 +52,14 @@ class EntryKeys:
         return self._key(owner, space, place, digest_at(digests, chunk)) + run + chunk.to_bytes(DEPTH_BYTES, "big")
 
     def _key(self, owner: int, space: Space, place: PartPlace, digest: bytes) -> bytes:
-        labels, mark = self.labels(owner), self._marks[owner]
+        hashes, mark = self.hashes(owner), self._marks[owner]
         number = space.number, place.group, place.part, place.check, place.num_bytes, mark
         packed = self._places.get(number)
         if packed is None:
             packed = self._places[number] = place_of(
                 space.digest, place.group, place.part, place.check, place.num_bytes, mark
             )
-        return tier_key(*labels, packed, digest)
+        return tier_key(*hashes, packed, digest)
 
     def key_of(self, record: int) -> bytes:
         """Return the key of an entry in the pool, with its run and depth."""
@@ -97,6 +97,6 @@ def by_run(keys: Sequence[bytes]) -> list[int]:
     return sorted(range(len(keys)), key=lambda number: keys[number][: KEY_BYTES - DIGEST_BYTES])
 
 
-def labels_to_match(tenant: str | None, model: str | None) -> tuple[bytes | None, bytes | None]:
-    """Return the labels of a tenant and a model. None stays None and means any."""
-    return None if tenant is None else label_of(tenant), None if model is None else label_of(model)
+def name_hashes(tenant: str | None, model: str | None) -> tuple[bytes | None, bytes | None]:
+    """Return the hashes of the names of a tenant and a model. None stays None and means any."""
+    return None if tenant is None else name_hash(tenant), None if model is None else name_hash(model)

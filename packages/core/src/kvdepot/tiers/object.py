@@ -1,9 +1,9 @@
 """A tier in an object store: S3, Google Cloud Storage, Azure, or a file system that several nodes share.
 
 Stores cost money and time per request, so an object has many chunks: see `kvdepot.tiers.runs`. Its name is
-`TENANT/MODEL/XX/REST` (labels, place, cut and first chunk in hex). The objects of a tenant or a model lie below a few
-prefixes, which a clear lists. Objects are never overwritten with other bytes. Lifecycle rules of the store or `kvdepot
-tier gc` limit the size of the store.
+`TENANT/MODEL/XX/REST` (hashes of names, place, cut and first chunk in hex). The objects of a tenant or a model lie
+below a few prefixes, which a clear lists. Objects are never overwritten with other bytes. Lifecycle rules of the store
+or `kvdepot tier gc` limit the size of the store.
 
 The requests of a call run concurrently in one event loop on its own thread. The client's time limit ends each request:
 before the call's deadline if a lookup waits for it, after ten times as long for writes and clears. Files have no such
@@ -346,8 +346,8 @@ class ObjectTier(Tier):
             tenants = await _list_folders(self.patient, None)
         else:
             tenants = [tenant.hex() if tenant else ""]
-        for label in tenants:
-            prefix = "/".join(filter(None, (label, model.hex() if model else "")))
+        for tenant_hash in tenants:
+            prefix = "/".join(filter(None, (tenant_hash, model.hex() if model else "")))
             pages: AsyncIterable[Sequence[ObjectMeta]] = obstore.list(  # pyright: ignore[reportUnknownMemberType]
                 self.patient, prefix or None, chunk_size=_DELETES_A_REQUEST
             )

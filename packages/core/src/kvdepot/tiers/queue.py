@@ -19,7 +19,7 @@ from kvdepot.counting import Counts, tier_counter
 from kvdepot.tiers.base import Tier, TierPool, TierUsage
 from kvdepot.tiers.breaker import ERRORS_TO_SUSPEND, MAXIMUM_HUNG_CALLS, Breaker
 from kvdepot.tiers.jobs import Call, Job, Operation, Part
-from kvdepot.tiers.keys import MOST_CHUNKS_A_RUN, has_labels, run_of
+from kvdepot.tiers.keys import MOST_CHUNKS_A_RUN, has_names, run_of
 from kvdepot.tiers.url import DEFAULT_THREADS, PATIENCE
 from kvdepot.tiers.workers import Workers
 from kvdepot.wire.status import TierStatus
@@ -156,7 +156,7 @@ class TierQueue:
         """
 
         def is_meant(call: Call) -> bool:
-            return has_labels(call.job.keys[call.first], tenant, model)
+            return has_names(call.job.keys[call.first], tenant, model)
 
         num_left = self._workers.num_waiting(Operation.WRITE)
         while num_left > 0:
@@ -324,7 +324,7 @@ class TierQueue:
 
     def _clear(self, call: Call) -> None:
         num_cleared = 0
-        for count in self.tier.clear(*call.job.labels):
+        for count in self.tier.clear(*call.job.names):
             if self._closing:
                 raise OSError("the tier is being closed")
             num_cleared += count

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvdepot.keys import DIGEST_BYTES
-from kvdepot.tiers.keys import LABEL_BYTES, MOST_CHUNKS_A_RUN, PLACE_BYTES, RUN_BYTES
+from kvdepot.tiers.keys import MOST_CHUNKS_A_RUN, NAME_HASH_BYTES, PLACE_BYTES, RUN_BYTES
 from kvdepot.tiers.trailer import TRAILER_BYTES
 
 _MAGIC: Final = b"KVDRUN\0\1"
@@ -57,8 +57,8 @@ def make_head(digests: Sequence[bytes], sizes: Sequence[int], trailers: Sequence
 def object_name(run: bytes, first: bytes = NO_CHUNK) -> str:
     """Return the name of a run's object whose first chunk has a key that begins with `first`.
 
-    Behind the labels, two digits of the cut spread the names.
+    Behind the hashes of names, two digits of the cut spread the names.
     """
-    digits, label, labels = run.hex(), 2 * LABEL_BYTES, 4 * LABEL_BYTES
-    cut = digits[labels + 2 * PLACE_BYTES :]
-    return f"{digits[:label]}/{digits[label:labels]}/{cut[:2]}/{digits[labels:]}{first.hex()}"
+    digits, half, hashes = run.hex(), 2 * NAME_HASH_BYTES, 4 * NAME_HASH_BYTES
+    cut = digits[hashes + 2 * PLACE_BYTES :]
+    return f"{digits[:half]}/{digits[half:hashes]}/{cut[:2]}/{digits[hashes:]}{first.hex()}"

@@ -25,7 +25,7 @@ from kvdepot.keys import num_digests
 from kvdepot.pool.names import Label
 from kvdepot.tiers.demotion import Demotions
 from kvdepot.tiers.jobs import Job, Operation, Part
-from kvdepot.tiers.names import EntryKeys, labels_to_match
+from kvdepot.tiers.names import EntryKeys, name_hashes
 from kvdepot.tiers.promotion import Promotions, Waiter
 from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.reading import Prefix, PromotionContext
@@ -161,17 +161,17 @@ class Tiering:
 
     def stop(self, tenant: str | None, model: str | None) -> Iterator[int]:
         """Stop the promotions of a tenant or a model, and drop its waiting writes, in steps like `drop_writes`."""
-        labels = labels_to_match(tenant, model)
+        hashes = name_hashes(tenant, model)
 
         def is_meant(owner: int) -> bool:
-            pairs = zip(labels, self._keys.labels(owner), strict=True)
-            return all(wanted in (None, label) for wanted, label in pairs)
+            pairs = zip(hashes, self._keys.hashes(owner), strict=True)
+            return all(wanted in (None, own) for wanted, own in pairs)
 
         self.promotions.stop(is_meant)
         self.due = 0.0
         yield 0
         for queue in self.queues:
-            yield from queue.drop_writes(*labels)
+            yield from queue.drop_writes(*hashes)
 
     def clear(self, tenant: str | None, model: str | None, on_done: Callable[[int, list[str]], None]) -> None:
         """Remove a tenant's or a model's entries from all tiers.
@@ -182,7 +182,7 @@ class Tiering:
         for tier in self._tiers:
             if tier.queue.is_retired:
                 continue
-            job = Job(Operation.CLEAR, labels=labels_to_match(tenant, model))
+            job = Job(Operation.CLEAR, names=name_hashes(tenant, model))
             job.on_part = partial(_cleared, clearing, tier.queue.name)
             job.on_late = partial(_hangs, clearing, tier.queue.name, job)
             if tier.queue.submit(job):

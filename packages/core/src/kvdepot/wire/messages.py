@@ -48,7 +48,7 @@ MAXIMUM_DESCRIBED_TOKENS: Final = 1 << 16  # per request, unless one chunk has m
 MAXIMUM_RETAIN_SECONDS: Final = 30 * 86400.0
 _U32 = (1 << 32) - 1
 Name = Annotated[str, Meta(max_length=256)]
-Label = Annotated[str, Meta(max_length=1024)]
+Text = Annotated[str, Meta(max_length=1024)]
 Count = Annotated[int, Meta(ge=0, le=_U32)]
 ChunkNumber = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]  # the index stores the last chunk of a run as u32
 Identifier = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
@@ -168,11 +168,11 @@ class RegisterKVCache(Struct, array_like=True, tag="register_kv_cache", frozen=T
     world_size: Annotated[int, Meta(ge=1, le=65536)]
     device: Name
     transfer_mode: Name
-    model: Label
+    model: Text
     spec: CacheSpec
     details: Annotated[tuple[GroupDetail, ...], Meta(min_length=1, max_length=64)]
     offer: MoverOffer | None = None  # None: the worker copies by itself
-    fallback: Label = ""  # the reason, if the worker asked for another mode
+    fallback: Text = ""  # the reason, if the worker asked for another mode
 
 
 class RegisterScheduler(Struct, array_like=True, tag="register_scheduler", frozen=True):
@@ -185,18 +185,18 @@ class RegisterScheduler(Struct, array_like=True, tag="register_scheduler", froze
 
     protocol_version: Count
     instance: Name
-    model: Label
+    model: Text
     spec: CacheSpec
-    blend: Label = ""
-    served_model: Label = ""
-    weights: Label = ""
+    blend: Text = ""
+    served_model: Text = ""
+    weights: Text = ""
 
 
 class ChangeWeights(Struct, array_like=True, tag="change_weights", frozen=True):
     """Report that a scheduler's engine computes with these weights from now on, as in `RegisterScheduler`."""
 
     context: Identifier
-    weights: Label
+    weights: Text
 
 
 class Unregister(Struct, array_like=True, tag="unregister", frozen=True):
@@ -220,7 +220,7 @@ class Lookup(Struct, array_like=True, tag="lookup", frozen=True):
     """
 
     context: Identifier
-    request_id: Label
+    request_id: Text
     digests: Digests
     tenant: Name = ""
     wait_seconds: Annotated[float, Meta(ge=0.0, le=60.0)] = 0.0
@@ -248,7 +248,7 @@ class EndRequest(Struct, array_like=True, tag="end_request", frozen=True):
     """Release all leases of a request of this context, and withdraw the announcement of its lookup."""
 
     context: Identifier
-    request_id: Label
+    request_id: Text
 
 
 class PrepareStore(Struct, array_like=True, tag="prepare_store", frozen=True):
@@ -259,7 +259,7 @@ class PrepareStore(Struct, array_like=True, tag="prepare_store", frozen=True):
     """
 
     context: Identifier
-    request_id: Label
+    request_id: Text
     tenant: Name
     digests: BatchDigests
     first_chunk: ChunkNumber
@@ -292,7 +292,7 @@ class PrepareRetrieve(Struct, array_like=True, tag="prepare_retrieve", frozen=Tr
     """
 
     context: Identifier
-    request_id: Label
+    request_id: Text
     digests: BatchDigests
     first_chunk: ChunkNumber
     covered: Annotated[tuple[Count, ...], Meta(max_length=64)]
@@ -356,7 +356,7 @@ class BlendLookup(Struct, array_like=True, tag="blend_lookup", frozen=True):
     """
 
     context: Identifier
-    request_id: Label
+    request_id: Text
     segments: PackedSegments
     min_run_tokens: Count = 0
 

@@ -11,7 +11,7 @@ from msgspec import Meta, Struct, field
 
 from kvdepot.config import counted, format_size, parse_number, parse_size
 from kvdepot.errors import printable
-from kvdepot.wire.messages import Digests, Done, Identifier, Label, Name, RetainSeconds
+from kvdepot.wire.messages import Digests, Done, Identifier, Name, RetainSeconds, Text
 from kvdepot.wire.operation import Argument, Command, Endpoint, Operation, OperationReply
 from kvdepot.wire.status import DepotStatus
 
@@ -137,7 +137,7 @@ class Clear(Operation[Done], tag="clear", frozen=True):
 
     tenant: Annotated[Name | None, Argument("remove only entries of this tenant")] = None
     model: Annotated[
-        Label | None, Argument("remove only entries of this model, by the name that engines registered")
+        Text | None, Argument("remove only entries of this model, by the name that engines registered")
     ] = None
     digests: Annotated[Digests, Argument("remove only the prefixes in this file", _FILE, "--prefix")] = b""
 

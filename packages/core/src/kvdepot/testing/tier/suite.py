@@ -27,7 +27,7 @@ from kvdepot.testing.tier.traffic import (
 )
 from kvdepot.tiers.base import Tier, TierPool
 from kvdepot.tiers.jobs import Job, Operation
-from kvdepot.tiers.keys import label_of
+from kvdepot.tiers.keys import name_hash
 from kvdepot.tiers.queue import TierQueue
 
 SIZES: Final = (8192, 4096, 5000, 1)  # payloads; the space behind a payload belongs to its extent
@@ -143,15 +143,15 @@ class TierSuite:
         assert read(queue, keys[:1], extents_of(8, [8192])) == [True]
 
     def test_clear_removes_a_tenant_or_a_model_and_nothing_else(self, queue: TierQueue, pool: TierPool) -> None:
-        """By the labels in the keys."""
+        """By the hashes of names in the keys."""
         keys = [make_key(0, "a", "m"), make_key(1, "a", "n"), make_key(2, "b", "m"), make_key(3, "b", "n")]
         fill(pool, 0, keys, [4096] * 4)
         write(queue, keys, extents_of(0, [4096] * 4))
-        clear(queue, label_of("a"), label_of("n"))
+        clear(queue, name_hash("a"), name_hash("n"))
         assert contains(queue, keys) == [True, False, True, True]
-        clear(queue, label_of("a"), None)
+        clear(queue, name_hash("a"), None)
         assert contains(queue, keys) == [False, False, True, True]
-        clear(queue, None, label_of("m"))
+        clear(queue, None, name_hash("m"))
         assert contains(queue, keys) == [False, False, False, True]
         clear(queue, None, None)
         assert contains(queue, keys) == [False] * 4

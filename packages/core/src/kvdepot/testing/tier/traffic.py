@@ -11,7 +11,7 @@ from kvdepot.lab.processes import wait_until
 from kvdepot.tiers.base import Extents, Tier, TierPool
 from kvdepot.tiers.checked import CheckedTier
 from kvdepot.tiers.jobs import Call, Job, Operation
-from kvdepot.tiers.keys import label_of, mark_of, place_of, tier_key
+from kvdepot.tiers.keys import mark_of, name_hash, place_of, tier_key
 from kvdepot.tiers.queue import TierQueue
 
 EXTENT_BYTES: Final = 8192
@@ -28,7 +28,7 @@ def make_pool(num_bytes: int = NUM_EXTENTS * EXTENT_BYTES) -> TierPool:
 def make_key(number: int, tenant: str = "", model: str = "a model", weights: str = "") -> bytes:
     """Return one of many keys."""
     place = place_of(b"a spec", 0, 0, 7, EXTENT_BYTES, mark_of(weights))
-    return tier_key(label_of(tenant), label_of(model), place, number.to_bytes(DIGEST_BYTES, "big"))
+    return tier_key(name_hash(tenant), name_hash(model), place, number.to_bytes(DIGEST_BYTES, "big"))
 
 
 def content(key: bytes, size: int) -> bytes:
@@ -107,7 +107,7 @@ def contains(queue: TierQueue, keys: Sequence[bytes]) -> list[bool]:
 
 def clear(queue: TierQueue, tenant: bytes | None, model: bytes | None) -> int:
     """Clear and wait."""
-    job = Job(Operation.CLEAR, labels=(tenant, model))
+    job = Job(Operation.CLEAR, names=(tenant, model))
     run(queue, job)
     assert job.num_cleared is not None, "it failed"
     return job.num_cleared

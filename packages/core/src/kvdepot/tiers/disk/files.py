@@ -18,7 +18,7 @@ from typing import Final
 
 from kvdepot.errors import ConfigError
 from kvdepot.pool.extents import EXTENT_ALIGNMENT_BYTES
-from kvdepot.tiers.keys import KEY_BYTES, LABEL_BYTES, PLACE_BYTES
+from kvdepot.tiers.keys import KEY_BYTES, NAME_HASH_BYTES, PLACE_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +30,8 @@ LEAST_FREE_SHARE: Final = 0.02  # share of the file system to keep free
 _TEMPORARY: Final = ".tmp"
 _PROBE: Final = "probe"
 _TOKEN_DIGITS: Final = 8
-_LABEL_DIGITS: Final = 2 * LABEL_BYTES
-FOLDER_DIGITS: Final = (_LABEL_DIGITS, _LABEL_DIGITS, 2)  # digits in the names of nested folders
+_HASH_DIGITS: Final = 2 * NAME_HASH_BYTES
+FOLDER_DIGITS: Final = (_HASH_DIGITS, _HASH_DIGITS, 2)  # digits in the names of nested folders
 _SLOT_SECONDS: Final = 0.1  # the longest time that a write waits for a slot
 
 
@@ -261,9 +261,9 @@ def size_on_disk(num_bytes: int) -> int:
 
 
 def name_of(key: bytes) -> str:
-    """Return the path of an entry's file: labels of tenant and model, two digits of the chunk, the rest of the key."""
+    """Return the path of an entry's file: hashes of tenant and model, two digits of the chunk, the rest of the key."""
     text = key.hex()
-    tenant, model, rest = text[:_LABEL_DIGITS], text[_LABEL_DIGITS : 2 * _LABEL_DIGITS], text[2 * _LABEL_DIGITS :]
+    tenant, model, rest = text[:_HASH_DIGITS], text[_HASH_DIGITS : 2 * _HASH_DIGITS], text[2 * _HASH_DIGITS :]
     return f"{tenant}/{model}/{rest[2 * PLACE_BYTES :][:2]}/{rest}"
 
 

@@ -13,7 +13,7 @@ from itertools import chain, islice
 from typing import Final, TypeAlias
 
 from kvdepot.tiers.disk.files import FOLDER_DIGITS, Folder, is_hex, is_temporary, key_of
-from kvdepot.tiers.keys import has_labels
+from kvdepot.tiers.keys import has_names
 from kvdepot.tiers.sizes import LruSizes
 
 logger = logging.getLogger(__name__)
@@ -86,10 +86,10 @@ class Entries:
             return self._sizes.newest()
 
     def matching(self, tenant: bytes | None, model: bytes | None) -> list[bytes]:
-        """Return the entries with these labels, including those whose files could not be removed."""
+        """Return the entries with these hashes of names, including those whose files could not be removed."""
         with self._lock:
             unremoved = list(self._unremoved)
-            return [key for key in chain(self._sizes, unremoved) if has_labels(key, tenant, model)]
+            return [key for key in chain(self._sizes, unremoved) if has_names(key, tenant, model)]
 
     def outdate(self, is_meant: Callable[[bytes], bool]) -> None:
         """Make the entries for which `is_meant` holds the least recently used."""

@@ -27,7 +27,7 @@ from typing import Any, Final
 import msgspec
 
 from kvdepot.processes.children import be_a_child, ignore_signals
-from kvdepot.tiers.keys import LABEL_BYTES, PLACE_BYTES
+from kvdepot.tiers.keys import NAME_HASH_BYTES, PLACE_BYTES
 from kvdepot.tiers.mooncake.messages import (
     KEYS_A_MESSAGE,
     MESSAGE_BYTES,
@@ -66,14 +66,19 @@ class _ClusterAway(Exception):
 
 
 def object_name(prefix: str, key: bytes) -> str:
-    """Return the name of an entry in the cluster, which contains the labels of tenant and model."""
-    labels = 2 * LABEL_BYTES
-    parts = key[:LABEL_BYTES], key[LABEL_BYTES:labels], key[labels : labels + PLACE_BYTES], key[labels + PLACE_BYTES :]
+    """Return the name of an entry in the cluster, which contains the hashes of tenant and model."""
+    names = 2 * NAME_HASH_BYTES
+    parts = (
+        key[:NAME_HASH_BYTES],
+        key[NAME_HASH_BYTES:names],
+        key[names : names + PLACE_BYTES],
+        key[names + PLACE_BYTES :],
+    )
     return "/".join((prefix, *(part.hex() for part in parts)))
 
 
 def pattern_of(prefix: str, tenant: bytes | None, model: bytes | None) -> str:
-    """Return a regular expression for the names with these labels (None: any)."""
+    """Return a regular expression for the object names with these hashes (None: any)."""
     if model is None:
         return f"^{prefix}/" + ("" if tenant is None else f"{tenant.hex()}/")
     return f"^{prefix}/{'[0-9a-f]*' if tenant is None else tenant.hex()}/{model.hex()}/"

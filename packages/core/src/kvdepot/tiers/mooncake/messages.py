@@ -5,14 +5,14 @@ from typing import Annotated, Final, TypeAlias
 
 import msgspec
 
-from kvdepot.tiers.keys import KEY_BYTES, LABEL_BYTES
+from kvdepot.tiers.keys import KEY_BYTES, NAME_HASH_BYTES
 from kvdepot.tiers.trailer import TRAILER_BYTES
 
 KEYS_A_MESSAGE: Final = 256
 MESSAGE_BYTES: Final = 1 << 16
 
 Key = Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
-Label = Annotated[bytes, msgspec.Meta(min_length=LABEL_BYTES, max_length=LABEL_BYTES)]
+NameHash = Annotated[bytes, msgspec.Meta(min_length=NAME_HASH_BYTES, max_length=NAME_HASH_BYTES)]
 Trailer = Annotated[bytes, msgspec.Meta(min_length=TRAILER_BYTES, max_length=TRAILER_BYTES)]
 Keys = Annotated[list[Key], msgspec.Meta(max_length=KEYS_A_MESSAGE)]
 Natural = Annotated[int, msgspec.Meta(ge=0)]
@@ -73,10 +73,13 @@ class Remove(msgspec.Struct, frozen=True, array_like=True, tag="remove"):
 
 
 class Clear(msgspec.Struct, frozen=True, array_like=True, tag="clear"):
-    """Remove entries by label. Answered by `Cleared`. If either side dies, some, all or none are removed."""
+    """Remove entries by the hashes of names.
 
-    tenant: Label | None
-    model: Label | None
+    Answered by `Cleared`. If either side dies, some, all or none are removed.
+    """
+
+    tenant: NameHash | None
+    model: NameHash | None
 
 
 Request: TypeAlias = Setup | Write | Read | Contains | Remove | Clear

@@ -1,8 +1,9 @@
 """A tier in Valkey or Redis, for a few nodes that share short-lived entries.
 
 An entry is a small string, its **head** (trailer and number of parts), and the payload in parts of at most 4 MiB,
-because the server is slow with larger strings. All names begin with `kvdepot:TENANT:MODEL:` (labels in hex), so that a
-scan finds them. The head is written last. The server may evict single parts. An entry without all parts is a miss.
+because the server is slow with larger strings. All names begin with `kvdepot:TENANT:MODEL:` (hashes of names in hex),
+so that a scan finds them. The head is written last. The server may evict single parts. An entry without all parts is a
+miss.
 
 The option `ttl` limits the lifetime of entries after their last use. The server chooses the entries to evict. With
 `maxmemory-policy volatile-ttl`, it evicts the entries that expire next. A chunk expires a little before the one that it
@@ -26,7 +27,7 @@ from urllib.parse import unquote, urlsplit
 from kvdepot.counting import CounterName, Counts, tier_counter
 from kvdepot.errors import ConfigError
 from kvdepot.tiers.base import Extents, Tier, TierPool, TierUsage
-from kvdepot.tiers.keys import KEY_BYTES, LABEL_BYTES, depth_of
+from kvdepot.tiers.keys import KEY_BYTES, NAME_HASH_BYTES, depth_of
 from kvdepot.tiers.trailer import TRAILER_BYTES
 from kvdepot.tiers.url import TierUrl
 from kvdepot.tiers.valkey.connections import Connections, Server
@@ -49,8 +50,8 @@ _UNITS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 def head_name(key: bytes) -> bytes:
     """Return the name of an entry's head."""
-    labels = key[:LABEL_BYTES].hex(), key[LABEL_BYTES : 2 * LABEL_BYTES].hex()
-    return _PREFIX + ":".join((*labels, key[2 * LABEL_BYTES : KEY_BYTES].hex())).encode()
+    hashes = key[:NAME_HASH_BYTES].hex(), key[NAME_HASH_BYTES : 2 * NAME_HASH_BYTES].hex()
+    return _PREFIX + ":".join((*hashes, key[2 * NAME_HASH_BYTES : KEY_BYTES].hex())).encode()
 
 
 def part_name(key: bytes, part: int) -> bytes:
@@ -164,9 +165,9 @@ class ValkeyTier(Tier):
 
     def clear(self, tenant: bytes | None, model: bytes | None) -> Iterator[int]:
         """See `Tier`. Scans all names in the database."""
-        any_label = b"?" * (2 * LABEL_BYTES)
-        labels = [any_label if label is None else label.hex().encode() for label in (tenant, model)]
-        pattern = _PREFIX + b":".join(labels) + b":*"
+        any_hash = b"?" * (2 * NAME_HASH_BYTES)
+        hashes = [any_hash if each is None else each.hex().encode() for each in (tenant, model)]
+        pattern = _PREFIX + b":".join(hashes) + b":*"
         length_of_head, cursor = len(pattern) - 1 + 2 * 48, b"0"
         while True:
             (reply,) = self._call([[b"SCAN", cursor, b"MATCH", pattern, b"COUNT", _SCANNED_AT_ONCE]])
