@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvdepot.client.link import Link
+from kvdepot.client.session import Session
 from kvdepot.client.verify import Verifier
 from kvdepot.lab.processes import DepotProcess
 from kvdepot.testing.backend import BackendSuite, Cache, GroupPlan, WorkerPlan, prompt
@@ -45,7 +45,7 @@ def checking_depot() -> Iterator[DepotProcess]:
 def test_checksums_made_on_the_way_are_those_of_the_pool(
     checking_depot: DepotProcess, monkeypatch: pytest.MonkeyPatch, copy_threads: int
 ) -> None:
-    def made_afterwards(_verifier: Verifier, _link: Link, _extents: bytes) -> bytes:
+    def made_afterwards(_verifier: Verifier, _session: Session, _extents: bytes) -> bytes:
         raise AssertionError("the copier made no checksums")
 
     monkeypatch.setattr(Verifier, "checksums", made_afterwards)

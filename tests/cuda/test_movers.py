@@ -520,24 +520,24 @@ def test_a_message_cannot_make_a_mover_touch_anything_else(
     worker.wipe()
     before = wait_for_mover(depot)
     connection: Any = cast("Any", worker.context).connection
-    link = connection.link
-    channel = connection.channel(link)
+    session = connection.session
+    channel = connection.channel(session)
     run = prompt(2, salt=int(is_store))
     if is_store:
-        plan = channel.call(m.PrepareStore(link.context, "r", "t", run.digests, 0, run.parent, (2,)), WAIT_SECONDS)
+        plan = channel.call(m.PrepareStore(session.context, "r", "t", run.digests, 0, run.parent, (2,)), WAIT_SECONDS)
         number = plan.ticket
     else:
-        plan = channel.call(m.PrepareRetrieve(link.context, "r", run.digests, 0, (2,)), WAIT_SECONDS)
+        plan = channel.call(m.PrepareRetrieve(session.context, "r", run.digests, 0, (2,)), WAIT_SECONDS)
         number = plan.lease
     assert number
-    message = m.Move(link.context, number, is_store, (block_ids,), (first_covered,), (0,), 1.0)
+    message = m.Move(session.context, number, is_store, (block_ids,), (first_covered,), (0,), 1.0)
     reply = channel.call(message, WAIT_SECONDS)
     assert isinstance(reply, m.Moved)
     assert reply.outcome is m.MoveOutcome.FAILED
     assert why in reply.why
     assert worker.untouched([[]])
     assert wait_for_mover(depot) == before
-    end = m.AbortStore(link.context, number) if is_store else m.Release(link.context, (number,))
+    end = m.AbortStore(session.context, number) if is_store else m.Release(session.context, (number,))
     assert channel.call(end, WAIT_SECONDS).count
     channel.close()
     wait_until_nothing_is_held(depot)

@@ -41,9 +41,9 @@ class Peer:
 
     def __init__(self, depot: DepotProcess, request: m.RegisterKVCache | m.RegisterScheduler | None = None) -> None:
         self.connection = Connection(depot.url, "test", request or registration(), maps_pool=False)
-        self.link = self.connection.wait_until_open(10)
-        self.channel = self.connection.channel(self.link)
-        self.context = self.link.context
+        self.session = self.connection.wait_until_open(10)
+        self.channel = self.connection.channel(self.session)
+        self.context = self.session.context
 
     def ask(self, request: frames.Request) -> frames.Reply:
         return self.channel.call(request, 10.0)  # a lookup may wait half of it for tiers

@@ -135,7 +135,7 @@ def test_a_lease_comes_back_even_while_the_depot_is_left_alone(
     """Regression: the answer to a lookup that ran into its deadline came before the answer to the ping."""
     before = depot.status().counters.get("lookups", 0)
     pending = client.submit_lookup("r", prompt(3))
-    monkeypatch.setattr(Connection, "link", property(lambda _self: None))
+    monkeypatch.setattr(Connection, "session", property(lambda _self: None))
     pending.cancel()
     wait_until(lambda: depot.status().counters.get("lookups", 0) > before)
     wait_until(lambda: depot.status().num_leases == 0, 2.0, "the lease to come back")

@@ -193,7 +193,7 @@ def test_a_description_that_contradicts_itself_is_refused(
 def test_without_events_no_engine_is_asked_for_tokens() -> None:
     with DepotProcess(pool_size="1MiB") as depot:
         engine = Engine(depot)
-        assert not engine.scheduler.link.wants_tokens
+        assert not engine.scheduler.session.wants_tokens
         assert engine.store(prompt(2, "a")) == 0
         reply = engine.scheduler.find(prompt(2, "a"))
         assert (reply.num_chunks, reply.wants_tokens) == (2, False)
@@ -203,7 +203,7 @@ def test_without_events_no_engine_is_asked_for_tokens() -> None:
 def test_a_hit_that_nobody_described_asks_for_its_tokens(depot: DepotProcess, engine: Engine) -> None:
     run = prompt(3, "a")
     engine.worker.store(run)
-    assert engine.scheduler.link.wants_tokens
+    assert engine.scheduler.session.wants_tokens
     assert engine.scheduler.find(run).wants_tokens
     assert not engine.worker.find(run).wants_tokens, "it publishes no events"
     assert engine.describe(run.slice(1, 3)) == 0, "a router would not know where these blocks belong"

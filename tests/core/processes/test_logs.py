@@ -53,11 +53,11 @@ def test_a_client_forges_no_line_of_log_or_terminal(capfd: pytest.CaptureFixture
     request = m.RegisterKVCache(m.PROTOCOL_VERSION, FORGED, 0, 1, FORGED, FORGED, FORGED, spec, (DETAIL,))
     run, log = prompt(2, "a"), ""
     with DepotProcess(log_level="info") as depot, closing(Connection(depot.url, FORGED, request, maps_pool=False)) as c:
-        link = c.wait_until_open(10)
-        with closing(c.channel(link)) as channel:
-            plan = channel.call(m.PrepareStore(link.context, FORGED, FORGED, run.digests, 0, run.parent, (2,)), 5.0)
+        session = c.wait_until_open(10)
+        with closing(c.channel(session)) as channel:
+            plan = channel.call(m.PrepareStore(session.context, FORGED, FORGED, run.digests, 0, run.parent, (2,)), 5.0)
             assert isinstance(plan, m.StorePlan)
-            channel.call(m.CommitStore(link.context, plan.ticket), 5.0)
+            channel.call(m.CommitStore(session.context, plan.ticket), 5.0)
             with pytest.raises(RemoteError, match="all is well") as caught:
                 channel.call(msgspec.structs.replace(request, details=(m.GroupDetail((4096,), 8),)), 5.0)
             assert_plain(str(caught.value))
@@ -84,11 +84,11 @@ def test_a_tenant_s_name_stays_one_label_of_the_metrics() -> None:
 
     request = m.RegisterKVCache(m.PROTOCOL_VERSION, "e", 0, 1, "cpu", "direct", "m", SPEC, (DETAIL,))
     with DepotProcess() as depot, closing(Connection(depot.url, "e", request, maps_pool=False)) as connection:
-        run, link = prompt(2, "a"), connection.wait_until_open(10)
-        with closing(connection.channel(link)) as channel:
-            plan = channel.call(m.PrepareStore(link.context, "r", FORGED, run.digests, 0, run.parent, (2,)), 5.0)
+        run, session = prompt(2, "a"), connection.wait_until_open(10)
+        with closing(connection.channel(session)) as channel:
+            plan = channel.call(m.PrepareStore(session.context, "r", FORGED, run.digests, 0, run.parent, (2,)), 5.0)
             assert isinstance(plan, m.StorePlan)
-            channel.call(m.CommitStore(link.context, plan.ticket), 5.0)
+            channel.call(m.CommitStore(session.context, plan.ticket), 5.0)
         families = parser.text_string_to_metric_families(render_metrics(depot.status()).decode())
     tenants = next(family for family in families if family.name == "kvdepot_tenant_used_bytes").samples
     assert [sample.labels["tenant"] for sample in tenants] == [FORGED]

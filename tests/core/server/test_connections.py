@@ -448,9 +448,9 @@ def test_a_depot_holds_few_of_the_lookups_that_wait_for_its_tiers(
     thread.start()
     scheduler = m.RegisterScheduler(m.PROTOCOL_VERSION, "engine", "model", SPEC)
     connection = Connection(str(tmp_path), "test", scheduler, maps_pool=False)
-    link = connection.wait_until_open(10)
-    lookup = m.Lookup(link.context, "r", bytes(32 * 65_536))
-    channels = [connection.channel(link) for _ in range(8)]
+    session = connection.wait_until_open(10)
+    lookup = m.Lookup(session.context, "r", bytes(32 * 65_536))
+    channels = [connection.channel(session) for _ in range(8)]
 
     def push() -> None:
         for channel in channels:
@@ -567,17 +567,17 @@ def test_zeromq_serves_the_connected_and_has_newcomers_wait_while_the_reserve_is
 
 
 def test_a_session_that_breaks_the_framing_is_over_and_its_engine_comes_back(depot: DepotProcess) -> None:
-    with closing(Peer(depot)) as peer, closing(RawSocket(depot, peer.link.token)) as raw:
+    with closing(Peer(depot)) as peer, closing(RawSocket(depot, peer.session.token)) as raw:
         raw.send(frame(["lookup", peer.context, "r", b"x" * 32]))
         assert isinstance(frames.decode_reply(raw.receive()), m.LookupReply)
         raw.socket.sendall(frames.LENGTH.pack(frames.MAXIMUM_FRAME_BYTES + 1))
         assert raw.is_closed()
-        wait_until(lambda: not peer.link.mark_lost.alive)
-        with pytest.raises((DepotUnavailable, RemoteError)):  # the link is lost, or the depot knows no such session
+        wait_until(lambda: not peer.session.mark_lost.alive)
+        with pytest.raises((DepotUnavailable, RemoteError)):  # the session is lost, or the depot does not know it
             peer.ask(m.Lookup(peer.context, "r", b"x" * 32))
-        link = peer.connection.wait_until_open(10)
-        with closing(peer.connection.channel(link)) as channel:
-            assert isinstance(channel.call(m.Lookup(link.context, "r", b"x" * 32), 1.0), m.LookupReply)
+        session = peer.connection.wait_until_open(10)
+        with closing(peer.connection.channel(session)) as channel:
+            assert isinstance(channel.call(m.Lookup(session.context, "r", b"x" * 32), 1.0), m.LookupReply)
 
 
 # --- the client's side ----------------------------------------------------------------------------------------------

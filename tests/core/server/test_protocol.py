@@ -175,7 +175,7 @@ def test_a_ticket_that_was_not_prepared_cannot_be_committed(peer: Peer, bystande
 
 def test_a_second_commit_is_refused_and_changes_nothing(peer: Peer, bystander: Peer) -> None:
     ticket = peer.prepare(prompt(2)).ticket
-    assert peer.ask(m.CommitStore(peer.context, ticket)) == m.Done(peer.link.epoch, 2)
+    assert peer.ask(m.CommitStore(peer.context, ticket)) == m.Done(peer.session.epoch, 2)
     assert peer.refusal(m.CommitStore(peer.context, ticket)) is ErrorCode.UNKNOWN_TICKET
     assert peer.find(prompt(2)).num_chunks == 2
 
@@ -183,17 +183,17 @@ def test_a_second_commit_is_refused_and_changes_nothing(peer: Peer, bystander: P
 @pytest.mark.promise(9)
 def test_an_abort_frees_at_once_and_a_second_is_harmless(peer: Peer, depot: DepotProcess) -> None:
     ticket = peer.prepare(prompt(2)).ticket
-    assert peer.ask(m.AbortStore(peer.context, ticket)) == m.Done(peer.link.epoch, 2)
+    assert peer.ask(m.AbortStore(peer.context, ticket)) == m.Done(peer.session.epoch, 2)
     assert depot.status().pool_used_bytes == 0
-    assert peer.ask(m.AbortStore(peer.context, ticket)) == m.Done(peer.link.epoch, 0)
+    assert peer.ask(m.AbortStore(peer.context, ticket)) == m.Done(peer.session.epoch, 0)
     assert peer.find(prompt(2)).num_chunks == 0
 
 
 def test_a_ticket_belongs_to_the_context_that_prepared_it(peer: Peer, bystander: Peer) -> None:
     ticket = peer.prepare(prompt(2)).ticket
     assert bystander.refusal(m.CommitStore(bystander.context, ticket)) is ErrorCode.UNKNOWN_TICKET
-    assert bystander.ask(m.AbortStore(bystander.context, ticket)) == m.Done(peer.link.epoch, 0)
-    assert peer.ask(m.CommitStore(peer.context, ticket)) == m.Done(peer.link.epoch, 2)
+    assert bystander.ask(m.AbortStore(bystander.context, ticket)) == m.Done(peer.session.epoch, 0)
+    assert peer.ask(m.CommitStore(peer.context, ticket)) == m.Done(peer.session.epoch, 2)
 
 
 def test_a_context_belongs_to_the_session_that_registered_it(peer: Peer, bystander: Peer) -> None:
@@ -225,7 +225,7 @@ def test_a_chunk_number_that_no_prompt_has_is_refused_and_changes_nothing(
             assert depot.status().num_chunks == 3
         else:
             peer.ask(request)
-    assert peer.ask(m.Unregister(registered.context)) == m.Done(peer.link.epoch, 1)
+    assert peer.ask(m.Unregister(registered.context)) == m.Done(peer.session.epoch, 1)
     assert depot.status().num_chunks == 3
 
 
@@ -258,10 +258,10 @@ def test_leases_end_with_their_request_their_release_or_their_session(peer: Peer
     peer.store(prompt(2))
     lease = peer.find(prompt(2)).lease
     assert depot.status().num_leases == 1
-    assert peer.ask(m.Release(peer.context, (lease, lease, 999))) == m.Done(peer.link.epoch, 1)
+    assert peer.ask(m.Release(peer.context, (lease, lease, 999))) == m.Done(peer.session.epoch, 1)
     peer.find(prompt(2))
     peer.find(prompt(1))
-    assert peer.ask(m.EndRequest(peer.context, "r")) == m.Done(peer.link.epoch, 2)
+    assert peer.ask(m.EndRequest(peer.context, "r")) == m.Done(peer.session.epoch, 2)
     other = Peer(depot, registration(instance="other"))
     other.find(prompt(2))
     assert depot.status().num_leases == 1
@@ -281,12 +281,12 @@ def test_the_same_request_id_in_two_engines_changes_nothing_for_either(peer: Pee
     mine, theirs = prompt(2, "mine"), prompt(2, "theirs")
     first, second = peer.prepare(mine), other.prepare(theirs)
     assert first.ticket != second.ticket
-    assert peer.ask(m.CommitStore(peer.context, first.ticket)) == m.Done(peer.link.epoch, 2)
-    assert other.ask(m.CommitStore(other.context, second.ticket)) == m.Done(peer.link.epoch, 2)
+    assert peer.ask(m.CommitStore(peer.context, first.ticket)) == m.Done(peer.session.epoch, 2)
+    assert other.ask(m.CommitStore(other.context, second.ticket)) == m.Done(peer.session.epoch, 2)
     leases = [prepare_retrieve(who, run).lease for who, run in ((peer, mine), (other, theirs))]
-    assert peer.ask(m.EndRequest(peer.context, "r")) == m.Done(peer.link.epoch, 1)
+    assert peer.ask(m.EndRequest(peer.context, "r")) == m.Done(peer.session.epoch, 1)
     assert depot.status().num_leases == 1
-    assert other.ask(m.Release(other.context, (leases[1],))) == m.Done(peer.link.epoch, 1)
+    assert other.ask(m.Release(other.context, (leases[1],))) == m.Done(peer.session.epoch, 1)
     other.close()
 
 
@@ -315,8 +315,8 @@ def test_two_identical_requests_of_one_worker_share_no_reservation(peer: Peer, d
 
 def test_nobody_can_release_anothers_lease(peer: Peer, bystander: Peer, depot: DepotProcess) -> None:
     lease = bystander.find(prompt(3, "bystander")).lease
-    assert peer.ask(m.Release(peer.context, (lease,))) == m.Done(peer.link.epoch, 0)
-    assert peer.ask(m.EndRequest(peer.context, "r")) == m.Done(peer.link.epoch, 0)
+    assert peer.ask(m.Release(peer.context, (lease,))) == m.Done(peer.session.epoch, 0)
+    assert peer.ask(m.EndRequest(peer.context, "r")) == m.Done(peer.session.epoch, 0)
     assert depot.status().num_leases == 1
 
 

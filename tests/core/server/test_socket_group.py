@@ -42,9 +42,9 @@ try:
         print(ask_depot(o.Status(), directory).status.num_entries)
     elif what == "engine":
         connection = Connection(directory, "child", registration(instance="child"), maps_pool=True)
-        link = connection.wait_until_open(1.0)
-        link.mapping.pool[:4] = b"mine"
-        reply = connection.channel(link).call(m.Lookup(link.context, "r", prompt(3).digests), 2.0)
+        session = connection.wait_until_open(1.0)
+        session.mapping.pool[:4] = b"mine"
+        reply = connection.channel(session).call(m.Lookup(session.context, "r", prompt(3).digests), 2.0)
         print(reply.num_chunks)
         connection.close()
     else:

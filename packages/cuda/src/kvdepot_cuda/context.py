@@ -92,10 +92,10 @@ class CudaTransferContext(WorkerTransfers):
         """
         end = time.monotonic() + timeout_seconds
         while True:
-            link = self.connection.wait_until_open(max(0.0, end - time.monotonic()))
-            if self.copy_route.is_ready(link):
+            session = self.connection.wait_until_open(max(0.0, end - time.monotonic()))
+            if self.copy_route.is_ready(session):
                 return
-            channel = self.connection.channel(link)
+            channel = self.connection.channel(session)
             try:
                 self.copy_route.wait_for_mover(channel, max(0.0, end - time.monotonic()))
             except (DepotUnavailable, RemoteError) as error:  # the session may have ended meanwhile

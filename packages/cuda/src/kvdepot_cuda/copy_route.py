@@ -21,7 +21,7 @@ import msgspec.structs
 from kvdepot.backends import Copier, CopyBarrier, CopyBatch, Direction, ReadyEvent
 from kvdepot.client.channel import Channel
 from kvdepot.client.copy_route import CopyRoute
-from kvdepot.client.link import Link
+from kvdepot.client.session import Session
 from kvdepot.client.transfers import TransferOptions
 from kvdepot.errors import ConfigError, DepotUnavailable
 from kvdepot.movers.client import MoverUnavailable, await_mover, move
@@ -139,10 +139,11 @@ class MoverRoute(CopyRoute):
         self._registration = registration
         self._deadline_seconds = deadline_seconds
         self._register_as = register_as
-        self._ready_link: Link | None = None  # the link whose mover accepts requests
+        self._ready_session: Session | None = None  # the session whose mover accepts requests
         # The time until which transfers wait for the mover; queued transfers do not wait anew.
         self._patient_until = 0.0
-        self._moved_links: list[Link] = []  # the last link with a mover, and earlier ones whose movers are still alive
+        # The last session with a mover, and earlier ones whose movers are still alive.
+        self._moved_sessions: list[Session] = []
         self._falling_back = threading.Lock()
         self.is_mover_settled = False
         copier.waits_on_host = self.transfer_mode == IPC
@@ -152,12 +153,12 @@ class MoverRoute(CopyRoute):
         """The mode in force: "direct" (the worker copies) or "ipc" (a mover does)."""
         return self._registration.transfer_mode
 
-    def is_ready(self, link: Link) -> bool:
-        """Return whether transfers over a link need not wait for a mover."""
-        return self.transfer_mode == DIRECT or self._ready_link is link
+    def is_ready(self, session: Session) -> bool:
+        """Return whether transfers over a session need not wait for a mover."""
+        return self.transfer_mode == DIRECT or self._ready_session is session
 
     def wait_for_mover(self, channel: Channel, timeout_seconds: float) -> None:
-        """Wait for the mover of a link, or fall back if there will be none.
+        """Wait for the mover of a session, or fall back if there will be none.
 
         Raises:
             DepotUnavailable: the depot or its mover is not ready within `timeout_seconds`.
@@ -165,7 +166,7 @@ class MoverRoute(CopyRoute):
         """
         try:
             await_mover(channel, timeout_seconds, self._deadline_seconds)
-            self._ready_link = channel.link
+            self._ready_session = channel.session
         except MoverUnavailable as error:
             self.fall_back(f"no mover: {error}")
 
@@ -185,40 +186,41 @@ class MoverRoute(CopyRoute):
 
     def end_movers(self) -> None:
         """End the movers of all sessions, so that no other process has the device's memory open."""
-        for link in self._moved_links:
-            link.end_movers()
+        for session in self._moved_sessions:
+            session.end_movers()
 
-    def copies_here(self, link: Link) -> bool:
+    def copies_here(self, session: Session) -> bool:
         """See `CopyRoute`."""
-        return not (isinstance(link.registration, m.RegisterKVCache) and link.registration.offer is not None)
+        return not (isinstance(session.registration, m.RegisterKVCache) and session.registration.offer is not None)
 
-    def opened(self, link: Link) -> None:
+    def opened(self, session: Session) -> None:
         """See `CopyRoute`."""
-        earlier = [moved for moved in self._moved_links if moved is not link and moved.has_movers()]
-        if self.copies_here(link):
-            self._moved_links, self._ready_link = earlier, None  # drop earlier links, as each keeps its pool mapped
+        earlier = [moved for moved in self._moved_sessions if moved is not session and moved.has_movers()]
+        if self.copies_here(session):
+            # Drop earlier sessions, as each keeps its pool mapped.
+            self._moved_sessions, self._ready_session = earlier, None
         else:
-            self._moved_links = [*earlier, link]
+            self._moved_sessions = [*earlier, session]
             self._patient_until = time.monotonic() + self._deadline_seconds
 
     def prepare(self, channel: Channel) -> None:
         """See `CopyRoute`."""
-        if self.copies_here(channel.link) or self._ready_link is channel.link:
+        if self.copies_here(channel.session) or self._ready_session is channel.session:
             return
         wait_seconds = max(0.0, self._patient_until - time.monotonic())
         self._with_mover(lambda: await_mover(channel, wait_seconds, self._deadline_seconds))
-        self._ready_link = channel.link
+        self._ready_session = channel.session
 
     def store(self, channel: Channel, batch: CopyBatch) -> bytes | None:
         """See `CopyRoute`."""
-        if self.copies_here(channel.link):
+        if self.copies_here(channel.session):
             return super().store(channel, batch)
         self._move(Direction.STORE, channel, batch)
         return None
 
     def begin_retrieve(self, channel: Channel, batch: CopyBatch) -> Callable[[], None] | None:
         """See `CopyRoute`. A mover does one retrieve at a time, so this returns when its copy has ended."""
-        if self.copies_here(channel.link):
+        if self.copies_here(channel.session):
             return super().begin_retrieve(channel, batch)
         self._move(Direction.RETRIEVE, channel, batch)
         return None
@@ -228,7 +230,7 @@ class MoverRoute(CopyRoute):
         try:
             self.is_mover_settled = self._with_mover(lambda: move(channel, direction, batch, self._deadline_seconds))
         except DepotUnavailable:
-            self._ready_link = None
+            self._ready_session = None
             self.is_mover_settled = False
             self._patient_until = time.monotonic() + self._deadline_seconds
             raise

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kvdepot.client.link import Link
+from kvdepot.client.session import Session
 from kvdepot.keys import DIGEST_BYTES, KeyRun
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
@@ -21,7 +21,7 @@ class Lease:
     num_chunks: int
     number: int = 0
     lease_seconds: float = 0.0
-    link: Link | None = None
+    session: Session | None = None
     num_pending: int = 0
     num_promoted: int = 0  # how many of the chunks tiers brought for this lookup
     wants_tokens: bool = False  # whether the depot lacks a description of the last chunk
@@ -68,7 +68,7 @@ class BlendHit:
 NO_BLEND = BlendHit((), MISS)
 
 
-def lease_of(reply: frames.Reply, link: Link) -> Lease | None:
+def lease_of(reply: frames.Reply, session: Session) -> Lease | None:
     """Return the answer in a reply to a lookup, None if the reply is of another kind."""
     if not isinstance(reply, m.LookupReply):
         return None
@@ -78,14 +78,14 @@ def lease_of(reply: frames.Reply, link: Link) -> Lease | None:
         reply.num_chunks,
         reply.lease,
         reply.lease_seconds,
-        link,
+        session,
         reply.num_pending,
         reply.num_promoted,
         reply.wants_tokens,
     )
 
 
-def hit_of(reply: frames.Reply, link: Link) -> BlendHit | None:
+def hit_of(reply: frames.Reply, session: Session) -> BlendHit | None:
     """Return the answer in a reply to a blend lookup, None if it has no run."""
     if not isinstance(reply, m.BlendReply) or not reply.lease:
         return None
@@ -93,4 +93,4 @@ def hit_of(reply: frames.Reply, link: Link) -> BlendHit | None:
     for position, length, source, first, count, start in m.BLEND_RUN.iter_unpack(reply.runs):
         digests = reply.digests[start * DIGEST_BYTES : (start + count) * DIGEST_BYTES]
         runs.append(BlendRun(position, length, source, KeyRun(digests, first, bytes(DIGEST_BYTES))))
-    return BlendHit(tuple(runs), Lease(0, reply.lease, reply.lease_seconds, link))
+    return BlendHit(tuple(runs), Lease(0, reply.lease, reply.lease_seconds, session))

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable
 from typing import Final
 
-from kvdepot.client.link import Link
+from kvdepot.client.session import Session
 from kvdepot.errors import DepotTimeout, DepotUnavailable, RemoteError
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
@@ -21,23 +21,23 @@ _TIMEVAL: Final = struct.Struct("ll")
 
 
 class Channel:
-    """Requests and replies over one link, for one thread at a time.
+    """Requests and replies over one session, for one thread at a time.
 
-    The first request connects. After a lost connection, the channel is unusable, and so is its link.
+    The first request connects. After a lost connection, the channel is unusable, and so is its session.
 
     Args:
-        link: the session.
+        session: the session that the connection joins.
         connect_seconds: the longest wait for a depot that is busy accepting other connections.
     """
 
-    def __init__(self, link: Link, connect_seconds: float = 0.0) -> None:
-        self.link = link
+    def __init__(self, session: Session, connect_seconds: float = 0.0) -> None:
+        self.session = session
         self._connect_seconds = connect_seconds
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._close = weakref.finalize(self, self._socket.close)
         self._is_connected = False
         self._poller = select.poll()
-        self._poller.register(link.lost_fd, select.POLLIN)
+        self._poller.register(session.lost_fd, select.POLLIN)
         self._sequence = 0
         self._unsent = bytearray()
         self._received = bytearray()
@@ -55,7 +55,7 @@ class Channel:
         data = frames.LENGTH.pack(len(frame)) + frame
         if not self._is_connected:
             self._connect()
-            data = frames.encode_greeting(frames.JoinSession(self.link.token) if self.link.token else None) + data
+            data = frames.encode_greeting(frames.JoinSession(self.session.token) if self.session.token else None) + data
         if self._unsent:
             self._flush()
         if len(self._unsent) + len(data) > _MOST_UNSENT_BYTES:
@@ -96,7 +96,7 @@ class Channel:
         while sequence not in self._replies:
             rest = end - time.monotonic()
             ready = self._poller.poll(max(0, int(rest * 1000)))
-            if any(fd != self.link.lost_fd for fd, _ in ready):
+            if any(fd != self.session.lost_fd for fd, _ in ready):
                 self.drain()
             elif ready:
                 raise DepotUnavailable("the connection to the depot was lost")
@@ -127,7 +127,7 @@ class Channel:
     @property
     def num_owed(self) -> int:
         """The replies that `drain` must still read: one per abandoned request, and one if any request is unsent."""
-        return self._num_owed + bool(self._unsent) if self.link.mark_lost.alive else 0
+        return self._num_owed + bool(self._unsent) if self.session.mark_lost.alive else 0
 
     def drain(self) -> None:
         """Send unsent requests and read replies. Never wait.
@@ -148,7 +148,7 @@ class Channel:
                 self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(seconds, microseconds))
             else:
                 self._socket.setblocking(False)
-            self._socket.connect(str(self.link.control))
+            self._socket.connect(str(self.session.control))
             self._socket.setblocking(False)
         except OSError as error:
             raise DepotUnavailable(f"cannot connect to it: {error}") from error

@@ -1,12 +1,12 @@
-"""`Connection`: keeps a link to the depot and reconnects when it is lost.
+"""`Connection`: keeps a session with the depot and reconnects when it is lost.
 
 Each connection has one thread, which owns the session's socket and blocks in a read. The server's death wakes it at
-once. It then reconnects with growing pauses, registers, and publishes a new **link**. While the depot is away,
-starting, hung or slow, there is no link, and callers answer "miss" without waiting.
+once. It then reconnects with growing pauses, registers, and publishes a new **session**. While the depot is away,
+starting, hung or slow, there is no session, and callers answer "miss" without waiting.
 
-A call that exceeds its deadline suspends the link. So do several calls that wait for an eighth of the deadline. The
-thread then sends pings on its socket, and resumes the link when the server answers quickly. So a hung server costs one
-deadline, a slow one a bounded wait, and a dead one less.
+A call that exceeds its deadline suspends the session. So do several calls that wait for an eighth of the deadline. The
+thread then sends pings on its socket, and resumes the session when the server answers quickly. So a hung server costs
+one deadline, a slow one a bounded wait, and a dead one less.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Final
 
 from kvdepot.client.channel import Channel
-from kvdepot.client.link import Link
+from kvdepot.client.session import Session
 from kvdepot.config import CONTROL_SOCKET, directory_of_url
 from kvdepot.errors import DepotUnavailable, ErrorCode, KVDepotError, RemoteError
 from kvdepot.pool.files import PoolMapping
@@ -45,7 +45,7 @@ _LAST_REAP_SECONDS: Final = 0.5  # one that hangs in its driver may take minutes
 
 
 class Connection:
-    """Keeps a link to the depot for one scheduler or one worker.
+    """Keeps a session with the depot for one scheduler or one worker.
 
     Args:
         url: the depot's, None for the one in the default directory.
@@ -54,7 +54,7 @@ class Connection:
         maps_pool: whether this process maps the pool, as workers do.
         deadline_seconds: the limit of each call.
         barrier: entered while registering. It waits for running copies and holds off new ones.
-        on_open: called on the connection's thread with a link that became usable: new, or no longer suspended.
+        on_open: called on the connection's thread with a session that became usable: new, or no longer suspended.
         reap_late_replies: reads replies to abandoned requests. After `reap_soon`, the connection's thread calls it
             until it returns True.
     """
@@ -68,7 +68,7 @@ class Connection:
         maps_pool: bool,
         deadline_seconds: float = 2.0,
         barrier: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
-        on_open: Callable[[Link], None] = lambda _link: None,
+        on_open: Callable[[Session], None] = lambda _session: None,
         reap_late_replies: Callable[[], bool] = lambda: True,
     ) -> None:
         if deadline_seconds <= 0:
@@ -86,7 +86,7 @@ class Connection:
         self._reap_late_replies = reap_late_replies
         self._is_renewing = False
         self._reap_seconds = 0.0  # pause until late replies are read; 0: do not read them
-        self._link: Link | None = None
+        self._session: Session | None = None
         self._changed = threading.Condition()
         self._closing = threading.Event()
         self._wake_reader, self._wake_writer = socket.socketpair()
@@ -94,32 +94,32 @@ class Connection:
         self._thread.start()
 
     @property
-    def link(self) -> Link | None:
-        """The usable link; None while the depot is away, hung or slow: answer "miss"."""
-        link = self._link
-        return None if link is None or link.suspended or self._is_renewing or self._closing.is_set() else link
+    def session(self) -> Session | None:
+        """The usable session; None while the depot is away, hung or slow: answer "miss"."""
+        session = self._session
+        return None if session is None or session.suspended or self._is_renewing or self._closing.is_set() else session
 
-    def wait_until_open(self, timeout_seconds: float) -> Link:
-        """Return the link. Wait for it at most `timeout_seconds`.
+    def wait_until_open(self, timeout_seconds: float) -> Session:
+        """Return the session. Wait for it at most `timeout_seconds`.
 
         Raises:
             DepotUnavailable: there is none by then; the text gives the reason.
         """
         with self._changed:
-            if not self._changed.wait_for(lambda: self.link is not None, timeout_seconds):
+            if not self._changed.wait_for(lambda: self.session is not None, timeout_seconds):
                 raise DepotUnavailable(f"no depot in {self.directory}: {self.why_away}")
-            link = self.link
-            assert link is not None
-            return link
+            session = self.session
+            assert session is not None
+            return session
 
-    def channel(self, link: Link) -> Channel:
-        """Return a new channel over a link for the calling thread."""
-        return Channel(link)
+    def channel(self, session: Session) -> Channel:
+        """Return a new channel over a session for the calling thread."""
+        return Channel(session)
 
-    def suspend(self, link: Link) -> None:
-        """Suspend a link after a call exceeded its deadline, until the server answers a ping."""
-        if not link.suspended:
-            link.suspended = True
+    def suspend(self, session: Session) -> None:
+        """Suspend a session after a call exceeded its deadline, until the server answers a ping."""
+        if not session.suspended:
+            session.suspended = True
             self.why_away = f"it did not answer within {self.deadline_seconds} s"
             logger.warning(
                 "suspended the depot in %s until it answers: %s; the engine runs without it",
@@ -128,14 +128,14 @@ class Connection:
             )
             self._wake()
 
-    def note_wait(self, link: Link, seconds: float) -> None:
-        """Record the wait of a call over this link. Many long waits with few short ones between them suspend it."""
+    def note_wait(self, session: Session, seconds: float) -> None:
+        """Record the wait of a call over this session. Many long waits with few short ones between them suspend it."""
         if seconds <= self._slow_seconds:
-            link.slowness = max(0.0, link.slowness - _QUICK_WEIGHT)
+            session.slowness = max(0.0, session.slowness - _QUICK_WEIGHT)
             return
-        link.slowness += 1
-        if link.slowness >= SLOW_WAITS_TO_SUSPEND and not link.suspended:
-            link.suspended = True
+        session.slowness += 1
+        if session.slowness >= SLOW_WAITS_TO_SUSPEND and not session.suspended:
+            session.suspended = True
             self.why_away = f"many calls waited for more than {self._slow_seconds:g} s"
             logger.warning(
                 "the depot in %s is slow (%s): the engine runs without it until it recovers",
@@ -179,7 +179,7 @@ class Connection:
         retry = _FIRST_RETRY_SECONDS
         while not self._closing.is_set():
             try:
-                connection, link = self._open()
+                connection, session = self._open()
             except (OSError, KVDepotError, frames.FrameError) as error:
                 if isinstance(error, RemoteError) and error.code is not ErrorCode.UNKNOWN_SESSION:
                     self._say_why(f"it refused: {error}", logging.ERROR)
@@ -192,16 +192,16 @@ class Connection:
             retry = _FIRST_RETRY_SECONDS
             self._is_away = False
             with self._changed:
-                self._link = link
+                self._session = session
                 self._changed.notify_all()
-            logger.info("connected to the depot in %s (epoch %d)", self.directory, link.epoch)
-            self._on_open(link)
+            logger.info("connected to the depot in %s (epoch %d)", self.directory, session.epoch)
+            self._on_open(session)
             try:
-                self._watch(connection, link)
+                self._watch(connection, session)
             finally:
                 with self._changed:
-                    self._link = None
-                link.mark_lost()
+                    self._session = None
+                session.mark_lost()
                 connection.close()
             if not self._closing.is_set():
                 self._say_why("the connection was lost", logging.WARNING)
@@ -213,45 +213,46 @@ class Connection:
             logger.log(level, text, self.directory, why)
         self._is_away, self.why_away = True, why
 
-    def _open(self) -> tuple[socket.socket, Link]:
+    def _open(self) -> tuple[socket.socket, Session]:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        link: Link | None = None
+        session: Session | None = None
         self._is_renewing = False  # before reading the registration: a later change sets it again
         try:
             connection.settimeout(self.deadline_seconds)
             opened, mapping = open_session(connection, self.directory / CONTROL_SOCKET, self._name, self._maps_pool)
-            link = Link(opened, self.directory / CONTROL_SOCKET, mapping)
-            channel = self.channel(link)
+            session = Session(opened, self.directory / CONTROL_SOCKET, mapping)
+            channel = self.channel(session)
             try:
-                link.registration = self._registration
+                session.registration = self._registration
                 with self._barrier():
-                    reply = channel.call(link.registration, self.deadline_seconds)
+                    reply = channel.call(session.registration, self.deadline_seconds)
             finally:
                 channel.close()
             if not isinstance(reply, m.Registered):
                 raise DepotUnavailable(f"it answered a registration with {type(reply).__name__}")
-            link.context = reply.context
-            link.verify = reply.verify
-            link.move_seconds = reply.move_seconds
-            link.wants_tokens = reply.wants_tokens
-            return connection, link
+            session.context = reply.context
+            session.verify = reply.verify
+            session.move_seconds = reply.move_seconds
+            session.wants_tokens = reply.wants_tokens
+            return connection, session
         except BaseException:
             connection.close()
-            if link is not None:
-                link.mark_lost()
+            if session is not None:
+                session.mark_lost()
             raise
 
-    def _watch(self, connection: socket.socket, link: Link) -> None:
+    def _watch(self, connection: socket.socket, session: Session) -> None:
         """Read the session's socket until the session ends."""
         connection.setblocking(False)
         poller = select.poll()
         poller.register(connection, select.POLLIN)
         poller.register(self._wake_reader, select.POLLIN)
         pinged_at: float | None = None
-        probe_at, pause = 0.0, _FIRST_PROBE_SECONDS  # time of the next ping on a suspended link, and the pause after it
+        # Time of the next ping on a suspended session, and the pause after it.
+        probe_at, pause = 0.0, _FIRST_PROBE_SECONDS
         while not (self._closing.is_set() or self._is_renewing):
             waits = [self._reap_seconds] if self._reap_seconds else []
-            if link.suspended and pinged_at is None:
+            if session.suspended and pinged_at is None:
                 waits.append(max(0.001, probe_at - time.monotonic()))
             ready = {fd for fd, _ in poller.poll(min(waits) * 1000 if waits else None)}
             if self._reap_seconds and not ready:
@@ -267,7 +268,7 @@ class Connection:
                 except OSError:
                     return
                 for fd in fds:
-                    link.add_mover(fd)
+                    session.add_mover(fd)
                 if not data or flags & socket.MSG_CTRUNC:  # MSG_CTRUNC: no descriptor was left for a mover's pidfd
                     return
                 if not data.strip(frames.MOVER_NOTE):
@@ -277,23 +278,23 @@ class Connection:
                 if seconds > self._slow_seconds:
                     probe_at = time.monotonic() + pause
                     pause = min(2 * pause, _LAST_PROBE_SECONDS)
-                elif link.suspended:
+                elif session.suspended:
                     pause = _FIRST_PROBE_SECONDS
-                    self._resume(link)
-            if link.suspended and pinged_at is None and time.monotonic() >= probe_at:
+                    self._resume(session)
+            if session.suspended and pinged_at is None and time.monotonic() >= probe_at:
                 with contextlib.suppress(OSError):
                     connection.send(b"p")
                 pinged_at = time.monotonic()
 
-    def _resume(self, link: Link) -> None:
+    def _resume(self, session: Session) -> None:
         with self._changed:
-            link.slowness = 0.0
-            link.suspended = False
+            session.slowness = 0.0
+            session.suspended = False
             self._changed.notify_all()
         logger.info("the depot in %s answers again", self.directory)
         if self._reap_seconds:
             self._reap_seconds = _FIRST_REAP_SECONDS
-        self._on_open(link)
+        self._on_open(session)
 
 
 def open_session(

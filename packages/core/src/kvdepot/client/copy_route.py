@@ -5,7 +5,7 @@ from typing import Final
 
 from kvdepot.backends import Copier, CopyBatch
 from kvdepot.client.channel import Channel
-from kvdepot.client.link import Link
+from kvdepot.client.session import Session
 
 
 class CopyRoute:
@@ -17,13 +17,13 @@ class CopyRoute:
     def __init__(self, copier: Copier) -> None:
         self.copier: Final = copier
 
-    def copies_here(self, link: Link) -> bool:
+    def copies_here(self, session: Session) -> bool:
         """Return whether this process copies in this session. If so, the pool must be mapped and attached."""
-        del link
+        del session
         return True
 
-    def opened(self, link: Link) -> None:
-        """Note a link that became usable: new, or no longer suspended. Called before `attach`."""
+    def opened(self, session: Session) -> None:
+        """Note a session that became usable: new, or no longer suspended. Called before `attach`."""
 
     def prepare(self, channel: Channel) -> None:
         """Prepare for a transfer, before it sends requests to the depot. An exception makes it a miss."""

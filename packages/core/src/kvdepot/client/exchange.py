@@ -103,14 +103,14 @@ class Exchange:
                         undo_ticket.callback(_abort, channel, plan)
                         copies = self._copies(channel, job, batch, plan)
                         with self._copy_locks[Direction.STORE]:
-                            if connection.link is not channel.link:
+                            if connection.session is not channel.session:
                                 return False
                             checksums = self._copy_route.store(channel, copies)
                         undo_ticket.pop_all()
                     job.transfer.num_bytes += self._num_bytes(plan.extents)
                     if checksums is None:
-                        checksums = self._verifier.checksums(channel.link, plan.extents)
-                    commit = m.CommitStore(channel.link.context, plan.ticket, checksums)
+                        checksums = self._verifier.checksums(channel.session, plan.extents)
+                    commit = m.CommitStore(channel.session.context, plan.ticket, checksums)
                     commits.append((channel.submit(commit), batch.start))
                 if plan.num_declined:
                     complete = False
@@ -155,11 +155,11 @@ class Exchange:
             return all(self._end(channel, job, retrieval) for retrieval in begun)
 
     def _begin(self, connection: Connection, channel: Channel, job: TransferJob, retrieval: "_Retrieval") -> bool:
-        """Begin to copy a batch. Return False if the link was lost before."""
+        """Begin to copy a batch. Return False if the session was lost before."""
         copies = self._copies(channel, job, retrieval.batch, retrieval.plan)
         with contextlib.ExitStack() as undo:
             undo.enter_context(self._copy_locks[Direction.RETRIEVE])
-            if connection.link is not channel.link:
+            if connection.session is not channel.session:
                 return False
             wait = self._copy_route.begin_retrieve(channel, copies)
             if wait is not None:
@@ -202,7 +202,7 @@ class Exchange:
             batch = next(batches, None)
             if batch is None:
                 return None
-            pending.append(channel.submit(_request(direction, channel.link.context, job, batch)))
+            pending.append(channel.submit(_request(direction, channel.session.context, job, batch)))
             return batch, pending[-1]
 
         def give_back_pending() -> None:
@@ -228,7 +228,7 @@ class Exchange:
         began = time.monotonic()
         try:
             reply = channel.wait(sequence, connection.deadline_seconds)
-            connection.note_wait(channel.link, time.monotonic() - began)
+            connection.note_wait(channel.session, time.monotonic() - began)
             return reply
         except DepotTimeout:
             channel.abandon(sequence, lambda reply: undo(channel, reply))
@@ -245,7 +245,7 @@ class Exchange:
         self, channel: Channel, job: TransferJob, batch: _Batch, plan: m.StorePlan | m.RetrievePlan
     ) -> CopyBatch:
         """Return the copies for a plan. Refuse a plan that names anything but whole entries of the batch."""
-        mapping = channel.link.mapping
+        mapping = channel.session.mapping
         assert mapping is not None
         total, num_chunks = job.key.num_chunks, batch.key.num_chunks
         skip_blocks = tuple(
@@ -265,7 +265,7 @@ class Exchange:
             grant_id,
             num_chunks,
             self._blocks_per_chunk,
-            isinstance(plan, m.StorePlan) and self._verifier.makes_checksums(channel.link),
+            isinstance(plan, m.StorePlan) and self._verifier.makes_checksums(channel.session),
         )
         self._check(copies, is_store=isinstance(plan, m.StorePlan))
         return copies
@@ -318,10 +318,10 @@ def _request(direction: Direction, context: int, job: TransferJob, batch: _Batch
 def _abort(channel: Channel, reply: frames.Reply) -> None:
     if isinstance(reply, m.StorePlan) and reply.ticket:
         with contextlib.suppress(DepotUnavailable):
-            channel.post(m.AbortStore(channel.link.context, reply.ticket))
+            channel.post(m.AbortStore(channel.session.context, reply.ticket))
 
 
 def _release(channel: Channel, reply: frames.Reply) -> None:
     if isinstance(reply, m.RetrievePlan) and reply.lease:
         with contextlib.suppress(DepotUnavailable):
-            channel.post(m.Release(channel.link.context, (reply.lease,)))
+            channel.post(m.Release(channel.session.context, (reply.lease,)))

@@ -4,7 +4,7 @@ import threading
 from dataclasses import dataclass
 
 from kvdepot.backends import BlockIds, ReadyEvent
-from kvdepot.client.link import Link
+from kvdepot.client.session import Session
 from kvdepot.keys import KeyRun
 
 
@@ -38,10 +38,10 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class TransferJob:
-    """One submitted store or retrieve. It is a miss if `link` is no longer the current link when it begins."""
+    """One submitted store or retrieve. It is a miss if `session` is no longer the current session when it begins."""
 
     transfer: Transfer
-    link: Link
+    session: Session
     request_id: str
     key: KeyRun
     block_ids: BlockIds

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Final
 
 from kvdepot.client.connection import Connection
-from kvdepot.client.link import Link
+from kvdepot.client.session import Session
 from kvdepot.errors import DepotUnavailable, KVDepotError
 from kvdepot.wire import messages as m
 
@@ -60,10 +60,10 @@ class NewsFeed:
         lost_at: float | None = None  # when the depot went away; None after `on_lost`
         while not self._closing.is_set():
             try:
-                link = self._connection.wait_until_open(_PAUSE_SECONDS)
-                if link.wants_tokens:
+                session = self._connection.wait_until_open(_PAUSE_SECONDS)
+                if session.wants_tokens:
                     lost_at = None
-                    self._follow(link)
+                    self._follow(session)
             except KVDepotError as error:
                 logger.debug("cannot get news from the depot: %s", error)
             except Exception:
@@ -75,14 +75,14 @@ class NewsFeed:
                 self._on_lost()
             self._closing.wait(_PAUSE_SECONDS)
 
-    def _follow(self, link: Link) -> None:
-        """Request news until the link is lost."""
-        channel, position, namespace = self._connection.channel(link), 0, b""
+    def _follow(self, session: Session) -> None:
+        """Request news until the session is lost."""
+        channel, position, namespace = self._connection.channel(session), 0, b""
         try:
-            while not self._closing.is_set() and self._connection.link is link:
+            while not self._closing.is_set() and self._connection.session is session:
                 if namespace != self.namespace or self._wants_all():
                     position, namespace = 0, self.namespace
-                request = m.AwaitNews(link.context, namespace, position, _WAIT_SECONDS)
+                request = m.AwaitNews(session.context, namespace, position, _WAIT_SECONDS)
                 reply = channel.call(request, _WAIT_SECONDS + self._connection.deadline_seconds)
                 if not isinstance(reply, m.News):
                     raise DepotUnavailable(f"it answered with {type(reply).__name__}")

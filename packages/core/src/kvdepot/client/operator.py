@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from kvdepot.client.channel import Channel
-from kvdepot.client.link import Link
+from kvdepot.client.session import Session
 from kvdepot.config import CONTROL_SOCKET, directory_of_url
 from kvdepot.errors import DepotUnavailable
 from kvdepot.wire import frames
@@ -19,8 +19,8 @@ def ask_depot(request: Operation[R], url: str | None = None, deadline_seconds: f
         DepotUnavailable: no depot runs there, or it does not answer; the text tells which.
         RemoteError: the depot refused the request.
     """
-    link = Link(frames.SessionOpened(0, b"", 0, 0, ""), _control_socket(url), None)
-    channel = Channel(link, connect_seconds=deadline_seconds)
+    session = Session(frames.SessionOpened(0, b"", 0, 0, ""), _control_socket(url), None)  # stands for none
+    channel = Channel(session, connect_seconds=deadline_seconds)
     try:
         reply = channel.call(request, deadline_seconds)
         assert isinstance(reply, request.reply_type())

@@ -14,8 +14,8 @@ from kvdepot.client.answers import MISS, NO_BLEND, BlendHit, Lease, hit_of, leas
 from kvdepot.client.channel import Channel
 from kvdepot.client.connection import Connection
 from kvdepot.client.description import Description
-from kvdepot.client.link import Link
 from kvdepot.client.news import NewsFeed
+from kvdepot.client.session import Session
 from kvdepot.errors import DepotTimeout, DepotUnavailable, ErrorCode, KVDepotError, RemoteError
 from kvdepot.keys import KeyRun
 from kvdepot.wire import frames
@@ -54,7 +54,7 @@ class Pending(Generic[Answer]):
         channel: Channel | None,
         sequence: int,
         missing: Answer,
-        read: Callable[[frames.Reply, Link], Answer | None],
+        read: Callable[[frames.Reply, Session], Answer | None],
     ) -> None:
         self.missing = missing
         self.read = read
@@ -142,7 +142,7 @@ class SchedulerClient:
     @property
     def is_connected(self) -> bool:
         """Whether the depot is connected and usable now."""
-        return self._connection.link is not None
+        return self._connection.session is not None
 
     def wait_until_connected(self, timeout_seconds: float) -> None:
         """Wait for the depot.
@@ -191,7 +191,7 @@ class SchedulerClient:
             if channel is not None and key.digests:
                 with contextlib.suppress(DepotUnavailable):
                     lookup = m.Lookup(
-                        channel.link.context,
+                        channel.session.context,
                         request_id,
                         key.digests,
                         key.tenant,
@@ -216,7 +216,7 @@ class SchedulerClient:
         with self._lock:
             channel, sequence = self._current(), 0
             if channel is not None and segments:
-                context = channel.link.context
+                context = channel.session.context
                 with contextlib.suppress(DepotUnavailable):
                     sequence = channel.submit(m.BlendLookup(context, request_id, segments.packed, min_run_tokens))
             return Pending(self, channel if sequence else None, sequence, NO_BLEND, hit_of)
@@ -229,22 +229,22 @@ class SchedulerClient:
         with self._lock:
             channel = self._current()
             if channel is not None and key.digests and segments:
-                self._post(channel.link, m.NoteContents(channel.link.context, key.digests, segments.packed))
+                self._post(channel.session, m.NoteContents(channel.session.context, key.digests, segments.packed))
 
     @property
     def wants_tokens(self) -> bool:
         """Whether the depot publishes events, so that it accepts descriptions and serves news."""
-        link = self._connection.link
-        return link is not None and link.wants_tokens
+        session = self._connection.session
+        return session is not None and session.wants_tokens
 
     def describe(self, key: KeyRun, description: Description) -> None:
         """Send the depot the tokens of a run's chunks and the ids of their blocks, for routers. There is no reply."""
         with self._lock:
             channel = self._current()
-            if channel is None or not channel.link.wants_tokens:
+            if channel is None or not channel.session.wants_tokens:
                 return
-            for request in description.requests(channel.link.context, key):
-                self._post(channel.link, request)
+            for request in description.requests(channel.session.context, key):
+                self._post(channel.session, request)
 
     def follow(
         self,
@@ -261,16 +261,16 @@ class SchedulerClient:
 
         After a blend, report how many of its tokens were reused unchanged, and how many were recomputed.
         """
-        if lease.link is not None:
-            context = lease.link.context
-            self._post(lease.link, m.Release(context, (lease.number,), reused_tokens, recomputed_tokens))
+        if lease.session is not None:
+            context = lease.session.context
+            self._post(lease.session, m.Release(context, (lease.number,), reused_tokens, recomputed_tokens))
 
     def end_request(self, request_id: str) -> None:
         """Release all leases of a request, including those of lookups under way, and withdraw its announcement."""
         with self._lock:
             channel = self._current() or self._channel
             if channel is not None:
-                self._post(channel.link, m.EndRequest(channel.link.context, request_id))
+                self._post(channel.session, m.EndRequest(channel.session.context, request_id))
 
     def change_weights(self, weights: str) -> None:
         """Report that the engine computes with other weights from now on (`Namespace.weights`). There is no reply."""
@@ -283,9 +283,9 @@ class SchedulerClient:
 
     def _tell_weights(self, channel: Channel) -> None:
         """Report the new weights to a depot with which the engine registered before the change."""
-        if channel.link.registration is not self._registration:
-            channel.link.registration = self._registration
-            self._post(channel.link, m.ChangeWeights(channel.link.context, self._registration.weights))
+        if channel.session.registration is not self._registration:
+            channel.session.registration = self._registration
+            self._post(channel.session, m.ChangeWeights(channel.session.context, self._registration.weights))
 
     def operate(self, operation: o.OperatorRequest) -> None:
         """Send an operation, for example on an agent session.
@@ -295,7 +295,7 @@ class SchedulerClient:
         with self._lock:
             channel = self._current()
             if channel is not None:
-                self._post(channel.link, operation)
+                self._post(channel.session, operation)
 
     def hint(
         self,
@@ -314,7 +314,7 @@ class SchedulerClient:
         with self._lock:
             channel = self._current()
             if channel is not None and key.digests:
-                context = channel.link.context
+                context = channel.session.context
                 hint = m.Hint(
                     context,
                     key.tenant,
@@ -325,7 +325,7 @@ class SchedulerClient:
                     session,
                     retain_seconds,
                 )
-                self._post(channel.link, hint)
+                self._post(channel.session, hint)
 
     def close(self) -> None:
         """Close the connection, which ends all leases. Idempotent."""
@@ -348,8 +348,8 @@ class SchedulerClient:
         if channel is None:
             return lookup.missing
         with self._lock:
-            link = channel.link
-            if channel is not self._channel or self._connection.link is not link:
+            session = channel.session
+            if channel is not self._channel or self._connection.session is not session:
                 self.give_up(channel, sequence)
                 return lookup.missing
             try:
@@ -366,14 +366,14 @@ class SchedulerClient:
                     logger.error("the depot refused a lookup: %s", error)
                 return lookup.missing
             except DepotTimeout:
-                self._connection.suspend(link)
+                self._connection.suspend(session)
                 self.give_up(channel, sequence)
                 return lookup.missing
             except DepotUnavailable:
                 return lookup.missing
             waited_seconds = reply.waited_seconds if isinstance(reply, m.LookupReply) else 0.0
-            self._connection.note_wait(link, lookup.missing_at - lookup.submitted_at - waited_seconds)
-            return lookup.read(reply, link) or lookup.missing
+            self._connection.note_wait(session, lookup.missing_at - lookup.submitted_at - waited_seconds)
+            return lookup.read(reply, session) or lookup.missing
 
     def wait_for_answers(self, channel: Channel | None, timeout_seconds: float) -> None:
         """Wait until a channel has data to receive. For `Pending`."""
@@ -387,10 +387,10 @@ class SchedulerClient:
             return
 
         def give_back(reply: frames.Reply) -> None:
-            # Even over a suspended link: a depot that replies also reads requests.
+            # Even over a suspended session: a depot that replies also reads requests.
             if isinstance(reply, m.LookupReply | m.BlendReply) and reply.lease:
                 with contextlib.suppress(DepotUnavailable):
-                    channel.post(m.Release(channel.link.context, (reply.lease,)))
+                    channel.post(m.Release(channel.session.context, (reply.lease,)))
 
         with self._lock:
             channel.abandon(sequence, give_back)
@@ -414,21 +414,21 @@ class SchedulerClient:
             self._lock.release()
 
     def _current(self) -> Channel | None:
-        link = self._connection.link
-        if link is None:
+        session = self._connection.session
+        if session is None:
             return None
-        if self._channel is None or self._channel.link is not link:
+        if self._channel is None or self._channel.session is not session:
             if self._channel is not None:
                 self._channel.close()
-            self._channel = self._connection.channel(link)
+            self._channel = self._connection.channel(session)
             self._tell_weights(self._channel)
         return self._channel
 
-    def _post(self, link: Link, request: frames.Request) -> None:
-        """Send over the channel of a link, even of a suspended one: a hung depot gets the request when it resumes."""
+    def _post(self, session: Session, request: frames.Request) -> None:
+        """Send over the channel of a session, even if it is suspended: a hung depot gets the request when it resumes."""
         with self._lock:
             channel = self._channel
-            if channel is None or channel.link is not link:
+            if channel is None or channel.session is not session:
                 return
             try:
                 channel.post(request)

@@ -75,7 +75,7 @@ class TransferQueue:
             self._current.transfer.resolve(False)
 
     def drain_soon(self) -> None:
-        """Read replies to abandoned requests, on the thread if there is one. Release a lost link. Never wait."""
+        """Read replies to abandoned requests, on the thread if there is one. Release a lost session. Never wait."""
         if self._thread.is_alive():
             self._jobs.put(None)
         elif self._lock.acquire(blocking=False):
@@ -119,7 +119,7 @@ class TransferQueue:
         if channel is None:
             return
         # Otherwise an idle worker would keep the pool of the previous server mapped.
-        if not channel.link.mark_lost.alive:
+        if not channel.session.mark_lost.alive:
             channel.close()
             self._channel = None
             return

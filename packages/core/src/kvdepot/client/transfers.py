@@ -17,7 +17,7 @@ from kvdepot.client.connection import Connection
 from kvdepot.client.copy_route import CopyRoute
 from kvdepot.client.exchange import Exchange
 from kvdepot.client.jobs import Transfer, TransferJob
-from kvdepot.client.link import Link
+from kvdepot.client.session import Session
 from kvdepot.client.transfer_queue import TransferQueue
 from kvdepot.client.verify import Verifier
 from kvdepot.errors import (
@@ -104,7 +104,7 @@ class WorkerTransfers:
     @property
     def is_connected(self) -> bool:
         """Whether the depot is connected and usable now."""
-        return self.connection.link is not None
+        return self.connection.session is not None
 
     def wait_until_connected(self, timeout_seconds: float) -> None:
         """Wait for the depot.
@@ -148,13 +148,13 @@ class WorkerTransfers:
             each.is_busy for each in self._queues
         ):  # its copy may never return; the end of this process frees everything
             return
-        link = self.connection.link
-        if link is not None:
+        session = self.connection.session
+        if session is not None:
             # No copy is running any more, so the depot can free unfinished stores without waiting for this process to
             # die.
-            channel = self.connection.channel(link)
+            channel = self.connection.channel(session)
             with contextlib.suppress(KVDepotError):
-                channel.call(m.Unregister(link.context), self.connection.deadline_seconds)
+                channel.call(m.Unregister(session.context), self.connection.deadline_seconds)
             channel.close()
         self.connection.close()
         self.copier.close()
@@ -172,12 +172,12 @@ class WorkerTransfers:
     ) -> Transfer:
         covered = self._covered(key, block_ids, may_skip=direction is Direction.RETRIEVE)
         transfer = Transfer()
-        link = self.connection.link
-        if link is None or self._closed or self._device_is_lost:
+        session = self.connection.session
+        if session is None or self._closed or self._device_is_lost:
             transfer.resolve(False)
             return transfer
         ready = self.copier.mark_ready(direction, ready)
-        job = TransferJob(transfer, link, request_id, key, block_ids, covered, ready, skip_tokens)
+        job = TransferJob(transfer, session, request_id, key, block_ids, covered, ready, skip_tokens)
         if self._synchronous:
             self._queues[direction].run(job)
         else:
@@ -215,17 +215,17 @@ class WorkerTransfers:
         started = time.perf_counter()
         ok = False
         try:
-            link = self.connection.link
-            if link is None or link is not job.link or self._device_is_lost:
+            session = self.connection.session
+            if session is None or session is not job.session or self._device_is_lost:
                 return channel
-            if channel is None or channel.link is not link:
+            if channel is None or channel.session is not session:
                 if channel is not None:
                     channel.close()
-                channel = self.connection.channel(link)
+                channel = self.connection.channel(session)
             self._copy_route.prepare(channel)
             ok = work(self.connection, channel, job)
         except DepotTimeout:
-            self.connection.suspend(job.link)
+            self.connection.suspend(job.session)
             self.connection.reap_soon()
         except DepotUnavailable as error:
             logger.info("a transfer of %s is a miss: %s", job.request_id, error)
@@ -283,13 +283,13 @@ class WorkerTransfers:
             each.drain_soon()
         return not any(each.num_owed for each in self._queues)
 
-    def _on_open(self, link: Link) -> None:
+    def _on_open(self, session: Session) -> None:
         for each in self._queues:
             each.drain_soon()
-        self._copy_route.opened(link)
-        self._verifier.warn_if_impossible(link)
-        mapping = link.mapping
-        if mapping is not None and mapping is not self._mapping and self._copy_route.copies_here(link):
+        self._copy_route.opened(session)
+        self._verifier.warn_if_impossible(session)
+        mapping = session.mapping
+        if mapping is not None and mapping is not self._mapping and self._copy_route.copies_here(session):
             self._mapping = mapping
             thread = threading.Thread(
                 target=mapping.populate, args=(lambda: self._closed,), name="kvdepot-populate", daemon=True

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 
 from kvdepot.client.channel import Channel
-from kvdepot.client.link import Link
+from kvdepot.client.session import Session
 from kvdepot.errors import DepotUnavailable
 from kvdepot.keys import digest_at
 from kvdepot.pool.table import TableReader
@@ -25,46 +25,46 @@ class Verifier:
     def __init__(self) -> None:
         self._checksum = _xxh3_128()
 
-    def warn_if_impossible(self, link: Link) -> None:
+    def warn_if_impossible(self, session: Session) -> None:
         """Log a warning if the depot wants checksums and xxhash is missing."""
-        if link.verify is not m.Verify.OFF and self._checksum is None:
+        if session.verify is not m.Verify.OFF and self._checksum is None:
             logger.warning(
                 "the depot wants checksums, but none are computed, as xxhash is not installed: pip install xxhash"
             )
 
-    def makes_checksums(self, link: Link) -> bool:
+    def makes_checksums(self, session: Session) -> bool:
         """Return whether stores of this session carry checksums."""
-        return link.verify is not m.Verify.OFF and self._checksum is not None
+        return session.verify is not m.Verify.OFF and self._checksum is not None
 
-    def checksums(self, link: Link, extents: bytes) -> bytes:
+    def checksums(self, session: Session, extents: bytes) -> bytes:
         """Return the packed checksums of newly filled extents; empty if stores carry none."""
-        if link.verify is m.Verify.OFF or self._checksum is None:
+        if session.verify is m.Verify.OFF or self._checksum is None:
             return b""
-        assert link.mapping is not None
-        pool = memoryview(link.mapping.pool)
+        assert session.mapping is not None
+        pool = memoryview(session.mapping.pool)
         bounds = ((offset, offset + size) for *_, offset, size in m.EXTENT.iter_unpack(extents))
         return b"".join(self._checksum(pool[start:stop]) for start, stop in bounds)
 
     def valid_chunks(self, channel: Channel, plan: m.RetrievePlan, digests: bytes) -> int:
         """Return how many leading chunks of a copied plan are valid, by the table and the checksums."""
-        assert channel.link.mapping is not None
-        valid = count_valid_chunks(plan, digests, channel.link.mapping.table)
+        assert channel.session.mapping is not None
+        valid = count_valid_chunks(plan, digests, channel.session.mapping.table)
         if valid < plan.num_chunks:
             logger.warning("chunk %d was evicted while it was retrieved, so it is a miss", valid)
         return min(valid, self._intact_chunks(channel, plan))
 
     def _intact_chunks(self, channel: Channel, plan: m.RetrievePlan) -> int:
         """Compare the due checksums and report corrupt entries. Return how many leading chunks are intact."""
-        link = channel.link
-        if link.verify is m.Verify.OFF or self._checksum is None:
+        session = channel.session
+        if session.verify is m.Verify.OFF or self._checksum is None:
             return plan.num_chunks
-        assert link.mapping is not None
-        table, pool = link.mapping.table, memoryview(link.mapping.pool)
+        assert session.mapping is not None
+        table, pool = session.mapping.table, memoryview(session.mapping.pool)
         wrong: list[tuple[int, int]] = []
         intact = plan.num_chunks
         sample = random.randrange(m.VERIFY_ONE_IN)
         for chunk, _, _, record, _, header, offset, num_bytes in m.EXTENT.iter_unpack(plan.extents):
-            if link.verify is m.Verify.SAMPLE and chunk % m.VERIFY_ONE_IN != sample:
+            if session.verify is m.Verify.SAMPLE and chunk % m.VERIFY_ONE_IN != sample:
                 continue
             expected = table.checksum_of(record)
             if not any(expected) or self._checksum(pool[offset : offset + num_bytes]) == expected:
@@ -77,7 +77,7 @@ class Verifier:
                 "%d entries of the pool failed their checksum: reported to the depot, and treated as misses", len(wrong)
             )
             with contextlib.suppress(DepotUnavailable):
-                channel.post(m.ReportCorrupt(link.context, tuple(wrong[: m.MAXIMUM_RETRIEVE_ENTRIES])))
+                channel.post(m.ReportCorrupt(session.context, tuple(wrong[: m.MAXIMUM_RETRIEVE_ENTRIES])))
         return intact
 
 

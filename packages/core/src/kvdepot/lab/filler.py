@@ -36,13 +36,13 @@ class IndexFiller:
         spec, details = filler_spec(chunk_tokens), (m.GroupDetail((entry_bytes,), 1),)
         registration = m.RegisterKVCache(m.PROTOCOL_VERSION, "filler", 0, 1, "none", "none", "filler", spec, details)
         self._connection = Connection(url, "filler", registration, maps_pool=False, deadline_seconds=_PATIENT_SECONDS)
-        self._link = self._connection.wait_until_open(_PATIENT_SECONDS)
-        self._channel: Channel = self._connection.channel(self._link)
+        self._session = self._connection.wait_until_open(_PATIENT_SECONDS)
+        self._channel: Channel = self._connection.channel(self._session)
 
     def prepare(self, key: KeyRun) -> m.StorePlan:
         """Ask for space for at most `MAXIMUM_STORE_ENTRIES` chunks."""
         request = m.PrepareStore(
-            self._link.context, "fill", key.tenant, key.digests, key.first_chunk, key.parent, (key.num_chunks,)
+            self._session.context, "fill", key.tenant, key.digests, key.first_chunk, key.parent, (key.num_chunks,)
         )
         plan = self._channel.call(request, _PATIENT_SECONDS)
         assert isinstance(plan, m.StorePlan)
@@ -58,7 +58,7 @@ class IndexFiller:
             plan = self.prepare(key.slice(start, min(start + m.MAXIMUM_STORE_ENTRIES, key.num_chunks)))
             assert not (whole and plan.num_declined), "the pool is too small"
             if plan.ticket:
-                self._channel.call(m.CommitStore(self._link.context, plan.ticket), _PATIENT_SECONDS)
+                self._channel.call(m.CommitStore(self._session.context, plan.ticket), _PATIENT_SECONDS)
 
     def close(self) -> None:
         """Leave the depot."""

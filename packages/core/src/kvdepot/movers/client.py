@@ -44,7 +44,7 @@ def await_mover(channel: Channel, wait_seconds: float, deadline_seconds: float) 
         DepotUnavailable: the depot is away or does not answer.
     """
     wait_seconds = min(max(0.0, wait_seconds), _MOST_WAIT_SECONDS)
-    request = m.Move(channel.link.context, 0, wait_seconds=wait_seconds)
+    request = m.Move(channel.session.context, 0, wait_seconds=wait_seconds)
     _wait(channel, channel.submit(request), wait_seconds + deadline_seconds)
 
 
@@ -66,10 +66,10 @@ def move(channel: Channel, direction: Direction, batch: CopyBatch, deadline_seco
         RemoteError: the depot refused the move.
         DepotUnavailable: the depot is away or does not answer.
     """
-    link = channel.link
+    session = channel.session
     starts = [max(0, first) for first in batch.first_covered]
     request = m.Move(
-        link.context,
+        session.context,
         batch.grant_id,
         direction is Direction.STORE,
         tuple(
@@ -83,17 +83,19 @@ def move(channel: Channel, direction: Direction, batch: CopyBatch, deadline_seco
         min(deadline_seconds, _MOST_WAIT_SECONDS),
     )
     sequence = channel.submit(request)
-    can_end_it = direction is Direction.STORE or link.can_kill_movers()
+    can_end_it = direction is Direction.STORE or session.can_kill_movers()
     try:
-        return _wait(channel, sequence, 2 * deadline_seconds + link.move_seconds if can_end_it else _FOR_EVER_SECONDS)
+        return _wait(
+            channel, sequence, 2 * deadline_seconds + session.move_seconds if can_end_it else _FOR_EVER_SECONDS
+        )
     except MoveFailed:
         raise
     except DepotTimeout:
         if direction is Direction.RETRIEVE:
-            link.wait_for_movers(kill=True)
+            session.wait_for_movers(kill=True)
         raise
     except DepotUnavailable:
-        link.wait_for_movers()
+        session.wait_for_movers()
         raise
 
 

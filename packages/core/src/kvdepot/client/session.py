@@ -1,4 +1,4 @@
-"""`Link`: one session with one run of the server, and the movers that the depot runs for it."""
+"""`Session`: a session with one run of the server, and the movers that the depot runs for it."""
 
 import contextlib
 import logging
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 _MOVER_GRACE_SECONDS: Final = 10.0  # between two log lines about a mover that does not exit
 
 
-class Link:
+class Session:
     """One registered session. The connection changes `suspended` and `slowness`; the rest is fixed at registration."""
 
     def __init__(self, opened: frames.SessionOpened, control: Path, mapping: PoolMapping | None) -> None:
@@ -35,7 +35,7 @@ class Link:
         self._movers: list[_Process] = []  # replaced, never mutated: other threads read it
         self.suspended = False
         self.slowness = 0.0  # number of long waits, minus a part of the short waits since
-        self.lost_fd, lost_writer = os.pipe()  # readable once the link is lost; open as long as the link is referenced
+        self.lost_fd, lost_writer = os.pipe()  # readable once the session is lost; open while it is referenced
         weakref.finalize(self, os.close, self.lost_fd)
         self.mark_lost = weakref.finalize(self, os.close, lost_writer)  # wakes all waits for a reply
 
@@ -54,8 +54,8 @@ class Link:
     def wait_for_movers(self, *, kill: bool = False) -> None:
         """Wait until all movers of this session are dead, so that none copies any more.
 
-        A driver can delay the end of a killed process. Call this once the link is lost, as movers die with the depot,
-        or with `kill` if the depot does not answer.
+        A driver can delay the end of a killed process. Call this once the session is lost, as movers die with the
+        depot, or with `kill` if the depot does not answer.
         """
         for mover in self._movers:
             if kill:
