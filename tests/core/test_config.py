@@ -71,7 +71,7 @@ def test_text_that_is_not_a_finite_number_is_refused(text: str) -> None:
     ],
 )
 def test_seconds_that_no_clock_can_count_are_refused(field: str, flag: str, most: str, seconds: float) -> None:
-    with pytest.raises(ConfigError, match=f"{flag} .*: above 0, at most {most}"):
+    with pytest.raises(ConfigError, match=f"{flag} .*: give a number above 0, at most {most}"):
         replace(ServerConfig(), **{field: seconds})
 
 

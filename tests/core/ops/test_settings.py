@@ -99,7 +99,7 @@ def test_a_variable_that_is_none_is_said_so(caplog: pytest.LogCaptureFixture) ->
         ("pool_size = true", "neither a text nor a number"),
         ('ephemeral = "maybe"', "neither true nor false"),
         ("ephemeral = 3", "neither true nor false"),
-        ('verify = "twice"', "there are off, sample, all"),
+        ('verify = "twice"', "give one of off, sample, all"),
         ('tier = "disk:///a"', "is not a list"),
         ("tier = [[]]", "neither a text nor a number"),
         ('quota = ["acme"]', "TENANT=SIZE"),

@@ -1,6 +1,6 @@
-"""kvdepot: one server a node that keeps the KV caches of every inference engine there.
+"""kvdepot: one server per node that keeps the KV caches of all inference engines there.
 
-The names below are loaded when they are first used, so that importing the package costs nothing.
+The names below are loaded on first use, so that importing the package costs nothing.
 """
 
 import importlib

@@ -1,6 +1,6 @@
-"""The contracts of accelerator backends, and how a backend is found by its entry point.
+"""The contracts of accelerator backends, and their discovery by entry points.
 
-A backend author implements `Backend` and `Copier`; `kvdepot.client.WorkerTransfers` makes a `TransferContext` of the
+A backend author implements `Backend` and `Copier`. `kvdepot.client.WorkerTransfers` makes a `TransferContext` of the
 copier. Finding a backend imports nothing heavy.
 """
 
@@ -54,41 +54,41 @@ T_co = TypeVar("T_co", covariant=True)
 class TransferFuture(Protocol[T_co]):
     """The outcome of one store or retrieve, owned and polled by the adapter that submitted it.
 
-    Until it is done the engine must neither write nor free the blocks of the transfer.
+    Until it is done, the engine must neither write nor free the blocks of the transfer.
     """
 
     @property
     def num_chunks(self) -> int:
-        """Once done: how many leading chunks of the run are in place (retrieve) or in the depot (store)."""
+        """Once done: the number of leading chunks of the run that are in place (retrieve) or in the depot (store)."""
         ...
 
     @property
     def num_bytes(self) -> int:
-        """Once done: bytes that this transfer moved."""
+        """Once done: the bytes that this transfer moved."""
         ...
 
     @property
     def seconds(self) -> float:
-        """Once done: how long it took, without waiting in the queue."""
+        """Once done: the time it took, without the wait in the queue."""
         ...
 
     def query(self) -> bool:
-        """Return whether it is done. Never waits."""
+        """Return whether the transfer is done. Never wait."""
         ...
 
     def result(self, timeout_seconds: float | None = None) -> T_co:
-        """Wait for and return the outcome: True if the whole run was moved, False if the depot had or took less.
+        """Wait for the outcome. Return True if the whole run was moved, False if the depot had or accepted less.
 
-        A depot that is away is a False, not an exception.
+        If the depot is away, the result is False, not an exception.
 
         Raises:
-            TimeoutError: not done within `timeout_seconds`.
+            TimeoutError: the transfer is not done within `timeout_seconds`.
         """
         ...
 
 
 class ReadyEvent(Protocol):
-    """An event that a device records when the blocks of a store are written, for example `torch.cuda.Event`."""
+    """An event that the device reaches when the blocks of a store are written, for example `torch.cuda.Event`."""
 
     def synchronize(self) -> None:
         """Wait until the work before the event is done."""
@@ -102,99 +102,105 @@ CopyBarrier = Callable[[], AbstractContextManager[object]]
 class Copier(Protocol):
     """Moves bytes between one worker's device memory and the mapped pool.
 
-    One store and one retrieve may run at the same time, each on a thread of its own. `mark_ready` runs on the thread
-    that submits. A copier that inherits this class overrides only the hooks that its device needs.
+    One store and one retrieve may run at the same time, each on its own thread. `mark_ready` runs on the submitting
+    thread. A copier that inherits this class overrides only the hooks that its device needs.
     """
 
     def store(self, batch: CopyBatch) -> bytes | None:
-        """Copy blocks into extents. Return or raise only when nothing reads the blocks or writes the extents.
+        """Copy blocks into extents. Return or raise only when nothing reads the blocks or writes the extents any more.
 
-        A copier that has the bytes in its registers anyway may return the packed XXH3-128 of every extent, if the batch
-        asks for checksums. After None they are made of the pool.
+        If the batch asks for checksums, a copier may compute them on the way and return the packed XXH3-128 of all
+        extents. If it returns None, they are computed from the pool.
         """
         ...
 
     def retrieve(self, batch: CopyBatch) -> None:
-        """Copy extents into blocks. Return or raise only when nothing reads the extents or writes the blocks."""
+        """Copy extents into blocks.
+
+        Return or raise only when nothing reads the extents or writes the blocks any more.
+        """
         ...
 
     def begin_retrieve(self, batch: CopyBatch) -> Callable[[], None] | None:
         """Begin a retrieve. Return a function that waits for its end, or None if it has ended.
 
-        The caller may begin the next retrieve before it calls that function, and always calls it, on the same thread.
-        An error of this call means that nothing of `batch` is being copied. An error of the returned function means the
-        same, for every retrieve that was begun so far.
+        The caller may begin the next retrieve before it calls that function. It always calls it, on the same thread. If
+        this call raises, no copy of `batch` is running. If the returned function raises, no copy of any retrieve begun
+        so far is running.
         """
         self.retrieve(batch)
         return None
 
     def mark_ready(self, direction: Direction, ready: ReadyEvent | None) -> ReadyEvent | None:
-        """Return the event that the transfer has to wait for, None for none. Never wait here.
+        """Return the event that the transfer must wait for, None for none. Never wait here.
 
-        A device that orders its work by streams marks the engine's stream here: a retrieve, and a store without
-        `ready`, comes after the work that this stream has now.
+        A device with streams marks the engine's stream here: a retrieve, and a store without `ready`, come after the
+        work that this stream has now.
         """
         del direction
         return ready
 
     def wait_for(self, direction: Direction, ready: ReadyEvent) -> None:
-        """Make the following copies of this direction come after `ready`. Called by the thread that copies."""
+        """Order the following copies of this direction after `ready`. Called on the thread that copies."""
         del direction
         ready.synchronize()
 
     def attach(self, mapping: PoolMemory, barrier: CopyBarrier) -> None:
-        """Prepare for a new mapping of the pool, for example register it with the device. Copies may use it already.
+        """Prepare for a new mapping of the pool, for example register it with the device. Copies may already use it.
 
         Args:
-            mapping: replaces the one before.
-            barrier: enter it to let go of the mapping before: afterwards no copy uses that.
+            mapping: replaces the previous one.
+            barrier: enter it to release the previous mapping. No copy uses that afterwards.
         """
         del mapping, barrier
 
     def start_registering(self) -> None:
-        """See `TransferContext`. Mappings that `attach` has put off, and later ones, may be registered from now on."""
+        """See `TransferContext`.
+
+        Mappings whose registration `attach` deferred, and later ones, may be registered now.
+        """
 
     def close(self) -> None:
-        """Give up threads, buffers and the mapping. Nothing is being copied."""
+        """Release threads, buffers and the mapping. No copy is running."""
         ...
 
 
 class TransferContext(Protocol):
     """Moves blocks between one worker's paged KV cache and the depot.
 
-    Submitting never waits for the device or the depot. The caller owns the futures; several transfers of one request
-    are several futures.
+    Submitting never waits for the device or the depot. The caller owns the futures. Each transfer of a request has its
+    own future.
     """
 
     @property
     def spec(self) -> CacheSpec:
-        """The properties that two caches must share to exchange chunks. The engine's scheduler looks up with them."""
+        """The properties that two caches must share to exchange chunks. The engine's scheduler uses it for lookups."""
         ...
 
     @property
     def move_tokens(self) -> MoveTokens | None:
-        """A compiled move of tokens within the cache, for blends. None: the blend moves them by the framework."""
+        """A compiled move of tokens within the cache, for blends. None: the blend moves tokens by the framework."""
         ...
 
     @property
     def is_connected(self) -> bool:
-        """Whether a depot is there now."""
+        """Whether the depot is connected and usable now."""
         ...
 
     def wait_until_connected(self, timeout_seconds: float) -> None:
         """Wait for the depot.
 
         Raises:
-            DepotUnavailable: none within `timeout_seconds`; the text gives the reason.
+            DepotUnavailable: it was not usable within `timeout_seconds`; the text gives the reason.
         """
         ...
 
     def submit_store(
         self, request_id: str, key: KeyRun, block_ids: BlockIds, ready: ReadyEvent | None = None
     ) -> TransferFuture[bool]:
-        """Store the chunks of `key` that the depot lacks, once `ready` has happened.
+        """Store the chunks of `key` that the depot lacks, after `ready`.
 
-        The blocks are read at any time until the future is done.
+        The blocks may be read at any time until the future is done.
 
         Raises:
             LayoutError: `block_ids` do not fit the key or the cache.
@@ -206,8 +212,8 @@ class TransferContext(Protocol):
     ) -> TransferFuture[bool]:
         """Fill the blocks with the chunks of `key`.
 
-        The blocks of the first `skip_tokens` tokens of the run (whole blocks of every group) are left as they are.
-        After a False the blocks behind the first `num_chunks` chunks hold nothing of use.
+        The blocks of the first `skip_tokens` tokens of the run (whole blocks of all groups) are not written. If the
+        outcome is False, the blocks behind the first `num_chunks` chunks contain nothing useful.
 
         Raises:
             LayoutError: `block_ids` or `skip_tokens` do not fit the key or the cache.
@@ -215,22 +221,22 @@ class TransferContext(Protocol):
         ...
 
     def start_registering(self) -> None:
-        """Note that the engine has captured its graphs: the pool may be registered with the device from now on.
+        """Note that the engine has captured its graphs, so that the pool may be registered with the device.
 
-        A context that was made with `register_when_asked` waits for this, or for its first transfer. Twice is harmless.
+        A context created with `register_when_asked` waits for this or for its first transfer. Idempotent.
         """
         ...
 
     def close(self) -> None:
-        """Finish the running transfers and leave the depot. Twice is harmless."""
+        """Finish the running transfers and leave the depot. Idempotent."""
         ...
 
 
 class Capability(enum.StrEnum):
     """An ability of a backend beyond store and retrieve."""
 
-    ASYNCHRONOUS = "asynchronous"  # transfers may run beside the caller, on threads of their own
-    COMPILED_COPY = "compiled_copy"  # the backend's own copy was built; without it copies are slower
+    ASYNCHRONOUS = "asynchronous"  # transfers may run on their own threads, beside the caller
+    COMPILED_COPY = "compiled_copy"  # the backend's own copy was built; without it, copies are slower
     DEPOT_DRIVEN = "depot_driven"  # a mover of the depot can copy
 
 
@@ -240,11 +246,11 @@ class EngineTraits:
 
     name: str  # for example "vllm"
     kinds: tuple[GroupKind, ...]  # of its layer groups
-    prefix_caching: bool  # its own is on
+    prefix_caching: bool  # whether the engine's own prefix cache is on
 
 
 class Backend(Protocol):
-    """An accelerator, as found under the entry point group `kvdepot.backends`. Finding it imports nothing heavy."""
+    """An accelerator, found by the entry point group `kvdepot.backends`. Finding it imports nothing heavy."""
 
     @property
     def name(self) -> str:
@@ -258,32 +264,32 @@ class Backend(Protocol):
 
     @property
     def capabilities(self) -> frozenset[Capability]:
-        """Its abilities beyond store and retrieve."""
+        """The abilities beyond store and retrieve."""
         ...
 
     @property
     def settings(self) -> frozenset[str]:
-        """Options of `create_context` that connectors hand on from their users."""
+        """The options of `create_context` that connectors pass on from their users."""
         ...
 
     def why_unsuited(self, engine: EngineTraits) -> str | None:
-        """Return None if such an engine can use it on this device, else a sentence with the way out.
+        """Return None if such an engine can use the backend on this device, else the reason and the way out.
 
-        An engine's port to a device may differ from the engine elsewhere, for example move blocks behind their ids.
+        An engine's port to a device may behave differently, for example move blocks without changing their ids.
         """
         ...
 
     def cuts_pages(self, row_tokens: int, **options: Any) -> bool:
-        """Return whether retrieves cut entries of workers with other heads, at a speed that is worth it.
+        """Return whether retrieves can cut entries of workers with other heads fast enough.
 
         Args:
-            row_tokens: tokens of one head that lie side by side in a page.
-            options: those of `create_context`.
+            row_tokens: the neighbouring tokens of one head in a page.
+            options: options of `create_context`.
         """
         ...
 
     def why_unavailable(self) -> str | None:
-        """Return None if it can be used here, else a sentence with the way out."""
+        """Return None if the backend can be used here, else the reason and the way out."""
         ...
 
     def create_context(
@@ -292,10 +298,10 @@ class Backend(Protocol):
         """Return a context for one worker.
 
         Args:
-            cache: of the worker; its tensors are kept alive until `close`.
-            url: of the depot, None for the one in the default directory.
-            deadline_seconds: of each request to the depot.
-            options: the backend's own.
+            cache: the worker's. Its tensors are kept alive until `close`.
+            url: the depot's, None for the one in the default directory.
+            deadline_seconds: the limit of each request to the depot.
+            options: further options of the backend.
 
         Raises:
             BackendUnavailable: `why_unavailable` is not None.
@@ -305,35 +311,35 @@ class Backend(Protocol):
 
 
 class DeviceBench(Protocol):
-    """A bench of one accelerator, named by its entry point under `kvdepot.benches`: `kvdepot bench NAME`.
+    """A benchmark of one accelerator, `kvdepot bench NAME`, found by the entry point group `kvdepot.benches`.
 
     Finding it imports nothing heavy.
     """
 
     @property
     def help(self) -> str:
-        """One line for the list of benches."""
+        """One line for the list of benchmarks."""
         ...
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Add its own options; `--json` is there."""
+        """Add its options. `--json` exists already."""
         ...
 
     def run(self, options: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
-        """Measure, report progress by `say`, and return all figures for JSON.
+        """Run the benchmark, report progress by `say`, and return all figures for JSON.
 
         Raises:
-            BackendUnavailable: no such device here.
+            BackendUnavailable: there is no such device here.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class BackendStatus:
-    """One backend and whether it can be used here."""
+    """One backend, and whether it can be used here."""
 
     name: str
-    distribution: str  # name and version of the package, "" when none is installed
+    distribution: str  # name and version of the package; "" if it is not installed
     device_type: str
     capabilities: tuple[str, ...]
     why_unavailable: str | None
@@ -347,7 +353,7 @@ def get_backend(name: str) -> Backend:
     """Return the backend of a device type: "cpu", "cuda", "xpu", "hpu" or a third party's.
 
     Raises:
-        BackendUnavailable: not installed, broken, or without its device; the message has the way out.
+        BackendUnavailable: it is not installed, broken, or without its device; the text gives the way out.
     """
     entry = _entry_points().get(name)
     if entry is None:
@@ -362,7 +368,7 @@ def get_backend(name: str) -> Backend:
 
 
 def mover_module(name: str) -> str | None:
-    """Return the module that is run as a mover of this name, None if none is installed. Imports nothing."""
+    """Return the module to run as the mover with this name, None if it is not installed. Imports nothing."""
     return next((entry.module for entry in entry_points(group=MOVER_GROUP, name=name)), None)
 
 
@@ -374,7 +380,7 @@ def _load(entry: EntryPoint) -> Backend:
 
 
 def find_benches() -> dict[str, DeviceBench | BackendUnavailable]:
-    """Return every bench that a backend brings, by its name; one that does not load is the error instead."""
+    """Return the benchmarks of all backends by name. For a benchmark that does not load, return the error."""
     found: dict[str, DeviceBench | BackendUnavailable] = {}
     for entry in entry_points(group=BENCH_GROUP):
         try:
@@ -385,7 +391,7 @@ def find_benches() -> dict[str, DeviceBench | BackendUnavailable]:
 
 
 def list_backends() -> list[BackendStatus]:
-    """Return every known and every installed backend, with the reason when it cannot be used."""
+    """Return all known and all installed backends, with the reason if one cannot be used."""
     found = _entry_points()
     result: list[BackendStatus] = []
     for name in sorted({*found, *KNOWN_BACKENDS}):

@@ -1,7 +1,7 @@
-"""The settings of a depot, each declared once, and the units, paths and endpoints they are written in.
+"""The settings of a depot, each declared once, and the parsers of their units, paths and endpoints.
 
-`setting` gives a field its flag, help and check. Names in `kvdepot.toml` and in the environment follow from the flag
-(`kvdepot.ops.settings`). Only this module and `kvdepot.ops` look at the environment.
+`setting` gives a field its flag, help and check. Names in `kvdepot.toml` and in the environment are derived from the
+flag (`kvdepot.ops.settings`). Only this module and `kvdepot.ops` read the environment.
 """
 
 import dataclasses
@@ -20,9 +20,9 @@ from typing import Any, Final, Literal, get_args, get_origin, get_type_hints
 from kvdepot.errors import ConfigError
 
 CONTROL_SOCKET: Final = "control.sock"  # Unix stream: requests and replies
-HTTP_TOKEN: Final = "http.token"  # file: the bearer token, if none was given
+HTTP_TOKEN: Final = "http.token"  # file with the bearer token, if none was given
 
-DEFAULT_TOPIC: Final = "kv@{node}@{model}"  # as llm-d reads it
+DEFAULT_TOPIC: Final = "kv@{node}@{model}"  # as llm-d expects it
 
 MAXIMUM_NUMBER: Final = 1e9  # bound for plain numbers, e.g. seconds; larger ones overflow timers
 
@@ -33,12 +33,12 @@ _SIZE: Final = re.compile(r"^\s*(\d{1,20}(?:\.\d{1,20})?)\s*([kmgt]?)(i?)b?\s*$"
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes that `text` names: "4GiB", "512M", "1.5G", "4096".
+    """Parse a size, such as "4GiB", "512M", "1.5G" or "4096". Return it in bytes.
 
     K, M, G and T are powers of 1024 with or without the "i".
 
     Raises:
-        ConfigError: it is not a size.
+        ConfigError: `text` is not a size.
     """
     match = _SIZE.match(text)
     if match is None:
@@ -48,10 +48,10 @@ def parse_size(text: str) -> int:
 
 
 def parse_number(text: str) -> float:
-    """Return the number that `text` names, e.g. of seconds.
+    """Parse a number, for example of seconds.
 
     Raises:
-        ConfigError: it is not a number, or above `MAXIMUM_NUMBER`.
+        ConfigError: `text` is not a number, or above `MAXIMUM_NUMBER`.
     """
     try:
         number = float(text)
@@ -63,10 +63,10 @@ def parse_number(text: str) -> float:
 
 
 def parse_count(text: str) -> int:
-    """Return the number of things that `text` names, at least 1.
+    """Parse a whole number of at least 1.
 
     Raises:
-        ConfigError: it is not such a number.
+        ConfigError: `text` is not such a number.
     """
     if not text.isdecimal() or not 0 < int(text) <= MAXIMUM_NUMBER:
         raise ConfigError(f"{text!r} is not a whole number from 1 to {MAXIMUM_NUMBER:,.0f}")
@@ -74,10 +74,10 @@ def parse_count(text: str) -> int:
 
 
 def parse_quota(text: str) -> tuple[str, int]:
-    """Return the tenant and the bytes of `TENANT=SIZE`.
+    """Parse `TENANT=SIZE`. Return the tenant and the size in bytes.
 
     Raises:
-        ConfigError: `text` has another form.
+        ConfigError: `text` is malformed.
     """
     tenant, _, size = text.rpartition("=")
     if not tenant:
@@ -86,7 +86,7 @@ def parse_quota(text: str) -> tuple[str, int]:
 
 
 def format_size(num_bytes: float) -> str:
-    """Return `num_bytes` for people: "1.5 GiB"."""
+    """Format a size for people: "1.5 GiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(num_bytes) < 1024:
             return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
@@ -95,7 +95,7 @@ def format_size(num_bytes: float) -> str:
 
 
 def exact_size(num_bytes: int) -> str:
-    """Return `num_bytes` as `parse_size` reads it, without loss: "64MiB", "1000"."""
+    """Format a size exactly, for `parse_size`: "64MiB", "1000"."""
     for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
         if num_bytes and num_bytes % 1024**power == 0:
             return f"{num_bytes // 1024**power}{unit}"
@@ -103,7 +103,7 @@ def exact_size(num_bytes: int) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a number of things for people: "1 tier", "2,000 tiers"."""
+    """Format a count for people: "1 tier", "2,000 tiers"."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
@@ -111,7 +111,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def default_directory() -> Path:
-    """Return the default directory of a depot's sockets: below `$XDG_RUNTIME_DIR`, else `/tmp/kvdepot-$UID`."""
+    """Return the default directory of a depot's sockets: below `$XDG_RUNTIME_DIR`, or `/tmp/kvdepot-$UID`."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     return Path(runtime) / "kvdepot" if runtime else Path(f"/tmp/kvdepot-{os.getuid()}")
 
@@ -119,17 +119,17 @@ def default_directory() -> Path:
 def default_pool_directory(directory: Path) -> Path:
     """Return the default pool folder of the depot in `directory`, below /dev/shm.
 
-    It depends on the directory alone, so a restarted server finds the pool of the one before.
+    It depends only on the directory, so a restarted server finds its pool again.
     """
     digest = hashlib.sha256(os.fsencode(directory.absolute())).hexdigest()[:12]
     return Path("/dev/shm") / f"kvdepot-{os.getuid()}-{digest}"
 
 
 def directory_of_url(url: str | None) -> Path:
-    """Return the directory of the depot that `url` names: None (the default), a path, or `ipc://PATH`.
+    """Return the directory of a depot, given as None (the default), a path, or `ipc://PATH`.
 
     Raises:
-        ConfigError: the URL is empty or has another scheme. Engines share memory with the depot, which is on this
+        ConfigError: the URL is empty or has another scheme. Engines share memory with the depot, so it must be on this
             machine.
     """
     if url is None:
@@ -148,7 +148,7 @@ def directory_of_url(url: str | None) -> Path:
 
 
 def is_loopback(endpoint: str) -> bool:
-    """Return whether only this machine can reach the endpoint `tcp://HOST:PORT`."""
+    """Return whether only this machine can reach an endpoint `tcp://HOST:PORT`."""
     host = endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -161,22 +161,22 @@ def is_loopback(endpoint: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The declaration of one setting. `settings_in` derives from its field all that `setting` did not say.
+    """The declaration of one setting. `settings_in` derives from the field whatever `setting` left out.
 
-    A field of tuple or mapping type may be given several times; a bool is a switch without a value.
+    A setting of tuple or mapping type may be given several times. A bool is a switch without a value.
     """
 
     help: str
     flag: str
     metavar: str | None
     parse: Callable[[str], Any]  # reads one value; raises ConfigError
-    most: float | None  # the number is above 0 and at most this
-    collect: Callable[[Iterable[Any]], Any] | None = None  # makes the field's value of several, if it takes several
+    most: float | None  # if set, the value is a number above 0 and at most this
+    collect: Callable[[Iterable[Any]], Any] | None = None  # for repeatable settings: combines the values
     is_switch: bool = False
 
     @property
     def name(self) -> str:
-        """The name in `kvdepot.toml`; the environment has it in capitals behind `KVDEPOT_`."""
+        """The name in `kvdepot.toml`. The environment variable is `KVDEPOT_` and the name in capitals."""
         return self.flag.removeprefix("--").replace("-", "_")
 
 
@@ -192,12 +192,12 @@ def setting(
     """Return a dataclass field that is a setting.
 
     Args:
-        default: the default, or a function that makes it.
-        text: the help; {default} stands for the default.
-        flag: by default made from the field's name.
-        metavar: stands for a value in the help.
+        default: the default value, or a function that returns it.
+        text: the help text. {default} stands for the default.
+        flag: by default derived from the field's name.
+        metavar: stands for the value in the help.
         parse: by default chosen by the field's type.
-        most: the greatest number allowed; the least is just above 0.
+        most: the largest allowed number. Numbers must be above 0.
     """
     metadata = {"setting": Setting(text, flag, metavar, parse, most)}
     if callable(default):
@@ -220,7 +220,7 @@ def plain_settings(values: object) -> dict[str, Any]:
 
 def _complete(of: "dataclasses.Field[Any]", kind: Any) -> Setting:
     declared: Setting = of.metadata["setting"]
-    if type(None) in get_args(kind):  # `Path | None` is read as a Path
+    if type(None) in get_args(kind):  # `Path | None` is parsed as a Path
         kind = get_args(kind)[0]
     default = of.default if of.default_factory is dataclasses.MISSING else of.default_factory()
     text = f"{default:g}" if isinstance(default, float) else str(default)
@@ -240,7 +240,7 @@ def _complete(of: "dataclasses.Field[Any]", kind: Any) -> Setting:
 def _one_of(choices: tuple[str, ...]) -> Callable[[str], str]:
     def parse(text: str) -> str:
         if text not in choices:
-            raise ConfigError(f"{text!r}; there are {', '.join(choices)}")
+            raise ConfigError(f"{text!r}: give one of {', '.join(choices)}")
         return choices[choices.index(text)]
 
     return parse
@@ -260,16 +260,16 @@ _PARSERS: Final[dict[Any, Callable[[str], Any]]] = {int: _parse_whole_number, fl
 
 
 class Demotion(enum.StrEnum):
-    """When an entry is written to the tiers."""
+    """The time at which an entry is written to the tiers."""
 
     STORE = "store"  # as soon as it is in the pool
-    REUSE = "reuse"  # when it is first used after that
-    EVICT = "evict"  # when it is about to leave the pool
+    REUSE = "reuse"  # at its first use after that
+    EVICT = "evict"  # when it is about to be evicted
 
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """Every setting of a server; `kvdepot.pool.size.resolve_pool_size` chooses a pool size if none is given."""
+    """All settings of a server. `kvdepot.pool.size.resolve_pool_size` chooses a pool size if none is given."""
 
     directory: Path = setting(
         default_directory,
@@ -366,7 +366,9 @@ class ServerConfig:
     def __post_init__(self) -> None:
         for name, each in settings_in(ServerConfig).items():
             if each.most is not None and not 0 < getattr(self, name) <= each.most:
-                raise ConfigError(f"{each.flag} {getattr(self, name):g}: above 0, at most {each.most:,.0f}")
+                raise ConfigError(
+                    f"{each.flag} {getattr(self, name):g}: give a number above 0, at most {each.most:,.0f}"
+                )
         if self.events_replay and not self.events:
             raise ConfigError("--events-replay needs --events tcp://HOST:PORT")
         if not self.events_topic.isprintable():
@@ -376,7 +378,7 @@ class ServerConfig:
 
     @property
     def topic(self) -> str:
-        """The topic of events, in which {model} is left."""
+        """The topic of events, with {node} replaced, but not {model}."""
         return self.events_topic.replace("{node}", platform.node())
 
     @property

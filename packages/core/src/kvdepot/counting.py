@@ -1,11 +1,11 @@
-"""Counters: each is declared beside the code that counts it, with the sentence that operators read.
+"""Counters, each declared beside the code that counts it, with the description for operators.
 
     _LOOKUPS: Final = depot_counter("lookups", "Lookups by schedulers")
     ...
     self._counters[_LOOKUPS] += 1
 
-`/metrics` exports all that are declared, from the start and at 0, so that a rate sees the first event. A name that is
-not declared cannot be counted: pyright refuses a plain string.
+`/metrics` exports all declared counters, from the start and at 0, so that rates include the first event. Undeclared
+names cannot be counted, because pyright refuses plain strings.
 """
 
 from typing import TYPE_CHECKING, Final, NewType
@@ -14,16 +14,16 @@ CounterName = NewType("CounterName", str)
 
 
 class CounterGroup:
-    """The counters that one exporter shows: a call declares one."""
+    """The counters of one exporter. Calling it declares a counter."""
 
     def __init__(self) -> None:
-        self.texts: dict[str, str] = {}  # what each counts, by name
+        self.texts: dict[str, str] = {}  # descriptions by name
 
     def __call__(self, name: str, text: str) -> CounterName:
-        """Declare a counter. `text` is its help in `/metrics`, without a full stop.
+        """Declare a counter. `text` is its description in `/metrics`, without a full stop.
 
         Raises:
-            ValueError: the name is declared with another text.
+            ValueError: the name is declared already with another text.
         """
         declared = CounterName(name)
         if self.texts.setdefault(declared, text) != text:
@@ -32,12 +32,12 @@ class CounterGroup:
 
 
 class Counts(dict[str, int]):
-    """Counts by name, 0 if nothing was counted."""
+    """Counts by name, 0 by default."""
 
     def __missing__(self, name: str) -> int:
         return 0
 
-    if TYPE_CHECKING:  # at run time a dict's own, as each lookup counts five times
+    if TYPE_CHECKING:  # at run time, dict's methods are used, as each lookup counts five times
 
         def __setitem__(self, name: CounterName, amount: int) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
             ...

@@ -1,17 +1,17 @@
-"""Errors meant for callers. Each names the failure, the object and the remedy.
+"""Errors meant for callers. Each text names the failure, the object and the remedy.
 
-An error reply carries an `ErrorCode`, and the client raises it as a `RemoteError`.
+An error reply contains an `ErrorCode`. The client raises it as a `RemoteError`.
 """
 
 import enum
 
 
 class KVDepotError(Exception):
-    """Base of every error that kvdepot raises deliberately."""
+    """The base of all errors that kvdepot raises deliberately."""
 
 
 class ConfigError(KVDepotError):
-    """A setting cannot work. The text names the flag."""
+    """A setting is invalid. The text names the flag."""
 
 
 class LayoutError(KVDepotError):
@@ -41,7 +41,7 @@ class DeviceError(KVDepotError):
 
 
 class DepotUnavailable(KVDepotError):
-    """No depot answers: it is absent or hangs, or the connection was lost. The work is a miss."""
+    """No depot answers: it is absent or hung, or the connection was lost. The work is a miss."""
 
 
 class DepotTimeout(DepotUnavailable):
@@ -53,11 +53,11 @@ class DepotBusy(KVDepotError):
 
 
 class IntegrityError(KVDepotError):
-    """The books of the depot do not add up, which is a bug. The text names them."""
+    """The depot's bookkeeping is inconsistent, which is a bug. The text names the place."""
 
 
 def require(condition: bool, text: str) -> None:
-    """Check bookkeeping.
+    """Check a condition of the bookkeeping.
 
     Raises:
         IntegrityError: the condition does not hold.
@@ -67,41 +67,41 @@ def require(condition: bool, text: str) -> None:
 
 
 def printable(text: str) -> str:
-    """Escape unprintable characters of foreign text, so that it is one line without effect on a terminal."""
+    """Escape unprintable characters of foreign text, so that it is one line without control characters."""
     if text.isprintable():
         return text
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
 def describe_os_error(error: OSError) -> str:
-    """Describe the operation that the kernel refused and its file, without the error's number."""
+    """Describe the operation that the kernel refused and its file, without the errno."""
     what = error.strerror or str(error)
     return f"{error.filename}: {what}" if error.filename is not None else what
 
 
 def reason_of(error: Exception) -> str:
-    """Return the kernel's words without number and file, for a text that names the file already."""
+    """Return the kernel's message without errno and file, for a text that already names the file."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
 class RemoteError(KVDepotError):
-    """The depot refused a request; `code` gives the reason. Names in the text that other clients chose are escaped."""
+    """The depot refused a request; `code` gives the reason. Names chosen by other clients are escaped in the text."""
 
     def __init__(self, code: "ErrorCode", message: str) -> None:
         super().__init__(f"{code.value}: {printable(message)}")
         self.code = code
-        self.reason = printable(message)  # without the code, for people
+        self.reason = printable(message)  # the text without the code
 
 
 class ErrorCode(enum.StrEnum):
-    """Reasons for a refusal, as in an error reply."""
+    """The reasons for a refusal, as in an error reply."""
 
-    MALFORMED = "malformed"  # not a message, or a field out of range
+    MALFORMED = "malformed"  # not a valid message, or a field is out of range
     UNKNOWN_OPERATION = "unknown_operation"  # an unknown tag
     VERSION_MISMATCH = "version_mismatch"  # no common protocol version
     UNKNOWN_SESSION = "unknown_session"  # no open session: connect again
     UNKNOWN_CONTEXT = "unknown_context"  # not registered, or registered by another session
-    UNKNOWN_TICKET = "unknown_ticket"  # not prepared, or committed before
+    UNKNOWN_TICKET = "unknown_ticket"  # not prepared, or committed already
     BAD_LAYOUT = "bad_layout"  # a layout that contradicts itself or its peers'
     BAD_KEY = "bad_key"  # digests of the wrong length or count
     OUT_OF_RANGE = "out_of_range"  # no room for the request

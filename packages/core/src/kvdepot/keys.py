@@ -1,9 +1,9 @@
 """Keys: digests that identify a computation.
 
 A prompt is cut into chunks of `chunk_tokens` tokens. The key of chunk `i` is BLAKE3 over the key of chunk `i - 1`, the
-chunk's tokens as little-endian u32, and the extra keys of the chunk (adapter, multimodal items). So it names the whole
-prefix. The first chunk uses the digest of the `Namespace`, which holds everything else that determines the bytes of a
-KV cache. Digests leave the client, tokens never do.
+chunk's tokens as little-endian u32, and the extra keys of the chunk (adapter, multimodal items). So it identifies the
+whole prefix. The first chunk uses the digest of the `Namespace`, which contains everything else that determines the
+bytes of a KV cache.
 """
 
 import struct
@@ -21,7 +21,7 @@ _NAMESPACE_CONTEXT = "kvdepot 2026-11 namespace"
 _TAIL_CONTEXT = "kvdepot 2026-11 tail"
 _LINEAGE_CONTEXT = "kvdepot 2026-11 lineage"
 _LINEAGE_DIGITS: Final = 16
-_LONGEST_GENERATION: Final = 512  # characters; beyond these a digest stands for the rest, so that names stay apart
+_LONGEST_GENERATION: Final = 512  # characters; a digest replaces the rest, so that long names stay distinct
 GENERATION: Final = "generation"
 """The extra input that names weights which a trainer wrote into a running engine."""
 
@@ -39,10 +39,11 @@ class Namespace:
     tenant: str = "default"
     tenant_salt: str = ""
     quantization: str = ""
-    extra: tuple[tuple[str, str], ...] = ()  # other inputs to the bytes: rope scaling, weights digest, generation
+    # Other inputs that determine the bytes: rope scaling, weights digest, generation.
+    extra: tuple[tuple[str, str], ...] = ()
 
     def digest(self, chunk_tokens: int) -> bytes:
-        """Return the 32 bytes with which every chain of this namespace starts."""
+        """Return the 32 bytes with which all chains of this namespace start."""
         fields = (
             self.model,
             self.revision,
@@ -56,10 +57,10 @@ class Namespace:
 
     @property
     def weights(self) -> str:
-        """The lineage of the weights and, behind a space, their generation: "" for those that were loaded.
+        """The lineage of the weights, a space, and their generation ("" for the weights that the engine loaded).
 
-        Namespaces have one lineage if they differ by tenant, salt and generation only. Of a lineage, the depot evicts
-        generations first that no engine computes with any more.
+        Namespaces have the same lineage if they differ only by tenant, salt and generation. Of each lineage, the depot
+        first evicts generations that no engine computes with any more.
         """
         extra = dict(self.extra)
         generation = extra.pop(GENERATION, "")
@@ -72,7 +73,7 @@ class Namespace:
 
 @dataclass(frozen=True, slots=True)
 class NamespaceDigest:
-    """A namespace of which only the digest is known: enough to compute keys, for chunks of one size."""
+    """A namespace given only by its digest, which is enough to compute keys for chunks of one size."""
 
     value: bytes
     tenant: str = "default"
@@ -87,22 +88,22 @@ class NamespaceDigest:
 
 
 def num_digests(digests: bytes | bytearray) -> int:
-    """Return how many digests are in packed ones, `(num_chunks, 32)`."""
+    """Return the number of packed digests, `(num_chunks, 32)`."""
     return len(digests) // DIGEST_BYTES
 
 
 def digest_at(digests: bytes, chunk: int) -> bytes:
-    """Return one digest of packed ones."""
+    """Return one of packed digests."""
     return digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES]
 
 
 def split_digests(digests: bytes) -> list[bytes]:
-    """Return every digest of packed ones."""
+    """Split packed digests."""
     return [digests[start : start + DIGEST_BYTES] for start in range(0, len(digests), DIGEST_BYTES)]
 
 
 def first_digests(digests: bytes, num_chunks: int) -> bytes:
-    """Return the first digests of packed ones."""
+    """Return the first `num_chunks` of packed digests."""
     return digests[: num_chunks * DIGEST_BYTES]
 
 
@@ -147,10 +148,10 @@ class PrefixHasher:
 
     Args:
         namespace: the namespace of the prompt, or its digest for chunks of this size.
-        chunk_tokens: tokens per chunk.
+        chunk_tokens: the tokens per chunk.
         extra_keys: `(first token, end, key)` for each further input to the KV: a LoRA adapter covers the whole prompt,
-            a multimodal item its placeholder tokens. The digest of every chunk that overlaps the range contains the
-            key and its offset.
+            a multimodal item its placeholder tokens. The digests of all chunks that overlap the range contain the key
+            and its offset.
     """
 
     def __init__(
@@ -172,19 +173,19 @@ class PrefixHasher:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens added so far, including those of an incomplete chunk."""
+        """The number of tokens added so far, including those of an incomplete chunk."""
         return self.num_chunks * self._chunk_tokens + len(self._rest)
 
     @property
     def num_chunks(self) -> int:
-        """Complete chunks so far."""
+        """The number of complete chunks so far."""
         return len(self._digests) // DIGEST_BYTES
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens.
 
         Raises:
-            KeyFormatError: a token is not an integer from 0 to 2**32 - 1; no token was appended.
+            KeyFormatError: a token is not an integer from 0 to 2**32 - 1. No token was appended.
         """
         step = self._chunk_tokens
         pending = [*self._rest, *tokens] if self._rest else tokens
@@ -217,7 +218,7 @@ class PrefixHasher:
         return KeyRun(bytes(self._digests), 0, self._root, self._tenant).slice(start, stop)
 
     def tail(self, chunk: int, tokens: Sequence[int]) -> bytes:
-        """Return the key of a chunk that has the first `tokens` only. All chunks before it were added."""
+        """Return the key of an incomplete chunk with these tokens. All chunks before it must have been added."""
         last = self._digests[(chunk - 1) * DIGEST_BYTES : chunk * DIGEST_BYTES] if chunk else self._root
         data = struct.pack(f"<{len(tokens) + 1}I", len(tokens), *tokens)
         return blake3(last + data + self._extra_of(chunk, len(tokens)), derive_key_context=_TAIL_CONTEXT).digest()

@@ -1,4 +1,4 @@
-"""One worker's KV cache, as an engine hands it to a backend, and the batches that are copied of it."""
+"""One worker's KV cache, as an engine passes it to a backend, and the batches to copy."""
 
 import enum
 from collections.abc import Callable, Sequence
@@ -32,14 +32,14 @@ NO_BLOCK: Final = -1
 
 
 class Direction(enum.IntEnum):
-    """Where bytes go. The numbers index pairs, such as one stream for each direction."""
+    """The direction of a copy. The numbers index pairs, such as one stream per direction."""
 
     STORE = 0  # from the device to the pool
     RETRIEVE = 1
 
 
 class TokenLayout(NamedTuple):
-    """Where K and V of a token lie in the pages of a layer.
+    """The places of K and V of a token in the pages of a layer.
 
     K lies in rows of neighbouring tokens, each for `k_lanes` neighbouring dims that take turns. A row is as long as a
     tile, which may be the block. V lies in rows of `v_group_dims` neighbouring dims, each for `v_lanes` neighbouring
@@ -96,10 +96,10 @@ class CacheGroup:
     block_tokens: int
     kind: GroupKind = GroupKind.FULL_ATTENTION
     window_tokens: int = 0
-    part: Part = THAT_CELL  # of the plane: what this worker holds
+    part: Part = THAT_CELL  # the part of the plane that this worker holds
     plane: Plane = ONE_CELL
     rows: int = 1
-    num_layers: int = 0  # 0: one a tensor
+    num_layers: int = 0  # 0: one per tensor
     physical_block_tokens: int = 0  # 0: the same as the logical block
     compress_ratio: int = 1
     hidden_dims: tuple[int, ...] = ()
@@ -118,16 +118,16 @@ class KVCache:
     instance: str  # the engine's name
     dtype: str  # for example "bfloat16"
     rank: int = 0
-    world_size: int = 1  # workers of the engine
+    world_size: int = 1  # number of workers of the engine
     model: str = ""  # shown to operators
-    format: str = ""  # how the bytes inside a block are arranged: caches that differ in it never share
+    format: str = ""  # the arrangement of bytes in a block: caches of different formats never share
     chunk_tokens: int | None = None  # None: `default_chunk_tokens`
 
     def layout(self, pages_of: Callable[[Any], PageLayout]) -> CacheLayout:
-        """Return where the blocks lie.
+        """Return the layout of the blocks.
 
         Args:
-            pages_of: returns where the blocks of one tensor lie.
+            pages_of: returns the page layout of one tensor.
 
         Raises:
             LayoutError: the tensors do not fit their description.
@@ -156,7 +156,7 @@ class KVCache:
         Args:
             layout: from `layout`.
             device: shown to operators, for example "cuda:0".
-            mode: who copies; shown to operators.
+            mode: the copying process; shown to operators.
         """
         details = tuple(self._detail(*each) for each in zip(self.groups, layout.groups, strict=True))
         return RegisterKVCache(
@@ -191,9 +191,9 @@ class KVCache:
 
 @dataclass(frozen=True, slots=True)
 class CopyBatch:
-    """Extents of the pool and the engine's blocks that belong to them.
+    """Extents of the pool, and the engine's blocks that belong to them.
 
-    `extents` are packed `EXTENT` records. Chunk `c` of group `g` lies in the blocks
+    `extents` are packed `EXTENT` records. Chunk `c` of group `g` is in the blocks
     `block_ids[g][(c - first_covered[g]) * blocks_per_chunk:]`. Do not copy the first `skip_blocks[g]` blocks of chunk
     0, nor blocks named `NO_BLOCK` (only retrieves have these).
     """
@@ -206,4 +206,4 @@ class CopyBatch:
     grant_id: int = 0  # id of the ticket or lease
     num_chunks: int = 0
     blocks_per_chunk: tuple[int, ...] = ()
-    with_checksums: bool = False  # a copier that can make them on the way returns them
+    with_checksums: bool = False  # whether a copier that can compute checksums on the way should return them

@@ -19,22 +19,22 @@ from typing import Final, NamedTuple
 from kvdepot.errors import LayoutError
 
 MINIMUM_CHUNK_TOKENS = 64  # smaller chunks cost more messages and records than they find
-MAXIMUM_HEADS = 256  # of a plane: a part's number has 8 bits for its first head
-MAXIMUM_CELLS = 65_536  # of a plane
+MAXIMUM_HEADS = 256  # per plane: a part's number has 8 bits for its first head
+MAXIMUM_CELLS = 65_536  # per plane
 
 
 class GroupKind(enum.StrEnum):
-    """The part of a group's cached prefix that the following tokens need."""
+    """The kind of a group: the chunks of a cached prefix that the following tokens need."""
 
-    FULL_ATTENTION = "full_attention"  # every chunk
-    SLIDING_WINDOW = "sliding_window"  # the chunks that the window reaches back to
+    FULL_ATTENTION = "full_attention"  # all chunks
+    SLIDING_WINDOW = "sliding_window"  # the chunks that the window spans
     RECURRENT = "recurrent"  # the state at the end: one block per chunk
 
 
 class Plane(NamedTuple):
-    """Layers and heads of one group over the whole model.
+    """The layers and heads of one group in the whole model.
 
-    Pages that cannot be cut are **opaque**: their plane has a layer for each rank, and one head.
+    Pages that cannot be cut are **opaque**: their plane has one layer per rank, and one head.
     """
 
     layers: int = 1
@@ -42,7 +42,7 @@ class Plane(NamedTuple):
 
 
 class Part(NamedTuple):
-    """The rectangle of a plane that one worker holds. Messages, records and keys of tiers carry its number."""
+    """The rectangle of a plane that one worker holds. Messages, records and tier keys contain its number."""
 
     first_layer: int = 0
     num_layers: int = 1
@@ -56,16 +56,16 @@ class Part(NamedTuple):
 
     @property
     def number(self) -> int:
-        """48 bits: the first head, the heads less one, the first layer, the layers less one."""
+        """A number of 48 bits: first head, heads - 1, first layer, layers - 1."""
         return self.first_head | (self.num_heads - 1) << 8 | self.first_layer << 16 | (self.num_layers - 1) << 32
 
     @property
     def num_cells(self) -> int:
-        """Layers times heads."""
+        """The number of cells: layers times heads."""
         return self.num_layers * self.num_heads
 
     def is_in(self, plane: Plane) -> bool:
-        """Whether all cells of the part are in a plane."""
+        """Return whether a plane contains all cells of the part."""
         return (
             0 <= self.first_layer < self.first_layer + self.num_layers <= plane.layers
             and 0 <= self.first_head < self.first_head + self.num_heads <= plane.heads
@@ -78,14 +78,14 @@ THAT_CELL: Final = Part()
 
 @lru_cache(4096)
 def mask_of(number: int, heads: int) -> int:
-    """Return a bit for each cell of a part, in a plane of `heads`: bit `layer * heads + head`."""
+    """Return the mask of a part's cells in a plane of `heads`: bit `layer * heads + head` per cell."""
     part = Part.of(number)
     row = (1 << part.num_heads) - 1 << part.first_head
     return sum(row << layer * heads for layer in range(part.first_layer, part.first_layer + part.num_layers))
 
 
 def default_chunk_tokens(block_tokens: Iterable[int], minimum: int = MINIMUM_CHUNK_TOKENS) -> int:
-    """Return the smallest multiple of every group's block size that is at least `minimum` tokens."""
+    """Return the smallest common multiple of all groups' block sizes that is at least `minimum` tokens."""
     step = math.lcm(*block_tokens)
     return step * -(-minimum // step)
 
@@ -114,13 +114,13 @@ class PageLayout:
 
 
 def strided_pages(address: int, shape: Sequence[int], strides: Sequence[int], itemsize: int) -> PageLayout:
-    """Return the addresses of the blocks of a tensor `(num_blocks, ...)`; `strides` and `itemsize` are in bytes.
+    """Return the page layout of a tensor `(num_blocks, ...)`. `strides` and `itemsize` are in bytes.
 
-    The dimensions within a block may be in any order in memory, as long as its bytes are contiguous: the order of
-    vLLM's views differs from that of the memory.
+    The dimensions within a block may be in any order in memory, as long as the block's bytes are contiguous: vLLM's
+    views have another order than the memory.
 
     Raises:
-        LayoutError: without blocks, or if the bytes of a block are not contiguous.
+        LayoutError: the tensor has no blocks, or the bytes of a block are not contiguous.
     """
     if not shape or shape[0] < 1:
         raise LayoutError(f"a cache of shape {shape}: the first dimension counts the blocks")
@@ -139,11 +139,10 @@ def strided_pages(address: int, shape: Sequence[int], strides: Sequence[int], it
 class LayerGroup:
     """Layers of one worker that share a block table.
 
-    `pages` has one layout per layer, in the order of a chunk; a layer with separate keys and values has two. This
+    `pages` has one layout per layer, in the order of a chunk, or two for a layer with separate keys and values. This
     worker holds `part` of the `plane`. Ranks with the same bytes (MLA, replicas) have the same part.
 
-    A page is `(rows, heads of the part, bytes)`: one row if heads are outermost in it, one for each token if tokens
-    are.
+    A page is `(rows, heads of the part, bytes)`: one row if heads are outermost, one row per token if tokens are.
     """
 
     kind: GroupKind
@@ -177,17 +176,17 @@ class LayerGroup:
 
     @property
     def row_tokens(self) -> int:
-        """Tokens of one row: a chunk has the same bytes in blocks of any number of such rows."""
+        """The tokens per row. A chunk has the same bytes in blocks of any number of rows."""
         return self.block_tokens // self.rows
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the worker."""
+        """The number of blocks of the worker."""
         return self.pages[0].num_blocks
 
     @property
     def block_size_bytes(self) -> int:
-        """Bytes of one block in all layers of the group."""
+        """The bytes of one block in all layers of the group."""
         return sum(page.page_size_bytes for page in self.pages)
 
     def blocks_per_chunk(self, chunk_tokens: int) -> int:
@@ -199,7 +198,7 @@ class LayerGroup:
         return self.block_size_bytes * self.blocks_per_chunk(chunk_tokens)
 
     def readable_bytes(self, part: Part, chunk_tokens: int) -> int:
-        """Return the bytes of a chunk that a worker with another part stored; 0 if this worker cannot use them."""
+        """Return the bytes of a chunk in entries of another part, 0 if this worker cannot use them."""
         mine = self.part
         if not part.is_in(self.plane) or not layers_of_both(mine, part) or not heads_of_both(mine, part):
             return 0
@@ -232,12 +231,12 @@ class CacheLayout:
 
     @property
     def chunk_sizes_bytes(self) -> tuple[int, ...]:
-        """Bytes of one chunk, by group."""
+        """The bytes of one chunk, by group."""
         return tuple(group.chunk_size_bytes(self.chunk_tokens) for group in self.groups)
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes of one token of a long prompt on this worker, without recurrent states."""
+        """The bytes per token of a long prompt on this worker, without recurrent states."""
         return sum(
             group.block_size_bytes / group.block_tokens
             for group in self.groups
@@ -258,19 +257,19 @@ def layers_of_both(mine: Part, other: Part) -> range:
 
 
 def window_chunks(window_tokens: int, chunk_tokens: int) -> int:
-    """Return how many chunks back a window reaches from a boundary: the next token sees `window_tokens - 1` tokens."""
+    """Return how many chunks a window spans before a boundary: the next token sees `window_tokens - 1` tokens."""
     return max(1, -(-(window_tokens - 1) // chunk_tokens))
 
 
 def check_block_ids(
     group: LayerGroup, block_ids: Sequence[int], chunk_tokens: int, num_chunks: int, *, may_skip: bool = False
 ) -> int:
-    """Return how many of a run's last chunks `block_ids` covers (see `BlockIds`).
+    """Return the number of chunks at the end of a run that `block_ids` covers (see `BlockIds`).
 
     `may_skip` allows -1 for unwanted blocks.
 
     Raises:
-        LayoutError: the ids are not a whole number of chunks, or exceed the run, or the worker lacks a block.
+        LayoutError: the ids are not whole chunks, exceed the run, or refer to a block that the worker lacks.
     """
     per_chunk = group.blocks_per_chunk(chunk_tokens)
     covered, rest = divmod(len(block_ids), per_chunk)

@@ -425,7 +425,7 @@ class SchedulerClient:
         return self._channel
 
     def _post(self, session: Session, request: frames.Request) -> None:
-        """Send over the channel of a session, even if it is suspended: a hung depot gets the request when it resumes."""
+        """Send over the channel of a session, even of a suspended one: a hung depot gets the request later."""
         with self._lock:
             channel = self._channel
             if channel is None or channel.session is not session:
