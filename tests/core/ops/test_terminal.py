@@ -1,5 +1,6 @@
-"""What commands print for people fits their terminal; for programs no line is broken."""
+"""Commands fit their output to the terminal of a person; for programs, no line is broken."""
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -36,7 +37,8 @@ def test_a_line_is_broken_between_words_in_a_terminal_alone(command: list[str], 
     assert [line for line in lines if len(line) > 60 and " " in line.strip()] == []
     changing = ("kvdepot 0", "loop ", "lookups ")  # between the two runs
     shown, expected = ([each for each in found if not each.startswith(changing)] for found in (lines, plain))
-    assert " ".join(shown).split() == " ".join(expected).split()
+    words, others = (re.sub(r"\d[\d.]*", "0", " ".join(each)).split() for each in (shown, expected))
+    assert words == others, "the same but for numbers: free memory changes"
 
 
 @pytest.mark.slow
