@@ -1,7 +1,7 @@
-"""Lookups: at most one answer for each request, the lease that keeps its chunks, and how long it is repeated.
+"""Lookups: keeps at most one answer per request, with the lease of its chunks, and reuses it for a while.
 
-SGLang matches every waiting request in every step, so an answer is repeated until half of its lease has passed, and a
-miss for a moment. All calls come from the scheduler's thread. If the depot dies, every lookup is a miss.
+SGLang matches all waiting requests in every step, so an answer is reused until half of its lease has passed, and a miss
+for a moment. All calls come from the scheduler's thread. If the depot dies, every lookup is a miss.
 """
 
 import time
@@ -13,8 +13,8 @@ from kvdepot.client.answers import MISS, Lease
 from kvdepot.client.scheduler import SchedulerClient
 from kvdepot.keys import KeyRun, digest_at
 
-_MISS_SECONDS: Final = 0.2  # a miss is repeated so long
-_MOST_REQUESTS: Final = 4096  # that are remembered; the oldest has ended, or its lease has
+_MISS_SECONDS: Final = 0.2  # a miss is reused for this long
+_MOST_REQUESTS: Final = 4096  # remembered requests; by then, the oldest or its lease has ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +23,10 @@ class Answer:
 
     Attributes:
         key: the request's whole pages.
-        first: of them, the device has so many leading ones.
-        found: pages behind those that the depot has.
-        lease: keeps them; a miss if there are none.
-        until: the answer may be repeated so long.
+        first: the number of leading pages on the device.
+        found: the number of pages behind those that the depot has.
+        lease: keeps those pages; a miss if there are none.
+        until: the time until which the answer may be reused.
     """
 
     key: KeyRun
@@ -40,9 +40,9 @@ class Asking:
     """The lookups of one rank.
 
     Args:
-        client: asks the depot; not closed here.
-        tier_seconds: the depot may wait so long for its tiers.
-        clock: seconds, monotonic.
+        client: asks the depot. It is not closed here.
+        tier_seconds: the longest wait of the depot for its tiers.
+        clock: returns monotonic seconds.
     """
 
     def __init__(
@@ -51,13 +51,13 @@ class Asking:
         self._client = client
         self._tier_seconds = tier_seconds
         self._clock = clock
-        self._answers: dict[str, Answer] = {}  # by request, the oldest first
-        self._gaps: dict[bytes, None] = {}  # pages of the device where a lookup found the depot's prefix to end
+        self._answers: dict[str, Answer] = {}  # by request, oldest first
+        self._gaps: dict[bytes, None] = {}  # pages on the device at which the depot's prefix ended in a lookup
 
     def ask(self, request_id: str, key: KeyRun, first: int) -> int:
-        """Return how many pages behind the first `first` the depot has. They stay there while the answer is kept.
+        """Return the number of pages behind the first `first` that the depot has. They stay while the answer is kept.
 
-        The whole `key` is looked up: that keeps a prefix in the depot which is always on the device.
+        The whole `key` is looked up, which keeps a prefix that is always on the device in the depot, too.
         """
         now = self._clock()
         known = self._answers.get(request_id)
@@ -81,10 +81,10 @@ class Asking:
         return found
 
     def first_to_store(self, key: KeyRun, first: int) -> int:
-        """Return the page of `key` with which a store of pages `first` on begins.
+        """Return the first page to store of `key`, for a store of the pages from `first` on.
 
-        It is an earlier one if the depot lacks pages before them, which it would need to find these: it has evicted
-        them, or began empty.
+        It is an earlier page if the depot lacks pages before `first`, because it evicted them or started empty. Without
+        them, it would not find the later ones.
         """
         if not self._gaps:
             return first
@@ -95,20 +95,20 @@ class Asking:
         return page
 
     def key_of(self, request_id: str, num_pages: int) -> KeyRun | None:
-        """Return the key of the first pages that were found for a request, None if nothing promises so many."""
+        """Return the key of the first `num_pages` pages found for a request, None if no answer covers them."""
         answer = self._answers.get(request_id)
         if answer is None or num_pages > answer.found:
             return None
         return answer.key.slice(answer.first, answer.first + num_pages)
 
     def drop(self, request_id: str) -> None:
-        """Forget the answer for a request and release its lease. Harmless if there is none."""
+        """Forget the answer for a request, and release its lease. Does nothing if there is none."""
         answer = self._answers.pop(request_id, None)
         if answer is not None and answer.lease.num_chunks:
             self._client.release(answer.lease)
 
     def drop_all(self) -> None:
-        """Forget everything."""
+        """Forget all answers, and release their leases."""
         self._gaps.clear()
         for request_id in list(self._answers):
             self.drop(request_id)

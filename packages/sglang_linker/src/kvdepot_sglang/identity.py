@@ -1,7 +1,7 @@
 # pyright: basic
-"""The namespace of an SGLang engine: everything besides tokens that decides its KV.
+"""The namespace of an SGLang engine: everything besides tokens that determines its KV.
 
-SGLang's names of pages already tell apart tokens, adapters (`extra_key`) and salts (`cache_salt`).
+SGLang's names of pages already distinguish tokens, adapters (`extra_key`) and salts (`cache_salt`).
 """
 
 import logging
@@ -14,7 +14,7 @@ from kvdepot_sglang.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-_RANDOM: Final = "dummy"  # SGLang makes random weights
+_RANDOM: Final = "dummy"  # SGLang generates random weights
 _FROM_FILES: Final = frozenset(
     {"auto", "pt", "safetensors", "npcache", "gguf", "bitsandbytes", "layered", "sharded_state", "fastsafetensors"}
 )
@@ -35,13 +35,13 @@ _DECIDING: Final = (  # fields of `ServerArgs` that change bits of KV
 
 
 def engine_namespace(server_args: Any, hf_config: Any, device: str, num_ranks: int, settings: Settings) -> Namespace:
-    """Return the namespace; two engines share only if theirs are equal.
+    """Return the namespace. Two engines share only if their namespaces are equal.
 
     Args:
         server_args: SGLang's `ServerArgs`.
         hf_config: the model's configuration.
         device: type of the device.
-        num_ranks: tensor-parallel ranks; they count only where each makes its own weights or bits are to be equal.
+        num_ranks: tensor-parallel ranks. They count only if each generates its own weights or bits must be equal.
         settings: the user's.
     """
     model, load_format = str(server_args.model_path), _plain(getattr(server_args, "load_format", ""))
@@ -69,7 +69,7 @@ def engine_namespace(server_args: Any, hf_config: Any, device: str, num_ranks: i
 
 
 def _plain(value: Any) -> str:
-    """Return a text of a setting: of an enumeration its value."""
+    """Return a setting as text; for an enumeration, its value."""
     return str(getattr(value, "value", value) or "").removeprefix("torch.")
 
 

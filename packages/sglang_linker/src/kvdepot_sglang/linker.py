@@ -2,10 +2,10 @@
 """`KVDepotLinker`: SGLang constructs it in each worker (linker backend "dynamic") and calls it from its scheduler.
 
 SGLang names each page by a digest of all tokens up to its end. The linker sends these names to the depot, masked by the
-namespace. A load is copied and verified as soon as SGLang queues it, into slots that belong to the request alone; the
+namespace. A load is copied and verified as soon as SGLang queues it, into slots that belong only to the request. The
 ranks agree on its outcome. If it failed, the linker refuses it, and SGLang computes the tokens. So no request is
 aborted because of the depot, and none waits for it longer than a deadline. An exception here would end the engine, so
-each is caught, logged, and costs a miss.
+each is caught and logged, and costs a miss.
 """
 
 import functools
@@ -41,15 +41,15 @@ from kvdepot_sglang.weights import Weights
 logger = logging.getLogger(__name__)
 
 _START_SECONDS: Final = 1.0  # a starting engine waits this long for a depot
-_LONGEST_SESSION: Final = 256  # characters of a name that the depot takes
-_UNNAMED: Final = "default"  # SGLang's version of weights that nobody gave one
-_NO_LOAD: Final = -1  # SGLang's number for a batch without loads
+_LONGEST_SESSION: Final = 256  # characters of a session's name that the depot accepts
+_UNNAMED: Final = "default"  # SGLang's version of weights that have no name
+_NO_LOAD: Final = -1  # SGLang's index for a batch without loads
 
 Call = TypeVar("Call", bound=Callable[..., Any])
 
 
 def _never_raises(default: Callable[[], Any]) -> Callable[[Call], Call]:
-    """Make a call log its exceptions and return `default()` instead."""
+    """Decorate a call to log exceptions and return `default()` instead."""
 
     def decorate(call: Call) -> Call:
         @functools.wraps(call)
@@ -66,7 +66,7 @@ def _never_raises(default: Callable[[], Any]) -> Callable[[Call], Call]:
 
 
 class _Offload(NamedTuple):
-    """A store under way, and the session that it belongs to, "" for none."""
+    """A store under way, and its agent session, "" for none."""
 
     job: TransferFuture[bool]
     key: KeyRun
@@ -74,7 +74,7 @@ class _Offload(NamedTuple):
 
 
 class _Events:
-    """Several events as one."""
+    """Several events, waited for as one."""
 
     def __init__(self, events: Sequence[Any]) -> None:
         self._events = events
@@ -88,7 +88,7 @@ class KVDepotLinker(Placed, UnifiedCacheLinker):
     """Keeps the engine's KV cache in a kvdepot server. See `docs/sglang.md`.
 
     Raises:
-        KVDepotError: the engine's cache cannot be kept, or a setting is wrong; the text says what to change.
+        KVDepotError: the engine's cache cannot be kept, or a setting is wrong; the text gives the way out.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class KVDepotLinker(Placed, UnifiedCacheLinker):
             weights=self._weights.namespace.weights,
         )
         self._asking = Asking(self._client, settings.tier_seconds)
-        self._landed: set[str] = set()  # requests whose load is in place, until their batch starts
+        self._landed: set[str] = set()  # requests whose loads are in place but whose batch has not started
         self._offloads: deque[_Offload] = deque()
         self.stats = stats.Stats(ranks.rank, exports=bool(getattr(server_args, "enable_metrics", False)))
         self._say_hello(backend, device)
@@ -167,7 +167,7 @@ class KVDepotLinker(Placed, UnifiedCacheLinker):
             self._worker.wait_until_connected(_START_SECONDS)
             self._client.wait_until_connected(_START_SECONDS)
         except DepotUnavailable as error:
-            logger.warning("the engine starts without a depot and uses it when it is there: %s", error)
+            logger.warning("the engine starts without a depot, and uses it once it is available: %s", error)
         logger.info(
             "tenant %s, namespace %s, pages of %d tokens, pools %s: the depot in %s",
             self._settings.tenant,
@@ -190,7 +190,7 @@ class KVDepotLinker(Placed, UnifiedCacheLinker):
         self._client.change_weights(self._weights.namespace.weights)
 
     def _key(self, names: Sequence[str]) -> KeyRun:
-        """Return the key of a prompt's pages from the first one on, given SGLang's names in hexadecimal digits."""
+        """Return the key of a prompt's leading pages, given SGLang's names in hexadecimal digits."""
         if not self._weights.is_named:
             self._weights.name(_version())
             self._change_keys()
@@ -201,19 +201,22 @@ class KVDepotLinker(Placed, UnifiedCacheLinker):
 
     @_never_raises(list)
     def lookup(self, rid: str, transfers: list[Any]) -> list[int]:
-        """Return the lengths, in pages, of the prefixes of a prompt's tail that can be loaded."""
+        """Return the lengths in pages of the loadable prefixes of a prompt's tail."""
         found = self._ask(rid, transfers[0].keys)
         if not found:
             return []
-        return list(range(1, found + 1)) if len(self.pools) == 1 else [found]  # a shorter one may lack its window
+        return list(range(1, found + 1)) if len(self.pools) == 1 else [found]  # a shorter prefix may lack its window
 
     @_never_raises(type(None))
     def keep_warm(self, rid: str) -> None:
-        """Use the pages before a request's tail in the depot, as SGLang asks for nothing behind them."""
+        """Count a use of the pages before a request's tail in the depot, when SGLang asks for no pages behind them."""
         self._ask(rid, ())
 
     def _ask(self, rid: str, tail: Sequence[str]) -> int:
-        """Look up the device's pages of a prompt and those behind them. Return how many of these the depot has."""
+        """Look up the pages of a prompt, from the first one on.
+
+        Return how many pages behind the device's the depot has.
+        """
         began = time.perf_counter()
         found = self._asking.ask(rid, self._key([*self.before, *tail]), len(self.before))
         self.stats.add(stats.LOOKUPS)
@@ -223,7 +226,7 @@ class KVDepotLinker(Placed, UnifiedCacheLinker):
         return found
 
     def load(self, rid: str, transfers: list[Any]) -> bool:
-        """Fill the slots of a request; False if that failed on any rank, and SGLang computes the tokens."""
+        """Fill the slots of a request. Return False if that failed on any rank, so that SGLang computes the tokens."""
         began = time.perf_counter()
         ok = self._ranks.all_agree(self._retrieve(rid, transfers))
         if ok:
@@ -247,14 +250,14 @@ class KVDepotLinker(Placed, UnifiedCacheLinker):
         return ok
 
     def _order_after_forward(self) -> None:
-        """Have the load come after the forward pass under way, which may still write slots that were just freed."""
+        """Order the load after the forward pass under way, which may still write slots that were just freed."""
         if self._device != "cpu" and self.forward_stream is not None:
             import torch
 
             torch.get_device_module(self._device).current_stream().wait_stream(self.forward_stream)
 
     def start_layer_wise_loading(self) -> int:
-        """Begin the batch of the loads so far. All of them are in place."""
+        """Begin the batch of the loads so far, which are all in place."""
         if not self._landed:
             return _NO_LOAD
         self._landed.clear()
@@ -268,14 +271,14 @@ class KVDepotLinker(Placed, UnifiedCacheLinker):
         return self.layer_done_counter.finish(counter_index)
 
     def cancel_queued_load(self, rid: str) -> bool:
-        """Forget a load whose batch has not begun. Nothing is being copied for it."""
+        """Forget a load whose batch has not begun. No copy for it is running."""
         was_queued = rid in self._landed
         self._landed.discard(rid)
         return was_queued
 
     @_never_raises(bool)
     def offload(self, transfers: list[Any], session_id: str | None = None) -> bool:
-        """Store the pages of a node; False, and SGLang offers it again, if that cannot be begun."""
+        """Store the pages of a node. Return False if that is impossible now, so that SGLang offers it again."""
         key, first = self._key([*self.before, *transfers[0].keys]), len(self.before)
         self._worker.start_registering()  # SGLang captures its graphs before it serves
         pages = block_ids(self.pools, transfers, self.page_size)
@@ -290,7 +293,7 @@ class KVDepotLinker(Placed, UnifiedCacheLinker):
         return True
 
     def num_completed_offloads(self) -> int:
-        """Return how many stores have ended, of those that began first."""
+        """Return the number of oldest stores that have all ended."""
         count = 0
         for offload in self._offloads:
             if not offload.job.query():
@@ -299,9 +302,9 @@ class KVDepotLinker(Placed, UnifiedCacheLinker):
         return count
 
     def pop_completed_offload(self) -> bool:
-        """Return whether the oldest store that has ended left all of its pages in the depot.
+        """Return whether the depot has all pages of the oldest ended store.
 
-        The prefix is its session's last one then, for an operator or an agent who names the session to the depot.
+        Its prefix is then the last one of its agent session, which operators and agents can refer to.
         """
         job, key, session = self._offloads.popleft()
         self.stats.add(stats.STORES)
@@ -312,7 +315,7 @@ class KVDepotLinker(Placed, UnifiedCacheLinker):
         return is_stored
 
     def reset(self) -> None:
-        """End every transfer. SGLang flushes its cache after weights changed: the next request begins new keys."""
+        """End all transfers. SGLang flushes its cache after weights changed: the next request begins new keys."""
         for offload in self._offloads:
             offload.job.result()
         self._offloads.clear()
@@ -328,7 +331,7 @@ class KVDepotLinker(Placed, UnifiedCacheLinker):
             self._change_keys()
 
     def close(self) -> None:
-        """Finish the copies under way, within the depot's deadline, and leave. Twice is harmless."""
+        """Finish the copies under way, within the depot's deadline, and leave. Idempotent."""
         self._worker.close()
         self._client.close()
 
@@ -348,6 +351,6 @@ def _version() -> str:
 
 
 def _instance(server_args: Any, ranks: Ranks) -> str:
-    """Return the name under which people see an engine in the depot's status, the same on every rank."""
+    """Return the engine's name in the depot's status, which is the same on all ranks."""
     served = str(getattr(server_args, "served_model_name", None) or server_args.model_path)
     return f"sglang {served[:200]} port {server_args.port} {ranks.common_random()[:8]}"[:256]

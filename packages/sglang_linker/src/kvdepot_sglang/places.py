@@ -1,8 +1,8 @@
-"""The place of a page in its prompt, which SGLang's interface for linkers does not tell.
+"""Adds the place of a page in its prompt, which SGLang's interface for linkers does not pass.
 
-SGLang calls a linker for the tail of a prompt behind what its device has, and for the pages of one node of its tree.
-The depot keeps chunks under the prefix they belong to, so it needs the pages before those, too. These two hooks around
-the methods that call the linker add them. Everything else of SGLang stays as it is.
+SGLang calls a linker for the tail of a prompt behind the pages on its device, and for the pages of one node of its
+tree. The depot keeps chunks under their prefix, so it needs the pages before those, too. Two hooks around the methods
+that call the linker add them. Nothing else in SGLang changes.
 """
 
 import functools
@@ -14,19 +14,19 @@ logger = logging.getLogger(__name__)
 
 
 class Placed:
-    """A linker that needs the names of the pages before those that it is called for."""
+    """A linker that needs the names of the pages before those of a call."""
 
     page_size: int  # tokens
-    before: Sequence[str] = ()  # in the prompt, from its first page on
+    before: Sequence[str] = ()  # names of the prompt's pages before those of the call
     slots_before: Callable[[], Any]  # returns the device's slots of these pages; valid during a call of `offload`
 
     def keep_warm(self, rid: str) -> None:
-        """Use the device's pages of a prompt in the depot, too. SGLang asks for nothing behind them."""
+        """Count a use of the device's pages of a prompt in the depot. SGLang asks for no pages behind them."""
         raise NotImplementedError
 
 
 def around_match(original: Callable[..., Any], wrapper: Any, key: Any, req: Any, result: Any) -> Any:
-    """Tell the linker which pages of the prompt the device has. Without them there is no lookup."""
+    """Pass the linker the prompt's pages on the device. Without them, there is no lookup."""
     linker = wrapper.cache_linker
     if isinstance(linker, Placed):
         before: Sequence[str] = ()
@@ -34,7 +34,7 @@ def around_match(original: Callable[..., Any], wrapper: Any, key: Any, req: Any,
             try:
                 before = _pages_up_to(wrapper.cache, result.last_device_node)
             except Exception:
-                logger.exception("SGLang did not name the pages of a prompt: it is not looked up")
+                logger.exception("no lookup of a prompt, because SGLang did not name its pages")
             if len(before) * linker.page_size != result.device_prefix_len:
                 return result
         linker.before = before
@@ -44,7 +44,7 @@ def around_match(original: Callable[..., Any], wrapper: Any, key: Any, req: Any,
 
 
 def around_offload_nodes(original: Callable[..., Any], wrapper: Any, node_ids: Sequence[Any]) -> None:
-    """Offload one node after the other, each with the names of the pages before it."""
+    """Offload nodes one by one, each with the names of the pages before it."""
     linker = wrapper.cache_linker
     if not isinstance(linker, Placed):
         original(wrapper, node_ids)
@@ -53,7 +53,7 @@ def around_offload_nodes(original: Callable[..., Any], wrapper: Any, node_ids: S
         try:
             linker.before = list(wrapper.cache.get_prefix_hash_values(node))
         except Exception:
-            logger.exception("SGLang did not name the pages before a node: it is not stored")
+            logger.exception("no store of a node, because SGLang did not name the pages before it")
         else:
             linker.slots_before = functools.partial(_slots_before, wrapper.cache, node, len(linker.before))
             original(wrapper, [node])
@@ -62,7 +62,7 @@ def around_offload_nodes(original: Callable[..., Any], wrapper: Any, node_ids: S
 def are_hooked(wrapper: Any) -> bool:
     """Return whether SGLang has applied both hooks to its class `UnifiedCacheLinkerWrapper`.
 
-    SGLang wraps a method once for each plugin that hooks it.
+    SGLang wraps a method once per plugin that hooks it.
     """
     return all(hasattr(getattr(wrapper, name), "__wrapped__") for name in ("match", "offload_nodes"))
 

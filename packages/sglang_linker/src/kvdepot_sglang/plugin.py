@@ -14,12 +14,12 @@ _UPDATER: Final = "sglang.srt.managers.scheduler_components.weight_updater.Sched
 
 
 def register() -> None:
-    """Hook SGLang's methods that know which pages come before those of a call of the linker, and that write weights."""
+    """Hook SGLang's methods that write weights, and those that know the pages before a call of the linker."""
     try:
         hooks: Any = importlib.import_module("sglang.srt.plugins.hook_registry")
         hooks.HookRegistry.register(f"{_WRAPPER}.match", around_match, hooks.HookType.AROUND)
         hooks.HookRegistry.register(f"{_WRAPPER}.offload_nodes", around_offload_nodes, hooks.HookType.AROUND)
         for method in updates.METHODS:
             hooks.HookRegistry.register(f"{_UPDATER}.{method}", updates.around_update, hooks.HookType.AROUND)
-    except Exception:  # SGLang serves without us; the linker refuses to start without its hooks
+    except Exception:  # SGLang can serve without kvdepot; the linker refuses to start without its hooks
         logger.exception("kvdepot's hooks could not be registered with this SGLang")

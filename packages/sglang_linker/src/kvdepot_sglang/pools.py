@@ -1,6 +1,7 @@
 # pyright: basic
-"""SGLang's KV pools as layer groups: a page of SGLang is a block, and a chunk. Caches that cannot be kept whole are
-refused with the reason.
+"""SGLang's KV pools as layer groups: a page of SGLang is both a block and a chunk.
+
+Caches that cannot be kept whole are refused with the reason.
 
 A buffer of a pool is `(slots, heads, dim)`, or `(slots, 1, dim)` for latent attention. Page `i` has the slots
 `i * page_size` to `(i + 1) * page_size`.
@@ -18,11 +19,11 @@ _PLAIN_DTYPES: Final = ("bfloat16", "float16", "float32")
 
 
 class Unsupported(KVDepotError):
-    """kvdepot cannot keep the cache of this engine. The text says why, and what to change."""
+    """kvdepot cannot keep the cache of this engine. The text gives the reason and the way out."""
 
 
 class Holding(NamedTuple):
-    """A rank of those that share a model, and the model's KV heads; 0 heads if they cannot be told."""
+    """A rank, the number of ranks that share the model, and the model's KV heads; 0 heads if unknown."""
 
     rank: int
     num_ranks: int
@@ -30,7 +31,7 @@ class Holding(NamedTuple):
 
 
 def refuse_unsupported(server_args: Any, params: Any, page_size: int) -> None:
-    """Raise for an engine whose cache is not kept whole or would be mixed up.
+    """Refuse an engine whose cache could not be kept whole or would be mixed up.
 
     Args:
         server_args: SGLang's `ServerArgs`.

@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false
-"""The tensor-parallel ranks of an engine, which must take the same branch whatever each finds in the depot."""
+"""The tensor-parallel ranks of an engine, which must take the same branch whatever each of them finds in the depot."""
 
 import os
 from typing import Any, Final
@@ -23,7 +23,7 @@ class Ranks:
             self.rank, self.size = distributed.get_rank(group=group), distributed.get_world_size(group=group)
 
     def all_agree(self, ok: bool) -> bool:
-        """Return whether every rank says so. All ranks call it."""
+        """Return whether `ok` is True on all ranks. All ranks must call this."""
         if self.size == 1:
             return ok
         import torch
@@ -48,7 +48,7 @@ class Ranks:
         return {rank: bytes(each.tolist()).hex() if each.any() else "" for rank, each in enumerate(told)}
 
     def common_random(self) -> str:
-        """Return 32 random hexadecimal digits, the same on every rank. All ranks call it."""
+        """Return 32 random hexadecimal digits, equal on all ranks. All ranks must call this."""
         value = os.urandom(_BYTES)
         if self.size == 1:
             return value.hex()

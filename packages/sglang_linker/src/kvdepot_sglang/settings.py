@@ -8,12 +8,15 @@ from kvdepot.engines.settings import EngineSettings
 
 @dataclass(frozen=True, slots=True)
 class Settings(EngineSettings):
-    """Every setting is a field of `linker_extra_config`, and optional. SGLang's scheduler stands while it waits."""
+    """Each setting is an optional field of `linker_extra_config`.
+
+    SGLang's scheduler does nothing else while it waits.
+    """
 
     SOURCE: ClassVar[str] = "linker_extra_config"
 
     lookup_seconds: float = 0.25  # the longest wait for the answer to a lookup
-    tier_seconds: float = 0.05  # of it, for chunks that a tier brings; what comes later helps the next request
+    tier_seconds: float = 0.05  # the part of it to wait for tiers; chunks that arrive later help the next request
 
     def __post_init__(self) -> None:
         EngineSettings.__post_init__(self)  # `super()` finds the class before `slots` remade it

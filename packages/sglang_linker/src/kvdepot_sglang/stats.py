@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false
-"""The linker's figures: a log line now and then, and Prometheus counters where SGLang exports its own."""
+"""The linker's figures: an occasional log line, and Prometheus counters if SGLang exports its own."""
 
 import logging
 import time
@@ -22,11 +22,11 @@ LOAD_MICROSECONDS: Final = linker_counter("load_microseconds", "Time for which t
 STORES: Final = linker_counter("stores", "Store operations that ended")
 STORE_BYTES: Final = linker_counter("store_bytes", "Bytes copied into the depot")
 
-_LOG_SECONDS: Final = 60.0  # between two lines, as SGLang's own are
+_LOG_SECONDS: Final = 60.0  # between two log lines, as for SGLang's own
 
 
 class Stats:
-    """Counts of one rank.
+    """The counts of one rank.
 
     Args:
         rank: a label of the exported counters; rank 0 logs.

@@ -1,13 +1,13 @@
 # pyright: basic, reportMissingImports=false
 """`KVDepotConnector`: vLLM constructs it once in the scheduler and once in each worker (`KVConnectorBase_V1`).
 
-It adapts vLLM's hooks to `SchedulerSide` and `WorkerSide`; vLLM's base class dictates its methods. An exception in a
-hook would end the engine, so each one is caught, logged, and costs a miss. Every load is asynchronous, because vLLM can
-recompute only asynchronous loads after a failure.
+It adapts vLLM's hooks to `SchedulerSide` and `WorkerSide`. vLLM's base class dictates its methods. An exception in a
+hook would end the engine, so each one is caught and logged, and costs a miss. Every load is asynchronous, because vLLM
+can recompute only asynchronous loads after a failure.
 
-At start each worker registers its cache with the depot and tells the scheduler's process the format of its blocks,
-which only a worker knows. The scheduler's side begins once all workers have reported the same format. If one worker
-uses no depot, the whole engine uses none.
+At start, each worker registers its cache with the depot and reports the format of its blocks, which only a worker
+knows, to the scheduler's process. The scheduler's side starts once all workers have reported the same format. If one
+worker uses no depot, the whole engine uses none.
 """
 
 import contextlib
@@ -52,14 +52,14 @@ Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
-    """Carries a step's plan to the workers."""
+    """The plan of a step, for the workers."""
 
     plan: StepPlan
 
 
 @dataclass
 class ReportMetadata(KVConnectorWorkerMetadata):
-    """Carries a worker's report to the scheduler."""
+    """The report of a worker, for the scheduler."""
 
     report: WorkerReport = field(default_factory=WorkerReport)
 
@@ -70,7 +70,7 @@ class ReportMetadata(KVConnectorWorkerMetadata):
 
 
 def _never_raises(default: Callable[[], Any]) -> Callable[[Hook], Hook]:
-    """Make a hook log its exceptions and return `default()` instead."""
+    """Decorate a hook to log exceptions and return `default()` instead."""
 
     def decorate(hook: Hook) -> Hook:
         @functools.wraps(hook)
@@ -211,12 +211,12 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_never_raises(_nothing)
     def unregister_kv_caches(self) -> None:
-        """Give the cache's memory up, before vLLM takes it away: until `restore_kv_caches` every load is a miss."""
+        """Release the cache's memory before vLLM frees it. Until `restore_kv_caches`, every load is a miss."""
         self._worker.leave()
 
     @_never_raises(_nothing)
     def restore_kv_caches(self) -> None:
-        """Register the cache again, now that vLLM has its memory back."""
+        """Register the cache again, after vLLM has reallocated its memory."""
         self._worker.come_back()
 
     @_never_raises(_nothing)
@@ -225,7 +225,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.end_of_captures()
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Take the step's plan and start its loads, which run beside the forward pass."""
+        """Take the step's plan, and start its loads, which run beside the forward pass."""
         super().bind_connector_metadata(connector_metadata)
         self._plan = connector_metadata.plan if isinstance(connector_metadata, StepMetadata) else StepPlan()
         self._worker.start_loads(self._plan)
@@ -355,7 +355,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
     # --- metrics, events ------------------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> KVDepotStats | None:
-        """Return the counts since the last call, None if there are none."""
+        """Return the counts since the last call, None if all are zero."""
         side = self._scheduler or self._worker
         if not side.counters:
             return None

@@ -1,4 +1,4 @@
-"""The engine's counters. Each is declared beside the code that counts it; `stats` exports them all."""
+"""The engine's counters, each declared beside the code that counts it. `stats` exports all of them."""
 
 from typing import Final
 

@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false
-"""The platform's part of a worker: how the bytes of a block are written, and what a CPU has to permit."""
+"""The platform-dependent part of a worker: identifies how the bytes of a block are written, and permits AMX on CPUs."""
 
 import logging
 
@@ -20,7 +20,7 @@ def device_of_bytes(dtype: str) -> str:
 
 
 def permit_tiles(device: str) -> None:
-    """Ask the kernel for the use of AMX tiles in this process, where vLLM's attention on CPU uses them.
+    """Request AMX tiles from the kernel for this process, if vLLM's attention on CPU uses them.
 
     The first use of a tile without this permission ends the process with SIGILL
     (https://docs.kernel.org/arch/x86/xstate.html). vLLM 0.32 counts on an earlier matrix product of oneDNN, which asks.

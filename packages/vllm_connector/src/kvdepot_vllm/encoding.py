@@ -1,10 +1,10 @@
 # pyright: basic, reportMissingImports=false
-"""Finds where an attention backend writes K and V in its pages, by writing numbers through its own kernel.
+"""Finds the places of K and V in an attention backend's pages, by writing numbers through its own kernel.
 
-A digest of these places, layer by layer, is the encoding of a cache. Engines whose kernels do the same share pages,
-whatever their backends, devices and minor versions are called. A kernel that does not copy values verbatim, or not to
-the same places of every block, has no encoding, nor have recurrent states: `groups.named_format` names everything that
-may decide how such bytes lie.
+A digest of these places, layer by layer, is the encoding of a cache. Engines whose kernels write in the same way share
+pages, whatever the names of their backends, devices and minor versions are. A kernel that does not copy values
+verbatim, or not to the same places in all blocks, has no encoding; nor have recurrent states. For those,
+`groups.named_format` names everything that may determine the layout of bytes.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,10 +1,10 @@
 # pyright: basic, reportMissingImports=false
-"""KV cache events: describes this engine's chunks to the depot, and announces the depot's chunks by vLLM's publisher.
+"""KV cache events: describes this engine's chunks to the depot, and publishes the depot's chunks by vLLM's publisher.
 
-A depot that publishes events (`--events`) learns tokens and block hashes from its engines. It tells each engine what
-the pool holds of the engine's own namespace, whoever stored it: so a router that knows nothing of depots sees what
-neighbours stored, what came back from tiers and what left. The news come on a thread of their own, which gives them to
-vLLM's publisher at once, as an idle engine takes no events.
+A depot that publishes events (`--events`) learns tokens and block hashes from its engines. It tells each engine which
+chunks of the engine's namespace the pool holds, whichever engine stored them. So a router that knows nothing of depots
+sees chunks that neighbours stored, that tiers brought, or that were evicted. The news arrive on a separate thread,
+which passes them to vLLM's publisher at once, because an idle engine takes no events.
 """
 
 import threading
@@ -38,7 +38,7 @@ _MOST_BLOCKS: Final = 1024  # of one event that takes back what was announced
 
 
 class Describer:
-    """Describes chunks as vLLM's own events would: by its block hashes, as integers of 64 bits.
+    """Describes chunks like vLLM's own events: by its block hashes, as integers of 64 bits.
 
     Described are the blocks of the groups with full attention and the same block size as the first of these. They
     decide about a hit together.

@@ -1,4 +1,7 @@
-"""vLLM's KV cache groups as layer groups of a depot. Both sides of the connector derive them from the same config."""
+"""Derives a depot's layer groups from vLLM's KV cache groups.
+
+Both sides of the connector use the same configuration.
+"""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -22,7 +25,7 @@ _LARGEST_KERNEL_BLOCK: Final = 64  # tokens that kernels of every attention back
 
 
 class Unsupported(LayoutError):
-    """This engine cannot use a depot; the text gives the reason and a remedy."""
+    """This engine cannot use a depot; the text gives the reason and the way out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +46,7 @@ class EngineGroup:
 
 @dataclass(frozen=True, slots=True)
 class EngineCache:
-    """The KV cache of one engine as a depot sees it."""
+    """A depot's view of the KV cache of one engine."""
 
     groups: tuple[EngineGroup, ...]
     num_groups: int  # of vLLM

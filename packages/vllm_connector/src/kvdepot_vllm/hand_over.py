@@ -1,7 +1,7 @@
-"""Hand-over of a prompt from a prefill engine to a decode engine, by the `kv_transfer_params` of a request.
+"""Hands a prompt over from a prefill engine to a decode engine, by the `kv_transfer_params` of a request.
 
-The parameters are those that vLLM's proxies send and relay: `do_remote_decode` asks a prefill engine to say what it
-computed, and its answer carries `do_remote_prefill` for the decode engine. No address is needed: both engines share a
+vLLM's proxies send and relay these parameters: `do_remote_decode` asks a prefill engine to report the chunks that it
+computed, and its answer contains `do_remote_prefill` for the decode engine. No address is needed: both engines share a
 depot, which finds the chunks by their keys.
 """
 

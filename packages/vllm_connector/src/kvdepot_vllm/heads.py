@@ -1,8 +1,9 @@
 # pyright: basic
-"""The KV heads and layers of a group: whether ranks and stages can divide them, so that engines of any size share them.
+"""Decides whether ranks and stages can divide the KV heads and layers of a group, so that engines of any size share.
 
-Ranks can if each head's bytes lie in one piece of every row of a page. Everything else is opaque: the bytes are for the
-rank of the same number in an engine of the same size. Stages of a pipeline can if all layers of the model are alike.
+Ranks can divide heads if each head's bytes are one piece of each row of a page. Otherwise pages are opaque: their bytes
+fit only the rank with the same number in an engine of the same size. Pipeline stages can divide layers if all layers of
+the model are alike.
 """
 
 import math

@@ -1,6 +1,6 @@
-"""Names the owner of KV: the namespace of an engine, and everything besides tokens that decides the KV of a request.
+"""Identifies KV: the namespace of an engine, and everything besides tokens that determines the KV of a request.
 
-All of it is computed from content and names without a seed, so equal engines get equal keys in every process.
+Everything is computed from content and names without a seed, so equal engines get equal keys in all processes.
 """
 
 import importlib
@@ -150,7 +150,7 @@ def _weights_fingerprint(model: Any, load_config: Any) -> str:
 
 
 class RequestIdentity:
-    """Turns everything besides tokens that decides a request's KV into extra keys of `PrefixHasher`."""
+    """Converts everything besides tokens that determines a request's KV into extra keys for `PrefixHasher`."""
 
     def __init__(self) -> None:
         self._adapters: dict[tuple[str, str, int], bytes] = {}  # by name, path, and vLLM's number of this loading

@@ -1,4 +1,4 @@
-"""What the two sides tell each other: the jobs of a step for the workers, and the reports that come back."""
+"""The messages between the two sides: the jobs of a step for the workers, and their reports."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -105,7 +105,7 @@ class StepPlan:
 
 @dataclass(slots=True)
 class WorkerReport:
-    """News from the workers for the scheduler's side.
+    """The report of one or more workers to the scheduler's side.
 
     Attributes:
         ended: for each store job, how many workers ended it and how many chunks all of them stored.

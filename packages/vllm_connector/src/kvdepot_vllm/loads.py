@@ -1,7 +1,7 @@
 """Loads: at most one per admission, of an exact prefix or of a blend, from vLLM's allocation until all workers end it.
 
-`SchedulerSide` plans a load when vLLM has allocated its blocks, hands the planned jobs to the workers with the next
-step, and tells of the loads that ended. The lease that keeps a load's chunks belongs to the request's lookup.
+`SchedulerSide` plans a load when vLLM has allocated its blocks, passes the planned jobs to the workers with the next
+step, and reports ended loads here. The lease that keeps a load's chunks belongs to the request's lookup.
 """
 
 import logging

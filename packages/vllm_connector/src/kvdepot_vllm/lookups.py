@@ -1,7 +1,8 @@
 """Lookups: at most one per request at a time, the lease of its answer, and the announcement to other engines.
 
-`SchedulerSide` asks when a request arrives, polls while vLLM schedules, and drops the answer when the load is decided
-or has ended. Nothing here plans loads or stores. If the depot dies, each lookup is answered with a miss.
+`SchedulerSide` sends a lookup when a request arrives, polls it while vLLM schedules, and drops the answer when the load
+is decided or has ended. This module plans neither loads nor stores. If the depot dies, each lookup is answered with a
+miss.
 """
 
 import logging

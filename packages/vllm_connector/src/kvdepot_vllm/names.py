@@ -1,4 +1,4 @@
-"""The names under which people and routers know an engine. Keys do not depend on them."""
+"""The names of an engine for operators and routers. Keys do not depend on them."""
 
 import argparse
 import re

@@ -1,6 +1,6 @@
-"""What one request asks of kvdepot: the object "kvdepot" of its `kv_transfer_params`, or of a router's `kv_hints`.
+"""Parses a request's parameters for kvdepot, in its `kv_transfer_params` or in a router's `kv_hints`.
 
-A wrong value is ignored with a log line; no request fails because of it.
+A wrong value is ignored and logged. No request fails because of it.
 """
 
 import logging
@@ -15,7 +15,7 @@ from kvdepot_vllm.settings import BLEND_POLICIES, Settings
 
 logger = logging.getLogger(__name__)
 
-_OURS: Final = "kvdepot"  # the key of what is meant for us
+_OURS: Final = "kvdepot"  # the key of our parameters
 _LONGEST_SESSION: Final = 256
 _MOST_SESSIONS: Final = 64  # that one request names
 _A_SESSION: Final = f"a name of 1 to {_LONGEST_SESSION} characters"
@@ -47,7 +47,7 @@ def checked(params: Mapping[str, Any], name: str, is_valid: Callable[[Any], bool
     value = params.get(name.rpartition(".")[2])
     if value is None or is_valid(value):
         return value
-    logger.warning("kvdepot.%s of a request is %.64r and ignored: give %s", name, value, expected)
+    logger.warning("ignoring kvdepot.%s of a request, which is %.64r: give %s", name, value, expected)
     return None
 
 

@@ -1,8 +1,8 @@
-"""How long the engine takes to compute one more token of prompt: the worth of a hit.
+"""Measures the time that the engine needs for one more prompt token, which is the value of a hit.
 
-A step costs a fixed time and a time for each token, and a hit saves only the second. With many hits, most steps compute
-so few tokens that they take little more than the fixed time. So the cost of a token comes from two sizes of steps: the
-smallest and the largest that were seen.
+A step costs a fixed time and a time per token. A hit saves only the latter. With many hits, most steps compute so few
+tokens that they take little more than the fixed time. So the cost of a token is computed from two sizes of steps: the
+smallest and the largest seen.
 """
 
 from collections import deque

@@ -1,7 +1,7 @@
 # pyright: basic
 """Finds vLLM's objects that no hook passes: the runner with its model, and the engine core.
 
-They construct the connector or call it, so one of the frames below has them.
+They construct or call the connector, so a frame of the call stack refers to them.
 """
 
 import logging

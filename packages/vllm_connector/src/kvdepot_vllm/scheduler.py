@@ -1,7 +1,7 @@
-"""The scheduler's side: looks prefixes up, plans loads and stores, and sends hints.
+"""The scheduler's side: looks up prefixes, plans loads and stores, and sends hints.
 
-vLLM calls it in the engine core's loop, so nothing here waits, but for up to 10 ms in a step that computes nothing. A
-lookup is sent when the request arrives, and its answer is polled.
+vLLM calls it in the engine core's loop, so nothing here waits, except for up to 10 ms in a step that computes nothing.
+A lookup is sent when the request arrives, and its answer is polled.
 """
 
 import contextlib

@@ -18,7 +18,7 @@ BLEND_POLICIES: Final = ("none", "heads", "deviation", "query", "mixkq")
 
 @dataclass(frozen=True, slots=True)
 class Settings(EngineSettings):
-    """Every setting is `kvdepot.NAME` in `kv_connector_extra_config`, and optional.
+    """Each setting is an optional `kvdepot.NAME` in `kv_connector_extra_config`.
 
     `store` selects the stored tokens: "all" (prompt and output), "prompt" or "none". `load` switches loads on or off.
     With `wait_for_others`, a request waits for chunks that another request or engine is computing, if they come sooner

@@ -2,7 +2,7 @@
 """The start of both sides of the connector: each worker registers its cache, then the scheduler's side opens.
 
 `KVDepotConnector` calls `find_cache` when vLLM constructs it, `register_worker` in each worker's process, and
-`open_scheduler` in the scheduler's process once every worker has reported its format. A failure here means that the
+`open_scheduler` in the scheduler's process once all workers have reported their formats. After a failure here, the
 engine runs without a depot. Nothing here is used after the start.
 """
 

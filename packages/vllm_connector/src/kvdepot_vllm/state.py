@@ -1,4 +1,4 @@
-"""`RequestState`: all that the scheduler's side knows of one request, from its arrival to its end."""
+"""`RequestState`: everything that the scheduler's side knows about one request, from its arrival to its end."""
 
 import enum
 from collections.abc import Callable

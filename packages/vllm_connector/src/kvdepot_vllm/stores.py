@@ -1,7 +1,7 @@
 """Stores of the scheduler's side: plans them as chunks fill up, and holds their source blocks until they end.
 
-A reference on vLLM's block pool holds each source block. It is taken when the store is planned and released when
-every worker has reported the store, so the blocks survive the end, abort and preemption of their request.
+A reference in vLLM's block pool holds each source block. It is taken when the store is planned, and released when all
+workers have reported the store. So the blocks survive the end, abort and preemption of their request.
 """
 
 import logging

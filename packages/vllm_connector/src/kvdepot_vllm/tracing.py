@@ -1,8 +1,8 @@
 """Adds spans of the depot's work to the trace of a request.
 
-Started with `--otlp-traces-endpoint`, vLLM passes on the trace context of a request (`trace_headers`), has an exporter
-in the engine core's process, and brings OpenTelemetry. Otherwise there are no spans, and nothing is imported. Times are
-the scheduler's: a span ends in the step that learns of the end.
+With `--otlp-traces-endpoint`, vLLM passes on the trace context of a request (`trace_headers`), has an exporter in the
+engine core's process, and brings OpenTelemetry. Otherwise there are no spans, and nothing is imported. Times are the
+scheduler's: a span ends in the step that learns of the end.
 """
 
 from functools import cache

@@ -33,7 +33,7 @@ _IDLE_SECONDS: Final = 0.002  # little beside a load, which takes 10 ms and more
 
 @dataclass(frozen=True, slots=True)
 class LoadResults:
-    """Loads that ended since the last poll; `failed` are among them.
+    """The loads that ended since the last poll, including the `failed` ones.
 
     `invalid_blocks` are the unfilled blocks of failed loads, from which an engine with one group recomputes.
     """
@@ -44,7 +44,10 @@ class LoadResults:
 
 
 class NoBlends:
-    """The blends of a worker that does not blend. `BlendWorker`, which needs torch, overrides all of it."""
+    """The interface of blends, for a worker that does not blend.
+
+    `BlendWorker`, which needs torch, overrides all of it.
+    """
 
     @property
     def num_pending(self) -> int:

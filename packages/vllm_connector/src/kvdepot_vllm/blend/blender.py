@@ -1,16 +1,17 @@
 # pyright: basic, reportMissingImports=false
-"""`Blender`: computes chosen tokens of a prompt whose other tokens have their KV from elsewhere. One in each worker.
+"""`Blender`: computes chosen tokens of a prompt whose other tokens have KV from elsewhere. There is one per worker.
 
-The worker's side loads KV into the request's blocks, or into staging blocks, and calls `move`. It then calls
-`recompute` for the tokens between the reused runs, `choose` for the reused tokens to compute again, and `recompute` for
-those: in as many slices of ascending positions as it likes, between or within the engine's steps.
+The worker's side loads KV into the request's blocks or into staging blocks, and calls `move`. Then it calls `recompute`
+for the tokens between the reused runs, `choose` for the reused tokens to recompute, and `recompute` for those, in any
+number of slices of ascending positions, between or within the engine's steps.
 
 The tokens to compute are scattered positions of one prompt. Each stretch of neighbours becomes one row of an ordinary
-ragged batch, and all rows have the block table of the request. The engine writes the KV of all rows before it reads
-any, in each layer; so a token attends to exactly the tokens up to itself, computed again or reused. The model and the
-attention backend are the engine's own. The metadata builder is not: the runner's keeps the step under way.
+ragged batch, and all rows have the block table of the request. In each layer, the engine writes the KV of all rows
+before it reads any, so a token attends to exactly the tokens up to itself, recomputed or reused. The model and the
+attention backend are the engine's own. The metadata builder is a separate one, because the runner's holds the state of
+the step under way.
 
-With several ranks, each must make the same calls in the same step, because the model's layers wait for each other.
+With several ranks, all must make the same calls in the same step, because the model's layers wait for each other.
 Tokens, positions and tables are int64 tensors on the CPU.
 """
 
@@ -38,7 +39,7 @@ class Blender:
         model: the model that the engine runs, of its runner.
         vllm_config: `VllmConfig`.
         kv_cache_config: `KVCacheConfig`.
-        scratch_block: a block that no request has yet; its bytes are overwritten and restored.
+        scratch_block: a block that no request uses yet. Its bytes are overwritten and restored.
         move_tokens: the compiled move of tokens that a backend brings.
 
     Attributes:
@@ -98,7 +99,7 @@ class Blender:
             move(self.layers, from_slots, to_slots, old_positions, new_positions, self._move_tokens)
 
     def forward(self, tokens: Any, positions: Any, table: Any, *, shift: int = 0, compiled: bool = False) -> Any:
-        """Run the model over positions of a prompt. Return hidden states in the order of positions, `(n, hidden)`.
+        """Run the model over positions of a prompt. Return the hidden states in the order of positions, `(n, hidden)`.
 
         Args:
             tokens: of the whole prompt, or at least up to the last of `positions`.
@@ -146,9 +147,9 @@ class Blender:
             return hidden[back.to(device)]
 
     def recompute(self, tokens: Any, positions: Any, table: Any) -> None:
-        """Compute the KV of ascending positions, in batches that the engine has room for.
+        """Compute the KV of ascending positions, in batches that fit the engine's buffers.
 
-        Computing them in several calls gives the same KV, if the calls ascend.
+        Several calls in ascending order give the same KV.
         """
         for batch in self.batches(positions):
             self.forward(tokens, batch, table, compiled=True)
@@ -162,7 +163,7 @@ class Blender:
         question: Run | None = None,
         budget: Budget = _DEFAULT_BUDGET,
     ) -> Any:
-        """Return the reused positions to compute again, ascending. All ranks choose the same.
+        """Return the reused positions to recompute, ascending. All ranks choose the same.
 
         The KV of everything before the last run must be there. Some policies write the KV of the question.
 
@@ -179,7 +180,7 @@ class Blender:
         return POLICIES[policy].choose(runs, budget, ModelScores(self, tokens, runs, table, question))
 
     def batches(self, positions: Any) -> Iterator[Any]:
-        """Cut ascending positions into batches that the engine has room for."""
+        """Cut ascending positions into batches that fit the engine's buffers."""
         is_start = torch.ones(len(positions), dtype=torch.bool)
         is_start[1:] = positions[1:] != positions[:-1] + 1
         row = is_start.long().cumsum(0)

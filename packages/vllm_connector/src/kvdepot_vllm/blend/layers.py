@@ -1,8 +1,8 @@
 # pyright: basic, reportMissingImports=false
-"""Attention layers as a blender sees them: where K and V of a token lie, and how K turns with its position.
+"""A blender's view of attention layers: the places of K and V of a token, and the rotation of K by its position.
 
-Neither is known beforehand. The places are found by looking (`kvdepot_vllm.encoding`). The rotation comes from the
-layer's rotary embedding, computed again in float32: the engine keeps its table in the precision of the model.
+Neither is known beforehand. The places are found by experiment (`kvdepot_vllm.encoding`). The rotation comes from the
+layer's rotary embedding, recomputed in float32, because the engine's table has the precision of the model.
 """
 
 from collections.abc import Iterable, Mapping

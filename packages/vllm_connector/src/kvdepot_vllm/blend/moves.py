@@ -1,9 +1,9 @@
 # pyright: basic, reportMissingImports=false
-"""Moves tokens' KV to other slots and positions: K is turned by the distance, everything else is copied.
+"""Moves tokens' KV to other slots and positions: K is rotated by the distance, everything else is copied.
 
-Slots and positions are CPU int64. The CPU backend brings a compiled move for the layouts of its pages. Otherwise a
-CPU moves slices of blocks, each of which stays in its cache. A device gathers and scatters tokens, and so does a CPU
-where tokens lie in tiles that a slice would cut. The work on indices and angles is done once for each kind of layer.
+Slots and positions are int64 on the CPU. The CPU backend has a compiled move for the layouts of its pages. Otherwise, a
+CPU moves slices of blocks, each of which fits its cache. A device gathers and scatters tokens, and so does a CPU if
+tokens are in tiles that a slice would cut. The work on indices and angles is done once per kind of layer.
 """
 
 from collections.abc import Sequence

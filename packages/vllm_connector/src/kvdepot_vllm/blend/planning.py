@@ -1,8 +1,8 @@
-"""The scheduler's side of blends: finds reused runs, keeps their KV out of exact caches, and plans the workers' jobs.
+"""The scheduler's side of blends: finds reusable runs, keeps their KV out of exact caches, and plans the workers' jobs.
 
-Blended KV depends on more than the tokens in front of it, so nobody may find it under an exact key. From the first
-block with a reused token on, a request has block hashes that no other request can have (`taint`), and `exact_tokens`
-ends its stores there.
+Blended KV depends on more than the tokens before it, so it must never be found under an exact key. From the first block
+with a reused token on, a request gets block hashes that no other request can have (`taint`), and `exact_tokens` ends
+its stores there.
 """
 
 import logging
@@ -51,10 +51,10 @@ _BLENDS_DECLINED_SLOW: Final = engine_counter(
 
 # A longer rest of the prompt is not a question: its attention does not show which tokens matter.
 QUESTION_TOKENS: Final = 256
-_LEAST_RUN_TOKENS: Final = 64  # a shorter run costs more than it brings
-_RECOMPUTE_COST: Final = 1.6  # of one token recomputed, in tokens of a prefill: measured
+_LEAST_RUN_TOKENS: Final = 64  # a shorter run costs more than it saves
+_RECOMPUTE_COST: Final = 1.6  # cost of a recomputed token, in tokens of a prefill: measured
 _LEAST_GAIN: Final = 0.1  # a blend that saves a smaller share of the computation is declined
-_FREE_SHARE: Final = 0.1  # of the engine's blocks, left to others when staging blocks are taken
+_FREE_SHARE: Final = 0.1  # share of the engine's blocks that staging leaves to others
 _NONCE_BYTES: Final = 32  # as many as a hash of vLLM has: no other request will have these
 _SUFFIX: Final = " blend"
 
@@ -71,9 +71,9 @@ class _Job:
 
 
 class Blends:
-    """All blends of one engine, and the contents that its prompts offer as sources.
+    """All blends of one engine, and the contents of its prompts as sources for others.
 
-    An engine that cannot blend has none: `begin` gives no request a blend, and every other call then does nothing.
+    An engine that cannot blend has none: `begin` starts no blend, and all other calls then do nothing.
 
     Args:
         cache: the engine's; one group of full attention.

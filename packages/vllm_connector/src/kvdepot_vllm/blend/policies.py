@@ -1,8 +1,9 @@
 # pyright: basic, reportMissingImports=false
-"""Policies: which reused tokens are computed again.
+"""Policies: choose the reused tokens to recompute.
 
-A run is a stretch of reused tokens with one source. Computing again costs least in grains: neighbouring tokens of one
-run, which the engine computes as one row of a batch. All ranks choose alike, because scores are summed over the ranks.
+A run is a stretch of reused tokens with one source. Recomputation is cheapest in grains: neighbouring tokens of one
+run, which the engine computes as one row of a batch. All ranks choose the same tokens, because scores are summed over
+the ranks.
 
 - `none` chooses nothing, `all` everything.
 - `heads` chooses the first tokens of each run: as attention sinks of their source they mislead most.

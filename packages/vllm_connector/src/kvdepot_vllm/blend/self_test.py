@@ -1,9 +1,9 @@
 # pyright: basic, reportMissingImports=false
-"""Shows before the first request that this engine can blend this model.
+"""Checks before the first request that this engine can blend this model.
 
-The same tokens are computed at two positions. If attention depends on distances alone, K must differ by the rotation
-and V not at all. Learned positions, a wrong table of angles, a layer without rotation taken for one with it, and a
-layout that was misread fail here. Moves within and between blocks and the scores of policies run, too.
+The same tokens are computed at two positions. If attention depends only on distances, K must differ by the rotation and
+V not at all. The test detects learned positions, a wrong table of angles, a layer mistaken for one with rotation, and a
+misread layout. It also runs moves within and between blocks and the scores of policies.
 """
 
 from collections.abc import Sequence

@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false
-"""Starts blending in a worker, if its engine can blend and a test of the model at start says so."""
+"""Starts blending in a worker, if its engine can blend and the self-test with the model succeeds."""
 
 import logging
 from typing import Any

@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false
-"""Where the elements of a token lie in the pages of an attention layer, as strides.
+"""The places of a token's elements in the pages of an attention layer, as strides.
 
 A page keeps `(block_tokens, heads, dim)` elements in an order that the attention backend chooses. Some backends cut an
 axis into tiles: element `t` of it lies at `t // 16 * 1024 + t % 16 * 2`. So each axis is described by digits, each with

@@ -1,4 +1,4 @@
-"""The engines whose KV cannot be blended, and why. Needs neither torch nor a running engine."""
+"""Refuses engines whose KV cannot be blended. Needs neither torch nor a running engine."""
 
 from collections.abc import Callable
 from typing import Any, Final

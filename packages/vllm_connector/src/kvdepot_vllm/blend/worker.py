@@ -1,8 +1,8 @@
 # pyright: basic, reportMissingImports=false
-"""The worker's side of blends: retrieves runs, moves them to their positions, and recomputes slice by slice.
+"""The worker's side of blends: retrieves runs, moves them to their positions, and recomputes tokens slice by slice.
 
-All of it happens on the engine's thread, between steps. With several workers each slice contains collectives, so every
-worker computes the same slice in the same step: the one that the scheduler names.
+It runs on the engine's thread, between steps. With several workers, each slice contains collectives, so all workers
+compute the same slice in the same step, as named by the scheduler.
 """
 
 import contextlib
