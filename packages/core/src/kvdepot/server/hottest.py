@@ -53,7 +53,7 @@ _OWNER: Final = "(kvdepot)", "(hottest prefixes)"  # tenant and model, in `statu
 class _List(msgspec.Struct, array_like=True, frozen=True):
     """Chunks, each behind its parent, the most used first. Numbers are little-endian, u16 and u32."""
 
-    labels: list[tuple[m.Name, m.Label, m.Name]]  # tenant, model, weights
+    labels: list[tuple[m.Name, m.Text, m.Name]]  # tenant, model, weights
     name_hash: bytes  # u16 by chunk
     parents: bytes  # u32 by chunk: the place of the one before it, `_NO_PARENT` before a first one
     digests: bytes
