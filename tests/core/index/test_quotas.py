@@ -284,7 +284,7 @@ def set_quota(bench: Bench, tenant: str, pages: int) -> frames.Reply | None:
     return deferred.reply
 
 
-def test_what_is_being_written_counts_against_a_quota_that_comes_in_the_meantime() -> None:
+def test_bytes_being_written_count_against_a_quota_set_in_the_meantime() -> None:
     bench = Bench(pages=8, quotas={"b": 2})
     worker = bench.worker()
     plan = worker.prepare(prompt(2, 0, "a"))
