@@ -42,7 +42,7 @@ def test_the_log_says_why_a_lookup_found_no_more(capfd: pytest.CaptureFixture[st
         peer.store(prompt(2))
         assert "2 entries begun, 0 are here, 0 declined" in log.line("store of r:")
         assert lookup(peer, "whole", 2) == 2
-        assert log.line("lookup whole of engine: 2 of 2 chunks").endswith("waited 0.000 s for nothing; all of them")
+        assert log.line("lookup whole of engine: 2 of 2 chunks").endswith("waited 0.000 s for nothing; none is missing")
         assert lookup(peer, "short", 3) == 2
         assert "the pool lacks the next one, and there is no tier" in log.line("lookup short of engine: 2 of 3 chunks")
         assert isinstance(peer.ask(o.Drain(True)), m.Done)

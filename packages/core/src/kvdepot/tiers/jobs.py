@@ -38,7 +38,7 @@ class Job:
     on_late: Callable[[], object] = _ignore  # likewise, called once if a call is late; parts may follow
     num_left: int = 0  # keys without an outcome
     num_cleared: int | None = None  # None: it failed
-    is_late: bool = False  # one of its calls overran its deadline
+    is_late: bool = False  # one of its calls exceeded its deadline
     has_failed: bool = False  # one of its calls raised, or was dropped
 
     @property

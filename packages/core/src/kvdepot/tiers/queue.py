@@ -196,7 +196,7 @@ class TierQueue:
                     late.append(call.job)
         if suspects:  # even if all of their jobs were late already
             what = min(suspects).name.lower()
-            self.breaker.suspend(f"a {what} overran its deadline ({self.deadline_seconds:g} s)", *suspects)
+            self.breaker.suspend(f"a {what} exceeded its deadline ({self.deadline_seconds:g} s)", *suspects)
         if self.is_suspended:
             self._fail_waiting()
         self.breaker.expire(self.deadline_seconds)
