@@ -14,9 +14,12 @@ MakeModel = Callable[..., Path]
 WANTED = prompts(10, 700, seed=6)
 
 
-@pytest.fixture(scope="module")
-def replicas(shared_depot: DepotProcess, model: MakeModel) -> Iterator[tuple[Engine, Engine]]:
-    settings = linker(shared_depot.url)
+@pytest.fixture(scope="module", params=[1, 2])
+def replicas(
+    shared_depot: DepotProcess, model: MakeModel, request: pytest.FixtureRequest
+) -> Iterator[tuple[Engine, Engine]]:
+    """Two engines of one rank each, then two of two ranks each."""
+    settings = linker(shared_depot.url) | {"tp_size": request.param}
     with Engine(model("gqa"), **settings) as one, Engine(model("gqa"), **settings) as two:
         yield one.wait_until_ready(), two.wait_until_ready()
 
