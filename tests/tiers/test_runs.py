@@ -1,6 +1,7 @@
 """Runs in an object store: prompts find what others wrote, whatever they share, with few requests."""
 
 import contextlib
+import itertools
 import os
 import random
 import re
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import obstore
 import pytest
-from obstore.store import LocalStore
+from obstore.store import LocalStore, ObjectStore
 
 from kvdepot.keys import DIGEST_BYTES, KeyRun, Namespace, digest_at, hash_prefix
 from kvdepot.lab.processes import DepotProcess, wait_until
@@ -244,6 +245,24 @@ def test_gc_removes_the_oldest_objects_and_no_more_than_it_must(nodes: list[Node
         total = left.num_bytes.total() - left.removed_bytes
         found = [n for n in ages if nodes[1].find(keys_of(range(100 * n, 101 * n)))]
         assert found == list(ages)[-num_left:]
+
+
+def test_gc_goes_on_while_depots_write_more_than_it_removes(
+    nodes: list[Node], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    more, delete = iter(range(3, 6)), obstore.delete
+
+    def delete_slowly(store: ObjectStore, paths: str | Sequence[str]) -> None:
+        delete(store, paths)
+        for name in itertools.islice(more, 1):
+            nodes[1].store(keys_of(range(100 * name, 100 * name + 60)))
+
+    for name in range(3):
+        nodes[0].store(keys_of(range(100 * name, 100 * name + 60)))
+    monkeypatch.setattr(obstore, "delete", delete_slowly)
+    collect_there(tmp_path, "--capacity", "80KiB")
+    assert next(more, None) is None
+    assert collect(LocalStore(tmp_path), time.time()).num_bytes.total() <= 80 << 10
 
 
 def test_a_chunk_of_another_size_than_the_one_that_is_read_is_none(nodes: list[Node]) -> None:

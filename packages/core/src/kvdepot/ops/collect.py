@@ -14,6 +14,8 @@ from kvdepot.tiers.url import TierUrl, open_tier
 _DURATION: Final = re.compile(r"(\d{1,9})([smhd])")
 _SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _FORMATS: Final = ("runs", "entries")
+_ENOUGH: Final = 1.05  # of the capacity: a list that shows no more ends the command
+_MOST_ROUNDS: Final = 8  # depots that write faster than this removes would keep it for ever
 
 
 def _duration(text: str) -> float:
@@ -79,10 +81,13 @@ def _run(options: argparse.Namespace) -> int:
         )
     url.options.setdefault("deadline", "60")
     tier: Any = open_tier(url, TierPool(-1, memoryview(bytearray())))
-    from kvdepot.tiers.collecting import collect  # imports obstore, which is installed if the tier could be opened
+    from kvdepot.tiers.collecting import (  # imports obstore, which is installed if the tier could be opened
+        Collected,
+        collect,
+    )
 
-    try:
-        done = collect(
+    def once() -> Collected:
+        return collect(
             tier.patient,
             time.time(),
             capacity_bytes=options.capacity,
@@ -91,6 +96,15 @@ def _run(options: argparse.Namespace) -> int:
             model=options.model,
             kept_generations=options.keep,
         )
+
+    try:
+        done = last = once()
+        for _ in range(_MOST_ROUNDS - 1):
+            if not options.capacity or last.num_bytes.total() <= _ENOUGH * options.capacity:
+                break
+            last = once()  # depots wrote while objects were removed
+            done.num_removed += last.num_removed
+            done.removed_bytes += last.removed_bytes
     except Exception as error:
         raise ConfigError(f"{url.name}: {reason_of(error)}") from error
     finally:
