@@ -54,7 +54,7 @@ class _List(msgspec.Struct, array_like=True, frozen=True):
     """Chunks, each behind its parent, the most used first. Numbers are little-endian, u16 and u32."""
 
     labels: list[tuple[m.Name, m.Text, m.Name]]  # tenant, model, weights
-    name_hash: bytes  # u16 by chunk
+    label_of: bytes  # u16 by chunk
     parents: bytes  # u32 by chunk: the place of the one before it, `_NO_PARENT` before a first one
     digests: bytes
 
@@ -168,18 +168,18 @@ class Hottest:
     def _pack(self, listed: list[int]) -> bytes:
         nodes, names = self._state.index.nodes, self._state.labels.names
         places, labels = dict[int, int](), dict[int, int]()
-        name_hash, parents, digests = bytearray(), bytearray(), bytearray()
+        label_of, parents, digests = bytearray(), bytearray(), bytearray()
         for node in listed:
             key, parent, label = nodes.tree.keys[node], nodes.parent_of(node), nodes.label_of(node)
             if key is None or (parent != NO_NODE and parent not in places):
                 continue  # it left meanwhile, or the one before it
             if label not in labels and len(labels) == _MOST_LABELS:
                 continue
-            name_hash += labels.setdefault(label, len(labels)).to_bytes(2, "little")
+            label_of += labels.setdefault(label, len(labels)).to_bytes(2, "little")
             parents += places.get(parent, _NO_PARENT).to_bytes(4, "little")
             digests += key
             places[node] = len(places)
-        listing = _List([names[label] for label in labels], bytes(name_hash), bytes(parents), bytes(digests))
+        listing = _List([names[label] for label in labels], bytes(label_of), bytes(parents), bytes(digests))
         return msgspec.msgpack.encode(listing) if places else b""
 
     def _write(self, digest: bytes, body: bytes) -> Generator[Wait, bool, int]:
