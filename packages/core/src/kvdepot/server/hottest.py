@@ -54,8 +54,8 @@ class _List(msgspec.Struct, array_like=True, frozen=True):
     """Chunks, each behind its parent, the most used first. Numbers are little-endian, u16 and u32."""
 
     labels: list[tuple[m.Name, m.Text, m.Name]]  # tenant, model, weights
-    label_of: bytes  # u16 by chunk
-    parents: bytes  # u32 by chunk: the place of the one before it, `_NO_PARENT` before a first one
+    label_of: bytes  # u16 for each chunk: the place of its label
+    parents: bytes  # u32 for each chunk: the place of its parent, `_NO_PARENT` for the first chunk of a prompt
     digests: bytes
 
 
@@ -153,7 +153,7 @@ class Hottest:
                 by_visits.setdefault(count, []).append(node)
             if number % _CHUNKS_A_STEP == 0:
                 yield self._turns.again
-        # Backwards, as a parent was counted behind its child, or oftener.
+        # Reversed: a parent is counted after its child, or more often, and must be listed before it.
         hottest, most = list[int](), LIST_BYTES // (DIGEST_BYTES + 6)
         for count in sorted(by_visits, reverse=True):
             hottest += by_visits[count][: -most - 1 : -1]
@@ -172,7 +172,7 @@ class Hottest:
         for node in listed:
             key, parent, label = nodes.tree.keys[node], nodes.parent_of(node), nodes.label_of(node)
             if key is None or (parent != NO_NODE and parent not in places):
-                continue  # it left meanwhile, or the one before it
+                continue  # it has left the pool, or its parent is not listed
             if label not in labels and len(labels) == _MOST_LABELS:
                 continue
             label_of += labels.setdefault(label, len(labels)).to_bytes(2, "little")
