@@ -23,7 +23,7 @@ class Lease:
     lease_seconds: float = 0.0
     session: Session | None = None
     num_pending: int = 0
-    num_promoted: int = 0  # how many of the chunks tiers brought for this lookup
+    num_promoted: int = 0  # the chunks that tiers brought for this lookup
     wants_tokens: bool = False  # whether the depot lacks a description of the last chunk
 
 
@@ -35,9 +35,9 @@ class BlendRun:
     """A run of tokens that chunks of another prompt hold.
 
     Attributes:
-        position: the first token in the asking prompt.
+        position: where the run begins in the prompt of the lookup.
         length: the number of tokens.
-        source_position: the first token in the prompt whose chunks these are.
+        source_position: where the run begins in the prompt that the chunks belong to.
         key: the chunks that hold the tokens. Its `parent` is zeros, as only stores need it.
     """
 
@@ -47,7 +47,7 @@ class BlendRun:
     key: KeyRun
 
     def clip(self, begin: int, end: int, chunk_tokens: int) -> "BlendRun | None":
-        """Return the part within tokens `begin` to `end` of the asking prompt, None if it is empty."""
+        """Return the part within tokens `begin` to `end` of the lookup's prompt, None if it is empty."""
         first, last = max(begin, self.position), min(end, self.position + self.length)
         if first >= last:
             return None

@@ -126,7 +126,10 @@ class Channel:
 
     @property
     def num_owed(self) -> int:
-        """The replies that `drain` must still read: one per abandoned request, and one if any request is unsent."""
+        """The replies to read with `drain`: one per request abandoned with `on_reply`, and one if requests are unsent.
+
+        0 once the session is lost.
+        """
         return self._num_owed + bool(self._unsent) if self.session.mark_lost.alive else 0
 
     def drain(self) -> None:
@@ -221,7 +224,7 @@ class Channel:
         return reply
 
     def close(self) -> None:
-        """Close the connection. Twice is harmless."""
+        """Close the connection. Idempotent."""
         if self._is_connected and self._close.alive:
             self._poller.unregister(self._socket)
         self._close()

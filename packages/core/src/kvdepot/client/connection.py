@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 _FIRST_RETRY_SECONDS: Final = 0.05  # a depot starts in 0.3 s
 _LAST_RETRY_SECONDS: Final = 1.0  # so engines notice a returning depot within this time
-_REFUSED_RETRY_SECONDS: Final = 10.0  # the depot refused: that changes only with someone's settings
+_REFUSED_RETRY_SECONDS: Final = 10.0  # a refusal lasts until someone changes a setting
 SLOW_WAITS_TO_SUSPEND: Final = 5  # in a row: a garbage collection or a slow disk delays only one or two
 _QUICK_WEIGHT: Final = 0.25  # a short wait cancels this much of a long one
 _SLOW_SHARE: Final = 1 / 8  # of a deadline: longer waits count as slow
@@ -48,8 +48,8 @@ class Connection:
     """Keeps a session with the depot for one scheduler or one worker.
 
     Args:
-        url: the depot's, None for the one in the default directory.
-        name: the client's, for the server's log.
+        url: the depot's URL, None for the depot in the default directory.
+        name: the client's name in the server's log.
         registration: sent in each new session.
         maps_pool: whether this process maps the pool, as workers do.
         deadline_seconds: the limit of each call.
@@ -95,7 +95,7 @@ class Connection:
 
     @property
     def session(self) -> Session | None:
-        """The usable session; None while the depot is away, hung or slow: answer "miss"."""
+        """The usable session. None while the depot is away, hung or slow; callers then answer "miss"."""
         session = self._session
         return None if session is None or session.suspended or self._is_renewing or self._closing.is_set() else session
 
@@ -103,7 +103,7 @@ class Connection:
         """Return the session. Wait for it at most `timeout_seconds`.
 
         Raises:
-            DepotUnavailable: there is none by then; the text gives the reason.
+            DepotUnavailable: there was no usable session in time; the text gives the reason.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: self.session is not None, timeout_seconds):

@@ -18,9 +18,9 @@ class Description:
 
     Attributes:
         namespace: the digest of the namespace, equal for engines that share chunks.
-        tokens: of whole chunks.
+        tokens: the token ids of whole chunks.
         block_ids: one id of 64 bits per block.
-        parent_id: the id of the block before the run, None before the first.
+        parent_id: the id of the block before the run, None if the run begins with the first block.
         groups: the engine's KV cache groups that are reported to routers.
         lora_name: the name of the request's adapter, "" without one.
         extra_keys: one item per block, or empty if no block has any.

@@ -155,7 +155,7 @@ class Exchange:
             return all(self._end(channel, job, retrieval) for retrieval in begun)
 
     def _begin(self, connection: Connection, channel: Channel, job: TransferJob, retrieval: "_Retrieval") -> bool:
-        """Begin to copy a batch. Return False if the session was lost before."""
+        """Begin to copy a batch. Return False if its session is no longer the current one."""
         copies = self._copies(channel, job, retrieval.batch, retrieval.plan)
         with contextlib.ExitStack() as undo:
             undo.enter_context(self._copy_locks[Direction.RETRIEVE])
@@ -271,7 +271,7 @@ class Exchange:
         return copies
 
     def _check(self, batch: CopyBatch, *, is_store: bool) -> None:
-        """Refuse a plan that names anything but whole entries of this batch. A store fills only its own parts."""
+        """Refuse a plan that names anything but whole entries of this batch, or another worker's parts for a store."""
         sizes = self._entry_sizes
         for chunk, group, heads, _, layers, _, offset, num_bytes in m.EXTENT.iter_unpack(batch.extents):
             place = group, heads, layers
@@ -296,7 +296,7 @@ class Exchange:
         return size > 0
 
     def _num_bytes(self, extents: bytes) -> int:
-        """Return the bytes of this worker that a plan covers. Several extents may hold one chunk of a group."""
+        """Return how many of this worker's bytes a plan covers. Several extents may hold one chunk of a group."""
         sizes = self._layout.chunk_sizes_bytes
         total, last = 0, (-1, -1)
         chunk: int

@@ -19,7 +19,7 @@ def ask_depot(request: Operation[R], url: str | None = None, deadline_seconds: f
         DepotUnavailable: no depot runs there, or it does not answer; the text tells which.
         RemoteError: the depot refused the request.
     """
-    session = Session(frames.SessionOpened(0, b"", 0, 0, ""), _control_socket(url), None)  # stands for none
+    session = Session(frames.SessionOpened(0, b"", 0, 0, ""), _control_socket(url), None)  # a placeholder
     channel = Channel(session, connect_seconds=deadline_seconds)
     try:
         reply = channel.call(request, deadline_seconds)

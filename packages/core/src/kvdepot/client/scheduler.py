@@ -104,9 +104,9 @@ class SchedulerClient:
         spec: the engine's cache, as its workers register it.
         instance: the engine's name, which its workers register, too.
         model: shown to operators.
-        url: the depot's, None for the one in the default directory.
+        url: the depot's URL, None for the depot in the default directory.
         deadline_seconds: the limit of one call.
-        blend: shown to operators: whether the engine blends.
+        blend: a line for operators that says whether the engine blends.
         served_model: the model's name in requests if the engine publishes events; the depot then asks for descriptions.
         weights: `Namespace.weights` of the engine. The depot evicts older generations of them first.
     """
@@ -148,7 +148,7 @@ class SchedulerClient:
         """Wait for the depot.
 
         Raises:
-            DepotUnavailable: it was not usable within `timeout_seconds`; the text gives the reason.
+            DepotUnavailable: the depot was not usable within `timeout_seconds`; the text gives the reason.
         """
         self._connection.wait_until_open(timeout_seconds)
 
@@ -171,12 +171,12 @@ class SchedulerClient:
         """Like `lookup`, without waiting.
 
         Args:
-            request_id: the engine's.
+            request_id: the engine's name for the request.
             key: a run from chunk 0 on.
             joins: wait for chunks that other lookups have announced.
             announces: the engine is about to compute and store the chunks that are not found. `end_request` withdraws
                 the announcement.
-            ahead_tokens: the tokens that the engine computes before those.
+            ahead_tokens: the tokens that the engine computes before those chunks.
             awaits: the number of leading chunks that another engine, perhaps of another node, computes for this
                 request. A depot with tiers waits until the tiers bring them, within the deadline.
             hands_over: another engine waits for the chunks that the request stores. `end_request` withdraws this.

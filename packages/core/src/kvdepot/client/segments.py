@@ -58,7 +58,7 @@ class SegmentNamer:
         Text without anchors, such as a few repeating tokens, has no segments.
 
         Args:
-            tokens: the prompt's.
+            tokens: the prompt's token ids.
             borders: positions where documents begin or end. Anchors between two borders do not depend on the text
                 outside, so a document is found again from its first token to its last.
 
@@ -89,8 +89,8 @@ class SegmentNamer:
 def _cuts(ids: NDArray[np.uint32], borders: Collection[int]) -> NDArray[Any]:
     """Return the positions where segments begin and end, ascending.
 
-    An anchor right behind another one does not count, even if that one does not count either. So a cut depends only
-    on the tokens just before it.
+    An anchor less than `_LEAST_TOKENS` after another one does not count, even if that one does not count either. So a
+    cut depends only on the tokens just before it.
     """
     fixed = sorted({0, *(border for border in borders if 0 < border <= len(ids))})
     anchors = _anchors(ids)

@@ -13,7 +13,7 @@ from kvdepot.errors import DepotUnavailable
 _LOOK_SECONDS: Final = 0.1  # between two checks for a hung job while stopping
 
 RunJob = Callable[[Channel | None, TransferJob], Channel | None]
-"""Does a job over a channel, None for a new one, and returns the channel for the next job."""
+"""Executes a job over a channel (None: opens one), and returns the channel for the next job."""
 
 
 class TransferQueue:
@@ -21,7 +21,7 @@ class TransferQueue:
 
     Args:
         run_job: executes one job.
-        name: the thread's.
+        name: a part of the thread's name.
     """
 
     def __init__(self, run_job: RunJob, name: str) -> None:

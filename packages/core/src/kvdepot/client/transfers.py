@@ -45,23 +45,23 @@ _MOST_FAILURES: Final = 16  # different failures that are logged as errors
 class TransferOptions:
     """Options of every context. Backends with further options extend this class."""
 
-    url: str | None = None  # the depot's, None for the one in the default directory
+    url: str | None = None  # the depot's URL, None for the depot in the default directory
     deadline_seconds: float = 2.0  # limit of each request to the depot
     synchronous: bool = False  # transfer on the caller's thread, and return resolved futures
     batch_bytes: int = BATCH_BYTES  # bytes of a run per request
     register_when_asked: bool = False
-    """Register the pool with the device at the first copy or when `start_registering` is called, for engines that
-    capture graphs before they serve; else as soon as the depot is there."""
+    """True: register the pool with the device at the first copy or at `start_registering`, for engines that capture
+    graphs before they serve. False: register it as soon as the depot is connected."""
 
 
 class WorkerTransfers:
     """Transfers between the blocks of one worker and the depot.
 
     Args:
-        registration: the worker's, from `KVCache.registration`.
-        layout: the layout of its blocks, from `KVCache.layout`.
+        registration: the worker's registration, from `KVCache.registration`.
+        layout: the layout of the worker's blocks, from `KVCache.layout`.
         copier: moves the bytes. This object takes ownership of it.
-        options: the context's.
+        options: the context's options.
         copy_route: decides which process copies a batch; None: this process copies all.
     """
 
@@ -110,7 +110,7 @@ class WorkerTransfers:
         """Wait for the depot.
 
         Raises:
-            DepotUnavailable: it was not usable within `timeout_seconds`; the text gives the reason.
+            DepotUnavailable: the depot was not usable within `timeout_seconds`; the text gives the reason.
         """
         self.connection.wait_until_open(timeout_seconds)
 
@@ -144,9 +144,8 @@ class WorkerTransfers:
         self._closed = True
         for each in self._queues:
             each.stop()
-        if any(
-            each.is_busy for each in self._queues
-        ):  # its copy may never return; the end of this process frees everything
+        # The copy of a queue that is still busy may never return. The end of this process frees everything.
+        if any(each.is_busy for each in self._queues):
             return
         session = self.connection.session
         if session is not None:

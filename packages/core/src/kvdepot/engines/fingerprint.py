@@ -1,10 +1,10 @@
 """A digest of weights, fast enough for every start: samples of each tensor instead of all bytes.
 
-The samples are read once when an engine starts, and for each new adapter. A file's directory names its tensors: the
+The samples are read once when an engine starts, and for each new adapter. A file's directory lists its tensors: the
 header of safetensors, or the central directory of the zip archives that `torch.save` writes, which also has a checksum
-of each tensor. Changing a whole tensor in place changes the fingerprint. A change within a large tensor of safetensors,
-in some neighbouring rows for example, may lie between two samples: reaching every few rows would read most of the
-file. `Fingerprint.unseen_bytes` says how long it can be. In an archive of `torch.save` the checksum covers it.
+of each tensor. Changing a whole tensor in place changes the fingerprint. In safetensors, a change within a large
+tensor, for example in some neighbouring rows, may lie between two samples, because sampling every few rows would read
+most of the file. `Fingerprint.unseen_bytes` limits the length of such a change. In archives, the checksum covers it.
 """
 
 import os
@@ -23,7 +23,7 @@ _PICKLES: Final = frozenset({".bin", ".pt", ".pth"})
 _SAMPLES_A_FILE: Final = 64  # spread over the tensors by size, in addition to one for each
 _SAMPLE_BYTES: Final = 1024
 _WHOLE_BYTES: Final = 32 * 1024  # tensors up to this size are read whole: norms, biases, scales
-_LARGEST_HEADER_BYTES: Final = 100_000_000  # as safetensors itself
+_LARGEST_HEADER_BYTES: Final = 100_000_000  # the limit of safetensors itself
 
 Span = tuple[int, int]
 """Start and end of a range in a file."""
@@ -34,10 +34,10 @@ class Fingerprint:
     """Identifies the weights in a folder.
 
     Attributes:
-        digest: empty without weights.
+        digest: "" if the folder has no weights.
         coarse: files whose tensors could not be found. They were sampled evenly, so a change in place may go unnoticed.
-        unseen_bytes: of the longest stretch of a tensor between two samples. A change of more bytes in a row within one
-            tensor is noticed; one of as many may not be. Coarse files are not counted.
+        unseen_bytes: the length of the longest stretch of a tensor between two samples. A longer contiguous change
+            within one tensor is noticed; a change of this length may not be. Coarse files are not counted.
     """
 
     digest: str
@@ -74,7 +74,7 @@ def fingerprint(path: Path) -> Fingerprint:
 
 
 def _directory(file: Path, place: int, size: int) -> tuple[bytes, list[Span]] | None:
-    """Return the listing of a file's tensors and where they lie; None without a readable one."""
+    """Return the listing of a file's tensors and their spans; None if the file has no readable listing."""
     if file.suffix == ".safetensors":
         length = int.from_bytes(os.pread(place, 8, 0), "little")
         if length > min(size - 8, _LARGEST_HEADER_BYTES):
@@ -100,7 +100,7 @@ def _directory(file: Path, place: int, size: int) -> tuple[bytes, list[Span]] | 
 
 
 def _samples(span: Span, file_size: int) -> Iterator[Span]:
-    """Return the ranges to read: all of a small tensor, at least one piece of any other, more of a larger one."""
+    """Yield the ranges to read: all of a small tensor, else at least one piece, and more of a larger tensor."""
     start, stop = span
     if stop - start <= _WHOLE_BYTES:
         yield span
@@ -113,7 +113,7 @@ def _samples(span: Span, file_size: int) -> Iterator[Span]:
 
 
 def _longest_gap(tensor: Span, samples: list[Span]) -> int:
-    """Return the most neighbouring bytes of a tensor that are in no sample."""
+    """Return the length in bytes of the longest stretch of a tensor that is in no sample."""
     starts = [start for start, _ in samples] + [tensor[1]]
     stops = [tensor[0]] + [stop for _, stop in samples]
     return max(start - stop for start, stop in zip(starts, stops, strict=True))

@@ -1,8 +1,8 @@
 """Names the weights with which an engine computes its KV, so that replicas with equal weights share.
 
-At start the files of the weights name them. Afterwards a trainer may write others into the running engine. An engine
-says so by a reset of its caches, before or after the update. So after a reset nothing has a name until all workers have
-told what their weights are now (`kvdepot.engines.weights`), when the first request needs one.
+At start, the weight files determine the name. Later, a trainer may write new weights into the running engine. The
+engine signals this by a reset of its caches, before or after the update. So after a reset, the weights have no name.
+When the first request needs one, all workers report digests of their weights (`kvdepot.engines.weights`).
 """
 
 import logging
@@ -17,21 +17,21 @@ from kvdepot.keys import GENERATION, Namespace
 
 logger = logging.getLogger(__name__)
 
-_PATIENCE_SECONDS: Final = 60.0  # with workers that do not tell their weights
+_PATIENCE_SECONDS: Final = 60.0  # the longest wait for workers that do not report their weights
 
 
 class Generation:
     """The weights of one engine.
 
     Args:
-        namespace: of the weights that the engine has loaded.
-        num_workers: that tell what their weights are.
-        weights: by worker, a digest of what it has loaded, for engines that sleep; "" if it cannot tell.
-        clock: seconds, monotonic.
+        namespace: the namespace of the weights that the engine loaded at start.
+        num_workers: the number of workers that report their weights.
+        weights: by worker, a digest of the weights that it loaded, for engines that sleep; "" if it has no digest.
+        clock: returns monotonic seconds.
 
     Attributes:
-        namespace: of the weights that the engine computes with; while `is_known`.
-        name: of the generation, "" for the weights that were loaded.
+        namespace: the namespace of the weights that the engine computes with; valid while `is_known`.
+        name: the name of the generation, "" for the weights that were loaded at start.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Generation:
         self._named_version: str = ""
         self._is_known = True
         self._asked_at: float | None = None
-        self._number = 0  # of the last question
+        self._number = 0  # number of the last question
 
     @property
     def is_known(self) -> bool:
@@ -60,18 +60,18 @@ class Generation:
         return self._is_known
 
     def reset(self) -> None:
-        """Note that the weights may be others from now on."""
+        """Note that the weights may have changed, so that they have no name now."""
         self._is_known, self._asked_at = False, None
         self._told, self._has_slept = {}, False
 
     def set_version(self, version: str) -> bool:
-        """Take the engine's own name for its weights. Return whether it is another one, which means other weights."""
+        """Take the engine's own version of its weights. Return whether it changed, which means new weights."""
         has_changed = version != self._version
         self._version = version
         return has_changed
 
     def ask(self) -> int:
-        """Return the number of the question to ask the workers now, as a request needs a name; 0 if there is none."""
+        """Return the number of the question to send to the workers now that a request needs a name; 0 for none."""
         if self._is_known or self._asked_at is not None:
             return 0
         self._asked_at = self._clock()
@@ -79,14 +79,14 @@ class Generation:
         return self._number
 
     def tell(self, weights: Mapping[int, tuple[int, str]], *, has_slept: bool) -> bool:
-        """Take what workers told, each for itself. Return whether the weights have a name now, for the first time.
+        """Take the workers' answers. Return whether the weights have just received a name.
 
-        Equal weights keep their name only if the workers slept since. Without that a reset asks for a cold cache.
+        Unchanged weights keep their name only if a worker has slept. Otherwise the reset is a request for a cold cache.
 
         Args:
-            weights: by worker, the number of the question and the digest. Answers to earlier ones are ignored: the
-                weights may be others since.
-            has_slept: whether one of them slept since it last told.
+            weights: by worker, the number of the question that it answers, and the digest of its weights. Answers to
+                earlier questions are ignored, because the weights may have changed since.
+            has_slept: whether one of these workers has slept since its last answer.
         """
         if self._asked_at is None or self._is_known:
             return False
@@ -107,13 +107,13 @@ class Generation:
 
 
 def of_generation(namespace: Namespace, name: str) -> Namespace:
-    """Return the namespace of another generation of keys."""
+    """Return the namespace of the generation of keys called `name`."""
     extra = tuple(item for item in namespace.extra if item[0] != GENERATION)
     return replace(namespace, extra=(*extra, (GENERATION, name)))
 
 
 def digest_of_ranks(weights: Mapping[int, str], num_workers: int) -> str:
-    """Return the digest of all workers' weights, "" if one is missing."""
+    """Return one digest of all workers' weights, "" if a worker's digest is missing."""
     if len(weights) < num_workers or "" in weights.values():
         return ""
     return digest_of("weights of ranks", sorted(weights.items()))

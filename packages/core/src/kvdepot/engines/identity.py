@@ -37,10 +37,10 @@ def commit_of(hf_config: Any) -> str:
 
 
 def weights_in(path: Path, what: str = "weights") -> str:
-    """Return a text that identifies the weights in a folder; empty, with a log line, without weights.
+    """Return a text that identifies the weights in a folder; "", with a log line, if there are none.
 
-    It does not depend on the path, unless the fingerprint covers too little of some file. `what` names the weights in
-    log lines.
+    The text does not depend on the path, unless the fingerprint covers too little of some file. `what` names the
+    weights in log lines.
     """
     try:
         found = fingerprint(path)

@@ -14,13 +14,13 @@ _BACKEND_OPTIONS: Final = ("copy_threads", "mode", "batch_runs", "gather_kernel"
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """The settings that connectors share. A connector extends this class by its own."""
+    """The settings that connectors share. Each connector extends this class by its own settings."""
 
     SOURCE: ClassVar[str]  # the option of the engine that holds the settings
-    PREFIX: ClassVar[str] = ""  # of their keys in it; other keys are ignored
+    PREFIX: ClassVar[str] = ""  # begins their keys in that option; other keys are ignored
 
     url: str | None = None  # None: the depot in the default directory
-    namespace: str = ""  # engines share only within one; for operators who know more than the model's identity says
+    namespace: str = ""  # engines share only within a namespace, for differences that the identity does not contain
     tenant: str = "default"
     tenant_salt: str = ""
     weights: str = ""  # names the weights instead of a fingerprint of their files
@@ -41,17 +41,17 @@ class EngineSettings:
         """Check a setting in seconds.
 
         Raises:
-            ConfigError: it is not above 0 and finite.
+            ConfigError: the value is not above 0 and finite.
         """
         value = getattr(self, name)
         if not (value > 0 and math.isfinite(value)):
             raise ConfigError(f"{self.PREFIX}{name} is {value}: give seconds above 0")
 
     def check_at_least_one(self, *names: str) -> None:
-        """Check whole numbers, which may be None.
+        """Check settings that are whole numbers or None.
 
         Raises:
-            ConfigError: one is below 1.
+            ConfigError: a number is below 1.
         """
         for name in names:
             value = getattr(self, name)

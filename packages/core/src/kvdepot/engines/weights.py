@@ -1,8 +1,8 @@
 """Digests of weights in an engine's memory, which a trainer may have written there.
 
-Every byte of every tensor counts: a step of training changes few values of a 16-bit model, so that samples could miss
-it. On CPU the bytes are hashed where they lie. A CUDA or XPU device computes sums of its own memory instead, two of 64
-bits for each 4 MiB, with random weights of the words: tensors that differ have equal sums by chance only.
+Every byte of every tensor counts, because a step of training changes few values of a 16-bit model, so samples could
+miss the change. On CPU, the bytes are hashed in place. A CUDA or XPU device instead computes two 64-bit sums per 4 MiB
+of its memory, in which each word has a random factor. Tensors that differ have equal sums only by chance.
 """
 
 import importlib
@@ -12,16 +12,16 @@ from typing import Any, Final
 import msgspec
 from blake3 import blake3
 
-_SUMS: Final = frozenset({"cuda", "xpu"})  # have integers of 64 bits
-_WORDS: Final = 1 << 20  # in one sum
-_SEED: Final = 20261125  # equal everywhere
+_SUMS: Final = frozenset({"cuda", "xpu"})  # devices with 64-bit integers, which compute sums
+_WORDS: Final = 1 << 20  # words of 32 bits in one sum
+_SEED: Final = 20261125  # arbitrary, but equal in all processes that compare digests
 
 Tensor = Any
-"""A tensor of torch, which this module imports when it is called."""
+"""A torch tensor. This module imports torch only when it is called."""
 
 
 def models_digest(models: Iterable[Any]) -> str:
-    """Return a digest of the parameters and persistent buffers of models of torch."""
+    """Return a digest of the parameters and persistent buffers of torch models."""
     return weights_digest(
         (f"{number}.{name}", tensor)
         for number, model in enumerate(models)
@@ -46,8 +46,8 @@ def content_of(tensor: Tensor, *, by_sums: bool | None = None) -> Iterator[Any]:
     """Yield bytes that stand for a tensor's content.
 
     Args:
-        tensor: with at least one element.
-        by_sums: None to leave the choice to its device.
+        tensor: has at least one element.
+        by_sums: whether to yield sums instead of the bytes; None: as suits the tensor's device.
     """
     torch = importlib.import_module("torch")
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
@@ -67,7 +67,7 @@ def content_of(tensor: Tensor, *, by_sums: bool | None = None) -> Iterator[Any]:
 
 
 def _plain(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield the plain tensors inside a tensor: quantised ones keep their bytes in several."""
+    """Yield the plain tensors inside a tensor. A quantised tensor consists of several."""
     if hasattr(tensor, "__tensor_flatten__"):
         for part in tensor.__tensor_flatten__()[0]:
             yield from _plain(f"{name}.{part}", getattr(tensor, part))
