@@ -1,1 +1,1 @@
-"""What tests share. `tests/` is on the path: pytest puts it there, and `tests/conftest.py` for children."""
+"""Helpers that tests share. `tests/` is on the path: pytest adds it, and for children `tests/conftest.py` does."""

@@ -1,4 +1,4 @@
-"""A router's view of events, engines that describe what they store, and prompts with ids and tokens."""
+"""A router's view of events, engines that describe their stores, and prompts with ids and tokens."""
 
 import random
 from typing import Any, Final
@@ -29,7 +29,7 @@ def events_of(payload: bytes) -> list[dict[str, Any]]:
 
 
 def block_id(digest: bytes) -> int:
-    """The id that the tests' engines give a block: one for each chunk."""
+    """Return the id that the tests' engines give to a block. Each chunk is one block."""
     return int.from_bytes(digest[-8:], "big")
 
 
@@ -38,7 +38,7 @@ def ids_of(run: KeyRun) -> list[int]:
 
 
 def tokens_of(run: KeyRun, chunk_tokens: int) -> list[int]:
-    """Tokens that follow from the chunk's key."""
+    """Return tokens that are derived from the chunks' keys."""
     return [token for each in ids_of(run) for token in random.Random(each).choices(range(100_000), k=chunk_tokens)]
 
 
@@ -48,11 +48,11 @@ def description(run: KeyRun, chunk_tokens: int = 64, **more: Any) -> Description
 
 
 class View:
-    """A router's view of one depot: checks that each block stands behind one that is known."""
+    """A router's view of one depot. Checks that the parent of each block is known."""
 
     def __init__(self) -> None:
         self.found: set[int] = set()
-        self.in_tier: set[int] = set()  # and not in the pool
+        self.in_tier: set[int] = set()  # only in tiers
         self.tokens: dict[int, tuple[int, ...]] = {}
         self.parents: dict[int, int | None] = {}
         self.next = 0
@@ -88,7 +88,7 @@ class View:
         here.update(ids)
 
     def reached(self) -> set[int]:
-        """The blocks that a prefix of its prompt leads to."""
+        """Return the blocks whose whole prefix is in the pool."""
 
         def is_reached(block: int | None) -> bool:
             return block is None or (block in self.found and is_reached(self.parents[block]))
@@ -97,7 +97,7 @@ class View:
 
 
 class Router(View):
-    """A subscriber of a depot, or of an engine. The context closes its socket, not the collector before."""
+    """A subscriber of a depot or of an engine. `kept` holds its socket until the context closes it."""
 
     def __init__(self, source: DepotProcess | str, context: Context, topic: bytes = b"") -> None:
         super().__init__()
@@ -139,14 +139,14 @@ class Router(View):
 
 
 class Listener(Router):
-    """A subscriber of an engine that looks at what it says of its depot."""
+    """A subscriber of an engine that takes only the events about its depot."""
 
     def take(self, event: dict[str, Any]) -> None:
         if event.get("medium") == "CPU" or event["type"] == "AllBlocksCleared":
             super().take(event)
 
     def holds(self, depot: Router) -> bool:
-        """Whether the engine has told the same as its depot."""
+        """Return whether the engine has published the same as its depot."""
         self.take_all()
         depot.take_all()
         return self.reached() == depot.reached() and all(self.tokens[each] == depot.tokens[each] for each in self.found)
@@ -167,7 +167,7 @@ class Engine:
         self.chunk_tokens = request.spec.chunk_tokens
 
     def store(self, run: KeyRun) -> int:
-        """Store the chunks that are not here; return how many were described."""
+        """Store the chunks that the depot lacks. Return the number of described chunks."""
         plan = self.worker.prepare(run)
         if plan.ticket:
             self.worker.ask(m.CommitStore(self.worker.context, plan.ticket))

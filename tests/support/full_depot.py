@@ -65,7 +65,7 @@ class Bench:
                 self.ask(m.CommitStore(self.context, plan.ticket))
 
     def turn_until(self, is_over: Callable[[], bool]) -> None:
-        """Go on with tiers and the background, a step at a time."""
+        """Run steps of the tiers and the background tasks until `is_over` returns True."""
 
         def turn() -> bool:
             for _ in range(64):
@@ -96,6 +96,6 @@ def put_tier_below(bench: Bench) -> TierQueue:
 
 
 def prepare_all(bench: Bench) -> list[m.StorePlan]:
-    """Begin one prompt of as many chunks as one worker may: half of the pool."""
+    """Prepare as many chunks as one worker may: half of the pool."""
     run, step = prompt(0, NUM_CHUNKS), m.MAXIMUM_STORE_ENTRIES
     return [bench.prepare(run.slice(start, start + step)) for start in range(0, NUM_CHUNKS, step)]

@@ -18,7 +18,7 @@ TOKEN = "a token that nobody guesses"
 
 
 class Http:
-    """An HTTP server in front of a depot, in this process: it is asked while the depot is stopped or dead."""
+    """An HTTP server in front of a depot. It runs in this process, so it answers while the depot is stopped or dead."""
 
     def __init__(self, depot: DepotProcess) -> None:
         self.server = HttpServer(depot.url, HttpSettings("127.0.0.1", 0, TOKEN, names=("gpu-7.example",)))
@@ -57,7 +57,7 @@ class Http:
 
 
 def status_of_app(app: Starlette, path: str, host: str = "127.0.0.1") -> int:
-    """Return how the application answers a request without the token; nothing listens."""
+    """Return the status of the application's answer to a request without the token. No socket listens."""
     statuses: list[int] = []
 
     async def receive() -> Message:

@@ -1,4 +1,4 @@
-"""A depot without sockets over a small pool, with workers to ask it and a clock to turn."""
+"""A depot without sockets over a small pool, with workers that ask it and a clock that tests set."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -90,7 +90,7 @@ class Worker:
 
 @dataclass
 class Bench:
-    """A depot with a small pool and a clock to turn."""
+    """A depot with a small pool and a clock that tests set."""
 
     groups: tuple[m.GroupShape, ...] = PLAIN
     pages: int = 64
@@ -133,7 +133,7 @@ class Bench:
         ranks: int = 1,
         stages: int = 1,
     ) -> Worker:
-        """Return a worker that has row `shard` of opaque groups; of others the part of that rank, stage by stage."""
+        """Return a worker with row `shard` of opaque groups, and its rank's heads of its stage's layers of others."""
         self.sessions += 1
         writer = writer or Writer(1000 + self.sessions, 1)
         stage, rank = divmod(shard, ranks)
@@ -158,7 +158,7 @@ class Bench:
         return Worker(self, self.sessions, writer, reply.context, shard)
 
     def successor(self, memory: bytearray | None = None, specs: list[m.CacheSpec] | None = None) -> ChunkIndex:
-        """Return what a server that starts on the table as it is now makes of it."""
+        """Return the index that a server restores when it starts on a copy of the table."""
         table = IndexTable(bytearray(self.memory if memory is None else memory), self.num_records)
         index = ChunkIndex(ExtentAllocator(self.pages * PAGE), table)
         restored = restore(index, [self.spec] if specs is None else specs)

@@ -14,7 +14,7 @@ def nodes_of(index: ChunkIndex) -> list[int]:
 
 
 def empty_by_eviction(index: ChunkIndex) -> None:
-    """Fail unless everything can leave when nobody uses anything."""
+    """Evict everything. Fail if anything is left, as no client uses the index."""
     for share in range(index.quotas.num_shares):
         while index.evictor.evict_one(share):
             pass

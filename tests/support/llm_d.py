@@ -19,7 +19,7 @@ Place = tuple[str, str, int | None]  # pod, tier, group
 
 
 class Index:
-    """Which pods have which blocks."""
+    """Maps blocks to the pods that have them."""
 
     def __init__(self, endpoint: str, context: Context, block_tokens: int) -> None:
         self.socket = context.socket(zmq.SUB)
@@ -28,7 +28,7 @@ class Index:
         kept.append(self.socket)
         self.num_skipped = 0
         self._block_tokens = block_tokens
-        self._keys: dict[int, list[bytes]] = {}  # its own keys, by the engine's id
+        self._keys: dict[int, list[bytes]] = {}  # the index's own keys, by the engine's id
         self._places: defaultdict[bytes, set[Place]] = defaultdict(set)
 
     def take_all(self) -> None:

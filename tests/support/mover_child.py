@@ -1,7 +1,7 @@
-"""A mover without a device, which does what its worker calls the device; run by `python -m support.mover_child`.
+"""A mover without a device, `python -m support.mover_child`. The name of its worker's device says how it behaves.
 
-`quick` writes the number of the copy into the first byte of each extent. `hangs` never answers a copy, `dies` at the
-first, `babbles` answers nonsense, `refuses` every copy, `late` is not ready before its socket closes.
+`quick` writes the number of the copy into the first byte of each extent. `hangs` never answers a copy, `dies` exits at
+the first, `babbles` answers nonsense, `refuses` refuses every copy, `late` is not ready before its socket closes.
 """
 
 import os

@@ -1,8 +1,10 @@
-"""Importing torch or vLLM takes longer than most tests: here it is done once, and each child is a fork of what came of
-it. A child shares nothing with the next: the imports started no thread of torch, no device and no engine, and
-kvdepot is imported by each anew. It has the same PID, pipes and end as a process started by `subprocess.Popen`.
+"""A process that imports torch or vLLM once and forks children, as that import takes longer than most tests.
 
-Run by `Nursery`: python -P nursery.py SOCKET MODULE..., the descriptor of a Unix socket with a JSON command a packet.
+Children share nothing: the imports start no thread of torch, no device and no engine, and each child imports kvdepot
+itself. A child has a PID, pipes and an end like a process started by `subprocess.Popen`.
+
+`Nursery` runs `python -P nursery.py SOCKET MODULE...`. SOCKET is the descriptor of a Unix socket; each packet is one
+command in JSON.
 """
 
 import gc
@@ -25,7 +27,7 @@ _PACKET_BYTES: Final = 1 << 20
 
 
 class Fork:
-    """A process that a nursery made; as much of `subprocess.Popen` as is needed."""
+    """A process that a nursery forked, with the part of `subprocess.Popen` that tests need."""
 
     def __init__(self, nursery: "Nursery", pid: int, stdin: IO[bytes], stdout: IO[bytes]) -> None:
         self.pid, self.stdin, self.stdout = pid, stdin, stdout
@@ -33,25 +35,25 @@ class Fork:
         self._returncode: int | None = None
 
     def poll(self) -> int | None:
-        """The exit status, None while it runs."""
+        """Return the exit status, None while the process runs."""
         if self._returncode is None:
             self._returncode = self._nursery.ask({"op": "poll", "pid": self.pid})
         return self._returncode
 
     def wait(self) -> int:
-        """Wait for its end."""
+        """Wait for the process to end and return its exit status."""
         if self._returncode is None:
             self._returncode = self._nursery.ask({"op": "wait", "pid": self.pid})
             assert self._returncode is not None
         return self._returncode
 
     def send_signal(self, number: int) -> None:
-        """Send a signal unless it has ended."""
+        """Send a signal unless the process has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """End it as a crash would."""
+        """Kill the process, as in a crash."""
         self.send_signal(signal.SIGKILL)
 
 
@@ -59,8 +61,8 @@ class Nursery:
     """A process that imports modules and forks.
 
     Args:
-        modules: what is imported; none of kvdepot's.
-        environment: variables beside those of the tests.
+        modules: modules to import, none of kvdepot's.
+        environment: further environment variables.
     """
 
     def __init__(self, *modules: str, environment: Mapping[str, str] | None = None) -> None:
@@ -101,13 +103,13 @@ class Nursery:
         finally:
             os.close(stdin)
             os.close(stdout)
-        return Fork(self, pid, open(to_it, "wb", buffering=0), open(from_it, "rb"))  # who takes it closes
+        return Fork(self, pid, open(to_it, "wb", buffering=0), open(from_it, "rb"))  # the caller closes both
 
     def run(self, script: Path, *arguments: str, given: str = "") -> str:
-        """Run a script to its end on an input of a few KiB and return what it printed.
+        """Run a script to its end on an input of a few KiB and return its output.
 
         Raises:
-            AssertionError: it failed.
+            AssertionError: the script failed.
         """
         with tempfile.TemporaryFile() as stderr:
             fork = self.fork(script, *arguments, stderr=stderr.fileno())
@@ -121,7 +123,7 @@ class Nursery:
             return output
 
     def close(self) -> None:
-        """End it; nobody uses its children any more."""
+        """End the process. Its children must not be used any more."""
         self._socket.close()
         self._process.wait()
 
@@ -133,7 +135,7 @@ class Nursery:
 
 
 def _be(argv: list[str], environment: dict[str, str], files: list[int], *, is_module: bool) -> NoReturn:
-    """Be the script, in a process just forked."""
+    """Run the script in the forked process."""
     os.setsid()
     for place, file in enumerate(files):
         os.dup2(file, place)
@@ -165,7 +167,7 @@ def main() -> None:
         importlib.import_module(module)
     assert "kvdepot" not in sys.modules
     gc.collect()
-    gc.freeze()  # vLLM collects often while it starts, each time through all that was imported
+    gc.freeze()  # vLLM collects garbage often while it starts, each time through all imported objects
     with socket.socket(fileno=int(sys.argv[1])) as asking:
         while True:
             packet, files, _, _ = socket.recv_fds(asking, _PACKET_BYTES, 3)

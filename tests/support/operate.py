@@ -11,16 +11,16 @@ from kvdepot.wire import operations as o
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """A reply that nobody had to wait for."""
+    """A reply that was there at once."""
 
     reply: frames.Reply | None
 
 
 def operate(depot: Depot, request: o.OperatorRequest) -> PendingReply | Answered:
-    """Begin an operation. The reply may be there already.
+    """Begin an operation. Return its reply, which may be there already.
 
     Raises:
-        Refused: nothing was changed.
+        Refused: the depot refused the operation and changed nothing.
     """
     reply = depot.state.answer(HANDLERS[type(request)](depot, request, lambda: "this test"))
     return reply if isinstance(reply, PendingReply) else Answered(reply)

@@ -1,4 +1,4 @@
-"""Peers of a depot: a registered worker that copies nothing, and a socket that says what it likes."""
+"""Peers of a depot: a registered worker that copies nothing, and a socket that sends arbitrary bytes."""
 
 import socket
 
@@ -46,7 +46,7 @@ class Peer:
         self.context = self.session.context
 
     def ask(self, request: frames.Request) -> frames.Reply:
-        return self.channel.call(request, 10.0)  # a lookup may wait half of it for tiers
+        return self.channel.call(request, 10.0)  # a lookup may wait half of this for tiers
 
     def prepare(self, run: KeyRun) -> m.StorePlan:
         message = m.PrepareStore(
@@ -77,7 +77,7 @@ class Peer:
 
 
 def find(peer: Peer, run: KeyRun) -> int:
-    """Return how many chunks a lookup finds that waits for tiers."""
+    """Look up a prefix and wait for tiers. Return the number of chunks found."""
     reply = peer.ask(m.Lookup(peer.context, "r", run.digests, run.tenant, 5.0))
     assert isinstance(reply, m.LookupReply)
     if reply.lease:
@@ -86,7 +86,7 @@ def find(peer: Peer, run: KeyRun) -> int:
 
 
 class RawSocket:
-    """A connection to the control socket that says what it likes; an operator's, unless it has a session's token."""
+    """A connection to the control socket that sends arbitrary bytes. Without a session's token it is an operator's."""
 
     def __init__(self, depot: DepotProcess, token: bytes = b"") -> None:
         self.socket = socket.socket(socket.AF_UNIX)
@@ -98,7 +98,7 @@ class RawSocket:
         self.socket.sendall(frames.LENGTH.pack(len(frame)) + frame)
 
     def receive(self) -> bytes:
-        """The next frame from the depot, within a second."""
+        """Return the depot's next frame, which must come within a second."""
         (length,) = frames.LENGTH.unpack(self._exactly(frames.LENGTH.size))
         return self._exactly(length)
 
@@ -111,7 +111,7 @@ class RawSocket:
         return data
 
     def is_closed(self) -> bool:
-        """Whether the depot closes this connection within some seconds, having said nothing more."""
+        """Return whether the depot closes this connection within some seconds without sending more."""
         self.socket.settimeout(3 * SILENCE_SECONDS)
         try:
             return self.socket.recv(1) == b""

@@ -1,4 +1,4 @@
-"""Real routers, started by the tests on loopback: vllm-router and Dynamo's indexer."""
+"""Real routers that tests start on loopback: vllm-router and Dynamo's indexer."""
 
 import contextlib
 import json
@@ -22,11 +22,11 @@ from support.peer import prompt
 PROGRAMS = Path(os.environ.get("ROUTER_PROGRAMS", Path(sys.executable).parent))  # `tox r -e routers` installs them
 CHUNK_TOKENS = 64
 BELOW_EPHEMERAL_PORTS = range(20_000, 32_768)
-HOST_CREDIT = 0.8  # of vllm-router, for tokens in host memory
+HOST_CREDIT = 0.8  # vllm-router's credit for a token in host memory
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports that are free now, and that no connection gets by itself while their server is restarted."""
+    """Return free ports outside the ephemeral range, so that no connection takes them while their server restarts."""
     with contextlib.ExitStack() as opened:
         ports: list[int] = []
         while len(ports) < count:
@@ -47,7 +47,7 @@ def ask(port: int, path: str, body: object = None) -> Any:
 
 
 class Source(Protocol):
-    """An engine behind a router, with the events of what it, or its depot, holds."""
+    """An engine behind a router, with the events about the blocks that it or its depot holds."""
 
     name: str
     url: str
@@ -59,8 +59,8 @@ class Front(ThreadingHTTPServer):
     """The HTTP server of an engine, which answers prompts with the engine's name and what `serve` returns.
 
     Args:
-        name: of the engine.
-        serve: answers the tokens of a prompt with the number of those that were not computed.
+        name: name of the engine.
+        serve: takes the tokens of a prompt and returns how many of them were not computed.
     """
 
     def __init__(self, name: str, serve: Callable[[list[int]], int]) -> None:
@@ -117,7 +117,7 @@ class Node(Front):
         self.engine.store(prompt(num_chunks, name))
 
     def holds(self, name: str, num_chunks: int) -> int:
-        """Return how many chunks of a prompt a lookup finds; describe them if the depot asks for it, as engines do."""
+        """Return how many chunks of a prompt a lookup finds. As engines do, describe them if the depot asks."""
         run, scheduler = prompt(num_chunks, name), self.engine.scheduler
         reply = scheduler.find(run)
         if reply.wants_tokens:
@@ -146,7 +146,7 @@ class Node(Front):
 
 
 class Program:
-    """A program with its log."""
+    """A running program and its log."""
 
     def __init__(self, log: Path, *command: str) -> None:
         self.log = log
@@ -163,7 +163,7 @@ class VllmRouter(Program):
 
     def __init__(self, log: Path, sources: Sequence[Source], block_tokens: int = CHUNK_TOKENS) -> None:
         self.port, metrics = free_ports(2)
-        self._first_byte = 0  # of the log
+        self._first_byte = 0  # the log is read from here on
         command = [str(PROGRAMS / "vllm-router"), "--host", "127.0.0.1", "--port", str(self.port)]
         command += ["--prometheus-port", str(metrics), "--prometheus-host", "127.0.0.1", "--log-level", "debug"]
         command += ["--policy", "kv_aware", "--kv-event-block-size", str(block_tokens), "--kv-event-model", MODEL]
@@ -174,29 +174,29 @@ class VllmRouter(Program):
         wait_until(lambda: answers(self.port, "/health"), 60, "vllm-router")
 
     def route(self, tokens: list[int]) -> tuple[str, int]:
-        """Send a prompt; return the engine that got it and how many of its tokens that had not to compute."""
+        """Send a prompt. Return the engine that got it and the number of tokens that this engine did not compute."""
         reply = ask(self.port, "/v1/completions", {"model": MODEL, "prompt": tokens, "max_tokens": 1})
         return reply["choices"][0]["text"], reply["usage"]["prompt_tokens_details"]["cached_tokens"]
 
     def forget(self) -> None:
-        """Look no more at what the log has told so far."""
+        """Ignore the log up to here from now on."""
         self._first_byte = self.log.stat().st_size
 
     def last_heard(self, source: Source) -> int:
-        """Return the number of the last batch of a source that was taken in, -1 for none."""
+        """Return the sequence number of the last batch that the router took from a source, -1 if none."""
         found = re.findall(rf"sequence advanced source={re.escape(source.url)} .*?seq=(\d+)", self._plain())
         return int(found[-1]) if found else -1
 
     def choice(self, name: str, num_chunks: int) -> str:
-        """Return the node that gets a prompt."""
+        """Send a prompt and return the name of the node that got it."""
         return self.route(tokens_of(prompt(num_chunks, name), CHUNK_TOKENS))[0]
 
     def credited(self, name: str, num_chunks: int) -> int:
-        """Return how many chunks of a prompt the chosen node is credited with."""
+        """Send a prompt. Return how many of its chunks the chosen node is credited with."""
         return round(self.credit(tokens_of(prompt(num_chunks, name), CHUNK_TOKENS)) / HOST_CREDIT / CHUNK_TOKENS)
 
     def credit(self, tokens: list[int]) -> int:
-        """Send a prompt; return the tokens that the chosen engine was credited with, those in host memory in part."""
+        """Send a prompt. Return the tokens credited to the chosen engine. Those in host memory count in part."""
         before = self._credits()
         self.route(tokens)
         wait_until(lambda: len(self._credits()) > len(before), 10)
@@ -226,7 +226,7 @@ class DynamoIndexer(Program):
             ask(self.port, "/register", {"instance_id": number, "model_name": MODEL, **source})
 
     def known(self, name: str, num_chunks: int) -> dict[str, int]:
-        """Return how many chunks of a prompt each node is known to have in its pool."""
+        """Return how many chunks of a prompt each node has in its pool, as far as the indexer knows."""
         tokens = tokens_of(prompt(num_chunks, name), CHUNK_TOKENS)
         reply = ask(self.port, "/query", {"model_name": MODEL, "token_ids": tokens})
         return {self.names[each]: found["cpu"] // CHUNK_TOKENS for each, found in reply["instances"].items()}

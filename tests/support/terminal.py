@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Terminal:
-    """What a command wrote: `(seconds since its start, text)`, and its exit status."""
+    """A command's outputs, each `(seconds since its start, text)`, and its exit status."""
 
     outputs: list[tuple[float, str]] = field(default_factory=list[tuple[float, str]])
     status: int = 0
@@ -23,7 +23,7 @@ class Terminal:
 
     @property
     def lines(self) -> list[str]:
-        """What was drawn, without empty lines."""
+        """The drawn lines, without empty ones."""
         drawn = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self.text)
         return [line for line in re.split(r"[\r\n]+", drawn) if line.strip()]
 
@@ -42,10 +42,10 @@ def run_in_terminal(
     Args:
         command: the program and its arguments.
         columns: width of the terminal.
-        rows: its height.
-        timeout_seconds: after which the command is killed.
-        environment: further variables.
-        on_output: called after each output with all that was written and a function that types.
+        rows: height of the terminal.
+        timeout_seconds: time after which the command is killed.
+        environment: further environment variables.
+        on_output: called after each output with all outputs so far and a function that types text.
     """
     ours, theirs = os.openpty()
     termios.tcsetwinsize(theirs, (rows, columns))
@@ -66,7 +66,7 @@ def run_in_terminal(
                 continue
             try:
                 written = os.read(ours, 1 << 16)
-            except OSError:  # nobody has the terminal any more
+            except OSError:  # no process has the terminal open any more
                 break
             terminal.outputs.append((time.monotonic() - started, written.decode(errors="replace")))
             if on_output:
@@ -74,7 +74,7 @@ def run_in_terminal(
         else:
             raise TimeoutError(terminal.text[-2000:])
     finally:
-        os.close(ours)  # a hang-up ends what still runs
+        os.close(ours)  # the hang-up ends processes that still run
         try:
             terminal.status = process.wait(10)
         except subprocess.TimeoutExpired:

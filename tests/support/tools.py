@@ -1,7 +1,8 @@
-"""Says which tools of the system a test needs. Python packages are the environment's choice, in `tox.toml`.
+"""Marks tests that need tools of the system. Python packages are the environments' choice, in `tox.toml`.
 
-On a developer's machine a missing program or library skips its tests and says so. CI installs all of them, so there it
-is a failure: a test that is skipped everywhere shows nothing. GitHub sets the variable CI, and so does `.ci/run`.
+On a developer's machine, tests of a missing program or library are skipped with a reason. CI installs all of them, so
+there the tests fail: a test that is skipped everywhere shows nothing. GitHub sets the variable CI, and so does
+`.ci/run`.
 """
 
 import os
@@ -18,5 +19,5 @@ def tool_is_missing(reason: str) -> NoReturn:
 
 
 def needs_tool(is_here: object, reason: str) -> pytest.MarkDecorator:
-    """Return the mark of tests that a missing tool skips. In CI they run without it, and fail."""
+    """Return a mark that skips tests if a tool is missing. In CI they run without it, and fail."""
     return pytest.mark.skipif(not is_here and not os.environ.get("CI"), reason=reason)

@@ -1,4 +1,4 @@
-"""Files of weights as engines find them, with random tensors."""
+"""Files of weights in the formats that engines load, with random tensors."""
 
 import json
 import random
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def safetensors(path: Path, tensors: dict[str, bytes], metadata: str = "pt") -> Path:
-    """Write a file of tensors in the order given."""
+    """Write a safetensors file with the tensors in the given order."""
     header: dict[str, Any] = {"__metadata__": {"format": metadata}}
     place = 0
     for name, data in tensors.items():
@@ -32,7 +32,7 @@ def archive(path: Path, tensors: dict[str, bytes]) -> Path:
 
 
 def model_tensors() -> dict[str, bytes]:
-    """Return one layer after the other: large projections of 300 KB with small norms and scales among them."""
+    """Return the tensors layer by layer: projections of 300 KB with small norms and scales among them."""
     return dict(_model_tensors())
 
 

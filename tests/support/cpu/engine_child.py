@@ -1,4 +1,4 @@
-"""An engine on the CPU that obeys: `python -m support.cpu.engine_child URL INSTANCE [large]`."""
+"""An engine on the CPU that obeys commands: `python -m support.cpu.engine_child URL INSTANCE [large]`."""
 
 import sys
 

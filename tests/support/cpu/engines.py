@@ -17,5 +17,5 @@ def command(url: str, instance: str, *plan: str) -> list[str]:
 
 
 def large_engine(depot: DepotProcess, instance: str, prefix: Sequence[str] = ()) -> EngineProcess:
-    """Start an engine; `prefix` is a command that runs it, its only child."""
+    """Start an engine. `prefix` is a command that runs the engine as its only child."""
     return EngineProcess([*prefix, *command(depot.url, instance, "large")])

@@ -1,10 +1,10 @@
-"""A worker of the suites whose memory the driver allocates: NVIDIA's, or the fake one as if it were that.
+"""A worker for the suites. The driver allocates its memory: NVIDIA's, or the fake one in its place.
 
-Its tensors are views of one allocation of whole 2 MiB, as an engine's are: a driver may put smaller allocations
-into one block of its own and share that block whole. `small_allocations` makes one for each tensor nevertheless.
+Like an engine's, its tensors are views of one allocation in multiples of 2 MiB: a driver may put smaller allocations
+into one block of its own and share that whole block. `small_allocations` still makes one allocation for each tensor.
 
-Needs no torch. In mode `direct` `wait_until_connected` returns when pieces of the pool are registered and the kernel is
-loaded, if one was asked for, so that a suite that passes has used both.
+Needs no torch. In mode `direct`, `wait_until_connected` returns when pieces of the pool are registered and the kernel,
+if requested, is loaded. So a suite that passes has used both.
 """
 
 from typing import Any
@@ -21,12 +21,12 @@ from support.cuda.fake import DEFAULT_STREAM, FakeTensor
 
 PIECE_BYTES = 8 << 20
 ALLOCATION_BYTES = 2 << 20
-ALIGNMENT = 512  # of a tensor, as torch has it
-SETTLE_SECONDS = 60.0  # Triton compiles
+ALIGNMENT = 512  # of each tensor, as in torch
+SETTLE_SECONDS = 60.0  # includes Triton's compilation
 
 
 class Memory:
-    """Memory on the device, zeroed, and a way into it; not for two threads at a time."""
+    """Zeroed memory on the device, with access to it. Not thread-safe."""
 
     def __init__(self, driver: Driver, num_bytes: int) -> None:
         self._driver = driver
@@ -113,7 +113,7 @@ class DeviceWorker:
         self._memories[0].copy(host, self._addresses[group][page] + offset, direction)
 
     def close(self) -> None:
-        """Leave the depot and free the memory: nobody else has it open by then."""
+        """Leave the depot, then free the memory, which no other process has open any more."""
         self.context.close()
         for memory in self._memories:
             memory.free()

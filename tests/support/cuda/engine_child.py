@@ -1,4 +1,4 @@
-"""An engine on a CUDA device, real or fake, that obeys. Run: ... URL INSTANCE MODE [MEMORY]
+"""An engine on a CUDA device, real or fake, that obeys commands. Run: ... URL INSTANCE MODE [MEMORY]
 
 MEMORY is the folder of the fake device's memory; without it the device is NVIDIA's.
 """

@@ -10,7 +10,7 @@ from kvdepot_cuda.context import CudaTransferContext
 from kvdepot_cuda.copy_route import CudaOptions
 from support.cuda.fake import DEFAULT_STREAM, FakeDriver
 
-POOL_BYTES = 64 << 20  # of the suite
+POOL_BYTES = 64 << 20  # as in the suite
 PIECE_BYTES = 8 << 20
 NUM_PIECES = POOL_BYTES // PIECE_BYTES
 

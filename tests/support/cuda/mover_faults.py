@@ -1,7 +1,7 @@
-"""Mode `ipc`: workers, movers and depots that are killed before, during and after a copy, on any device.
+"""Mode `ipc`: workers, movers and depots are killed before, during and after a copy, on any device.
 
-`MoverFaultSuite` is inherited for the fake device and for a real one. A copy is held by stopping its mover where the
-device itself cannot be told to wait.
+The tests of the fake device and of the real one inherit `MoverFaultSuite`. Where the device itself cannot be told to
+wait, a copy is held by stopping its mover.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ def context_of(depot: DepotProcess, instance: str = "engine") -> ContextStatus:
 
 
 def wait_for_mover(depot: DepotProcess, instance: str = "engine", *, but: int = 0) -> int:
-    """Wait until the mover of a worker is ready and another than `but`; return its pid."""
+    """Wait until a worker's mover is ready and its PID is not `but`. Return its PID."""
 
     pids: list[int] = []
 
@@ -51,7 +51,7 @@ def wait_until_nothing_is_held(depot: DepotProcess) -> None:
 
 
 def has_memory(pid: int) -> bool:
-    """Return whether a process has anything mapped: one that is dead has not, also before it is waited for."""
+    """Return whether a process has memory mapped. A dead one has none, even before it is waited for."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         return bool(Path(f"/proc/{pid}/maps").read_text())
     return False
@@ -69,16 +69,16 @@ class MoverFaultSuite:
         raise NotImplementedError
 
     def hold_copies(self, mover: int) -> None:
-        """Let no copy of a mover end from now on."""
+        """Keep a mover's copies from ending from now on."""
         os.kill(mover, signal.SIGSTOP)
 
     def wait_for_a_copy(self, depot: DepotProcess, mover: int) -> None:
-        """Wait until one has been asked for."""
+        """Wait until a copy was requested."""
         del mover
         wait_until(lambda: depot.status().num_tickets + depot.status().num_leases == 1, WAIT_SECONDS, "a copy")
 
     def let_go(self) -> None:
-        """Let copies of movers that still live end; those that were stopped are dead by now."""
+        """Let the copies of surviving movers end. Movers that were stopped are dead by now."""
 
     @pytest.fixture
     def depot(self) -> Iterator[DepotProcess]:
@@ -88,14 +88,14 @@ class MoverFaultSuite:
 
     @pytest.fixture
     def victim(self, depot: DepotProcess) -> Iterator[EngineProcess]:
-        """An engine that something happens to, or to its mover, or to its depot."""
+        """The engine of the fault: it, its mover or its depot is killed."""
         engine = EngineProcess(self.engine_command(depot.url, "victim"))
         yield engine
         engine.close()
 
     @pytest.fixture
     def other(self, depot: DepotProcess) -> Iterator[Cache]:
-        """A worker that nothing happens to but a depot that is killed."""
+        """A worker that is spared, except that its depot may be killed."""
         worker = self.make_worker(depot.url, replace(PLAN, instance="other"))
         worker.wait_until_connected(WAIT_SECONDS)
         yield Cache(worker, PLAN)
@@ -109,7 +109,7 @@ class MoverFaultSuite:
     def test_whoever_is_killed_costs_a_miss_and_holds_nothing(
         self, killed: str, when: str, what: str, depot: DepotProcess, other: Cache, victim: EngineProcess
     ) -> None:
-        """The other worker's bytes, stored and retrieved afterwards, are right; so are the victim's, if it lives."""
+        """Afterwards the other worker stores and retrieves the right bytes, and so does the victim if it survives."""
         before = wait_for_mover(depot, "victim")
         if what == "retrieve":
             victim.expect("3", "store 1 3")

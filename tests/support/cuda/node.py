@@ -1,4 +1,4 @@
-"""A machine with a fake device whose memory other processes can open, and a depot that has a mover for it."""
+"""A node with a fake device. Other processes can open its memory, and depots have a mover for it."""
 
 import gc
 import json
@@ -21,7 +21,7 @@ MOVERS = Path(__file__).with_name("movers")
 
 
 class FakeDevice:
-    """The device, and the options of its movers."""
+    """The device, and controls of its movers."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -33,7 +33,7 @@ class FakeDevice:
         return FakeWorker(url, plan, driver=driver or FakeDriver(root=self.memory), **options)
 
     def fail(self, call: str, code: str = "CUDA_ERROR_UNKNOWN (999)", *, is_once: bool = False) -> None:
-        """Have a call of the next mover, or of all that start from now on, fail."""
+        """Make a call fail in the next mover, or in all movers that start from now on."""
         fault = {"call": call, "code": code, "is_once": is_once}
         (self.folder / "faults").write_text(json.dumps(fault))
 
@@ -44,14 +44,14 @@ class FakeDevice:
         (self.folder / "gate").unlink(missing_ok=True)
 
     def wait_for_a_copy(self) -> int:
-        """Wait until a mover is copying; return its pid. The gate is closed."""
+        """Wait until a mover is copying and return its PID. The gate must be closed."""
         wait_until(lambda: list(self.folder.glob("at-gate-*")), 30, "a mover to begin a copy")
         (found,) = self.folder.glob("at-gate-*")
         found.unlink()
         return int(found.name.rpartition("-")[2])
 
     def calls(self) -> Counter[str]:
-        """Return what the drivers of all movers were asked for until their last copies ended."""
+        """Return the calls of all movers' drivers up to the end of each mover's last copy."""
         total = Counter[str]()
         for path in self.folder.glob("calls-*[0-9]"):
             total.update(json.loads(path.read_text()))
@@ -63,18 +63,18 @@ class FakeDevice:
         return path.read_text() if path.exists() else ""
 
     def holders(self) -> set[int]:
-        """Return who keeps memory of the device, but for this process."""
+        """Return the PIDs of other processes that have memory of the device mapped."""
         return holders(self.memory) - {os.getpid()}
 
     def close(self) -> None:
-        gc.collect()  # workers that were closed map memory of the device, by a descriptor each
+        gc.collect()  # closed workers still map memory of the device, with one descriptor each
         remove_tree(self.memory)
         remove_tree(self.folder)
 
 
 @contextmanager
 def fake_device(monkeypatch: pytest.MonkeyPatch) -> Generator[FakeDevice]:
-    """Make a device, for which depots that are started meanwhile have a mover."""
+    """Make a device. Depots that start inside the block have a mover for it."""
     device = FakeDevice(Path(tempfile.mkdtemp(prefix="kvd-", dir="/dev/shm")))
     path = os.environ.get("PYTHONPATH")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(MOVERS), *([path] if path else [])]))

@@ -1,4 +1,4 @@
-"""What the suites of a device share: workers whose memory is freed, and a depot whose movers copy for them."""
+"""Fixtures of the suites on a device: workers whose memory is freed, and a depot whose movers copy for them."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -36,14 +36,14 @@ class ByAMover(Workers):
 
     @pytest.fixture
     def depot(self) -> Iterator[DepotProcess]:
-        """One whose movers may be slow."""
+        """A depot whose movers may be slow."""
         with DepotProcess("--move-seconds", "20") as depot:
             yield depot
 
     def test_the_mover_registers_the_pool_and_copies_go_on(self, capfd: pytest.CaptureFixture[str]) -> None:
-        """Its first copies are pageable, later ones are not. A failure would be in the depot's log."""
+        """The mover's first copies are pageable, later ones are not. The depot's log would show a failure."""
         plan = PLANS["large pages"]
-        with DepotProcess("--move-seconds", "20") as depot:  # started here, so that what its mover says is seen here
+        with DepotProcess("--move-seconds", "20") as depot:  # started here, so that `capfd` sees its mover's log
             worker = self.make_worker(depot.url, plan)
             worker.wait_until_connected(30)
             cache = Cache(worker, plan)

@@ -1,7 +1,7 @@
-"""Shows that transfers come after the work that an engine has queued on its device, which takes long.
+"""Shows that transfers run after the slow work that an engine has queued on its device.
 
-An engine queues "write 7", stores; queues "write 0", retrieves: every byte has to be 7. A store that comes too early
-keeps the 1 from before; a retrieve that comes too early is overwritten by the 0.
+An engine queues "write 7" and stores, then queues "write 0" and retrieves. Every byte must be 7. A store that runs too
+early keeps the initial 1. A retrieve that runs too early is overwritten with 0.
 """
 
 from contextlib import AbstractContextManager
@@ -25,7 +25,7 @@ BLOCK_IDS = [list(range(NUM_BLOCKS))]
 
 
 class Engine(Protocol):
-    """A device and its worker. Every byte of the cache is 1 in the beginning."""
+    """A device and its worker. Every byte of the cache starts as 1."""
 
     context: CudaTransferContext
 
@@ -34,19 +34,19 @@ class Engine(Protocol):
         ...
 
     def write(self, value: int) -> None:
-        """Queue work that takes long and then writes `value` into every byte of the cache."""
+        """Queue slow work that ends by writing `value` into every byte of the cache."""
         ...
 
     def event(self) -> ReadyEvent:
-        """Return an event after all that is queued."""
+        """Return an event after all queued work."""
         ...
 
     def let_go(self) -> None:
-        """Let the queued work come to an end, if it does not by itself."""
+        """Let the queued work end, if it does not by itself."""
         ...
 
     def values(self) -> set[int]:
-        """Return the values in the cache, after all that is queued."""
+        """Return the set of byte values in the cache after all queued work."""
         ...
 
 
@@ -79,7 +79,7 @@ class OrderSuite:
 
 
 def settle(context: CudaTransferContext) -> None:
-    """Move blocks until copies are no longer pageable: those wait for the device by themselves."""
+    """Move blocks until copies are no longer pageable, as pageable copies wait for the device by themselves."""
     run = hash_prefix(Namespace("settle"), 16, range(16))
     assert context.submit_store("settle", run, [[0]]).result(WAIT_SECONDS)
 

@@ -1,4 +1,4 @@
-"""Makes every call of `CudaDriver` over the stub library, and says whether another thread ran meanwhile."""
+"""Makes every call of `CudaDriver` over the stub library, and prints whether another thread ran meanwhile."""
 
 import ctypes
 import sys
@@ -26,7 +26,7 @@ def beat() -> None:
 
 
 def check_released(name: str, work: Callable[[], object]) -> None:
-    """Say whether the other thread ran while the library slept for 0.3 s; it may be late on a busy machine."""
+    """Print whether the other thread ran while the library slept for 0.3 s. On a busy machine it may be late."""
     began = time.monotonic()
     work()
     ended = time.monotonic()

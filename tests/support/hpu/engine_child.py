@@ -1,4 +1,4 @@
-"""An engine on a Gaudi, pretended or real, that obeys. Run: python -m support.hpu.engine_child URL INSTANCE MODE"""
+"""An engine on a Gaudi, pretend or real, that obeys: `python -m support.hpu.engine_child URL INSTANCE MODE`."""
 
 import importlib.util
 import sys

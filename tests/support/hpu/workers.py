@@ -23,13 +23,13 @@ class TensorTuple(tuple[Any, ...]):
 def without_pad_block(flat: Any, block_tokens: int) -> Any:
     """Return a view of `((num_blocks + 1) * block_tokens, ...)` as `(num_blocks, block_tokens, ...)`.
 
-    vllm-gaudi allocates keys and values so; the last block is padding that any request may write.
+    vllm-gaudi allocates keys and values in this shape. The last block is padding that any request may write.
     """
     return flat.view(-1, block_tokens, *flat.shape[1:])[:-1]
 
 
 def page(num_blocks: int, block_tokens: int, size_bytes: int, padding_bytes: int = 0) -> Any:
-    """Return a zeroed tensor `(num_blocks, ...)` with pages of `size_bytes`: flat and bfloat16 where that divides."""
+    """Return a zeroed tensor `(num_blocks, ...)` with pages of `size_bytes`: flat bfloat16 if that divides evenly."""
     if padding_bytes or size_bytes % (2 * block_tokens):
         shape = (num_blocks, size_bytes + padding_bytes)
         return torch().zeros(shape, dtype=torch().uint8, device="hpu")[:, :size_bytes]
@@ -55,7 +55,7 @@ def cache_group(plan: GroupPlan, pages: list[Any]) -> CacheGroup:
 
 
 class HpuWorker:
-    """See `kvdepot.testing.backend.Worker`. Touches the cache only as an engine could: by operations of the device."""
+    """See `kvdepot.testing.backend.Worker`. Like an engine, it touches the cache only by operations of the device."""
 
     def __init__(self, url: str, plan: WorkerPlan, **options: Any) -> None:
         self.pages = [
@@ -80,7 +80,7 @@ class HpuWorker:
 
 
 class HpuBench(Bench):
-    """A copier in the shapes of a Gaudi."""
+    """A copier with a Gaudi's shapes."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(load_bridge(), **options)

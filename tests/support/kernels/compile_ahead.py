@@ -24,7 +24,7 @@ else:
 
     assembly = compile_for(int(sys.argv[1])).asm
     assert assembly["cubin"]
-    # Words of 16 bytes, several under way: without them one page at a time would wait for the bus.
+    # Words of 16 bytes, several in flight: otherwise the kernel would wait for the bus page by page.
     loads, stores = (
         len(re.findall(rf"{kind}\.global\S*\.v2\.b64|{kind}\.global\S*\.v4\.b32", assembly["ptx"]))
         for kind in ("ld", "st")

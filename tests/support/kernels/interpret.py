@@ -18,7 +18,7 @@ OFFSETS = ((0, 0), (16, 48), (8, 8), (1, 0), (0, 3), (5, 5))
 
 
 def check_bytes() -> None:
-    """Compare with numpy. The bytes between the runs must stay as they were."""
+    """Compare with numpy. The bytes between the runs must not change."""
     rng = np.random.default_rng(0)
     room = max(SIZES) + 64
     count = len(SIZES) * len(OFFSETS)

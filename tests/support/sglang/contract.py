@@ -1,7 +1,9 @@
 # pyright: basic
-"""What the linker takes from SGLang, checked in source by `ast`: `python -m support.sglang.contract TREE_OR_WHEEL`.
+"""Checks with `ast` that SGLang's source has everything that the linker uses.
 
-Nothing is imported, so no SGLang has to be installed. Each problem is a sentence.
+Run: python -m support.sglang.contract TREE_OR_WHEEL
+
+Nothing is imported, so SGLang need not be installed. Each problem is a sentence.
 """
 
 import ast
@@ -65,7 +67,7 @@ ATTRIBUTES: Final = (  # file, class, attributes
     ("mem_cache/base_prefix_cache.py", "MatchResult", {"device_prefix_len", "last_device_node"}),
     ("plugins/hook_registry.py", "HookType", {"AROUND"}),
 )
-SENTENCES: Final = (  # file, class or "", method or "", source text that is there, why
+SENTENCES: Final = (  # file, class or "", method or "", source text that must be there, why
     (LINKER, "UnifiedCacheLinkerWrapper", "load_back", "return (0, req.last_node)", "a refused load is computed"),
     (LINKER, "UnifiedCacheLinkerWrapper", "_offload_node", "cache.inc_lock_ref(node_id)", "stores lock their pages"),
     (
@@ -91,7 +93,7 @@ SENTENCES: Final = (  # file, class or "", method or "", source text that is the
 
 
 def reader(path: Path) -> Read:
-    """Return a function that reads a file below `srt` in SGLang's tree or wheel; "" if it is not there."""
+    """Return a function that reads a file below `srt` in SGLang's tree or wheel. A missing file reads as ""."""
     if path.suffix == ".whl":
         wheel = zipfile.ZipFile(path)
         names = set(wheel.namelist())
@@ -101,7 +103,7 @@ def reader(path: Path) -> Read:
 
 
 def problems(read: Read) -> list[str]:
-    """Return all that the linker needs and this SGLang has not."""
+    """Return everything that the linker needs and this SGLang lacks."""
     found: list[str] = []
     abstract = {
         name: parameters(each)

@@ -1,9 +1,9 @@
 # pyright: basic, reportMissingImports=false
-"""One SGLang engine on CPU that does what the lines on its standard input say, and answers each with a line.
+"""One SGLang engine on CPU. It takes commands as lines on its standard input and answers each with a line.
 
-Its argument is a folder with plugins, its options are the first line. To import SGLang takes 12 CPU seconds, in each of
-an engine's three processes. So one process imports this module for all engines of a test run, and they are forks of it,
-as are their own processes, which SGLang would spawn: a start takes 4 CPU seconds instead of 41.
+Its argument is a folder with plugins, and the first line has its options. Importing SGLang takes 12 CPU seconds in each
+of an engine's three processes. So one process imports this module for a test run, and all engines are forks of it. So
+are their child processes, which SGLang would spawn. A start takes 4 CPU seconds instead of 41.
 """
 
 import importlib
@@ -17,7 +17,7 @@ from typing import Any
 
 
 def main() -> None:
-    sys.path.insert(0, sys.argv[1])  # plugins
+    sys.path.insert(0, sys.argv[1])  # the folder with plugins
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # SGLang's processes inherit both
     multiprocessing.set_start_method("fork", force=True)
@@ -76,7 +76,7 @@ def _answer(engine: Any, command: dict[str, Any]) -> dict[str, Any]:
 
 
 def _update_from_tensors(engine: Any, model: str) -> bool:
-    """Give the engine the weights of a model as a trainer does: in two parts, of which the last flushes the cache."""
+    """Give the engine the weights of a model as a trainer does: in two parts. The last one flushes the cache."""
     safetensors = importlib.import_module("safetensors.torch")
     tensors = list(safetensors.load_file(Path(model) / "model.safetensors").items())
     done = [engine.begin_weight_update()]

@@ -32,14 +32,14 @@ ANSWER_SECONDS = 120.0
 
 
 def prompts(count: int, num_tokens: int = 700, seed: int = 0, shared: int = 0) -> list[Prompt]:
-    """Return random prompts of which the first `shared` tokens are the same."""
+    """Return random prompts whose first `shared` tokens are the same."""
     source = random.Random(seed)
     start = [source.randrange(5, 2000) for _ in range(shared)]
     return [start + [source.randrange(5, 2000) for _ in range(num_tokens - shared)] for _ in range(count)]
 
 
 def linker(url: str, **settings: Any) -> dict[str, Any]:
-    """Return the options that give an engine the linker, with deadlines that a busy machine keeps."""
+    """Return the options that give an engine the linker, with deadlines that hold on a busy machine."""
     settings = {"url": url, "deadline_seconds": 30.0, "lookup_seconds": 10.0, **settings}
     return {
         "enable_unified_cache_external_linker": True,
@@ -54,7 +54,7 @@ def linker(url: str, **settings: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Answer:
-    """One request's outcome: its tokens, those of the prompt that were cached, and how many of them the depot had."""
+    """A request's answer: its tokens, the number of cached prompt tokens, and how many of those came from the depot."""
 
     tokens: tuple[int, ...]
     cached: int
@@ -67,9 +67,9 @@ class Engine:
     """An SGLang engine on CPU.
 
     Args:
-        model: its folder.
-        plugin: a module with a further plugin of SGLang, besides those that are installed.
-        options: those of `sglang.Engine`.
+        model: folder of the model.
+        plugin: module with a plugin of SGLang, in addition to the installed ones.
+        options: options of `sglang.Engine`.
     """
 
     def __init__(self, model: Path, *, plugin: str = "", **options: Any) -> None:
@@ -89,10 +89,10 @@ class Engine:
         self._send({"model_path": str(model), "port": _free_port(), **options})
 
     def wait_until_ready(self) -> Self:
-        """Wait for the start, which other engines may do at the same time.
+        """Wait until the engine has started. Several engines can start at the same time.
 
         Raises:
-            AssertionError: the engine ended or hangs; the text has the end of its log.
+            AssertionError: the engine ended or hangs. The text has the end of its log.
         """
         self._receive(START_SECONDS)
         return self
@@ -108,7 +108,7 @@ class Engine:
         return [self.generate(prompt, **request)[0] for prompt in wanted]
 
     def flush(self) -> None:
-        """Empty the engine's own cache, which it refuses while stores are under way."""
+        """Flush the engine's own cache. The engine refuses that while stores are under way, so try again."""
 
         def is_flushed() -> bool:
             self._send({"do": "flush"})
@@ -120,15 +120,15 @@ class Engine:
         """Give the engine the weights of another model, "from_disk" or "from_tensors", and empty its own cache."""
         self._send({"do": f"update_{way}", "model": str(model)})
         if not self._receive(ANSWER_SECONDS)["ok"]:
-            self.flush()  # as the answer asks: SGLang did not flush while stores were under way
+            self.flush()  # the answer asks for it: SGLang did not flush while stores were under way
 
     def log(self) -> str:
-        """Return what the engine has logged."""
+        """Return the engine's log."""
         self._log.seek(0)
         return self._log.read().decode(errors="replace")
 
     def kill(self) -> None:
-        """End all processes of the engine as a crash would. Twice is harmless."""
+        """Kill all processes of the engine, as in a crash. A second call does nothing."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -157,7 +157,7 @@ class Engine:
 
 @functools.cache
 def nursery() -> Nursery:
-    """Return the process that has imported SGLang. It ends with this one."""
+    """Return the process that has imported SGLang. It ends with this process."""
     return Nursery("support.sglang.engine_child", environment=_environment())
 
 
@@ -169,7 +169,7 @@ def _environment() -> dict[str, str]:
 
 
 def _install(plugin: str, folder: Path) -> None:
-    """Let SGLang find a plugin in a folder on `PYTHONPATH`."""
+    """Register a plugin for SGLang in a folder on `PYTHONPATH`."""
     facts = folder / f"{plugin.replace('.', '_')}-0.dist-info"
     facts.mkdir()
     (facts / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {plugin}\nVersion: 0\n")
@@ -177,7 +177,7 @@ def _install(plugin: str, folder: Path) -> None:
 
 
 def _free_port() -> int:
-    """Return a port from which SGLang derives those of its processes; each test process has a range of its own."""
+    """Return a random multiple of 100 as port. SGLang derives the ports of its processes from it."""
     return 20_000 + random.SystemRandom().randrange(400) * 100
 
 

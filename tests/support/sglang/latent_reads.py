@@ -1,8 +1,8 @@
 # pyright: basic, reportMissingImports=false
-"""A plugin of SGLang for tests: latent attention reads what it keeps, on a CPU without AMX.
+"""A plugin of SGLang for tests: latent attention on a CPU without AMX.
 
-SGLang 0.5.23 has `torch_native` compute a prompt's first pass with whole keys, and gives it a pool of latent ones, so
-that the shapes do not fit. With latent attention everywhere they do.
+In SGLang 0.5.23, `torch_native` computes a prompt's first pass with whole keys but has a pool of latent ones, so the
+shapes do not match. The plugin uses latent attention in every pass, and they match.
 """
 
 import importlib

@@ -1,7 +1,7 @@
 # pyright: basic
 """A stand-in for SGLang: the base class of linkers, its wrapper and pools, with arrays instead of tensors.
 
-The wrapper calls a linker as SGLang's does. The tree is a list of pages for each prompt.
+The wrapper calls a linker as SGLang's wrapper does. The tree is a list of pages for each prompt.
 """
 
 import abc
@@ -24,7 +24,7 @@ HEADS, DIM, LAYERS, PAGES = 2, 4, 2, 64
 
 
 class Buffer(np.ndarray):
-    """An array with what of a tensor is used."""
+    """An array with the attributes of a tensor that the linker uses."""
 
     def view(self, *shape: Any) -> Any:
         return self.reshape(shape) if all(isinstance(each, int) for each in shape) else super().view(*shape)
@@ -116,7 +116,7 @@ class MHATokenToKVPool:
 
 
 class Model:
-    """A model with one tensor, of which nothing but its name for the content is digested."""
+    """A model with one tensor. Only its name for the content is digested."""
 
     def __init__(self, content: str) -> None:
         self._content = content
@@ -182,7 +182,7 @@ def installed(*, is_hooked: bool = True) -> Iterator[types.ModuleType]:
 
 
 def names_of(prompt: int, num_pages: int, shared: int = 0) -> list[str]:
-    """Return names of the pages of a prompt, of which the first `shared` are those of prompt 0."""
+    """Return the names of a prompt's pages. The first `shared` names are those of prompt 0."""
     name, found = b"", list[str]()
     for page in range(num_pages):
         name = hashlib.sha256(name + b"%d %d" % (0 if page < shared else prompt, page)).digest()
@@ -191,7 +191,7 @@ def names_of(prompt: int, num_pages: int, shared: int = 0) -> list[str]:
 
 
 class Scheduler:
-    """Calls a linker as SGLang's wrapper does, for prompts whose pages it names and places itself."""
+    """Calls a linker as SGLang's wrapper does. It names and places the pages of its prompts itself."""
 
     def __init__(self, linker: Any, hooks: Any, pool: Any) -> None:
         self.linker, self.pool = linker, pool
@@ -207,7 +207,7 @@ class Scheduler:
         return np.arange(first_page * PAGE, (first_page + num_pages) * PAGE)
 
     def transfers(self, names: Sequence[str], slots: Any, window_pages: int = 0) -> list[Any]:
-        """Return SGLang's transfers of pages; with windows, of the last ones, in the same slots of the other pool."""
+        """Return SGLang's transfers of pages. With windows, the last pages have the same slots in the other pool."""
         found = [SimpleNamespace(name="kv", keys=list(names), device_indices=slots)]
         if window_pages:
             last = None if slots is None else slots[-window_pages * PAGE :]
@@ -227,12 +227,12 @@ class Scheduler:
     def path_device_indices(self, node: int) -> Any:
         return self._nodes[node][2]
 
-    # --- what a scheduler does
+    # --- a scheduler's actions
 
     def store(
         self, names: list[str], slots: Any, first: int = 0, window_pages: int = 0, session: str | None = None
     ) -> bool:
-        """Store pages `first` on of a prompt in `slots`; wait, and return whether that left all in the depot."""
+        """Store a prompt's pages from `first` on; `slots` are the whole prompt's. Return whether all were stored."""
         node = len(self._nodes)
         self._nodes[node] = names, first, slots
         queued: list[bool] = []
@@ -248,7 +248,7 @@ class Scheduler:
         return self.linker.pop_completed_offload()
 
     def look_up(self, rid: str, names: list[str], on_device: int = 0, window_pages: int = 0) -> int:
-        """Return how many pages behind those on the device can be loaded. SGLang asks for whole pages only."""
+        """Return how many pages after those on the device can be loaded. SGLang asks for whole pages only."""
         node = len(self._nodes)
         self._nodes[node] = names[:on_device], 0, None
         found: list[list[int]] = []
@@ -258,12 +258,12 @@ class Scheduler:
                 found.append(self.linker.lookup(rid, self.transfers(names[on_device:], None, window_pages)))
 
         result = SimpleNamespace(device_prefix_len=on_device * PAGE, last_device_node=node)
-        key = range(len(names) * PAGE + 1)  # the token behind them is computed anyway
+        key = range(len(names) * PAGE + 1)  # the token after them is always computed
         self._hooks.around_match(original, self, key, SimpleNamespace(rid=rid), result)
         return max(found[0], default=0) if found else 0
 
     def update(self, weights: str, *, flush: bool = True) -> None:
-        """Give the engine other weights, and flush the cache in the same call as SGLang does by default."""
+        """Give the engine other weights. The same call flushes the cache, as SGLang does by default."""
         manager = SimpleNamespace(
             scheduler=SimpleNamespace(tree_cache=SimpleNamespace(linker=self)),
             tp_worker=SimpleNamespace(model_runner=SimpleNamespace(model=self._model)),
@@ -278,7 +278,7 @@ class Scheduler:
         updates.around_update(original, manager)
 
     def load(self, rid: str, names: list[str], slots: Any, window_pages: int = 0) -> bool:
-        """Load pages; if they are refused, nothing is queued."""
+        """Load pages and return whether they came. Check that a refused load queues nothing."""
         if not self.linker.load(rid, self.transfers(names, slots, window_pages)):
             assert self.linker.start_layer_wise_loading() == -1
             return False

@@ -1,8 +1,8 @@
 # pyright: basic
-"""Answers for packages of GPUs that SGLang imports at module level and never calls on CPU.
+"""Stubs of packages for GPUs that SGLang imports at module level and never calls on CPU.
 
-`python stub.py` installs it into this Python's environment. Two rules: the attribute `driver` is missing, so that
-SGLang falls back to the device "cpu", and a class of it iterates over nothing, as torch asks whether "cpu" is among
+`python stub.py` installs them into this Python's environment. Two rules: the attribute `driver` is missing, so that
+SGLang falls back to the device "cpu"; and iterating over a stub yields nothing, as torch asks whether "cpu" is among
 Triton's backends.
 """
 
@@ -77,4 +77,4 @@ if __name__ == "__main__":
     (site / "kvdepot_gpu_stub.py").write_text(Path(__file__).read_text())
     (site / "kvdepot_gpu_stub.pth").write_text("import kvdepot_gpu_stub\n")
 else:
-    sys.meta_path.append(_Finder())  # behind all others: an installed package is used
+    sys.meta_path.append(_Finder())  # last, so that an installed package is used

@@ -1,9 +1,9 @@
 # pyright: basic, reportMissingImports=false
 """A plugin of SGLang for tests: its `torch_native` attention reads windows from the slots to which it writes them.
 
-SGLang 0.5.23 keeps windows in a pool of their own, with slots of its own. Its `torch_native` attention, the only one
-that every CPU has, translates slots as it writes that pool, but not as it reads it. So a prompt's tokens differ between
-two runs without any linker. Here reads are translated, too.
+SGLang 0.5.23 keeps windows in a pool of their own, with its own slots. `torch_native`, the only attention that runs on
+every CPU, translates slots when it writes that pool, but not when it reads it. So a prompt's tokens differ between two
+runs even without a linker. Here reads are translated, too.
 """
 
 import importlib
@@ -15,7 +15,7 @@ _BACKEND: Final = "sglang.srt.layers.attention.torch_native_backend.TorchNativeA
 
 
 class _Translated:
-    """The slots of a request's tokens in the pool of windows. Tokens that have left it have slot 0, behind a mask."""
+    """The slots of a request's tokens in the pool of windows. Tokens that left it have slot 0 and are masked."""
 
     def __init__(self, slots: Any, pool: Any) -> None:
         self._slots, self._pool = slots, pool
@@ -26,7 +26,7 @@ class _Translated:
 
 def around_forward(original: Callable[..., Any], backend: Any, q: Any, k: Any, v: Any, layer: Any, *rest: Any,
                    **options: Any) -> Any:  # fmt: skip
-    """Let a layer with windows read from the slots of its own pool."""
+    """Make a layer with windows read from the slots of its own pool."""
     pool = backend.token_to_kv_pool
     if not (backend.use_sliding_window_kv_pool and pool.layers_mapping[layer.layer_id][1]):
         return original(backend, q, k, v, layer, *rest, **options)

@@ -28,13 +28,13 @@ def torch() -> Any:
 
 @dataclass
 class Pool:
-    """What a copier needs of `PoolMapping`."""
+    """The attribute of `PoolMapping` that a copier needs."""
 
     pool: bytearray = field(default_factory=lambda: bytearray(4 << 20))
 
 
 class Bench:
-    """One group of `NUM_LAYERS` layers, keys and values apart, flat with a block of padding, and a copier."""
+    """A copier, and one group of `NUM_LAYERS` layers: separate flat keys and values that end in a block of padding."""
 
     def __init__(self, bridge: Bridge, *, dtype: str = "bfloat16", max_blocks: int = 8, **options: Any) -> None:
         self.bridge = bridge
@@ -53,11 +53,11 @@ class Bench:
         self.copier = StagedCopier(bridge, self.layout, [self.tensors], max_blocks=max_blocks, **options)
 
     def copy_again(self) -> None:
-        """Do to the cache what making a copier does."""
+        """Make another copier on the cache and close it."""
         StagedCopier(self.bridge, self.layout, [self.tensors], max_blocks=8).close()
 
     def batch(self, block_ids: list[int], pool: Pool | None = None) -> CopyBatch:
-        """Return a batch of whole chunks; their extents stand in reverse order in the pool."""
+        """Return a batch of whole chunks. Their extents lie in reverse order in the pool."""
         num_chunks = len(block_ids) // BLOCKS_PER_CHUNK
         extents = b"".join(
             EXTENT.pack(chunk, 0, 0, 0, 0, 0, (num_chunks - 1 - chunk) * self.chunk_bytes, self.chunk_bytes)
@@ -66,7 +66,7 @@ class Bench:
         return CopyBatch(cast("PoolMapping", pool or self.pool), extents, [block_ids], (0,), (0,))
 
     def write(self, tensors: list[Any], rng: np.random.Generator) -> list[Any]:
-        """Fill whole tensors with any bytes (NaNs of every kind among them), and return what they hold."""
+        """Fill whole tensors with random bytes, including NaNs of every kind. Return their contents."""
         contents: list[Any] = []
         for tensor in tensors:
             num_bytes = tensor.numel() * tensor.element_size()
@@ -82,7 +82,7 @@ class Bench:
 
 
 def round_trip(bench: Bench, num_blocks: int, seed: int = 0) -> bool:
-    """Store blocks, lose them, retrieve them into others; return whether every byte of every block is right."""
+    """Store blocks, overwrite them, retrieve them into others. Return whether every byte of every block is right."""
     rng = np.random.default_rng(seed)
     bench.write(bench.flat, rng)
     before = bench.read()

@@ -38,9 +38,9 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 POISON: Final = 0xAB
-ADDRESS_OFFSET: Final = 1 << 62  # of device memory, where `has_addresses` is set: nothing of the host lies there
+ADDRESS_OFFSET: Final = 1 << 62  # of device addresses if `has_addresses` is set: no host memory lies there
 
-_installed: "FakeDevice | None" = None  # for the life of the process, as torch keeps the name that long
+_installed: "FakeDevice | None" = None  # for the life of the process, like the name in torch
 
 
 @dataclass
@@ -225,7 +225,7 @@ class FakeDevice:
     def _dispatch(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         aten: Any = self._torch.ops.aten
         if self._torch._C._dispatch_has_kernel_for_dispatch_key(function.name(), "CompositeImplicitAutograd"):
-            return function.decompose(*args, **kwargs)  # in inference mode they come whole: `to`, `reshape`
+            return function.decompose(*args, **kwargs)  # in inference mode `to` and `reshape` come whole
         leaves: list[Any] = self._pytree.tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, self._torch.Tensor)]
         self.stats.graphs.add((str(function), tuple((tuple(t.shape), str(t.dtype)) for t in tensors)))
@@ -234,7 +234,10 @@ class FakeDevice:
         if function is aten._to_copy.default:
             return self._to_copy(args[0], **kwargs)
         strangers = [t for t in tensors if not self._is_here(t) and t.dim() > 0]
-        if strangers and function not in (aten.index.Tensor, aten.index_put_.default):  # there torch itself takes them
+        if strangers and function not in (
+            aten.index.Tensor,
+            aten.index_put_.default,
+        ):  # which torch itself accepts
             raise RuntimeError(f"expected all tensors on {self.name}, found one on cpu: {function}")
         plain_args, plain_kwargs = self._pytree.tree_map(self._plain, (args, kwargs))
         if "device" in plain_kwargs:

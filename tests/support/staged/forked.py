@@ -1,4 +1,4 @@
-"""The children of a fault suite as forks of one process that has torch: importing it is most of their start."""
+"""Forks the engines of a fault suite from one process that has imported torch, which is most of their start."""
 
 from collections.abc import Iterator
 
@@ -18,12 +18,12 @@ class _ForkedEngine(EngineProcess):
 
 
 def torch_nursery() -> Nursery:
-    """Return what has torch, and what else the children import that is not kvdepot's."""
+    """Return a process with torch and the other modules that the children import, except kvdepot's."""
     return Nursery("torch", "pytest", "hypothesis", "numpy", "zmq", "msgspec")
 
 
 class ForkedFaultSuite(FaultSuite):
-    """As `FaultSuite`, with a fixture `nursery`; `engine_command` is `python -m MODULE ...`."""
+    """A `FaultSuite` whose engines the fixture `nursery` forks. `engine_command` must be `python -m MODULE ...`."""
 
     @pytest.fixture
     def spawn(self, depot: DepotProcess, nursery: Nursery) -> Iterator[Spawn]:

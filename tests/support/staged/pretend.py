@@ -1,7 +1,7 @@
-"""The device of a folder's tests: the real one where there is one, else the pretend one of `support.staged.device`.
+"""The device for a folder's tests: the real device if there is one, else the pretend one of `support.staged.device`.
 
-Without torch the tests that need it are skipped, unless KVDEPOT_REQUIRE_TORCH is set, as in the tox environment.
-A process has one pretend device: run the tests of each device by themselves.
+Without torch, tests that need it are skipped. If KVDEPOT_REQUIRE_TORCH is set, as in the tox environment, they fail.
+A process has only one pretend device, so run the tests of each device in a process of their own.
 """
 
 import importlib
@@ -20,12 +20,12 @@ from support.staged.forked import torch_nursery
 
 
 class Found:
-    """Why there is no device, "" if there is one, and the device if it is pretended.
+    """The device, if it is the pretend one, and `why_not`: the reason why there is no device, or "".
 
     Args:
-        name: of the pretend device.
-        is_real: called with torch; whether the real device is here.
-        required: the environment variable with which a pretend device does not count.
+        name: name of the pretend device.
+        is_real: called with torch, returns whether the real device is here.
+        required: environment variable that forbids the pretend device.
     """
 
     def __init__(self, name: str, is_real: Callable[[Any], bool], required: str) -> None:
@@ -40,14 +40,14 @@ class Found:
                 self.why_not = str(error)
 
     def need(self) -> None:
-        """Skip the test without a device, or fail it where one was promised."""
+        """Skip the test if there is no device, or fail it if the environment requires one."""
         assert self.fake is None or not os.environ.get(self._required), f"{self._required}: no such device is here"
         if self.why_not:
             assert not os.environ.get("KVDEPOT_REQUIRE_TORCH"), self.why_not
             pytest.skip(self.why_not)
 
     def pretended(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
-        """Yield the pretend device in eager mode, with nothing under way; its staging memory counts as pinned."""
+        """Yield the pretend device in eager mode with no work pending. Its staging memory counts as pinned."""
         self.need()
         if self.fake is None:
             pytest.skip("the device is real: what only the pretend one can show is shown elsewhere")
@@ -60,7 +60,7 @@ class Found:
 
 
 def pretend_to_pin(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have staging memory count as pinned, so that copies are late: the pretend device cannot pin."""
+    """Make staging memory count as pinned, so that copies run late. The pretend device cannot pin."""
 
     def host_buffer(_bridge: Bridge, num_bytes: int) -> tuple[Any, bool]:
         return torch().empty(num_bytes, dtype=torch().int8), True
@@ -70,6 +70,6 @@ def pretend_to_pin(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def nursery() -> Iterator[Nursery]:
-    """Forks engines."""
+    """Yield the process that forks engines."""
     with torch_nursery() as nursery:
         yield nursery

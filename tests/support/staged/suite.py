@@ -1,4 +1,4 @@
-"""What every backend that stages shows of its copies: inherit `CopySuite`, and say how a bench is made."""
+"""Tests of the copies of every backend that stages: inherit `CopySuite` and implement `make_bench`."""
 
 import threading
 from collections.abc import Callable
@@ -23,7 +23,7 @@ def _converted(tensor: Any, int8: Any) -> Any:
 
 
 class CopySuite:
-    """Name the class `Test...`; the module needs the fixtures `device`, `fake`, and `late`: the mode in which work
+    """Name the class `Test...`. The module needs the fixtures `device` and `fake`, and `late`, the mode in which work
     waits longest."""
 
     def make_bench(self, **options: Any) -> Bench:

@@ -1,4 +1,4 @@
-"""An entry of 5,000 bytes as the first release sealed it. Every tier must read it back, and write it like that."""
+"""An entry of 5,000 bytes as the first release sealed it. Every tier must read it, and write the same bytes."""
 
 from kvdepot.testing.tier import make_key
 

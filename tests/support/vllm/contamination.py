@@ -1,10 +1,10 @@
 # pyright: basic, reportMissingImports=false
 """Random traffic on vLLM's own scheduler with a pretend model: `contamination.py MODEL SEED STEPS TAINT`.
 
-vLLM's scheduler and block pool, the connector's scheduler side, its workers' sides and the depot's index are real. The
-model is not: the KV of a token is the digest of all tokens up to it, or "blended" if any KV that it was computed from
-is not exact. So each step shows whether somebody got blended KV who did not ask for it. Two workers, one of which may
-fail. Prints what happened as JSON.
+vLLM's scheduler and block pool, the connector's scheduler and worker sides and the depot's index are real. The model is
+not: the KV of a token is the digest of all tokens up to it, or "blended" if it was computed from any KV that is not
+exact. So each step shows whether a request got blended KV without asking for it. There are two workers, and one of them
+may fail. Prints its counts as JSON.
 """
 
 import json
@@ -32,7 +32,7 @@ BLENDED = -1
 
 
 def chains(tokens: Any) -> list[int]:
-    """Return the KV of each token, if it is exact."""
+    """Return the exact KV of each token."""
     return list(accumulate(tokens, lambda before, token: hash((before, token)), initial=0))[1:]
 
 
@@ -113,7 +113,7 @@ class Rank:
         self.compute(tokens.tolist(), positions.tolist(), table.tolist())
 
     def choose(self, policy: str, tokens: Any, runs: Any, table: Any, question: Any, budget: Any) -> Any:
-        if question is not None:  # it writes the question's KV
+        if question is not None:  # this writes the question's KV
             self.compute(tokens.tolist(), list(range(*question)), table.tolist())
         chosen = torch.cat([torch.arange(begin, end) for begin, end in runs])
         return chosen[: int(len(chosen) * budget.ratio)]
@@ -121,7 +121,7 @@ class Rank:
     # the model
 
     def compute(self, tokens: Any, positions: list[int], table: Any) -> int:
-        """Compute tokens, ascending; return how many were computed from KV that is not exact."""
+        """Compute tokens in ascending order. Return how many were computed from KV that is not exact."""
         wanted, exact, is_exact, num_wrong = set(positions), chains(tokens[: positions[-1] + 1]), True, 0
         for position, value in enumerate(exact):
             slot = table[position // BLOCK] * BLOCK + position % BLOCK
@@ -172,7 +172,7 @@ class Client:
 
 
 class Answered:
-    """A lookup whose answer is here."""
+    """A lookup that already has its answer."""
 
     def __init__(self, answer: Any) -> None:
         self._answer = answer
@@ -206,7 +206,7 @@ class World:
         from kvdepot_vllm.settings import Settings
         from kvdepot_vllm.worker import WorkerSide
 
-        planning._LEAST_RUN_TOKENS, planning._RECOMPUTE_COST = 16, 0.1  # so that nearly everything is blended
+        planning._LEAST_RUN_TOKENS, planning._RECOMPUTE_COST = 16, 0.1  # so that nearly all tokens are blended
         self.rng = random.Random(seed)
         self.counts: Counter[str] = Counter()
         self.stored: dict[bytes, Any] = {}
@@ -244,7 +244,7 @@ class World:
         )
         self.side.bind_block_pool(self.scheduler.kv_cache_manager.block_pool)
         self.scheduler.connector._scheduler = self.side
-        self.scheduler.connector.get_kv_connector_stats = lambda: None  # it would take the counters
+        self.scheduler.connector.get_kv_connector_stats = lambda: None  # this call would take the counters
         self.ranks = [Rank(self) for _ in range(2)]
         self.workers: list[WorkerSide] = []
         for rank in self.ranks:
@@ -345,7 +345,7 @@ class World:
         )
 
     def learn(self, tokens: list[int]) -> None:
-        """Take note of what the chunks of a prompt have to hold."""
+        """Note the exact KV of each chunk of a prompt."""
         from kvdepot.keys import hash_prefix
 
         key = hash_prefix(self.namespace, BLOCK, tokens)
@@ -374,7 +374,7 @@ def main(model: str, seed: int, num_steps: int) -> None:
     for number in range(num_steps):
         burst = (
             world.rng.choice([1, 1, 1, 1, 2, 2, 12]) if world.rng.random() < 0.2 else 0
-        )  # too many make vLLM preempt
+        )  # with too many, vLLM preempts
         for place in range(burst if len(world.scheduler.requests) < 6 else 0):
             world.add(20 * number + place)
         if world.rng.random() < 0.02:

@@ -1,8 +1,8 @@
 # pyright: basic
-"""The part of vLLM that the connector touches, as JSON: `python -m support.vllm.contract TREE_OR_WHEEL >FILE`.
+"""Prints the part of vLLM that the connector uses as JSON: `python -m support.vllm.contract TREE_OR_WHEEL >FILE`.
 
-Nothing is imported: names and signatures are read from source, so no vLLM has to be installed. The connector's own
-source says what it touches: the names it imports, the methods of vLLM's base classes that it overrides, and the
+Nothing is imported: names and signatures are read from source, so vLLM need not be installed. The connector's own
+source defines that part: the names that it imports, the methods of vLLM's base classes that it overrides, and the
 attributes of vLLM's objects that `kvdepot_vllm.engine` lists.
 """
 
@@ -21,7 +21,7 @@ OBJECTS = {  # protocols of kvdepot_vllm.engine
     "BlockPool": ("vllm.v1.core.block_pool", "BlockPool"),
     "Step": ("vllm.v1.core.sched.output", "SchedulerOutput"),
 }
-SLEEP = {  # methods that put an engine to sleep and wake it, and the calls in them whose order counts
+SLEEP = {  # methods that put an engine to sleep and wake it, and the calls in them whose order matters
     "vllm.v1.engine.core.EngineCore": ("sleep", "wake_up", "release_kv_cache_memory", "_reset_caches"),
     "vllm.v1.worker.gpu_worker.Worker": ("sleep", "wake_up", "discard"),
 }
@@ -33,7 +33,7 @@ Read = Callable[[str], str | None]
 
 
 def reader(path: Path) -> Read:
-    """Return a function that reads a file of vLLM's tree or wheel, None if it is not there."""
+    """Return a function that reads a file of vLLM's tree or wheel. A missing file reads as None."""
     if path.suffix == ".whl":
         wheel = zipfile.ZipFile(path)
         names = set(wheel.namelist())
@@ -52,7 +52,7 @@ def touched() -> dict[str, set[str]]:
 
 
 def overrides() -> dict[str, list[str]]:
-    """Return the methods of each class of the connector, with their parameters."""
+    """Return the methods that each class of the connector overrides, with their parameters."""
     tree = ast.parse((SOURCE / "connector.py").read_text())
     (connector,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "KVDepotConnector")
     return {node.name: parameters(node) for node in connector.body if isinstance(node, ast.FunctionDef)}
@@ -84,7 +84,7 @@ def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
 
 
 def describe(read: Read) -> dict[str, Any]:
-    """Return what a vLLM has of everything that the connector touches; None for what is not there."""
+    """Return everything that the connector uses as this vLLM has it, None for missing names."""
     objects = {name: _class(read, *place) for name, place in sorted(OBJECTS.items())}
     base = _class(read, "vllm.distributed.kv_transfer.kv_connector.v1.base", "KVConnectorBase_V1") or {}
     hma = _class(read, "vllm.distributed.kv_transfer.kv_connector.v1.base", "SupportsHMA") or {}
@@ -156,13 +156,13 @@ def _bound(node: ast.AST) -> list[str]:
         case ast.AnnAssign() if isinstance(node.target, ast.Name):
             return [node.target.id]
         case ast.Constant() if isinstance(node.value, str):
-            return [node.value]  # names that a module gives out by `__getattr__`
+            return [node.value]  # names that a module provides by `__getattr__`
         case _:
             return []
 
 
 def _class(read: Read, module: str, name: str) -> dict[str, list[str]] | None:
-    """Return the members of a class: methods with their parameters, and attributes, also those set in `__init__`."""
+    """Return the members of a class: methods with parameters, and attributes, including those set in `__init__`."""
     tree = _module(read, module)
     for node in tree.body if tree is not None else ():
         if isinstance(node, ast.ClassDef) and node.name == name:

@@ -1,8 +1,8 @@
 # pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
-"""An engine in a process of its own: takes one JSON command a line, answers with one JSON line.
+"""An engine in its own process. It takes one JSON command a line and answers each with one JSON line.
 
-The engine core runs in this process, so that a test can step it. `start` first serves the reference: the same model
-without a connector, before the connector's engine exists.
+The engine core runs in this process, so that a test can step it. `start` first serves the reference, the same model
+without a connector, and then makes the connector's engine.
 """
 
 import gc
@@ -17,14 +17,14 @@ from typing import Any
 from support.vllm.leftovers import take_own_names
 
 take_own_names()
-if "vllm" in sys.modules:  # imported before the fork; vLLM on CPU would have its own processes import it once more
+if "vllm" in sys.modules:  # imported before the fork; else vLLM's own processes on CPU would import it again
     fork = multiprocessing.get_context("fork")
     multiprocessing.get_context = lambda _method=None: fork
     os.sched_yield = lambda: time.sleep(1e-4)  # noqa: TID251  # see serve.py
 
 
 def dtype_of(model: str) -> str:
-    """Return float32, in which results differ least, unless vLLM's backend here does not take it: AMX_MLA does not."""
+    """Return float32, in which results differ least, unless vLLM's backend here refuses it, as AMX_MLA does."""
     import torch
     from vllm.platforms import current_platform
     from vllm.utils.import_utils import resolve_obj_by_qualname
@@ -54,7 +54,7 @@ class Child:
         first: str = "",
         **options: Any,
     ) -> Any:
-        """Start an engine; `first` is test code that runs before."""
+        """Start an engine. `first` is test code that runs before the start."""
         exec(first, {})  # noqa: S102
         from vllm import LLM
         from vllm.config import KVTransferConfig
@@ -74,7 +74,7 @@ class Child:
             outputs = self.generate(reference, max_tokens)["outputs"]
             del self.llm
             gc.collect()
-            gc.freeze()  # the engine's end has thawed it
+            gc.freeze()  # the end of the reference engine unfroze the heap
         if connector is not None:
             options["kv_transfer_config"] = KVTransferConfig(**connector)
         if kv_events is not None:
@@ -121,8 +121,8 @@ class Child:
 
         Args:
             images: seeds of the random images in each prompt.
-            embeddings: seeds of random prompts of embeddings, served too.
-            alphabet: the only tokens to answer with, so that answers repeat themselves.
+            embeddings: seeds of random prompts of embeddings, which are also served.
+            alphabet: the only tokens allowed in answers, so that answers repeat themselves.
         """
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
@@ -161,7 +161,7 @@ class Child:
         return {"outputs": outputs, "seconds": seconds}
 
     def first_token(self, prompt: list[int], max_tokens: int) -> Any:
-        """Serve one request and tell when its first token came, in seconds since it was submitted."""
+        """Serve one request. Answer with the times of its first token and its end, in seconds since its submission."""
         from vllm import SamplingParams
 
         engine = self.llm.llm_engine
@@ -187,7 +187,7 @@ class Child:
         }
 
     def drain(self, seconds: float = 60.0) -> Any:
-        """Step until nothing is held for stores any more."""
+        """Step until no blocks are held for stores any more."""
         core = getattr(self.llm.llm_engine.engine_core, "engine_core", None)
         end = time.monotonic() + seconds
         while core is not None and core.scheduler.has_requests():
@@ -206,7 +206,7 @@ class Child:
         return self.llm.llm_engine.engine_core.engine_core
 
     def update_weights(self, seed: int) -> Any:
-        """Write other weights into the engine, as a trainer does."""
+        """Overwrite the engine's weights, as a trainer does."""
         import torch
 
         generator = torch.Generator().manual_seed(seed)
@@ -217,13 +217,13 @@ class Child:
         return {}
 
     def sleep(self, level: int, mode: str) -> Any:
-        """Fall asleep as vLLM 0.33 does on a device; until `wake_up` a touch of the cache ends this process."""
+        """Sleep as vLLM 0.33 does on a device. Until `wake_up`, touching the cache ends this process."""
         from vllm.v1.worker.cpu_worker import CPUWorker
 
         from support.vllm import sleeping
 
         CPUWorker.sleep, CPUWorker.wake_up = sleeping.sleep, sleeping.wake_up
-        if mode == "abort":  # a core in this process neither tells whom it aborts nor waits for their transfers
+        if mode == "abort":  # a core in this process neither reports its aborts nor waits for their transfers
             self.llm.llm_engine.abort_request([*self.llm.llm_engine.output_processor.request_states], internal=True)
             self.drain()
         self._core.sleep(level, mode)
@@ -243,7 +243,7 @@ class Child:
         return {metric.name: metric.value for metric in self.llm.get_metrics() if hasattr(metric, "value")}
 
     def watch(self) -> Any:
-        """From now on remember a digest of every block at its store, by key, and compare at each load."""
+        """From now on, keep a digest of every stored block by its key, and compare it at each load."""
         from blake3 import blake3
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
@@ -290,9 +290,10 @@ class Child:
         return {}
 
     def fault(self, kind: str, num_chunks: int = 0) -> Any:
-        """From now on loads do not end until `release` ("hold"), or fail behind their first chunks ("fail").
+        """From now on, hold all loads until `release` ("hold"), or fail them after their first `num_chunks` ("fail").
 
-        A failed load leaves nonsense in the blocks that it did not fill; finite, as vLLM multiplies masked rows by 0.
+        A failed load leaves wrong values in the blocks that it did not fill. They are finite, as vLLM multiplies masked
+        rows by 0.
         """
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
@@ -336,7 +337,7 @@ class Child:
         return {}
 
     def hold_stores(self) -> Any:
-        """From now on stores do not end until `release`."""
+        """From now on, hold all stores until `release`."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         context = get_kv_transfer_group()._worker._context
@@ -368,7 +369,7 @@ class Child:
         return [group.tensors for group in context.copier._keep_alive.groups]
 
     def submit(self, requests: dict[str, list[int]], max_tokens: int, steps: int = 0) -> Any:
-        """Add requests and step a few times."""
+        """Add requests and make `steps` steps."""
         from vllm import SamplingParams
 
         sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
@@ -377,7 +378,7 @@ class Child:
         return self.step(steps)
 
     def step(self, steps: int) -> Any:
-        """Step, and return the requests that finished."""
+        """Make `steps` steps. Answer with the requests that finished."""
         finished = [output.request_id for _ in range(steps) for output in self.llm.llm_engine.step() if output.finished]
         return {"finished": finished}
 
@@ -388,7 +389,7 @@ class Child:
         return {}
 
     def state(self) -> Any:
-        """What the engine and the connector hold."""
+        """Answer with the numbers of blocks, requests and transfers in the engine and the connector."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
@@ -413,7 +414,7 @@ class Child:
         )
 
     def execute(self, code: str) -> Any:
-        """Run test code in here and answer with its `result`."""
+        """Run test code in this process and answer with its `result`."""
         scope: dict[str, Any] = {"child": self, "llm": self.llm, "result": None}
         exec(code, scope)  # noqa: S102
         return {"result": scope["result"]}
@@ -433,7 +434,7 @@ def _random_embeddings(seed: int, width: int) -> Any:
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what the engine prints goes to the log
+    os.dup2(2, 1)  # the engine's output goes to the log
     child = Child()
     for line in sys.stdin:
         command = json.loads(line)
@@ -445,7 +446,7 @@ def main() -> None:
             traceback.print_exc()
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), file=answers)
-    os._exit(0)  # the engine's own end takes seconds
+    os._exit(0)  # an orderly end of the engine takes seconds
 
 
 if __name__ == "__main__":

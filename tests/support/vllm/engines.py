@@ -36,26 +36,26 @@ CPUWorker.determine_available_memory = lambda worker: worker.model_runner.profil
 
 
 class MakeModel(Protocol):
-    """Makes a tiny model, or finds the one made before."""
+    """Makes a tiny model unless it exists, and returns its path."""
 
     def __call__(self, name: str, seed: int = 0) -> Path: ...
 
 
 class RunCode(Protocol):
-    """Runs Python code where vLLM is imported, and returns what it printed."""
+    """Runs Python code in a process that has vLLM, and returns its output."""
 
     def __call__(self, code: str, *arguments: str, given: str = "") -> str: ...
 
 
 def prompts(count: int, num_tokens: int = 700, seed: int = 0, shared: int = 0) -> list[Prompt]:
-    """Return random prompts of which the first `shared` tokens are the same."""
+    """Return random prompts whose first `shared` tokens are the same."""
     source = random.Random(seed)
     start = [source.randrange(5, 2000) for _ in range(shared)]
     return [start + [source.randrange(5, 2000) for _ in range(num_tokens - shared)] for _ in range(count)]
 
 
 def connector(url: str, *, by_module: bool = False, **settings: Any) -> dict[str, Any]:
-    """Return a `--kv-transfer-config`; with a deadline that a busy machine keeps, unless `settings` has one."""
+    """Return a `--kv-transfer-config`. Its default deadline holds on a busy machine."""
     settings = {"deadline_seconds": 30.0, **settings}
     return {
         "kv_connector": "KVDepotConnector",
@@ -71,13 +71,13 @@ class Engine:
     Args:
         model: directory of the model.
         config: the `--kv-transfer-config`, None for no connector.
-        reference: prompts that the same model serves without a connector first; the answers are in `reference`. Those
-            that it has served with the same options before are not computed again.
+        reference: prompts that the same model serves first without a connector. The answers are in `reference`.
+            Prompts already served with the same options are not computed again.
         environment: further environment variables.
         multiprocessing: whether the engine core has its own process.
-        options: of `vllm.LLM`.
+        options: options of `vllm.LLM`.
 
-    An engine in one process with an environment of its own imports everything itself, as does any without a nursery.
+    An engine imports everything itself if there is no nursery, or if it runs in one process with an `environment`.
     """
 
     nursery: ClassVar[Nursery | None] = None
@@ -139,7 +139,7 @@ class Engine:
 
     @property
     def pid(self) -> int:
-        """The process."""
+        """The PID of the process."""
         return self._process.pid
 
     def ask(self, op: str, timeout_seconds: float = 120, **arguments: Any) -> Any:
@@ -150,7 +150,7 @@ class Engine:
         return self.answer(timeout_seconds)
 
     def send(self, op: str, **arguments: Any) -> None:
-        """Send a command whose answer is taken later."""
+        """Send a command. `answer` returns its answer later."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"op": op, **arguments}).encode() + b"\n")
         self._process.stdin.flush()
@@ -171,11 +171,11 @@ class Engine:
         return answer
 
     def generate(self, wanted: list[Prompt], **options: Any) -> list[dict[str, Any]]:
-        """Return tokens and the number of cached tokens for each prompt; afterwards all stores have ended."""
+        """Serve prompts and wait for all stores. Return tokens and the number of cached tokens of each prompt."""
         return self.ask("generate", prompts=wanted, max_tokens=self.max_tokens, **options)["outputs"]
 
     def execute(self, code: str) -> Any:
-        """Run test code in the engine's process and return what it leaves in `result`."""
+        """Run test code in the engine's process and return its variable `result`."""
         return self.ask("execute", code=code)["result"]
 
     def reset(self, *, connector: bool = False) -> None:
@@ -183,12 +183,12 @@ class Engine:
         assert self.ask("reset", connector=connector)["done"], "vLLM's cache could not be reset: blocks are held"
 
     def log(self) -> str:
-        """What the engine printed so far."""
+        """Return the engine's output so far."""
         self._log.seek(0)
         return self._log.read().decode(errors="replace")
 
     def close(self) -> None:
-        """Kill it with its children."""
+        """Kill the engine and its children."""
         if self._process.poll() is None:
             os.killpg(self._process.pid, 9)
             self._process.wait()
@@ -204,8 +204,7 @@ class Engine:
 
 
 def wait_until_stored(engine: Engine, depot: DepotProcess, seed: int) -> None:
-    """Serve short prompts of their own until one is in the depot: an engine core in a process of its own and its
-    workers connect when they like."""
+    """Serve short prompts until one is in the depot: an engine core and workers in their own processes connect late."""
     before = depot.status().num_chunks
     for number in range(40):
         engine.generate(prompts(1, 200, seed=seed + number))
@@ -218,9 +217,9 @@ def wait_until_stored(engine: Engine, depot: DepotProcess, seed: int) -> None:
 def generate_until_stored(
     engine: Engine, prompts: list[Prompt], depot: DepotProcess, num_chunks: int
 ) -> tuple[list[dict[str, Any]], DepotStatus]:
-    """Serve prompts until the depot has so many chunks and no store is under way; return the last outputs and status.
+    """Serve prompts until the depot has `num_chunks` and no store is under way. Return the last outputs and the status.
 
-    On a machine that is too busy for the depot to answer in time an engine runs without it, as it should.
+    If a busy machine keeps the depot from answering in time, an engine correctly runs without it.
     """
     for _ in range(10):
         outputs = engine.generate(prompts)
@@ -237,5 +236,5 @@ def tokens(outputs: list[dict[str, Any]]) -> list[list[int]]:
 
 
 def cached(outputs: list[dict[str, Any]]) -> list[int]:
-    """Return how many prompt tokens of each output were not computed."""
+    """Return the number of cached prompt tokens of each output."""
     return [output["cached"] for output in outputs]

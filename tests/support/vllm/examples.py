@@ -24,7 +24,7 @@ SERVE = {
 
 
 def run(*command: str, **variables: str) -> str:
-    """Return what an example prints. All that it started has ended, also if it takes too long."""
+    """Run an example and return its output. All its processes have ended, even after a timeout."""
     with subprocess.Popen(
         command,
         env={**os.environ, **ENVIRONMENT, **variables},
@@ -43,7 +43,7 @@ def run(*command: str, **variables: str) -> str:
 
 
 def free_port(count: int = 1) -> int:
-    """Return the first of some ports in a row that are free now."""
+    """Return the first of `count` consecutive free ports."""
     while True:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))

@@ -1,4 +1,4 @@
-"""The configuration of an engine, without vLLM, and the digest of all that decides its KV."""
+"""An engine's configuration without vLLM, and the digest of everything that determines its KV."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +9,7 @@ from kvdepot_vllm.settings import Settings
 
 
 class Config:
-    """A model configuration as transformers has it."""
+    """A model configuration as in transformers."""
 
     _commit_hash = None
 

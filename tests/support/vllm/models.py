@@ -1,7 +1,7 @@
 # pyright: basic, reportMissingImports=false
-"""Tiny models with random weights, made on the spot; prompts are token ids.
+"""Makes tiny models with random weights. Prompts are token ids.
 
-`python models.py DIRECTORY NAME SEED`, `python models.py DIRECTORY adapter MODEL SEED`; prints the path.
+`python models.py DIRECTORY NAME SEED` or `python models.py DIRECTORY adapter MODEL SEED` prints the path.
 """
 
 import sys
@@ -53,7 +53,7 @@ def _configurations() -> dict[str, Any]:
             head_dim=64,
             **{**_SMALL, "num_attention_heads": 8, "num_key_value_heads": 8},
         ),
-        # 128 KiB of float32 KV a token and little computation, as a benchmark of a cache needs
+        # 128 KiB of float32 KV a token and little computation, for benchmarks of a cache
         "large-kv": lambda: t.LlamaConfig(
             hidden_size=256,
             intermediate_size=256,
@@ -63,7 +63,7 @@ def _configurations() -> dict[str, Any]:
             head_dim=128,
             **_COMMON,
         ),
-        # the shape of SmolLM2-135M: computation and KV of a realistic proportion
+        # the shape of SmolLM2-135M: a realistic ratio of computation to KV
         "smol": lambda: t.LlamaConfig(
             intermediate_size=1536,
             num_hidden_layers=30,
@@ -71,7 +71,7 @@ def _configurations() -> dict[str, Any]:
             **{**_SMALL, "hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3},
         ),
         "mla": lambda: t.DeepseekV2Config(**_MLA),
-        # as SGLang runs it on every CPU: without experts, with YaRN
+        # runs in SGLang on every CPU: without experts, with YaRN
         "mla-dense": lambda: t.DeepseekV2Config(
             moe_layer_freq=1,
             rope_parameters={"rope_theta": 1e4, "mscale": 0.7, "mscale_all_dim": 0.7, **_YARN},
@@ -102,7 +102,7 @@ def _configurations() -> dict[str, Any]:
             },
             **_SMALL,
         ),
-        "partial": lambda: t.Glm4Config(  # turns half of the dims, in pairs of neighbours
+        "partial": lambda: t.Glm4Config(  # rotates half of the dims, in pairs of neighbours
             intermediate_size=512,
             num_hidden_layers=4,
             head_dim=64,
@@ -128,7 +128,7 @@ def _configurations() -> dict[str, Any]:
             layer_types=["sliding_attention", "full_attention"] * 2,
             **_SMALL,
         ),
-        # windows that SGLang keeps in a pool of their own, in a model that runs on CPU
+        # SGLang keeps this model's windows in a pool of their own, and runs it on CPU
         "window-pool": lambda: t.MellumConfig(
             intermediate_size=512,
             num_hidden_layers=4,
@@ -171,7 +171,7 @@ IMAGE_TOKEN = 4  # stands for one image in a prompt for the model "images"
 
 
 def make_model_of_images(path: Path, seed: int) -> Path:
-    """Write a model that takes images of 64 x 64 pixels, 16 tokens each and 5 around, with its processor."""
+    """Write a model with its processor. It takes images of 64 x 64 pixels: 16 tokens each and 5 around them."""
     import torch
     import transformers as t
 
@@ -194,7 +194,7 @@ def make_model_of_images(path: Path, seed: int) -> Path:
 
 
 def _spread(model: Any) -> Any:
-    """Spread the logits, so that wrong KV shows in the tokens."""
+    """Spread the logits, so that wrong KV changes tokens."""
     import torch
 
     with torch.no_grad():
@@ -205,7 +205,7 @@ def _spread(model: Any) -> Any:
 
 
 def make_model(directory: Path, name: str, seed: int = 0) -> Path:
-    """Write a model with its tokenizer into `directory/NAME-SEED` unless it is there, and return the path."""
+    """Write a model and its tokenizer to `directory/NAME-SEED` unless they exist. Return the path."""
     path = directory / f"{name}-{seed}"
     if (path / "tokenizer.json").exists():
         return path
@@ -222,7 +222,7 @@ def make_model(directory: Path, name: str, seed: int = 0) -> Path:
 
 
 def make_adapter(directory: Path, model: Path, seed: int) -> Path:
-    """Write a LoRA adapter of the attention's projections with random weights, and return its path."""
+    """Write a LoRA adapter with random weights for the attention's projections. Return its path."""
     import json
 
     import torch

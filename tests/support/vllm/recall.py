@@ -1,7 +1,7 @@
-"""A task that KV reused without recomputation must fail, and one that it must pass.
+"""Two tasks for reused KV: without recomputation it must fail one and pass the other.
 
-A prompt is BOS, documents, questions. A document is DOC and pairs of a key and its value. Shared keys stand in several
-documents with different values, single keys in one document only. There are two kinds of questions:
+A prompt is BOS, documents, questions. A document is DOC and pairs of a key and its value. Shared keys occur in several
+documents with different values, single keys in only one document. There are two kinds of questions:
 
 - `NTH n key`: the value of a shared key in the n-th document *of this prompt*. A token knows its document's number only
   from the context in which it was computed. KV from a prompt with another order answers for the wrong document.
@@ -20,7 +20,7 @@ RECALL: Final = Path(__file__).parents[2] / "vllm_connector" / "assets" / "recal
 BOS, DOC, NTH, ANY, PAD = range(5)
 MOST_DOCUMENTS: Final = 5
 _SHARED_KEYS, _SINGLE_KEYS, _VALUES = 12, 24, 16
-NUMBER: Final = 8  # of the first document
+NUMBER: Final = 8  # token of the first document's number
 _SHARED: Final = 16
 _SINGLE: Final = _SHARED + _SHARED_KEYS
 _VALUE: Final = _SINGLE + _SINGLE_KEYS

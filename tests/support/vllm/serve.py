@@ -1,8 +1,8 @@
 # pyright: basic, reportMissingImports=false
-"""vLLM's API server. vLLM's own processes are forked here, as importing everything again would take most of a test.
+"""vLLM's API server. It forks vLLM's own processes, as importing everything again would take most of a test.
 
-Its workers wait in a loop of `sched_yield`. Beside other load, Linux 6.18 then left runnable threads of other processes
-without a core for up to 60 s, so here they sleep.
+vLLM's workers wait in a loop of `sched_yield`. Under other load, Linux 6.18 then left runnable threads of other
+processes without a core for up to 60 s, so here the workers sleep instead.
 """
 
 import multiprocessing

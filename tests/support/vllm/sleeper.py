@@ -1,8 +1,8 @@
-"""A worker whose cache's memory is taken away while transfers run: `python -m support.vllm.sleeper URL COUNT`.
+"""A worker that loses its cache's memory while transfers run: `python -m support.vllm.sleeper URL COUNT`.
 
-Calls the worker's side in the order of vLLM 0.33's worker: `unregister_kv_caches`, the memory goes, it comes back with
-nonsense in it, `restore_kv_caches`. A touch of memory that is away ends this process with SIGSEGV. Prints as JSON what
-came of the transfers.
+It calls the worker's side in the order of vLLM 0.33's worker: `unregister_kv_caches`, the memory goes, the memory comes
+back with wrong values, `restore_kv_caches`. Touching memory that is gone ends this process with SIGSEGV. Prints counts
+of the transfers' results as JSON.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ from kvdepot_vllm.jobs import LoadJob, StepPlan, StoreJob
 from kvdepot_vllm.worker import WorkerSide
 
 BLOCK_TOKENS, CHUNK_TOKENS, PAGE_BYTES, NUM_BLOCKS = 16, 64, 65536, 64
-CHUNKS = 8  # of a prompt
+CHUNKS = 8  # chunks of a prompt
 SOURCE, TARGET = [*range(32)], [*range(32, 64)]
 
 
@@ -47,7 +47,7 @@ class Memory:
 
 
 class Sleeper:
-    """The worker, and what its loads and stores brought."""
+    """The worker, and the results of its loads and stores."""
 
     def __init__(self, url: str) -> None:
         self.memory = Memory()
@@ -67,7 +67,7 @@ class Sleeper:
         self._open[0].wait_until_connected(20)
 
     def begin_store(self, prompt: int) -> None:
-        """Store a prompt whose bytes follow from its keys."""
+        """Begin to store a prompt whose bytes are derived from its keys."""
         key = key_of(prompt)
         for place, block in enumerate(SOURCE):
             self.memory.blocks[0, block] = np.frombuffer(bytes_of(key, place), np.uint8)
@@ -77,7 +77,7 @@ class Sleeper:
         self.side.start_loads(StepPlan(loads=(LoadJob(name, key_of(prompt), (blocks,), 0),)))
 
     def poll(self) -> tuple[set[str], set[int]]:
-        """Take in the stores that ended, and return the loads that did and the blocks that they left unfilled."""
+        """Count the stores that ended. Return the loads that ended and the blocks that they left unfilled."""
         report = self.side.take_report()
         for prompt, (_, num_chunks) in (report.ended if report else {}).items():
             self.counts["stores"] += 1
@@ -95,7 +95,7 @@ class Sleeper:
         return finished | some, invalid | unfilled
 
     def load(self, prompt: int) -> bool:
-        """Load a prompt and return whether all of it came. Count wrong bytes."""
+        """Load a prompt and return whether all of it came. Count blocks with wrong bytes."""
         self.begin_load(prompt, "whole")
         _, invalid = self.finish()
         for place, block in enumerate(TARGET):
@@ -104,7 +104,7 @@ class Sleeper:
         return not invalid
 
     def sleep_and_wake(self, prompt: int) -> None:
-        """Sleep while prompt 0 is being loaded and another one stored, and wake."""
+        """Sleep while prompt 0 is being loaded and `prompt` is being stored, then wake."""
         self.begin_store(prompt)
         self.begin_load(0, "before")
         early = self.poll()[0] if prompt % 2 else set[str]()

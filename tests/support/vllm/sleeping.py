@@ -1,20 +1,20 @@
 # pyright: basic, reportMissingImports=false
-"""Sleep and wake of vLLM 0.33's worker, for a worker on CPU: `vllm/v1/worker/gpu_worker.py` of its wheel.
+"""Sleep and wake-up of vLLM 0.33's worker for a worker on CPU, from `vllm/v1/worker/gpu_worker.py` of its wheel.
 
-The memory of the cache and of the weights goes between the connector's hooks. The cache's cannot be touched while it
-is away, and comes back with nonsense. Weights come back as they were at level 1, and as nonsense at level 2.
+The memory of the cache and of the weights goes and comes back between the connector's hooks. The cache's memory cannot
+be touched meanwhile and comes back with wrong values. Weights are restored at level 1, and come back wrong at level 2.
 """
 
 import ctypes
 import mmap
 from typing import Any
 
-NONSENSE = 777.0  # finite: vLLM multiplies masked rows by 0
-WEIGHTS: dict[str, Any] = {}  # of a worker that sleeps at level 1
+NONSENSE = 777.0  # finite, as vLLM multiplies masked rows by 0
+WEIGHTS: dict[str, Any] = {}  # the weights of a worker that sleeps at level 1
 
 
 def sleep(worker: Any, level: int = 1) -> None:
-    """`Worker.sleep`."""
+    """See vLLM's `Worker.sleep`."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     get_kv_transfer_group().unregister_kv_caches()
@@ -27,7 +27,7 @@ def sleep(worker: Any, level: int = 1) -> None:
 
 
 def wake_up(worker: Any, tags: list[str] | None = None) -> None:
-    """`Worker.wake_up`."""
+    """See vLLM's `Worker.wake_up`."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     if tags is None or "weights" in tags:

@@ -1,4 +1,4 @@
-"""An engine on an Intel GPU, pretended or real, that obeys: `python -m support.xpu.engine_child URL INSTANCE`."""
+"""An engine on an Intel GPU, pretend or real, that obeys: `python -m support.xpu.engine_child URL INSTANCE`."""
 
 import sys
 

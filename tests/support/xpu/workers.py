@@ -9,7 +9,7 @@ from support.staged.bench import Bench, torch
 
 
 def device_type() -> str:
-    """Return what torch calls the device here."""
+    """Return torch's name of the device."""
     return "xpu" if torch().xpu.is_available() else "fakexpu"
 
 
@@ -19,7 +19,7 @@ def load_bridge() -> Bridge:
 
 
 def page(num_blocks: int, block_tokens: int, size_bytes: int, padding_bytes: int = 0) -> Any:
-    """Return a zeroed tensor `(num_blocks, ...)` with pages of `size_bytes`, bfloat16 where that divides."""
+    """Return a zeroed tensor `(num_blocks, ...)` with pages of `size_bytes`, in bfloat16 if that divides evenly."""
     if padding_bytes or size_bytes % (2 * block_tokens):
         shape = (num_blocks, size_bytes + padding_bytes)
         return torch().zeros(shape, dtype=torch().uint8, device=device_type())[:, :size_bytes]
@@ -36,7 +36,7 @@ def pages_of(plan: WorkerPlan) -> list[list[Any]]:
 
 
 class XpuWorker:
-    """See `kvdepot.testing.backend.Worker`. Touches the cache only as an engine could: by operations of the device."""
+    """See `kvdepot.testing.backend.Worker`. Like an engine, it touches the cache only by operations of the device."""
 
     def __init__(self, url: str, plan: WorkerPlan, **options: Any) -> None:
         self.pages = pages_of(plan)
@@ -58,7 +58,7 @@ class XpuWorker:
 
 
 class XpuBench(Bench):
-    """A staged copier as the context makes it."""
+    """A staged copier, made like the context makes it."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(load_bridge(), **options)

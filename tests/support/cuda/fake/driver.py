@@ -1,19 +1,19 @@
-"""`FakeDriver`: a `Driver` without a device, as strict as a real one and as late as one can be.
+"""`FakeDriver`: a `Driver` without a device. It is as strict as a real driver and runs work as late as one may.
 
-`memory` has the memory of the device, `streams` its streams.
+The module `memory` has the memory of the device, `streams` its streams.
 
-Every stream is a thread that does nothing until somebody waits for it, and then works in order: a copy that nobody
-synchronises never happens, and meanwhile its target holds poison. Calls that a real driver refuses are refused: without
-a current context, with addresses in no allocation, with host memory half registered, on the default stream. What a real
-driver would let pass and what is wrong all the same (unregistering under a copy, targets that overlap) is in
-`violations`. `fail` makes any call fail.
+Every stream is a thread that does nothing until its stream is waited for, and then works in order. A copy that is never
+synchronised never happens, and until it happens its target holds poison. The fake refuses the calls that a real driver
+refuses: without a current context, with addresses in no allocation, with host memory half registered, on the default
+stream. `violations` has the errors that a real driver would not report (unregistering under a copy, targets that
+overlap). `fail` makes any call fail.
 
-Kernels do not run here: `launch_kernel` does what the gather kernel does, with the addresses in the table, or hands
-them to `run_kernel`.
+Kernels do not run here: `launch_kernel` copies like the gather kernel, with the addresses in the table, or passes them
+to `run_kernel`.
 
-It proves the worker's side: order, waits, errors, what is registered when, what is given back; and with handles the
-life of the processes. It proves nothing about a device: no speed, no ordering inside hardware, no behaviour of
-NVIDIA's driver that nobody told it.
+It proves the worker's side: order, waits, errors, when memory is registered, which resources are released; with handles
+also the life of the processes. It proves nothing about a device: no speed, no ordering inside hardware, and no
+behaviour of NVIDIA's driver beyond what is coded here.
 """
 
 import collections
@@ -40,7 +40,7 @@ DEFAULT_STREAM: Final = 0
 
 
 class FakeEvent:
-    """Stands for `torch.cuda.Event`: recorded on a stream of the fake device."""
+    """Stands for a `torch.cuda.Event` that was recorded on a stream of the fake device."""
 
     def __init__(self, driver: "FakeDriver", stream: int) -> None:
         self._driver, self._stream = driver, stream
@@ -64,14 +64,14 @@ class _Failure:
 class FakeDriver:
     """See `kvdepot_cuda.driver.Driver`.
 
-    `calls` counts calls by name, `"pageable"` those copies, `"runs"` all runs, `"gathered"` those of kernels.
+    `calls` counts calls by name, also `"pageable"` copies, all `"runs"`, and `"gathered"` runs, which kernels copied.
 
     Args:
-        ordinal: of the device.
-        has_batch_copy: whether it knows batches.
-        root: the folder of its memory; None: memory without handles.
-        run_kernel: called with the arguments of a launch (table, number of rows) and the number of programs when the
-            stream comes to it; addresses are those of this process.
+        ordinal: number of the device.
+        has_batch_copy: whether the driver supports batches.
+        root: folder of the device's memory. None: memory without handles.
+        run_kernel: called when the stream reaches a launch, with the launch's arguments (table, number of rows) and the
+            number of programs. Addresses are those of this process.
     """
 
     capability = 90
@@ -93,21 +93,21 @@ class FakeDriver:
         self.violations: list[str] = []
         self.largest_batch = 0
         self.is_closed = False
-        self.capturing: set[int] = set()  # streams that are captured into a graph
+        self.capturing: set[int] = set()  # streams that are being captured into a graph
         self.memory = FakeMemory(root)
         self._local = threading.local()
         self._lock = threading.RLock()
         self._numbers = itertools.count(0x1000)
         self._kernels: set[int] = set()
-        self._tables: collections.Counter[int] = collections.Counter()  # of launches that are not done
+        self._tables: collections.Counter[int] = collections.Counter()  # of launches that have not finished
         self._events: dict[int, tuple[FakeStream, int] | None] = {}
         self._failures: dict[str, _Failure] = {}
         self._streams = {DEFAULT_STREAM: FakeStream("fake-default-stream")}
 
-    # --- what tests use -------------------------------------------------------------------------------------------
+    # --- for tests ------------------------------------------------------------------------------------------------
 
     def allocate(self, num_bytes: int) -> int:
-        """Return the address of new device memory, zeroed."""
+        """Allocate zeroed device memory and return its address."""
         return self.memory.allocate(num_bytes)
 
     def tensor(self, num_blocks: int, page_size_bytes: int, padding_bytes: int = 0) -> FakeTensor:
@@ -116,20 +116,20 @@ class FakeDriver:
         return FakeTensor(self.allocate(num_blocks * stride), (num_blocks, page_size_bytes), (stride, 1), self.ordinal)
 
     def bytes_at(self, address: int, num_bytes: int) -> npt.NDArray[np.uint8]:
-        """Return device memory as it is now, writable."""
+        """Return a writable view of device memory."""
         return self.memory.bytes_at(address, num_bytes)
 
     def launch(self, kernel: Callable[[], None], stream: int = DEFAULT_STREAM) -> None:
-        """Put a function into a stream, as an engine does with its kernels."""
+        """Queue a function on a stream, as an engine does with its kernels."""
         self._streams[stream].add(kernel)
 
     def fail(self, call: str, code: str = "CUDA_ERROR_UNKNOWN (999)", *, after: int = 0, times: int = 1 << 30) -> None:
-        """Have a call fail `times` times, `after` calls from now; `"execute"` fails copies while they are done."""
+        """Make a call fail `times` times after `after` more calls. `"execute"` makes copies fail while they run."""
         self._failures[call] = _Failure(code, after, times)
 
     @property
     def left_over(self) -> dict[str, int]:
-        """Resources that were made and not released."""
+        """Resources that were created and not released."""
         found = {
             "streams": len(self._streams) - 1,
             "events": len(self._events),
@@ -143,12 +143,12 @@ class FakeDriver:
 
     @property
     def registered_bytes(self) -> int:
-        """Host memory that is registered now."""
+        """Bytes of host memory that are registered now."""
         return sum(size for _, size in self.memory.registered)
 
     @property
     def largest_registered_bytes(self) -> int:
-        """The most host memory that was registered by one call."""
+        """The most bytes of host memory that one call registered."""
         return self.memory.largest_registered_bytes
 
     # --- Driver ---------------------------------------------------------------------------------------------------
@@ -219,7 +219,7 @@ class FakeDriver:
         if event not in self._events:
             raise DriverError("wait_for_event", "CUDA_ERROR_INVALID_HANDLE (400)")
         recorded = self._events[event]
-        if recorded is None:  # an event that was never recorded has happened
+        if recorded is None:  # an event that was never recorded counts as complete
             return
 
         def wait() -> None:
@@ -332,7 +332,7 @@ class FakeDriver:
 
         with self._lock:
             self._tables[table] += 1
-            found.add(gather, self.memory.registered)  # any of it may be read
+            found.add(gather, self.memory.registered)  # the kernel may touch all of it
 
     def copy(self, source: int, target: int, num_bytes: int, direction: CopyKind, stream: int) -> None:
         """See `Driver`."""
@@ -403,7 +403,7 @@ class FakeDriver:
         return self._stream(stream, call)
 
     def _is_registered(self, source: int, target: int, num_bytes: int, direction: CopyKind, call: str) -> bool:
-        """Refuse copies that a driver refuses; return whether the host side is registered."""
+        """Refuse a copy that a driver refuses. Return whether the host side is registered."""
         device, host = (source, target) if direction is CopyKind.TO_HOST else (target, source)
         if num_bytes <= 0 or not self.memory.is_on_device(device, num_bytes):
             raise DriverError(call, "CUDA_ERROR_INVALID_VALUE (1)", f"{num_bytes} bytes at {device:#x} on the device")
@@ -413,7 +413,7 @@ class FakeDriver:
         self.calls["runs"] += len(runs)
         to_host = direction is CopyKind.TO_HOST
         for _, target, size in runs:
-            if to_host or not (stream.num_waits or self._tables[target]):  # else earlier work may still look at it
+            if to_host or not (stream.num_waits or self._tables[target]):  # else earlier work may still read it
                 ctypes.memset(target, POISON, size)
 
         def copy() -> None:

@@ -1,8 +1,8 @@
 """`FakeMemory`: the memory of a fake device, and the host memory that is registered with it.
 
-Device memory is plain memory, or, with a folder for it, files on tmpfs that other processes can open by handle, as IPC
-handles are opened. The device finds registered host memory at other addresses than the host does, at which it is mapped
-a second time, so that a kernel that was given the host's is seen.
+Device memory is plain memory. If it has a folder, it is files on tmpfs, which other processes open by handle like IPC
+handles. Registered host memory is mapped a second time, and the device finds it only at those addresses. So a kernel
+that was given host addresses is noticed.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ class FakeDevice:
 
 
 class FakeTensor:
-    """A tensor of bytes on the fake device, as far as a backend looks at it."""
+    """A tensor of bytes on the fake device, with the attributes that a backend reads."""
 
     def __init__(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...], index: int = 0) -> None:
         self.shape = shape
@@ -55,10 +55,10 @@ class FakeTensor:
 
 
 class FakeMemory:
-    """Refuses, by `DriverError`, what a driver refuses.
+    """Memory of the device. Refuses with `DriverError` the calls that a driver refuses.
 
     Args:
-        root: the folder of device memory; None: memory without handles.
+        root: folder of the device's memory. None: memory without handles.
     """
 
     def __init__(self, root: Path | None) -> None:
@@ -70,21 +70,21 @@ class FakeMemory:
         self._opened: dict[bytes, int] = {}  # handle: address
         self.allocations: dict[int, tuple[mmap.mmap, int]] = {}
         self._registered: dict[int, int] = {}
-        self._aliases: dict[int, tuple[int, int]] = {}  # registered address: where the device finds it, bytes
+        self._aliases: dict[int, tuple[int, int]] = {}  # by registered address: the device's address, bytes
 
     @property
     def num_opened(self) -> int:
-        """Handles of other processes that are open."""
+        """Number of other processes' handles that are open."""
         return len(self._opened)
 
     @property
     def registered(self) -> list[tuple[int, int]]:
-        """Addresses and bytes of the registered host memory."""
+        """Address and size in bytes of each registered range of host memory."""
         with self._lock:
             return list(self._registered.items())
 
     def allocate(self, num_bytes: int) -> int:
-        """Return the address of new device memory, zeroed."""
+        """Allocate zeroed device memory and return its address."""
         if self._root is None:
             return self._keep(mmap.mmap(-1, num_bytes), b"")
         path = self._root / secrets.token_hex(8)
@@ -93,12 +93,12 @@ class FakeMemory:
             return self._keep(mmap.mmap(file.fileno(), num_bytes), f"{os.getpid()}:{path}".encode())
 
     def free(self, address: int) -> None:
-        """Give back device memory that was taken."""
+        """Free device memory from `Driver.allocate_device`."""
         self.taken.remove(address)
         del self.allocations[address]
 
     def bytes_at(self, address: int, num_bytes: int) -> npt.NDArray[np.uint8]:
-        """Return device memory as it is now, writable."""
+        """Return a writable view of device memory."""
         if not self.is_on_device(address, num_bytes):
             raise AssertionError(f"{num_bytes} bytes at {address:#x} are not on the device")
         return np.frombuffer(memoryview((ctypes.c_uint8 * num_bytes).from_address(address)).cast("B"), np.uint8)
@@ -111,7 +111,7 @@ class FakeMemory:
         raise DriverError("export_memory", "CUDA_ERROR_INVALID_VALUE (1)", "memory without a handle")
 
     def open(self, handle: bytes) -> tuple[int, int]:
-        """See `Driver.open_memory`: once for each handle, and never in a process with the exporter's number."""
+        """See `Driver.open_memory`. A handle opens once, and never in a process with the exporter's PID."""
         pid, _, path = handle.rstrip(b"\0").decode(errors="replace").partition(":")
         if handle in self._opened or int(pid) == os.getpid():
             raise DriverError("open_memory", "CUDA_ERROR_INVALID_CONTEXT (201)")
@@ -134,7 +134,7 @@ class FakeMemory:
             self.largest_registered_bytes = max(self.largest_registered_bytes, num_bytes)
 
     def registered_bytes_at(self, address: int) -> int:
-        """Return how many bytes were registered at this very address."""
+        """Return the size in bytes of the registered range that begins exactly at `address`."""
         size = self._registered.get(address)
         if size is None:
             raise DriverError("unregister_host", "CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED (713)")
@@ -157,19 +157,19 @@ class FakeMemory:
             return self._aliases[address][0]
 
     def is_on_device(self, address: int, num_bytes: int) -> bool:
-        """Return whether it is memory of one allocation."""
+        """Return whether the range lies within one allocation."""
         return any(
             start <= address and address + num_bytes <= start + size for start, (_, size) in self.allocations.items()
         )
 
     def is_reached_by_kernels(self, address: int, num_bytes: int) -> bool:
-        """Return whether it is device memory, or registered memory where the device finds it."""
+        """Return whether kernels can use the range: device memory, or registered memory by its device address."""
         return self.is_on_device(address, num_bytes) or any(
             start <= address and address + num_bytes <= start + size for start, size in self._aliases.values()
         )
 
     def is_registered(self, host: int, num_bytes: int, call: str) -> bool:
-        """Return whether host memory is registered as a whole; refuse it if it is so in part, or none at all."""
+        """Return whether a range of host memory is registered. Refuse a partly registered one, and other memory."""
         touched = self._registered_at(host, num_bytes)
         if not touched:
             if self.is_on_device(host, num_bytes) or not _is_mapped(host, num_bytes):
@@ -213,7 +213,7 @@ _libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 
 
 def _map_again(address: int, num_bytes: int) -> int:
-    """Map shared memory a second time; an old size of 0 is Linux's word for that."""
+    """Map shared memory a second time, which Linux does if `mremap` is given an old size of 0."""
     found = _libc.mremap(address, 0, num_bytes, _MREMAP_MAYMOVE)
     if found is None or found == ctypes.c_void_p(-1).value:
         raise DriverError("device_address_of", "CUDA_ERROR_NOT_SUPPORTED (801)", "this memory is not shared")

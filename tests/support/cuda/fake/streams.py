@@ -1,4 +1,4 @@
-"""`FakeStream`: work in order, on a thread, on demand."""
+"""`FakeStream` runs work in order, on a thread, on demand."""
 
 import collections
 import threading
@@ -19,7 +19,7 @@ class FakeStream:
         self.num_added = 0
         self.num_done = 0
         self.touched: collections.deque[tuple[int, list[tuple[int, int]]]] = collections.deque()  # host ranges
-        self.num_waits = 0  # for events, not done
+        self.num_waits = 0  # waits for events that have not finished
         self._demanded = 0
         self._work: collections.deque[Callable[[], None]] = collections.deque()
         self._is_open = True
@@ -37,7 +37,7 @@ class FakeStream:
             return self.num_added
 
     def finish(self, number: int) -> None:
-        """Have the first `number` works done and wait for it."""
+        """Run the first `number` pieces of work and wait for them."""
         with self.changed:
             self._demanded = max(self._demanded, number)
             self.changed.notify_all()
@@ -45,7 +45,7 @@ class FakeStream:
                 raise DriverError("synchronize", "the fake device hangs")
 
     def close(self) -> None:
-        """End the thread without doing the queued work."""
+        """End the thread. Queued work is dropped."""
         with self.changed:
             self._is_open = False
             self.changed.notify_all()

@@ -1,8 +1,8 @@
-"""A mover whose device is the fake driver, installed like any other; the tests' folder tells it what to fail.
+"""A mover whose device is the fake driver, installed like any other. Files in the tests' folder control and record it.
 
-`faults` has arguments of `FakeDriver.fail`, for one mover or for all; while `gate` is there copies do not end, and
-`at-gate-PID` says that one has begun; `violations` collects what a device would not have forgiven, `calls-PID` has what
-the driver was asked for until the last copy ended.
+`faults` has arguments of `FakeDriver.fail`, for one mover or for all. While `gate` exists, copies do not end, and
+`at-gate-PID` says that one has begun. `violations` collects the driver's violations, and `calls-PID` has the driver's
+calls until the last copy ended.
 """
 
 import json

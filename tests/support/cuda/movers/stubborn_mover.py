@@ -1,4 +1,4 @@
-"""A mover that outlives its depot: it stops itself in its first copy, and the kernel was told to let it live."""
+"""A mover that outlives its depot: it stops itself in its first copy and unsets its parent-death signal."""
 
 import ctypes
 import os
@@ -22,7 +22,7 @@ def open_device(setup: Setup, pool: PoolMemory) -> CopyNow:
         del request
         (Path(os.environ["KVDEPOT_FAKE_DEVICE"]) / f"at-gate-{os.getpid()}").touch()
         os.kill(os.getpid(), signal.SIGSTOP)
-        threading.Event().wait(3600)  # the signal may meet another thread first
+        threading.Event().wait(3600)  # SIGSTOP may reach another thread first
 
     return copy
 
