@@ -14,7 +14,7 @@ from kvdepot.client.scheduler import SchedulerClient
 from kvdepot.keys import KeyRun, digest_at
 
 _MISS_SECONDS: Final = 0.2  # a miss is reused for this long
-_MOST_REQUESTS: Final = 4096  # remembered requests; by then, the oldest or its lease has ended
+_MOST_REQUESTS: Final = 4096  # remembered requests; when there are more, the oldest or its lease has ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +83,8 @@ class Asking:
     def first_to_store(self, key: KeyRun, first: int) -> int:
         """Return the first page to store of `key`, for a store of the pages from `first` on.
 
-        It is an earlier page if the depot lacks pages before `first`, because it evicted them or started empty. Without
-        them, it would not find the later ones.
+        This is an earlier page if the depot lacks pages before `first`, because it evicted them or started empty.
+        Without these, lookups would not find the later pages.
         """
         if not self._gaps:
             return first

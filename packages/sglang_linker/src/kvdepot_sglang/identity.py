@@ -42,7 +42,7 @@ def engine_namespace(server_args: Any, hf_config: Any, device: str, num_ranks: i
         hf_config: the model's configuration.
         device: type of the device.
         num_ranks: tensor-parallel ranks. They count only if each generates its own weights or bits must be equal.
-        settings: the user's.
+        settings: the user's settings.
     """
     model, load_format = str(server_args.model_path), _plain(getattr(server_args, "load_format", ""))
     weights = "" if settings.weights else _weights(model, load_format, hf_config)

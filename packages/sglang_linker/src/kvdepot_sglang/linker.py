@@ -184,7 +184,7 @@ class KVDepotLinker(Placed, UnifiedCacheLinker):
         self._mask = np.frombuffer(self._root, np.uint8)
 
     def _change_keys(self) -> None:
-        """Begin a new generation of keys, of the weights that the engine has now."""
+        """Begin a new generation of keys, for the engine's current weights."""
         self._mask_names()
         self._asking.drop_all()
         self._client.change_weights(self._weights.namespace.weights)
@@ -209,14 +209,11 @@ class KVDepotLinker(Placed, UnifiedCacheLinker):
 
     @_never_raises(type(None))
     def keep_warm(self, rid: str) -> None:
-        """Count a use of the pages before a request's tail in the depot, when SGLang asks for no pages behind them."""
+        """See `Placed`."""
         self._ask(rid, ())
 
     def _ask(self, rid: str, tail: Sequence[str]) -> int:
-        """Look up the pages of a prompt, from the first one on.
-
-        Return how many pages behind the device's the depot has.
-        """
+        """Look up all pages of a prompt. Return how many pages behind those on the device the depot has."""
         began = time.perf_counter()
         found = self._asking.ask(rid, self._key([*self.before, *tail]), len(self.before))
         self.stats.add(stats.LOOKUPS)
@@ -257,7 +254,7 @@ class KVDepotLinker(Placed, UnifiedCacheLinker):
             torch.get_device_module(self._device).current_stream().wait_stream(self.forward_stream)
 
     def start_layer_wise_loading(self) -> int:
-        """Begin the batch of the loads so far, which are all in place."""
+        """Begin a batch of the loads so far, which are all in place."""
         if not self._landed:
             return _NO_LOAD
         self._landed.clear()
@@ -315,7 +312,7 @@ class KVDepotLinker(Placed, UnifiedCacheLinker):
         return is_stored
 
     def reset(self) -> None:
-        """End all transfers. SGLang flushes its cache after weights changed: the next request begins new keys."""
+        """End all transfers, because SGLang flushes its cache. The next request begins a new generation of keys."""
         for offload in self._offloads:
             offload.job.result()
         self._offloads.clear()
@@ -326,7 +323,7 @@ class KVDepotLinker(Placed, UnifiedCacheLinker):
             self._weights.flush()
 
     def note_update(self, model: Any) -> None:
-        """Note that a model gets other weights now; see `kvdepot_sglang.updates`."""
+        """Note that a model is about to get new weights; see `kvdepot_sglang.updates`."""
         if not self._settings.keep_after_reset and self._weights.update(model):
             self._change_keys()
 

@@ -21,7 +21,7 @@ class Placed:
     slots_before: Callable[[], Any]  # returns the device's slots of these pages; valid during a call of `offload`
 
     def keep_warm(self, rid: str) -> None:
-        """Count a use of the device's pages of a prompt in the depot. SGLang asks for no pages behind them."""
+        """Count a use in the depot of a prompt's pages on the device, although SGLang looks up no pages behind them."""
         raise NotImplementedError
 
 

@@ -1,7 +1,7 @@
 # pyright: basic
 """SGLang's KV pools as layer groups: a page of SGLang is both a block and a chunk.
 
-Caches that cannot be kept whole are refused with the reason.
+It refuses caches that cannot be kept whole, and gives the reason.
 
 A buffer of a pool is `(slots, heads, dim)`, or `(slots, 1, dim)` for latent attention. Page `i` has the slots
 `i * page_size` to `(i + 1) * page_size`.
@@ -68,7 +68,7 @@ def find_groups(kvcache: Any, components: Collection[str], params: Any, holding:
         kvcache: SGLang's pool.
         components: names of the parts of SGLang's tree: "FULL", "SWA", "MAMBA".
         params: SGLang's `CacheInitParams`.
-        holding: this rank's.
+        holding: this rank's share of the model.
 
     Raises:
         Unsupported: with the reason.
@@ -125,18 +125,18 @@ def _group(pool: Any, page_size: int, holding: Holding, window_tokens: int = 0) 
 def _part(held: int, page_size: int, holding: Holding) -> tuple[Part, Plane, int]:
     """Return the heads that this rank holds, all heads, and the rows of a page.
 
-    Without a head count that fits, the bytes are for the same rank of as many ranks.
+    If the head count does not fit, only the same rank of an engine with as many ranks can use the bytes.
     """
     rank, size, heads = holding
     fits = 0 < heads <= MAXIMUM_HEADS and not (heads % size and size % heads) and held == max(1, heads // size)
     if not fits:
         return Part(rank), Plane(size), 1
-    # Ranks beyond the heads have replicas: equal parts. A page has a row of heads for each token.
+    # With more ranks than heads, several ranks hold the same head: equal parts. A page has one row of heads per token.
     return Part(0, 1, rank * heads // size, held), Plane(1, heads), page_size
 
 
 def _by_page(buffer: Any, page_size: int) -> Any:
-    """Return `(pages, page_size, ...)` of a buffer `(slots, ...)`, without a copy. A rest of slots is left out."""
+    """View a buffer `(slots, ...)` as `(pages, page_size, ...)`. Slots behind the last whole page are left out."""
     pages = int(buffer.shape[0]) // page_size
     if not buffer.is_contiguous():
         raise Unsupported("a KV buffer of SGLang is not contiguous")
@@ -150,5 +150,5 @@ def block_ids(groups: Iterable[str], transfers: Iterable[Any], page_size: int) -
 
 
 def pages_of(slots: Any, page_size: int) -> list[int]:
-    """Return the pages of whole pages' slots, in order."""
+    """Return the pages that consist of these slots, in order."""
     return (slots[::page_size] // page_size).tolist()

@@ -4,14 +4,14 @@
 import os
 from typing import Any, Final
 
-_BYTES: Final = 16  # of a digest or a random name
+_BYTES: Final = 16  # in a digest or a random name
 
 
 class Ranks:
     """The ranks that hold the shards of one KV cache.
 
     Args:
-        group: torch's process group on CPU; None for one rank.
+        group: torch's CPU process group; None for one rank.
     """
 
     def __init__(self, group: Any) -> None:
@@ -33,7 +33,7 @@ class Ranks:
         return bool(value.item())
 
     def all_tell(self, digest: str) -> dict[int, str]:
-        """Return every rank's digest by rank. All ranks call it.
+        """Return every rank's digest by rank. All ranks must call this.
 
         Args:
             digest: 32 hexadecimal digits, or "" for none.

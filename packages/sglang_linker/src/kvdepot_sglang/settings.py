@@ -16,7 +16,7 @@ class Settings(EngineSettings):
     SOURCE: ClassVar[str] = "linker_extra_config"
 
     lookup_seconds: float = 0.25  # the longest wait for the answer to a lookup
-    tier_seconds: float = 0.05  # the part of it to wait for tiers; chunks that arrive later help the next request
+    tier_seconds: float = 0.05  # the part of that wait for tiers; chunks that arrive later help the next request
 
     def __post_init__(self) -> None:
         EngineSettings.__post_init__(self)  # `super()` finds the class before `slots` remade it

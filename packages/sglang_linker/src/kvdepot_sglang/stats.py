@@ -22,7 +22,7 @@ LOAD_MICROSECONDS: Final = linker_counter("load_microseconds", "Time for which t
 STORES: Final = linker_counter("stores", "Store operations that ended")
 STORE_BYTES: Final = linker_counter("store_bytes", "Bytes copied into the depot")
 
-_LOG_SECONDS: Final = 60.0  # between two log lines, as for SGLang's own
+_LOG_SECONDS: Final = 60.0  # between two log lines, as between SGLang's own
 
 
 class Stats:
@@ -31,7 +31,7 @@ class Stats:
     Args:
         rank: a label of the exported counters; rank 0 logs.
         exports: whether SGLang exports metrics.
-        clock: seconds, monotonic.
+        clock: returns monotonic seconds.
     """
 
     def __init__(self, rank: int, *, exports: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
@@ -41,7 +41,7 @@ class Stats:
         self._exported: dict[str, Any] = _exported(rank) if exports else {}
 
     def add(self, name: CounterName, amount: int = 1) -> None:
-        """Count."""
+        """Add an amount to a count."""
         self.counts[name] += amount
         if name in self._exported and amount:
             self._exported[name].inc(amount)

@@ -1,4 +1,4 @@
-"""The hook around SGLang's methods that write other weights into a running engine. They tell a linker nothing."""
+"""The hook around SGLang's methods that write new weights into a running engine without telling the linker."""
 
 import logging
 from collections.abc import Callable
@@ -11,13 +11,13 @@ METHODS: Final = (
     "update_weights_from_distributed",
     "update_weights_from_tensor",
     "update_weights_from_ipc",
-    "end_weight_update",  # packs what came, or finishes what peers wrote into the memory of the weights
+    "end_weight_update",  # packs the received weights, or completes those that peers wrote into memory
 )
-"""Those of SGLang's `SchedulerWeightUpdaterManager`, called on every rank between two batches."""
+"""Methods of SGLang's `SchedulerWeightUpdaterManager`, called on every rank between two batches."""
 
 
 def around_update(original: Callable[..., Any], manager: Any, *args: Any, **options: Any) -> Any:
-    """Tell the linker which model gets other weights, before it does: SGLang may flush its cache in the same call."""
+    """Tell the linker first which model gets new weights, because SGLang may flush its cache in the same call."""
     try:
         wrapper = getattr(manager.scheduler.tree_cache, "linker", None)
         note: Callable[[Any], None] | None = getattr(getattr(wrapper, "cache_linker", None), "note_update", None)

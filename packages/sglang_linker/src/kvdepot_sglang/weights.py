@@ -1,9 +1,10 @@
 # pyright: basic
 """Names the weights with which an engine computes its KV, so that replicas with equal weights share.
 
-At start the files name them. An update in the running engine makes the name a random one: until SGLang flushes its
-cache, pages on the device may be of the weights before. After that flush the bytes of all weights name them, on every
-rank its own. A flush without an update asks for a cold cache: its name is random. All ranks make the same calls.
+At start, the weight files determine the name. An update of the running engine makes the name random, because until
+SGLang flushes its cache, pages on the device may come from the weights before. After that flush, digests of the weights
+of all ranks determine the name. A flush without an update is a request for a cold cache, so the name is random. All
+ranks must make the same calls.
 """
 
 import logging
@@ -21,21 +22,21 @@ class Weights:
     """The weights of one engine.
 
     Args:
-        namespace: of the weights that the engine has loaded.
-        ranks: that hold them.
+        namespace: the namespace of the weights that the engine loaded at start.
+        ranks: the ranks that hold the weights.
 
     Attributes:
-        namespace: of the weights that the engine computes with; while `is_named`.
+        namespace: the namespace of the weights that the engine computes with; valid while `is_named`.
     """
 
     def __init__(self, namespace: Namespace, ranks: Ranks) -> None:
         self.namespace = of_generation(namespace, "")
         self.is_named = True
         self._ranks = ranks
-        self._updated: Any = None  # the model, if it has had other weights since the last flush that named them
+        self._updated: Any = None  # the model, if it was updated since the weights were last named
 
     def update(self, model: Any) -> bool:
-        """Note that a model gets other weights now. Return whether the namespace is another one from now on."""
+        """Note that a model is about to get new weights. Return whether this changes the namespace."""
         is_first, self._updated = self._updated is None, model
         if is_first and self.is_named:
             self.namespace = of_generation(self.namespace, self._ranks.common_random())
@@ -43,9 +44,10 @@ class Weights:
         return False
 
     def flush(self) -> None:
-        """Note that the device has no page any more. The weights get a name when a request needs it.
+        """Note that the device has no pages any more, so that the weights need a name when the next request arrives.
 
-        A trainer flushes with the first of several updates, too, or before SGLang packs what came.
+        They are not named here: a trainer may flush with the first of several updates, or before SGLang packs the
+        received weights.
         """
         self.is_named = False
 
@@ -53,7 +55,7 @@ class Weights:
         """Name the weights after a flush.
 
         Args:
-            version: people's name for them, a part of the name; "" for none.
+            version: the version that people gave them, which is part of the name; "" for none.
         """
         name = ""
         if self._updated is not None:
@@ -64,7 +66,7 @@ class Weights:
 
 
 def _digest(model: Any) -> str:
-    """Return a digest of all that a rank computes KV with; "" if that cannot be told."""
+    """Return a digest of the weights with which a rank computes KV; "" if that fails."""
     try:
         return models_digest([model])
     except Exception:
