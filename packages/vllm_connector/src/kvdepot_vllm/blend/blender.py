@@ -36,15 +36,15 @@ class Blender:
     """Blends prompts in the KV cache of one worker, which has one group of full attention.
 
     Args:
-        model: the model that the engine runs, of its runner.
+        model: the runner's model.
         vllm_config: `VllmConfig`.
         kv_cache_config: `KVCacheConfig`.
         scratch_block: a block that no request uses yet. Its bytes are overwritten and restored.
-        move_tokens: the compiled move of tokens that a backend brings.
+        move_tokens: the backend's compiled move of tokens, if it has one.
 
     Attributes:
-        block_tokens: of a block in the tables.
-        splits: blocks of the kernels in one of the tables' blocks.
+        block_tokens: tokens of a block in block tables.
+        splits: kernel blocks in one block of a block table.
         layers: all attention layers with a cache.
 
     Raises:
@@ -81,7 +81,7 @@ class Blender:
             spec = spec.copy_with_new_block_size(self.block_tokens // self.splits)
         self._builder = backends.pop().get_builder_cls()(spec, group.layer_names, vllm_config, self.device)
         names = set(group.layer_names)
-        self._names = [  # with layers that read the cache of another one
+        self._names = [  # includes layers that read another layer's cache
             name
             for name, module in modules.items()
             if name in names or getattr(module, "kv_sharing_target_layer_name", None) in names
@@ -102,10 +102,10 @@ class Blender:
         """Run the model over positions of a prompt. Return the hidden states in the order of positions, `(n, hidden)`.
 
         Args:
-            tokens: of the whole prompt, or at least up to the last of `positions`.
+            tokens: the prompt's tokens, at least up to the last of `positions`.
             positions: `(n,)`, ascending; at most `max_num_seqs` stretches and `max_num_batched_tokens` tokens.
             table: the block of every `block_tokens` positions up to the last of `positions`.
-            shift: is added to the positions that the rotary embedding sees.
+            shift: added to the positions that the rotary embedding sees.
             compiled: use the engine's compiled model, if it has one. Hooks on layers do not run there.
         """
         runs = _rows(positions)
@@ -149,7 +149,7 @@ class Blender:
     def recompute(self, tokens: Any, positions: Any, table: Any) -> None:
         """Compute the KV of ascending positions, in batches that fit the engine's buffers.
 
-        Several calls in ascending order give the same KV.
+        Several calls in ascending order give the same KV as one call.
         """
         for batch in self.batches(positions):
             self.forward(tokens, batch, table, compiled=True)
@@ -169,9 +169,9 @@ class Blender:
 
         Args:
             policy: a name in `POLICIES`.
-            tokens: of the prompt, with the question.
+            tokens: the prompt's tokens, including the question.
             runs: the reused positions: ascending, without overlap.
-            table: has blocks for the question, too. Blocks that are thrown away afterwards will do for it.
+            table: the prompt's blocks, and blocks for the question, which may be temporary.
             question: positions of the question, if the prompt has one.
             budget: how many tokens to choose.
         """
@@ -192,14 +192,14 @@ class Blender:
             begin = end
 
     def _blocks(self, table: Any, num_tokens: int) -> Any:
-        """Return the part of the table that holds this many tokens, `(blocks,)` int32, as the kernels count blocks."""
+        """Return the kernel blocks that hold this many tokens, `(blocks,)` int32."""
         blocks = table[: -(-num_tokens // self.block_tokens)]
         blocks = (blocks[:, None] * self.splits + torch.arange(self.splits)).flatten()
         return blocks.to(self.device, torch.int32)
 
 
 def _rows(positions: Any) -> list[tuple[int, int]]:
-    """Return the stretches of neighbours as begin and end in `positions`, short ones first.
+    """Return begin and end of each stretch of neighbours, as indices of `positions`, the shortest first.
 
     Some backends split a batch into decodes and prefills by length, and expect the decodes first.
     """

@@ -18,7 +18,7 @@ from kvdepot_vllm.encoding import find_places, layout_of
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """Turns pairs of K's elements by angles in proportion to the distance moved.
+    """Turns pairs of K's elements by angles proportional to the distance moved.
 
     Attributes:
         table: `(positions, 2, num_pairs)` float32 on the device: cosine and sine of the angles at each position.
@@ -30,7 +30,7 @@ class Rotation:
 
     @classmethod
     def of(cls, rotary: Any, device: Any) -> "Rotation":
-        """Take the rotation of vLLM's `RotaryEmbeddingBase`. A factor on K, as YaRN's, is divided out.
+        """Return the rotation of vLLM's `RotaryEmbeddingBase`. A factor on K, such as YaRN's, is divided out.
 
         Raises:
             LayoutError: the table of this embedding depends on more than the position.
@@ -45,13 +45,13 @@ class Rotation:
 
     @property
     def num_pairs(self) -> int:
-        """Pairs of elements that are turned, counted from the first."""
+        """The number of pairs that are turned, beginning with the first elements of K."""
         return self.table.shape[-1]
 
     def factors(self, distance: int) -> tuple[Any, Any]:
         """Return the factors of a move by `distance` tokens, `(2, num_pairs)` float32 each.
 
-        The first are those of each element itself, the second those of the other element of its pair.
+        The first multiply each element itself, the second multiply the other element of its pair.
         """
         cosine, sine = self.table[abs(distance)]
         sine = sine if distance >= 0 else -sine
@@ -71,13 +71,13 @@ class Layer:
     Args:
         module: vLLM's `Attention` or `MLAAttention`.
         rotation: None if positions do not change K.
-        block_tokens: of a block of `module.kv_cache`.
-        scratch_block: its contents are overwritten and restored.
-        twin: a layer of the same kind, whose layout is taken instead of looking again.
+        block_tokens: tokens of a block in `module.kv_cache`.
+        scratch_block: a block whose contents are overwritten and restored.
+        twin: a layer with the same layout of pages, whose places are taken over.
 
     Attributes:
-        k, v: places of K and V, `(heads, dim)` of a token.
-        turned: places of the part of K that a move turns, `(heads, 2, num_pairs)` of a token; None without a rotation.
+        k, v: places of K and V, `(heads, dim)` per token.
+        turned: places of the part of K that a move turns, `(heads, 2, num_pairs)` per token; None without a rotation.
 
     Raises:
         LayoutError: the elements of K and V cannot be found in the pages.
@@ -100,12 +100,12 @@ class Layer:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """Equal for layers whose pages have the same layout and whose K turns alike."""
+        """A value that is equal for layers whose pages have the same layout and whose K turns alike."""
         return (*layout_of(self.module), id(self.rotation))
 
     @property
     def turns_all_of_k(self) -> bool:
-        """Whether no element of K keeps its value in a move."""
+        """Whether a move turns every element of K."""
         return self.rotation is not None and 2 * self.rotation.num_pairs == self.k_index.shape[-1]
 
     @property
@@ -125,7 +125,7 @@ class Layer:
         return torch.cat([v, k], -1) if self.is_latent else k
 
     def keys_of(self, inputs: tuple[Any, ...]) -> Any:
-        """Return the same from the arguments of the module's `forward`."""
+        """Return the vectors of `keys` from the arguments of the module's `forward`."""
         if self.is_latent:
             return torch.cat([inputs[1].unsqueeze(1), inputs[2].view(len(inputs[2]), 1, -1)], -1)
         return inputs[1].view(len(inputs[1]), self.module.num_kv_heads, -1)
@@ -146,7 +146,7 @@ def layers_of(model: Any, modules: Iterable[Any], num_slots: int, scratch_block:
         model: has the modules among its descendants.
         modules: vLLM's attention layers, in the order of the model.
         num_slots: tokens that all pages of a layer hold.
-        scratch_block: in the numbering of the modules' caches; overwritten and restored.
+        scratch_block: a block of the modules' caches, which is overwritten and restored.
 
     Raises:
         LayoutError: a layer's pages or angles cannot be understood.

@@ -16,8 +16,8 @@ from kvdepot.kvcache import MoveTokens, TokenLayout
 from kvdepot_vllm.blend.layers import Layer
 from kvdepot_vllm.blend.strides import Axis, Strides
 
-_SLICE_ELEMENTS: Final = 1 << 12  # of K in a block: smaller slices cost more than gathering
-_GATHERED_ELEMENTS: Final = 1 << 18  # of K at once on a CPU
+_SLICE_ELEMENTS: Final = 1 << 12  # elements of K in a block: below, moving slices costs more than gathering
+_GATHERED_ELEMENTS: Final = 1 << 18  # elements of K gathered at once on a CPU
 _GATHERED_ELEMENTS_OF_DEVICES: Final = 1 << 25
 _COMPILED: Final = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -34,7 +34,7 @@ def move(
             slot in common.
         old: `(n,)`, the positions at which the KV was computed.
         new: `(n,)`, its positions from now on. Long stretches of one distance are fast.
-        compiled: for layers in host memory whose pages have the layout that it needs; else None.
+        compiled: the backend's compiled move, used for pages in host memory whose layout it supports; None without one.
     """
     if not len(from_slots):
         return
@@ -56,7 +56,7 @@ def move(
 
 
 def token_layout(layer: Layer) -> TokenLayout | None:
-    """Return the layout of a layer's pages, None if they are not such that the compiled move can be used."""
+    """Return the layout of a layer's pages, None if the compiled move does not support it."""
     cache = layer.module.kv_cache
     (k_tokens, k_heads, k_dims), (v_tokens, v_heads, v_dims) = layer.k.axes, layer.v.axes
     if cache.device.type != "cpu" or cache.dtype not in _COMPILED or not (k_tokens and k_dims and v_tokens and v_dims):
@@ -102,7 +102,10 @@ def token_layout(layer: Layer) -> TokenLayout | None:
 
 
 def _rows(axis: Axis, lanes: int) -> Axis | None:
-    """Return the digits of an axis without its innermost one, of which `lanes` take turns in a row; None if none do."""
+    """Return the digits of an axis without its lanes; None if it does not have them.
+
+    One lane is no digit. Two lanes are an innermost digit of two neighbouring elements.
+    """
     if lanes == 1:
         return axis
     return axis[:-1] if lanes == 2 and axis[-1:] == ((2, 1),) else None
@@ -114,7 +117,7 @@ def _stride(axis: Axis) -> int:
 
 
 def _follows(source: Any, target: Any, size: int) -> Any:
-    """Return for all tokens but the first whether they continue the slice of a block that the one before is in."""
+    """Return for each token but the first whether it continues the slice of a block that holds the token before."""
     follows = (source[1:] == source[:-1] + 1) & (target[1:] == target[:-1] + 1)
     return follows & (source[1:] % size != 0) & (target[1:] % size != 0)
 
@@ -149,7 +152,7 @@ def _move(layers: Sequence[Layer], source: Any, target: Any, distance: int, *, i
     """Move tokens by one distance, in layers of one kind."""
     layer = layers[0]
     size, is_cpu = layer.block_tokens, layer.module.kv_cache.device.type == "cpu"
-    left = [torch.empty(0, dtype=torch.int64)]  # numbers of tokens that are gathered
+    left = [torch.empty(0, dtype=torch.int64)]  # indices of the tokens that are gathered
     slices: list[_Slice] = []
     elements = layer.k_index.numel()
     if not is_cpu or elements < _SLICE_ELEMENTS:
@@ -175,11 +178,11 @@ class _Turn(NamedTuple):
 
     own: Any  # factors of each element
     other: Any  # factors of the other element of its pair
-    dim: int  # of the two elements of a pair
+    dim: int  # the dimension of the two elements of a pair
 
     @classmethod
     def of(cls, layer: Layer, distance: int, *, in_pages: bool) -> "_Turn | None":
-        """Return the turn of a part of pages, or of rows; None if nothing turns."""
+        """Return the turn for `Strides.pages` or for `Strides.rows`; None if nothing turns."""
         places = layer.turned
         if places is None or layer.rotation is None or not distance:
             return None
@@ -202,7 +205,7 @@ class _Slice(NamedTuple):
     length: int
 
     def move(self, layer: Layer, turn: _Turn | None, *, in_place: bool) -> None:
-        """Move them in one layer."""
+        """Move the tokens in one layer."""
         if not in_place:
             for places in (layer.v,) if turn is not None and layer.turns_all_of_k else (layer.k, layer.v):
                 source = self._part(places, self.from_block, self.from_offset)
@@ -235,7 +238,7 @@ def _gather(layers: Sequence[Layer], source: Any, target: Any, turn: _Turn | Non
 def _stretches(follows: Any) -> list[tuple[int, int]]:
     """Return begin and end of the stretches in which each item but the first follows the one before.
 
-    `follows` says so for all items but the first, so there is at least one item.
+    `follows` has a value for each item but the first, so there is at least one item.
     """
     cuts = (~follows).nonzero().squeeze(1) + 1
     return list(pairwise([0, *cuts.tolist(), len(follows) + 1]))

@@ -55,7 +55,7 @@ _LEAST_RUN_TOKENS: Final = 64  # a shorter run costs more than it saves
 _RECOMPUTE_COST: Final = 1.6  # cost of a recomputed token, in tokens of a prefill: measured
 _LEAST_GAIN: Final = 0.1  # a blend that saves a smaller share of the computation is declined
 _FREE_SHARE: Final = 0.1  # share of the engine's blocks that staging leaves to others
-_NONCE_BYTES: Final = 32  # as many as a hash of vLLM has: no other request will have these
+_NONCE_BYTES: Final = 32  # as long as vLLM's hashes, and random: no other request has the same
 _SUFFIX: Final = " blend"
 
 
@@ -76,12 +76,12 @@ class Blends:
     An engine that cannot blend has none: `begin` starts no blend, and all other calls then do nothing.
 
     Args:
-        cache: the engine's; one group of full attention.
-        settings: the user's.
+        cache: the engine's cache, with one group of full attention.
+        settings: the user's settings.
         client: asks the depot.
-        num_workers: workers that report each blend.
+        num_workers: the number of workers, which all report each blend.
         counters: counts, declared by `engine_counter`.
-        clock: seconds, monotonic.
+        clock: returns monotonic seconds.
         can_blend: whether all workers can blend.
     """
 
@@ -108,12 +108,12 @@ class Blends:
         self._jobs: dict[str, _Job] = {}
         self._planned: list[BlendJob] = []
         self._given_up: list[str] = []
-        self._load_seconds = 0.0  # of one reused token, a running mean
+        self._load_seconds = 0.0  # running mean of the time to load one reused token
 
     # --- admission ------------------------------------------------------------------------------------------------
 
     def begin(self, state: RequestState, namespace: Namespace, params: Mapping[str, Any]) -> None:
-        """Send the lookup of a request that is to be blended."""
+        """Send the blend lookup of a request, if it is to be blended."""
         how = BlendParams.parse(self._settings, params) if self.can_blend else None
         if how is None:
             return
@@ -130,13 +130,13 @@ class Blends:
         state.blend = BlendState(how, segments, lookup)
 
     def offer(self, state: RequestState, exact_tokens: int, token_seconds: float) -> Outcome:
-        """Return whether a blend would bring tokens behind the exact ones; if so, `offer` of the request says which.
+        """Return whether a blend would bring tokens behind the exact ones. If so, set `state.offer`.
 
         An offer taints the request at once, because vLLM may enter its blocks into the prefix cache before it calls
         back. A request is blended once. After a preemption it is computed.
 
         Args:
-            state: of the request.
+            state: the request's state.
             exact_tokens: leading tokens that vLLM or the depot has under exact keys.
             token_seconds: the time to compute one token, 0 if unknown.
         """
@@ -174,7 +174,7 @@ class Blends:
     def _declined(
         self, request: EngineRequest, params: BlendParams, offer: BlendOffer, token_seconds: float
     ) -> CounterName | None:
-        """Return the counter of the reason for not blending, None if it pays."""
+        """Return the counter of the reason not to blend, None if the blend pays."""
         reused = sum(run.length for run in offer.runs)
         first_block = offer.runs[0].position // self._block_tokens
         # Otherwise the hash of the first block, taken when the block fills up, would be exact.
@@ -206,7 +206,7 @@ class Blends:
     def allocated(self, state: RequestState, table: BlockTable, end: int, exact: LoadJob | None) -> bool:
         """Plan the blend that was offered, into the blocks of `table`; False if none was offered up to `end`.
 
-        `exact` loads the chunks of the request's own prefix that the depot has, after those tokens that vLLM has.
+        `exact` loads the chunks of the request's own prefix that the depot has, behind the tokens that vLLM has.
         """
         request, blend, offer = state.request, state.blend, state.offer
         if blend is None or offer is None or offer.end != end or self.pool is None:
@@ -237,7 +237,7 @@ class Blends:
         return True
 
     def drop(self, state: RequestState, figures: BlendFigures | None = None) -> None:
-        """Give the lease of a request back, which needs it no more; with the figures of its blend if it had one."""
+        """Cancel the blend lookup of a request, or release its lease and report the figures of its blend."""
         blend = state.blend
         if blend is None:
             return
@@ -299,7 +299,7 @@ class Blends:
             self._jobs[request_id].figures = figures[request_id]
 
     def ended(self, request_id: str, *, has_failed: bool) -> None:
-        """Take a blend, if it is one, that ended on all workers: give its staging blocks and its lease back."""
+        """End the blend of a request, if any, after all workers ended it: free its staging blocks and its lease."""
         job = self._jobs.pop(request_id, None)
         if job is None:
             return
@@ -341,7 +341,7 @@ class Blends:
     # --- sources --------------------------------------------------------------------------------------------------
 
     def note(self, state: RequestState, namespace: Namespace, key: KeyRun) -> None:
-        """Tell the depot which contents the chunks of `key`, a run from chunk 0 on, have. All of them are exact."""
+        """Tell the depot the contents of the chunks of `key`, a run from chunk 0 on. All of them are exact."""
         request = state.request
         if refuse(request) is not None:
             return

@@ -23,17 +23,17 @@ Run = tuple[int, int]
 """Begin and end of a stretch of positions."""
 
 DEFAULT: Final = "mixkq"
-_LONGEST_QUESTION: Final = 256  # tokens; of a longer one each token says little about the answer
+_LONGEST_QUESTION: Final = 256  # tokens; each token of a longer question says little about the answer
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How many tokens to compute again.
+    """How many tokens to recompute.
 
     Attributes:
-        ratio: of the reused tokens.
+        ratio: the share of the reused tokens.
         run_tokens: the least number for each run, as short runs need their heads more.
-        grain: tokens that are chosen together.
+        grain: the number of tokens that are chosen together.
     """
 
     ratio: float = 0.15
@@ -41,7 +41,7 @@ class Budget:
     grain: int = 16
 
     def tokens(self, runs: Sequence[Run]) -> int:
-        """Return the number of tokens to compute again."""
+        """Return the number of tokens to recompute."""
         reused = sum(end - begin for begin, end in runs)
         return min(reused, max(round(self.ratio * reused), self.run_tokens * len(runs)))
 
@@ -51,7 +51,7 @@ class Scores(Protocol):
 
     @property
     def question_tokens(self) -> int:
-        """Tokens of the question; 0 without one."""
+        """The number of tokens of the question; 0 without one."""
         ...
 
     def deviation(self) -> Any:
@@ -67,12 +67,12 @@ class Policy(Protocol):
     """A way to choose tokens."""
 
     def choose(self, runs: Sequence[Run], budget: Budget, scores: Scores) -> Any:
-        """Return the positions to compute again, ascending, int64.
+        """Return the positions to recompute, ascending, int64.
 
         Args:
             runs: not empty, ascending, without overlap.
             budget: how many tokens to choose; the last grain may exceed it.
-            scores: of the tokens in the runs.
+            scores: the scores of the tokens in the runs.
         """
         ...
 
@@ -89,7 +89,7 @@ class _All:
 
 class _Heads:
     def choose(self, runs: Sequence[Run], budget: Budget, scores: Scores) -> Any:
-        """Choose as many tokens from each run; the rest of short runs goes to longer ones."""
+        """Choose the same number of tokens from each run. Longer runs take what exceeds the shorter ones."""
         left, chosen = budget.tokens(runs), dict[int, int]()
         by_length = sorted(range(len(runs)), key=lambda number: runs[number][1] - runs[number][0])
         for rank, number in enumerate(by_length):
@@ -136,7 +136,7 @@ class _Grains:
         self._positions = torch.cat([torch.arange(begin, end) for begin, end in runs])
         within = torch.cat([torch.arange(end - begin) for begin, end in runs])
         starts = within % size == 0
-        self._grain = starts.long().cumsum(0) - 1  # of each token
+        self._grain = starts.long().cumsum(0) - 1  # the grain of each token
         self._is_head = within[starts] == 0
         self._lengths = torch.bincount(self._grain)
 

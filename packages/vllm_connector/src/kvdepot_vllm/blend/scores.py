@@ -13,9 +13,9 @@ from kvdepot_vllm.blend.policies import Run
 if TYPE_CHECKING:
     from kvdepot_vllm.blend.blender import Blender
 
-_MOST_PRODUCTS: Final = 1 << 24  # of queries and keys at once, float32
+_MOST_PRODUCTS: Final = 1 << 24  # products of queries and keys held at once, float32
 _SOFTNESS: Final = 8.0  # divides the products: sharp attention over stale keys misses the tokens that matter
-_SECOND: Final = 1  # layer: the first whose K depends on other tokens
+_SECOND: Final = 1  # the second layer, which is the first whose K depends on other tokens
 
 
 class Stop(Exception):
@@ -27,9 +27,9 @@ class ModelScores:
 
     Args:
         blender: runs the model.
-        tokens: of the prompt, with the question.
+        tokens: the prompt's tokens, including the question.
         runs: the reused positions.
-        table: of the prompt, with blocks for the question.
+        table: the prompt's blocks, and blocks for the question.
         question: positions of the question, if the prompt has one.
     """
 
@@ -40,7 +40,7 @@ class ModelScores:
 
     @property
     def question_tokens(self) -> int:
-        """Tokens of the question; 0 without one."""
+        """The number of tokens of the question; 0 without one."""
         return 0 if self._question is None else self._question[1] - self._question[0]
 
     def deviation(self) -> Any:
@@ -63,9 +63,10 @@ class ModelScores:
         return _summed(torch.cat(parts))
 
     def attention(self) -> Any:
-        """Return how much the question attends to each token, softly, summed over its tokens and all layers and heads.
+        """Return how much the question attends to each token, by a softened softmax.
 
-        Costs computing the question, and writes its KV.
+        This is the sum over the question's tokens, all layers and all ranks of the mean over a rank's heads. It costs
+        computing the question, and writes the question's KV.
         """
         assert self._question is not None
         blender = self._blender
@@ -92,7 +93,7 @@ class ModelScores:
 
 
 def _watch(blender: "Blender", hooks: dict[int, Callable[[Any], None]], forward: Callable[[], object]) -> None:
-    """Run `forward`; call hooks with the arguments of attention layers, by number, before these run."""
+    """Run `forward`. Call each hook with the arguments of the attention layer of its number before that layer runs."""
     handles = [
         blender.layers[number].module.register_forward_pre_hook(lambda _module, inputs, hook=hook: hook(inputs))
         for number, hook in hooks.items()
@@ -107,7 +108,7 @@ def _watch(blender: "Blender", hooks: dict[int, Callable[[Any], None]], forward:
 
 
 def _summed(score: Any) -> Any:
-    """Return the sum over all ranks, as a tensor on the CPU. Each rank has seen its own heads."""
+    """Return the sum over all ranks, as a tensor on the CPU. Each rank sees only its own heads."""
     if get_tensor_model_parallel_world_size() > 1:
         score = tensor_model_parallel_all_reduce(score)
     return score.cpu()

@@ -18,7 +18,7 @@ from kvdepot_vllm.blend.policies import DEFAULT, Budget
 _SHIFT: Final = 1000  # tokens between the two positions
 _LEAST_SHIFT: Final = 64
 _TOKENS: Final = 96
-_LIMITS: Final = {torch.float32: (0.001, 0.001)}  # of the relative errors of K and V in the worst layer
+_LIMITS: Final = {torch.float32: (0.001, 0.001)}  # the largest relative errors of K and V in the worst layer
 _LIMITS_OF_HALVES: Final = (0.05, 0.1)  # SmolLM2-135M in bfloat16 has 0.013 and 0.026
 
 
@@ -27,9 +27,9 @@ class SelfTest:
     """The result. Errors are norms of differences, relative to the norm of the right values, in the worst layer.
 
     Attributes:
-        k_error: of K after our rotation.
-        v_error: of V.
-        unrotated_error: of K without our rotation. It must be large, or the test shows nothing.
+        k_error: the error of K after our rotation.
+        v_error: the error of V.
+        unrotated_error: the error of K without our rotation. It must be large, or the test shows nothing.
         why: the reason if the engine cannot blend, else "".
     """
 
@@ -50,13 +50,13 @@ def blocks_needed(block_tokens: int) -> int:
 
 
 def self_test(blender: Blender, block_ids: Sequence[int], vocabulary: int, max_tokens: int) -> SelfTest:
-    """Test a model; costs two forward passes of a hundred tokens or little more than a block.
+    """Test a model, in two forward passes of a hundred tokens or little more than a block.
 
     Args:
-        blender: of this worker. All ranks test at the same time.
+        blender: this worker's blender. All ranks must test at the same time.
         block_ids: `blocks_needed` blocks that no request has; their bytes are restored.
-        vocabulary: number of token ids.
-        max_tokens: of a prompt and its answer.
+        vocabulary: the number of token ids.
+        max_tokens: the most tokens of a prompt and its answer.
     """
     ids = torch.tensor(block_ids, dtype=torch.int64)
     pages = [layer.module.kv_cache.unflatten(0, (-1, blender.splits)) for layer in blender.layers]
@@ -93,14 +93,14 @@ def _tested(blender: Blender, ids: Any, vocabulary: int, shift: int) -> SelfTest
     k, v = max(k_errors), max(v_errors)
     raw = max(_error(got, right) for (got, _), (right, _) in zip(unrotated, wanted, strict=True))
     why = _why_not(k, v, raw, blender)
-    if not why:  # an exception would be the reason
+    if not why:  # an exception here becomes the reason
         blender.choose(DEFAULT, tokens, [(0, count - 16)], table, (count - 16, count), Budget())
     return SelfTest(k, v, raw, why)
 
 
 def _why_not(k: float, v: float, raw: float, blender: Blender) -> str:
     most_k, most_v = _LIMITS.get(blender.layers[0].module.kv_cache.dtype, _LIMITS_OF_HALVES)
-    if not v <= most_v:  # also if it is not a number
+    if not v <= most_v:  # also catches NaN
         return f"V depends on the position: it differs by {v:.2%}, more than {most_v:.2%}"
     if not k <= max(2 * v, most_k):
         return f"K does not turn as expected: it differs by {k:.2%}, more than {max(2 * v, most_k):.2%}"
@@ -118,7 +118,7 @@ def _error(got: Any, right: Any) -> float:
 
 
 def _num_tokens(block_tokens: int) -> int:
-    """Tokens of the test: whole blocks and a part of one."""
+    """Return the number of tokens of the test: whole blocks and a part of one."""
     return max(_TOKENS, block_tokens) + block_tokens // 4 + 1
 
 

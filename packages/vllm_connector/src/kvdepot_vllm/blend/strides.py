@@ -17,7 +17,7 @@ Digit = tuple[int, int]
 """Size and stride in elements."""
 
 Axis = tuple[Digit, ...]
-"""The most significant digit first; none for an axis of length 1."""
+"""The most significant digit first; no digit for an axis of length 1."""
 
 
 def digits_of(offsets: list[int]) -> Axis:
@@ -46,8 +46,8 @@ class Strides:
     Attributes:
         pages: `(num_blocks, *digits)`, the digits of all axes in the order of memory.
         rows: `(num_blocks, *token digits, *digits)`, the digits of the other axes in the order of memory.
-        axes: digits of each axis; the first is that of tokens.
-        token_dim: the dimension of tokens in one of `pages`; None if there are several.
+        axes: the digits of each axis; the first axis is that of tokens.
+        token_dim: the dimension of tokens in one of `pages`; None if tokens have no digit or several.
     """
 
     pages: Any
@@ -61,8 +61,8 @@ class Strides:
 
         Args:
             cache: `(num_blocks, ...)` of any strides.
-            index: `(block_tokens, *others)`, int64 on the CPU: where each element lies, in elements from the start of
-                its block in memory.
+            index: `(block_tokens, *others)`, int64 on the CPU: the offset of each element from the start of its block
+                in memory, in elements.
 
         Raises:
             LayoutError: the places follow no regular pattern.
@@ -109,7 +109,7 @@ class Strides:
         return rows.reshape(len(rows), *(math.prod(size for size, _ in axis) for axis in self.axes[1:]))
 
     def spread(self, values: Any, *, in_pages: bool) -> Any:
-        """Return values of the last axes in a shape that multiplies one of `pages`, or one token of `rows`."""
+        """Return values of the last axes, reshaped to multiply one of `pages`, or one token of `rows`."""
         axes = self.axes[-values.dim() :]
         mine = [digit for axis in axes for digit in axis]
         values = values.reshape([size for size, _ in mine]).permute([mine.index(digit) for digit in _in_memory(axes)])

@@ -37,8 +37,8 @@ class BlendWorker(NoBlends):
     Args:
         context: retrieves the bytes.
         blender: runs the model.
-        block_tokens: of the engine.
-        step_tokens: recomputed in one slice.
+        block_tokens: tokens of the engine's blocks.
+        step_tokens: tokens recomputed in one slice.
     """
 
     def __init__(self, context: TransferContext, blender: Blender, block_tokens: int, step_tokens: int) -> None:
@@ -147,7 +147,7 @@ class BlendWorker(NoBlends):
     def _compute_slice(self, request_id: str) -> None:
         blend = self._blends.get(request_id)
         if blend is None or blend.slices is None:
-            return  # it ended in a step that the scheduler has not heard of
+            return  # the blend ended in a step of which the scheduler has no report yet
         try:
             next(blend.slices)
         except StopIteration:
