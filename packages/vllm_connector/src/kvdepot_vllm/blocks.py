@@ -16,9 +16,9 @@ def blocks_per_chunk(cache: EngineCache, group: EngineGroup) -> int:
 def blocks_to_fill(
     cache: EngineCache, table: BlockTable, first: int, stop_tokens: int, null_block: int
 ) -> tuple[list[int], ...] | None:
-    """Return the blocks that a load from chunk `first` up to a token fills, as `BlockIds`; None if one is missing.
+    """Return the blocks, as `BlockIds`, that a load of chunks from `first` on fills; None if one is missing.
 
-    The last chunk may extend past that token. Its blocks there are `NO_BLOCK`.
+    The load ends at token `stop_tokens`, which may be within its last chunk. That chunk's later blocks are `NO_BLOCK`.
     """
     result: list[list[int]] = []
     for group in cache.groups:
@@ -58,8 +58,8 @@ def blocks_to_store(
     A group that no longer holds all of them covers only the last chunks.
 
     Args:
-        cache: the engine's.
-        table: the request's.
+        cache: the engine's cache.
+        table: the request's block table.
         first: the first chunk.
         stop: the chunk after the last.
         states: the block with the state at the end of the run, for each recurrent group that has one.

@@ -102,12 +102,12 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         self._settings = Settings.parse(transfer.kv_connector_extra_config, role=transfer.kv_role)
         self._scheduler: SchedulerSide | None = None
         self._worker = WorkerSide(None, 1, 0)  # uses no depot: every load fails, every store ends at once
-        self._unsaid: WorkerFormat | None = None  # until it is sent
+        self._unsaid: WorkerFormat | None = None  # this worker's format until it is sent
         self._block_pool: Any = None
         self._plan = StepPlan()
         self._results = LoadResults()
         events = vllm_config.kv_events_config
-        self._announcer: Announcer | None = None  # of the scheduler's side, if the engine publishes events
+        self._announcer: Announcer | None = None  # for the scheduler's side, if the engine publishes events
         if role is KVConnectorRole.SCHEDULER and events is not None and events.enable_kv_cache_events:
             self._announcer = Announcer()
             self._announcer.watch_publisher()
@@ -138,7 +138,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """True: the worker's side leaves the depot before the cache's memory goes, and comes back with it."""
+        """True: the worker's side leaves the depot before vLLM frees the cache's memory, and returns afterwards."""
         return True
 
     @property
@@ -177,7 +177,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         told = [each for each in metadata.values() if isinstance(each, WorkerFormat)]
         self._take_formats(told)
         if self._scheduler is not None:
-            # With a running depot the first request is served already. A depot that starts later is used later.
+            # Wait, so that a running depot already serves the first request. A depot that starts later is used later.
             with contextlib.suppress(DepotUnavailable):
                 self._scheduler.wait_until_connected(_START_SECONDS)
 
@@ -261,7 +261,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         return self._results.invalid_blocks
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """Report the stores that ended, and once the cache's format."""
+        """Report the stores that ended and, once, the cache's format."""
         report = self._worker.take_report()
         if self._unsaid is not None:
             report = (report or WorkerReport()).merge(WorkerReport(formats=(self._unsaid,)))

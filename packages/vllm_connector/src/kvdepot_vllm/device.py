@@ -23,8 +23,8 @@ def permit_tiles(device: str) -> None:
     """Request AMX tiles from the kernel for this process, if vLLM's attention on CPU uses them.
 
     The first use of a tile without this permission ends the process with SIGILL
-    (https://docs.kernel.org/arch/x86/xstate.html). vLLM 0.32 counts on an earlier matrix product of oneDNN, which asks.
-    None has run yet if an engine without warm-up loads all but one token for its first step.
+    (https://docs.kernel.org/arch/x86/xstate.html). vLLM 0.32 relies on an earlier matrix product of oneDNN to request
+    it. No such product has run yet if an engine without warm-up loads all but one token for its first step.
     """
     if device != "cpu":
         return

@@ -22,22 +22,23 @@ from kvdepot_vllm.heads import name_of_layers
 _BASE: Final = 100  # digits 1 to 100 are exact in every floating type
 _VERBATIM: Final = ("float32", "float16", "bfloat16")
 _CONTEXT: Final = "kvdepot 2026-11 encoding"
-_SEED: Final = 1  # any: the same values at every start
-_MOST_EXPONENT: Final = 8  # of two, up or down: within the range of float16
+_SEED: Final = 1  # arbitrary, but fixed: the same values at every start
+_MOST_EXPONENT: Final = 8  # values are scaled by up to 2**8, up or down: within the range of float16
 
 
 def seen_format(cache: EngineCache, groups: Sequence[CacheGroup], layers: Mapping[str, Any], version: str) -> str:
-    """Return the format of a cache whose pages were looked at. Some blocks are overwritten and restored.
+    """Return the format of a cache, found by writing to its pages. Some blocks are overwritten and restored.
 
-    It contains the major version of vLLM: places do not show what is written there, such as K before its rotation. It
-    contains the layers' names in the order of their pages, as layers of equal places are told apart by nothing else;
-    where stages may divide the layers, the name that all have, as parts tell their numbers.
+    The format contains the major version of vLLM, because places do not show which values are written there, for
+    example K before its rotation. It also contains the layers' names in the order of their pages, because nothing else
+    tells layers with equal places apart. If stages may divide the layers, it contains the common part of these names
+    instead, because parts contain the layers' numbers.
 
     Args:
-        cache: of the engine.
-        groups: as this worker registers them.
+        cache: the engine's cache.
+        groups: the groups as this worker registers them.
         layers: vLLM's attention layers by name, whose `kv_cache` no request uses yet.
-        version: of vLLM.
+        version: vLLM's version.
 
     Raises:
         LayoutError: the pages have no encoding; the text says why.
@@ -50,9 +51,9 @@ def seen_format(cache: EngineCache, groups: Sequence[CacheGroup], layers: Mappin
     for ours, group in zip(cache.groups, groups, strict=True):
         tokens = group.physical_block_tokens or group.block_tokens
         rows = max(1, group.rows * tokens // group.block_tokens)
-        # Of every layer: the kernels of one attention backend may differ, as on CPU with AMX and without.
+        # Probe every layer: the kernels of one attention backend may differ, as on CPU with AMX and without.
         found = [(name, _encoding(layers[name], tokens, rows, group.part.num_heads)) for name in ours.layer_names]
-        if group.plane == (ours.num_layers, ours.heads):  # a stage sees its own layers: all are alike, by their numbers
+        if group.plane == (ours.num_layers, ours.heads):  # stages may divide the layers, if all of them are alike
             found = sorted({(name_of_layers(name), encoding) for name, encoding in found})
             if len(found) > 1:
                 raise LayoutError("layers of one group have different pages")
@@ -75,11 +76,11 @@ def find_places(module: Any, block_tokens: int, scratch_block: int) -> tuple[Any
 
     Args:
         module: vLLM's `Attention` or `MLAAttention`.
-        block_tokens: of a block of `module.kv_cache`.
-        scratch_block: its contents are overwritten and restored.
+        block_tokens: tokens of a block in `module.kv_cache`.
+        scratch_block: a block whose contents are overwritten and restored.
 
     Returns:
-        `(block_tokens, heads, dim)` each, int64 on the CPU: in elements from the start of the block in memory.
+        `(block_tokens, heads, dim)` each, int64 on the CPU: offsets from the start of the block in memory, in elements.
 
     Raises:
         LayoutError: the pages do not hold K and V as they were written.
@@ -90,7 +91,7 @@ def find_places(module: Any, block_tokens: int, scratch_block: int) -> tuple[Any
 
 
 def _encoding(module: Any, block_tokens: int, rows: int, heads: int) -> bytes:
-    """Return a digest of the places of one head in its own row; of the whole page if its heads cannot be cut."""
+    """Return a digest of the places of one head in its row, or of the whole page if its heads cannot be divided."""
     cache = module.kv_cache
     block = cache.shape[0] - 1
     found, size = _find_both(module, block_tokens, block), cache[block].numel()
@@ -107,7 +108,7 @@ def _encoding(module: Any, block_tokens: int, rows: int, heads: int) -> bytes:
 
 
 def _of_one_head(places: Any, size: int, rows: int) -> Any:
-    """Return the places of a head in a row, `(tokens of a row, dim)`, of a page that has no other head.
+    """Return the places of one head in one row, `(tokens of a row, dim)`, as if the page had no other head.
 
     Raises:
         LayoutError: the page is not `rows` rows of heads, or the heads or rows differ.
@@ -166,10 +167,10 @@ def _find(module: Any, shapes: Sequence[tuple[int, int, int]], block: int, which
 
 
 def _check(module: Any, found: Sequence[Any], block_tokens: int, blocks: Sequence[int]) -> None:
-    """Check the places with values that use every bit, in several blocks, one token alone, then the rest in disorder.
+    """Check the places in several blocks with values that use every bit: one token alone, then the others in disorder.
 
-    Small numbers in one block do not show a kernel that rounds, that writes other blocks or single tokens otherwise,
-    or that writes more than K and V.
+    Small numbers in one block do not reveal a kernel that rounds, that writes other blocks or single tokens
+    differently, or that writes more than K and V.
 
     Raises:
         LayoutError: the pages hold other bits than were written.
@@ -191,7 +192,7 @@ def _check(module: Any, found: Sequence[Any], block_tokens: int, blocks: Sequenc
             cache[block].zero_()
         for some in (order[:1], order[1:]):
             _write(module, slots[some], *(each[some].to(cache.device) for each in written))
-        pages = [cache[block].flatten().clone().cpu() for block in blocks]  # copies: the blocks are restored
+        pages = [cache[block].flatten().clone().cpu() for block in blocks]  # copies, because the blocks are restored
     finally:
         for block, page in zip(blocks, saved, strict=True):
             cache[block].copy_(page)

@@ -35,7 +35,7 @@ class EngineRequest(Protocol):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens whose ids are known."""
+        """The number of tokens whose ids are known."""
         ...
 
     def update_block_hashes(self) -> None:
@@ -44,7 +44,7 @@ class EngineRequest(Protocol):
 
     @property
     def all_token_ids(self) -> Sequence[int]:
-        """Prompt and output."""
+        """The tokens of prompt and output."""
         ...
 
 
@@ -53,7 +53,7 @@ class Block(Protocol):
 
     block_id: int
     ref_cnt: int
-    block_hash: Any  # of a full block in the prefix cache; None if it may hold anything
+    block_hash: Any  # set for a full block in the prefix cache; None if the block may hold anything
 
 
 class BlockPool(Protocol):

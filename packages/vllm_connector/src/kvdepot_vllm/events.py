@@ -1,10 +1,10 @@
 # pyright: basic, reportMissingImports=false
-"""KV cache events: describes this engine's chunks to the depot, and publishes the depot's chunks by vLLM's publisher.
+"""KV cache events: describes this engine's chunks to the depot, and publishes the depot's through vLLM's publisher.
 
 A depot that publishes events (`--events`) learns tokens and block hashes from its engines. It tells each engine which
 chunks of the engine's namespace the pool holds, whichever engine stored them. So a router that knows nothing of depots
-sees chunks that neighbours stored, that tiers brought, or that were evicted. The news arrive on a separate thread,
-which passes them to vLLM's publisher at once, because an idle engine takes no events.
+sees chunks that neighbours stored, that tiers brought, or that were evicted. A separate thread receives the news and
+passes it to vLLM's publisher at once, because an idle engine takes no events.
 """
 
 import threading
@@ -31,17 +31,17 @@ from kvdepot_vllm.groups import EngineCache
 
 _Place = tuple[int | None, str | None]  # group and medium
 
-_ZMQ: Final = "zmq"  # vLLM's only publisher that publishes
+_ZMQ: Final = "zmq"  # the only publisher of vLLM that sends events
 _ID_BITS: Final = (1 << 64) - 1
-_SUBSCRIBE_SECONDS: Final = 1.0  # ZeroMQ tries to connect again ten times a second
-_MOST_BLOCKS: Final = 1024  # of one event that takes back what was announced
+_SUBSCRIBE_SECONDS: Final = 1.0  # enough for subscribers to reconnect: ZeroMQ tries ten times a second
+_MOST_BLOCKS: Final = 1024  # in one event that retracts announced blocks
 
 
 class Describer:
     """Describes chunks like vLLM's own events: by its block hashes, as integers of 64 bits.
 
-    Described are the blocks of the groups with full attention and the same block size as the first of these. They
-    decide about a hit together.
+    It describes the blocks of the groups with full attention that have the same block size as the first of them. These
+    groups decide together about a hit.
 
     Args:
         cache: the engine's cache.
@@ -60,7 +60,7 @@ class Describer:
         )
 
     def describe(self, request: Any, namespace: bytes, key: KeyRun) -> tuple[KeyRun, Description]:
-        """Return the description of the chunks of a run that have block hashes, and the run of these."""
+        """Return the part of a run whose chunks have block hashes, and its description."""
         size, per_chunk = self._block_tokens, self._chunk_tokens // self._block_tokens
         hashes = resolve_block_hashes(request.block_hashes, self._hash_block_size, size)
         first = key.first_chunk * per_chunk
@@ -102,20 +102,21 @@ def _plain_one(value: Any) -> str | int:
 
 
 class Announcer:
-    """Announces the depot's chunks, and takes back what is no longer there.
+    """Announces the depot's chunks, and retracts those that are no longer there.
 
     Attributes:
-        publish: given each list of events; None until vLLM has made its publisher: `take` returns them then.
+        publish: called with each list of events. None until vLLM has made its publisher; meanwhile, `take` returns the
+            events.
     """
 
     def __init__(self) -> None:
         self.publish: Callable[[list[Any]], None] | None = None
-        self._is_cleared = False  # routers have forgotten what was announced
-        self._kept: list[Any] = []  # until somebody takes them
-        self._heard_at = 0.0  # by then subscribers of an earlier engine are connected again
+        self._is_cleared = False  # whether routers have forgotten the announced chunks
+        self._kept: list[Any] = []  # events that `take` returns
+        self._heard_at = 0.0  # the time by which subscribers of an earlier engine are connected again
         self._lock = threading.Lock()
         self._announced: dict[_Place, set[int]] = {}  # ids
-        self._fresh: dict[_Place, set[int]] | None = None  # told since the news began; None once that is over
+        self._fresh: dict[_Place, set[int]] | None = None  # ids listed anew so far; None after the list has ended
         self._decoder = msgspec.msgpack.Decoder(list[BlockStored | BlockRemoved | AllBlocksCleared])
 
     def on_news(self, news: m.News) -> None:
@@ -128,7 +129,7 @@ class Announcer:
                 self._announced.clear()
         for event in self._decoder.decode(news.events) if news.events else ():
             if isinstance(event, AllBlocksCleared):
-                continue  # it would take back the blocks in the device's memory, too
+                continue  # it would retract the blocks in the device's memory, too
             place = event.group_idx, event.medium
             ids, announced = event.block_hashes, self._announced.setdefault(place, set())
             if isinstance(event, BlockRemoved):
@@ -149,11 +150,11 @@ class Announcer:
         self._give(events)
 
     def wants_all(self) -> bool:
-        """Return whether the depot is to tell of everything again."""
+        """Return whether the depot must list everything anew."""
         return self._is_cleared
 
     def on_lost(self) -> None:
-        """Take everything back: the depot is away."""
+        """Retract everything, because the depot is away."""
         announced, self._announced = self._announced, {}
         self._give([event for place, ids in announced.items() for event in _removals(place, sorted(ids))])
 
@@ -174,7 +175,7 @@ class Announcer:
         return events
 
     def watch_publisher(self) -> None:
-        """Publish by the publisher that vLLM makes after the connector, in the same process."""
+        """Publish through the publisher that vLLM makes after the connector, in the same process."""
         registry: dict[str, Any] = getattr(EventPublisherFactory, "_registry", {})
         make = registry.get(_ZMQ)
         if make is None:

@@ -39,9 +39,9 @@ class EngineGroup:
     layer_names: tuple[str, ...]
     is_mla: bool
     states_by_position: bool  # recurrent: whether the block table holds a state for every boundary
-    heads: int = 0  # of the whole model, if the pages of a group can be cut between ranks; 0: they are opaque
-    first_layer: int = 0  # of this process's stage
-    num_layers: int = 0  # of the whole model, if stages can divide them; 0: each stage has its own kind of bytes
+    heads: int = 0  # KV heads of the whole model, if ranks can divide the pages; 0: the pages are opaque
+    first_layer: int = 0  # the first layer of this process's stage
+    num_layers: int = 0  # layers of the whole model, if stages can divide them; 0: each stage has its own kind of bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +49,9 @@ class EngineCache:
     """A depot's view of the KV cache of one engine."""
 
     groups: tuple[EngineGroup, ...]
-    num_groups: int  # of vLLM
+    num_groups: int  # vLLM's number of groups
     chunk_tokens: int
-    num_ranks: int  # of a pipeline stage
+    num_ranks: int  # ranks in a pipeline stage
     dtype: str
     format: str = ""  # only the workers know it
     volatile_tokens: int = 0  # the last computed tokens, whose KV a draft model may still write again
@@ -62,13 +62,13 @@ class EngineCache:
 
     @property
     def num_recurrent(self) -> int:
-        """Groups that keep recurrent states."""
+        """The number of groups that keep recurrent states."""
         return sum(group.kind is GroupKind.RECURRENT for group in self.groups)
 
     def tail_end(self, prompt_tokens: int) -> int:
         """Return the token up to which prefill engines hand a prompt over, with its last, incomplete chunk.
 
-        0 where chunks are so small that an incomplete one is not worth it.
+        Return 0 if chunks are so small that an incomplete one is not worth handing over.
         """
         if self.chunk_tokens < _LEAST_CHUNK_WITH_TAIL:
             return 0
@@ -82,10 +82,10 @@ class EngineCache:
         return CacheSpec(self.chunk_tokens, self.shapes, self.dtype, self.format)
 
     def part(self, group: EngineGroup, stage: int, rank: int) -> tuple[Part, Plane]:
-        """Return what a rank of a pipeline stage holds of a group, and the group's plane."""
+        """Return the part of a group that a rank of a pipeline stage holds, and the group's plane."""
         if not group.heads:
             return Part(stage * self.num_ranks + rank), Plane(self.num_stages * self.num_ranks)
-        # Ranks beyond the heads have replicas: equal parts.
+        # With more ranks than heads, several ranks hold the same head: equal parts.
         first, held = rank * group.heads // self.num_ranks, max(1, group.heads // self.num_ranks)
         if group.num_layers:
             part = Part(group.first_layer, len(group.layer_names), first, held)
@@ -140,14 +140,14 @@ def engine_cache(
 def wished_layout(wish: str, *, is_cuda: bool, block_tokens: int | None, capability: int | None = None) -> str | None:
     """Return the KV cache layout to request from vLLM, None to leave the choice to vLLM.
 
-    With the block outermost, a block is one contiguous run of all layers instead of one run per layer, which a copy
-    engine moves close to the bus's limit. vLLM refuses such layouts where its kernels use smaller blocks than its block
-    table, so nothing is requested for large blocks.
+    With the block outermost, a block is one contiguous run of all layers instead of one run per layer. A copy engine
+    moves such runs close to the bus's limit. vLLM refuses these layouts if its kernels use smaller blocks than its
+    block table, so nothing is requested for large blocks.
 
     Args:
         wish: `Settings.kv_cache_layout`.
         is_cuda: whether the device is NVIDIA's.
-        block_tokens: of the engine, None if it is not decided.
+        block_tokens: tokens of the engine's blocks, None if not yet decided.
         capability: the major number of the device's compute capability, None if it is not known. From Blackwell on
             FlashInfer takes only layouts with the heads before the tokens, and the other backends take those, too.
     """
@@ -229,10 +229,10 @@ def named_format(cache: EngineCache, layers: Mapping[str, Any], device: str, ver
     its workers.
 
     Args:
-        cache: the engine's.
+        cache: the engine's cache.
         layers: vLLM's attention layers by name, in the worker's process.
         device: the kind of device, with everything else about it that changes the bytes.
-        version: of vLLM; another minor version may lay out blocks differently.
+        version: vLLM's version; another minor version may lay out blocks differently.
 
     Raises:
         Unsupported: a layer does not name its attention backend or instruction set.
@@ -271,13 +271,13 @@ def worker_groups(
     """Return one worker's KV cache as a backend takes it.
 
     Args:
-        cache: the engine's.
+        cache: the engine's cache.
         kv_caches: layer name to tensor, or to a tuple of keys and values, as vLLM registers them.
         num_blocks: blocks of the engine's block table.
-        rank: this worker's, within its pipeline stage.
+        rank: this worker's rank within its pipeline stage.
         stage: its pipeline stage.
         cuts_pages: see `Backend`.
-        attention_backend: for the operator.
+        attention_backend: its name, for operators.
 
     Raises:
         Unsupported: a layer has no tensor here, or its blocks cannot be told apart.
@@ -324,7 +324,7 @@ def _shapes(layer: Iterable[Any]) -> tuple[tuple[int, ...], ...]:
 
 
 def _layers(group: EngineGroup, kv_caches: Mapping[str, Any]) -> list[tuple[Any, ...]]:
-    """Return the tensors of each layer of a group, one or keys and values; layers that share memory count once.
+    """Return each layer's tensors: one, or keys and values. Layers that share memory count once.
 
     vllm-gaudi registers a `TensorTuple((keys, values))` for each layer, and one tensor for latent attention.
     """

@@ -23,8 +23,8 @@ class HandOver:
     """A prompt that another engine computes.
 
     Attributes:
-        num_tokens: leading tokens that are in the depot soon; None: all whole chunks.
-        prefix: key of the last chunk of these, None if unknown.
+        num_tokens: leading tokens that will soon be in the depot; None: all whole chunks.
+        prefix: the key of the last chunk of these tokens, None if unknown.
         wait_seconds: how long the other engine may take to begin.
     """
 
@@ -54,7 +54,7 @@ class HandOver:
         Args:
             key: the request's wanted chunks, from chunk 0 on. The last one may be incomplete.
             end_tokens: leading tokens of the request's prompt that can be handed over.
-            chunk_tokens: of one chunk.
+            chunk_tokens: tokens of one chunk.
         """
         if self.num_tokens is None:
             return min(key.num_chunks, end_tokens // chunk_tokens)
@@ -79,8 +79,8 @@ def handed_over(key: KeyRun, num_tokens: int) -> dict[str, Any]:
     """Return the `kv_transfer_params` for the decode engine.
 
     Args:
-        key: chunks of the prompt, from chunk 0 on, that are in the depot soon.
-        num_tokens: the tokens in these chunks.
+        key: chunks of the prompt, from chunk 0 on, that will soon be in the depot.
+        num_tokens: the number of tokens in these chunks.
     """
     told = {"num_tokens": num_tokens, "prefix": key.digests[-DIGEST_BYTES:].hex()}
     return {"do_remote_prefill": True, "do_remote_decode": False, "kvdepot": told}

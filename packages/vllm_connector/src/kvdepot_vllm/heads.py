@@ -40,20 +40,20 @@ def heads_of(vllm_config: Any, group: Any, kind: str) -> int:
 
 
 def layers_of(vllm_config: Any, kv_cache_config: Any, group: Any) -> tuple[int, int]:
-    """Return the first layer of this process's stage, and the layers of the whole model; 0 for both if stages differ.
+    """Return the first layer of this process's stage, and the number of layers of the model; 0, 0 if stages differ.
 
-    Every stage has to come to the same answer, though it sees its own layers alone. So models in which layers without
-    a KV cache of their own are known to occur are left out, wherever those layers are.
+    All stages must give the same answer, though each sees only its own layers. So a model that may have layers without
+    a KV cache of their own gives 0, 0, wherever these layers are.
 
     Args:
         vllm_config: `VllmConfig`.
         kv_cache_config: `KVCacheConfig` of this worker.
-        group: `KVCacheGroupSpec` of it.
+        group: this worker's `KVCacheGroupSpec`.
     """
     model = vllm_config.model_config
     config: Any = getattr(model, "hf_text_config", None)
     if (
-        len(kv_cache_config.kv_cache_groups) > 1  # vLLM makes groups anew for each number of stages
+        len(kv_cache_config.kv_cache_groups) > 1  # vLLM makes other groups for each number of stages
         or vllm_config.speculative_config is not None  # the layers of a drafter are in the last stage
         or model.is_hybrid
         or model.has_noops
@@ -72,12 +72,13 @@ def name_of_layers(name: str) -> str:
 
 
 def _total_heads(model: Any) -> int:
-    """Return the KV heads of a model, 0 if its layers differ in them or it does not say."""
+    """Return the number of KV heads of a model; 0 if its layers differ in it, or if it is unknown."""
     config: Any = getattr(model, "hf_text_config", None)
     if not hasattr(config, "to_dict") or getattr(model.model_arch_config, "per_layer_overrides", None):
         return 0
     heads = int(model.get_total_num_kv_heads())
-    # With more ranks than heads each rank has one, and only other names tell that some layers have another number.
+    # With more ranks than heads, each rank has one head. Then only other fields of the configuration show that some
+    # layers have another number of heads.
     named = (value for name, value in config.to_dict().items() if _NAMES_OF_KV_HEADS.search(name))
     return heads if all(value in (None, heads) for value in named) else 0
 
@@ -97,14 +98,14 @@ def rows_of(layout: str, block_tokens: int, kernel_blocks: int) -> int:
 
     Args:
         layout: vLLM's name for the order in memory: L(ayers), B(locks), H(eads), N (tokens), C(ontent).
-        block_tokens: of a block of the block table.
-        kernel_blocks: blocks of the kernel in it.
+        block_tokens: tokens of a block in the block table.
+        kernel_blocks: the kernel's blocks in such a block.
     """
     return kernel_blocks if layout.find("H") < layout.find("N") else block_tokens
 
 
 def lie_apart(tensors: Iterable[Any], rows: int, heads: int) -> bool:
-    """Whether the blocks of tensors `(num_blocks, ...)` are rows of heads in memory. One head lies apart anyhow."""
+    """Return whether blocks of tensors `(num_blocks, ...)` are rows of heads in memory. A single head always is."""
     return heads == 1 or all(_lie_apart(tensor, rows, heads) for tensor in tensors)
 
 

@@ -32,10 +32,10 @@ _LLAMA4_TOKENS: Final = 32768  # with a longer `max_model_len` vLLM tunes the at
 
 
 def engine_namespace(vllm_config: Any, settings: Settings, *, is_batch_invariant: bool = False) -> Namespace:
-    """Return the namespace; two engines share only if theirs are equal.
+    """Return the namespace. Two engines share only if their namespaces are equal.
 
-    It contains the model's name only if the weights have no fingerprint, so equal weights share under two paths. The
-    number of ranks changes the last bits of KV. It counts if the engine is to compute equal bits
+    It contains the model's name only if the weights have no fingerprint, so engines share equal weights under different
+    paths. The number of ranks changes the last bits of KV. It counts if the engine must compute equal bits
     (`is_batch_invariant`).
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
@@ -81,7 +81,7 @@ def _name(model: Any) -> str:
 
 
 def _decided_by_length(model: Any) -> str:
-    """Return how `max_model_len` changes values: LongRoPE's factors, Llama 4's temperature. Else empty."""
+    """Return how `max_model_len` changes values: LongRoPE's factors, Llama 4's temperature. "" if it does not."""
     values = config_values(model.hf_config)
     thresholds: set[int] = set()
     if any(kind in ("longrope", "su") for name in ("rope_type", "type") for kind in _found(values, name)):
@@ -108,7 +108,7 @@ def _found(value: Any, name: str) -> list[Any]:
 
 
 def _drafter(vllm_config: Any, target: str, target_weights: str) -> str:
-    """Return a digest of the drafter if its KV lies beside the model's, else nothing."""
+    """Return a digest of the drafter if its KV lies beside the model's, else ""."""
     speculative = getattr(vllm_config, "speculative_config", None)
     model = getattr(speculative, "draft_model_config", None)
     if speculative is None or model is None or not speculative.uses_draft_kv_cache():
@@ -153,12 +153,12 @@ class RequestIdentity:
     """Converts everything besides tokens that determines a request's KV into extra keys for `PrefixHasher`."""
 
     def __init__(self) -> None:
-        self._adapters: dict[tuple[str, str, int], bytes] = {}  # by name, path, and vLLM's number of this loading
+        self._adapters: dict[tuple[str, str, int], bytes] = {}  # by name, path, and vLLM's id of the loaded adapter
 
     def extra_keys(self, request: EngineRequest, head: SharedHead | None = None) -> list[tuple[int, int, bytes]]:
         """Return `(first token, end, key)` for the adapter, cache salt, multimodal items and prompt embeddings.
 
-        The cache salt does not cover a shared `head` of the prompt; the salt of that does.
+        The cache salt does not cover a shared `head` of the prompt. The head's own salt does.
         """
         found: list[tuple[int, int, bytes]] = []
         if request.lora_request is not None:

@@ -14,10 +14,10 @@ class RunJob:
         key: the source's chunks.
         block_ids: a block for each block of these chunks: the request's own where the run fills it whole and aligned,
             else a staging block.
-        offset: of the run's first token, in tokens from the start of `block_ids`.
-        position: of that token in the request.
-        source_position: of that token in the prompt whose KV it is.
-        length: tokens.
+        offset: where the run begins, in tokens from the start of `block_ids`.
+        position: where the run begins in the request.
+        source_position: where the run begins in the prompt that the KV comes from.
+        length: the number of tokens.
     """
 
     key: KeyRun
@@ -33,18 +33,18 @@ class BlendJob:
     """The blend of one request: tokens `begin` to `end` come from runs of other prompts and from recomputation.
 
     Attributes:
-        request_id: vLLM's.
-        tokens: of the whole prompt.
+        request_id: vLLM's name for the request.
+        tokens: the tokens of the whole prompt.
         table: the request's blocks, then staging blocks for the question behind `end`.
         exact: the chunks of the request's own prefix in front of `begin`, None if vLLM has them.
         exact_block_ids: the blocks that `exact` fills.
         skip_tokens: leading tokens of `exact` that vLLM has.
-        loaded_from: the first token that vLLM has not.
+        loaded_from: the first token that vLLM does not have.
         begin: the first token that is not exact.
-        end: behind the last reused token.
-        runs: ascending, not overlapping.
+        end: the position behind the last reused token.
+        runs: ascending, without overlap.
         policy: selects the reused tokens to recompute.
-        ratio: share of them.
+        ratio: the share of the reused tokens to recompute.
     """
 
     request_id: str
@@ -63,7 +63,7 @@ class BlendJob:
 
 @dataclass(frozen=True, slots=True)
 class BlendFigures:
-    """The outcome of a blend, in tokens: taken over as they were, recomputed among the reused, and between runs."""
+    """The outcome of a blend: tokens reused unchanged, reused but recomputed, and computed between runs."""
 
     reused: int
     recomputed: int
@@ -100,7 +100,7 @@ class StepPlan:
     blends: tuple[BlendJob, ...] = ()
     slice_of: str | None = None  # the request whose blend computes its next slice, on all workers in this step
     given_up: tuple[str, ...] = ()  # requests whose blends end as failed
-    asks_for_weights: int = 0  # the number of a question: all workers tell what their weights are; 0: none
+    asks_for_weights: int = 0  # number of a question that all workers answer with digests of their weights; 0: none
 
 
 @dataclass(slots=True)
@@ -112,8 +112,8 @@ class WorkerReport:
         formats: `WorkerFormat` of the workers; each reports its own once.
         blends_loaded: for each request to blend, how many workers ended its retrieves and whether all succeeded.
         blended: figures of blends that ended.
-        weights: by worker, the number of the question and a digest of its weights, "" if it cannot tell.
-        has_slept: whether one of these workers slept since it last told.
+        weights: by worker, the number of the question and a digest of its weights, "" if it has no digest.
+        has_slept: whether one of these workers has slept since its last answer.
     """
 
     ended: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])

@@ -28,7 +28,7 @@ class Loads:
     Args:
         cache: the engine's cache.
         blends: plans the loads that blend.
-        null_block: returns the block that marks positions without one.
+        null_block: returns the block that marks positions without a block.
     """
 
     def __init__(self, cache: EngineCache, blends: Blends, null_block: Callable[[], int]) -> None:
@@ -36,7 +36,7 @@ class Loads:
         self._blends = blends
         self._null_block = null_block
         self._planned: list[LoadJob] = []
-        self._has_hit = False  # and the log says so
+        self._has_hit = False  # whether the first hit has been logged
 
     def plan(self, state: RequestState, table: BlockTable, external_tokens: int) -> None:
         """Plan the load of `external_tokens`; vLLM recomputes what cannot be loaded."""
@@ -82,7 +82,7 @@ class Loads:
         chunk_tokens = self._cache.chunk_tokens
         first, skip_tokens = divmod(state.local_tokens, chunk_tokens)
         stop = -(-end // chunk_tokens)  # vLLM may end a load within a chunk
-        # A chunk has the recurrent state of its end only.
+        # A chunk holds only the recurrent state at its end.
         has_state = not self._cache.num_recurrent or end in (stop * chunk_tokens, state.tail_end)
         block_ids = blocks_to_fill(self._cache, table, first, end, self._null_block()) if has_state else None
         if block_ids is None or stop > state.num_leased:
@@ -111,7 +111,7 @@ class Loads:
                 state.load_has_failed |= not invalid_blocks.isdisjoint(state.load.block_ids[0])
 
     def end(self, state: RequestState, *, has_failed: bool) -> int:
-        """End a load that all workers have ended; return the tokens of the exact prefix that it brought."""
+        """End a load that all workers have ended. Return how many tokens of the exact prefix it brought."""
         assert state.load is not None
         job, state.load = state.load, None
         end_span(state.load_span, failed=has_failed)

@@ -27,27 +27,27 @@ _HAND_OVERS_MISSED: Final = engine_counter(
     "hand_overs_missed", "Hand-overs whose KV did not come in time: the prompt was computed here"
 )
 
-_FRESH_SECONDS: Final = 5.0  # an older answer is asked for again before it is used
+_FRESH_SECONDS: Final = 5.0  # an older answer is not used: the lookup is sent again
 _HAND_OVER_SECONDS: Final = 0.005  # between two lookups of a prompt that a prefill engine has not begun
 _IDLE_SECONDS: Final = 0.001  # to wait for an answer while nothing is computed; shorter than an empty step
 # The same for an answer that waits for a tier or another engine. Busy polling would take a core from
 # engines that compute on CPU. A request that arrives in the meantime waits that long.
 _LONG_IDLE_SECONDS: Final = 0.010
-# A request waits for others at most so many times what its own engine would take, and a little: the depot answers it by
-# the same rule (`kvdepot.server.flights`).
+# A request waits for others at most this many times the time that its own engine would take, plus the slack. The depot
+# applies the same rule (`kvdepot.server.flights`).
 _PATIENCE: Final = 2.0
-_SLACK_SECONDS: Final = 0.05  # the same as the server's, `kvdepot.server.flights`
+_SLACK_SECONDS: Final = 0.05  # equal to the server's
 
 
 class Lookups:
     """All lookups of one engine, the leases of their answers, and its announcements.
 
     Args:
-        requests: of the engine, by vLLM's name; kept by the caller.
-        settings: the user's.
+        requests: the engine's requests by vLLM's name, a mapping that the caller keeps up to date.
+        settings: the user's settings.
         client: asks the depot; not closed here.
         counters: counts, declared by `engine_counter`.
-        clock: seconds, monotonic.
+        clock: returns monotonic seconds.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Lookups:
         counters: Counts,
         clock: Callable[[], float],
     ) -> None:
-        self.may_idle = True  # the last step computed nothing, so that one answer may be waited for
+        self.may_idle = True  # whether the last step computed nothing, so that `poll` may wait for one answer
         self._requests = requests
         self._settings = settings
         self._client = client
@@ -66,7 +66,7 @@ class Lookups:
         self._clock = clock
 
     def wanted_tokens(self, state: RequestState) -> int:
-        """Return the tokens worth loading: at least one is left to compute, as with vLLM's own prefix cache."""
+        """Return how many tokens are worth loading. At least one is left to compute, as by vLLM's own prefix cache."""
         tokens = max(0, state.request.num_tokens - 1)
         return min(
             MAXIMUM_CHUNKS * state.chunk_tokens,
@@ -74,7 +74,7 @@ class Lookups:
         )
 
     def poll(self, state: RequestState) -> Outcome:
-        """Return whether the depot has chunks of a request, which `lease` then keeps. An old answer is asked for again.
+        """Return whether the depot has chunks of a request, which `lease` then keeps. If that is old, ask again.
 
         Waits at most 10 ms, once for each idle step, however many requests wait.
         """
@@ -122,7 +122,7 @@ class Lookups:
             state.lease = None
 
     def remember_miss(self, state: RequestState) -> None:
-        """Replace the answer by a miss, which is used while it is fresh instead of asking again."""
+        """Replace the answer by a miss, which is not asked for again while it is fresh."""
         self.drop(state)
         state.lease = MISS
 
@@ -210,7 +210,7 @@ class Lookups:
         return True
 
     def _patience_seconds(self, state: RequestState) -> float:
-        """Return how long a request may wait for others in all: a deadline while the cost of a token is unknown."""
+        """Return how long a request may wait for others in total: one deadline while the cost of a token is unknown."""
         own_seconds = state.request.num_tokens * self._client.token_seconds
         return _PATIENCE * own_seconds + _SLACK_SECONDS if own_seconds else self._settings.deadline_seconds
 

@@ -11,16 +11,16 @@ _DEFAULT_PORT: Final = "8000"  # of `vllm serve`
 
 
 def name_of_engine(vllm_config: Any, argv: Sequence[str]) -> str:
-    """Return the name under which people see an engine in the depot's status: served model, address and id.
+    """Return the engine's name in the depot's status: served model, address and id.
 
-    vLLM makes up a UUID for each engine, of which eight digits tell those of a node apart. An `engine_id` given in
-    `--kv-transfer-config` is shown as it is. vLLM tells no connector the address of its API server, but the processes
-    that it starts by `multiprocessing` have the arguments of `vllm serve`. The address is left out where some of an
-    engine's processes are started otherwise, because all of them must find the same name.
+    vLLM generates a UUID for each engine; eight of its digits tell the engines of a node apart. An `engine_id` given in
+    `--kv-transfer-config` is shown unchanged. vLLM gives connectors no address of its API server, but the processes
+    that it starts by `multiprocessing` have the arguments of `vllm serve`. The address is left out if some of the
+    engine's processes start in another way, because all of them must find the same name.
 
     Args:
         vllm_config: vLLM's configuration.
-        argv: of this process, the program first.
+        argv: the arguments of this process, the program first.
     """
     engine_id = re.sub(_UUID, r"\1", vllm_config.kv_transfer_config.engine_id)
     parallel = vllm_config.parallel_config
@@ -37,10 +37,10 @@ def served_model(vllm_config: Any) -> str:
 
 
 def address_of_server(argv: Sequence[str]) -> str:
-    """Return the address at which `vllm serve` with these arguments answers; "" if they do not say.
+    """Return the address at which `vllm serve` with these arguments answers; "" if they do not contain it.
 
     Args:
-        argv: of any program, which comes first.
+        argv: the arguments of any program, the program first.
     """
     program, arguments = Path(argv[0] if argv else "").name, argv[1:]
     if program != "api_server.py" and (program != "vllm" or list(arguments[:1]) != ["serve"]):
@@ -51,7 +51,7 @@ def address_of_server(argv: Sequence[str]) -> str:
     given = parser.parse_known_args(arguments)[0]
     if given.uds:
         return given.uds
-    if given.config and not given.port:  # it may stand in that file
+    if given.config and not given.port:  # that file may give the port
         return ""
     port = given.port or _DEFAULT_PORT
     host = f"[{given.host}]" if ":" in given.host else given.host

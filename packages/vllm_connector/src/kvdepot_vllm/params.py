@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 _OURS: Final = "kvdepot"  # the key of our parameters
 _LONGEST_SESSION: Final = 256
-_MOST_SESSIONS: Final = 64  # that one request names
+_MOST_SESSIONS: Final = 64  # sessions that one request may name
 _A_SESSION: Final = f"a name of 1 to {_LONGEST_SESSION} characters"
 _A_TIME_TO_RETAIN: Final = f"a number from 0 to {MAXIMUM_RETAIN_SECONDS:g}"
 EVERYTHING: Final = "all"  # recomputes all tokens: slower than no reuse, for tests
@@ -52,7 +52,7 @@ def checked(params: Mapping[str, Any], name: str, is_valid: Callable[[Any], bool
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a parameter is a number: a boolean is none."""
+    """Return whether a parameter is a number. A boolean is not."""
     return type(value) in (int, float)
 
 
@@ -92,7 +92,7 @@ class Hints:
 
 
 def session_operations(params: Mapping[str, Any], tenant: str) -> list[o.OperatorRequest]:
-    """Return what a request asks for sessions of its tenant, its own and others: to be done when it arrives."""
+    """Return the operations on its tenant's agent sessions that a request asks for, to be sent when it arrives."""
     operations = list[o.OperatorRequest]()
     expected = f"{{session: seconds}}, at most {_MOST_SESSIONS}"
     retained: dict[str, float] = checked(params, "retain", _are_times_to_retain, expected) or {}
@@ -127,8 +127,8 @@ class SharedHead:
     """The beginning of a prompt that its `cache_salt` does not cover.
 
     Attributes:
-        num_tokens: of the beginning; a chunk that reaches beyond is private.
-        salt: covers the beginning instead, so that only those who know it share; "" for all of the tenant.
+        num_tokens: the length of the beginning. A chunk that reaches beyond it is private.
+        salt: covers the beginning instead, so only requests with this salt share it; "" for all of the tenant.
     """
 
     num_tokens: int

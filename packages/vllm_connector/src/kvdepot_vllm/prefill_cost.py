@@ -9,13 +9,13 @@ from collections import deque
 from statistics import median
 from typing import Final
 
-_LEAST_TOKENS: Final = 128  # of the larger steps: below, nothing can be told from noise
-_STEPS: Final = 5  # of each size; the median of them forgives two that waited for something else
-_LEAST_STEPS: Final = 3  # of one size: the first often compiles
+_LEAST_TOKENS: Final = 128  # in the larger steps: with fewer, the cost is lost in noise
+_STEPS: Final = 5  # steps of each size; their median tolerates two that waited for something else
+_LEAST_STEPS: Final = 3  # steps of one size: the first often compiles
 
 
 class PrefillCost:
-    """Fits the cost of a token to steps that were timed, by powers of two of their tokens."""
+    """Fits the cost of a token to timed steps, grouped by powers of two of their tokens."""
 
     def __init__(self) -> None:
         self._steps: dict[int, deque[tuple[int, float]]] = {}
@@ -43,7 +43,7 @@ class PrefillCost:
 
     @property
     def token_seconds(self) -> float:
-        """Seconds a token, 0.0 while that is unknown. Never more than the larger steps took for each of theirs."""
+        """Seconds per token, 0.0 while unknown. At most the average time per token of the larger steps."""
         sizes = sorted(size for size, steps in self._steps.items() if len(steps) >= _LEAST_STEPS)
         if not sizes:
             return 0.0

@@ -13,7 +13,7 @@ from kvdepot.engines.weights import models_digest
 
 logger = logging.getLogger(__name__)
 
-_UNNAMED = "default"  # vLLM's version of weights that nobody gave one
+_UNNAMED = "default"  # vLLM's version of weights to which nobody gave a version
 
 
 def find_runner() -> Any | None:
@@ -22,9 +22,9 @@ def find_runner() -> Any | None:
 
 
 def find_version() -> Callable[[], str]:
-    """Return a function that tells the version that people gave the weights of the engine core that is calling.
+    """Return a function that returns the version that people gave the weights of the calling engine core.
 
-    It tells "" if they gave none, or if vLLM has no versions.
+    That function returns "" if they gave none, or if this vLLM has no versions.
     """
     core = _find("get_weight_version")
     if core is None:
@@ -38,7 +38,7 @@ def find_version() -> Callable[[], str]:
 
 
 def digest_of_weights(runner: Any | None) -> str:
-    """Return a digest of all that a runner computes KV with; "" if that cannot be told."""
+    """Return a digest of the weights with which a runner computes KV; "" without a runner, or if that fails."""
     if runner is None:
         return ""
     try:

@@ -51,14 +51,14 @@ class SchedulerSide:
     Args:
         cache: the engine's cache.
         generation: its namespace decides which engines share.
-        settings: the user's.
+        settings: the user's settings.
         client: asks the depot; closed with this side.
-        num_workers: workers that report each store.
+        num_workers: the number of workers, which all report each store.
         announcer: tells routers what the depot holds; None if the engine publishes no events.
-        describer: of the chunks that this engine stores or finds; None without `announcer`.
+        describer: describes the chunks that this engine stores or finds; None without `announcer`.
         can_blend: whether all workers can blend.
-        version: returns the name that people gave the engine's weights, "" if they gave none.
-        clock: seconds, monotonic.
+        version: returns the version that people gave the engine's weights, "" if they gave none.
+        clock: returns monotonic seconds.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class SchedulerSide:
         """Wait for the depot.
 
         Raises:
-            DepotUnavailable: none within `timeout_seconds`; the text says why.
+            DepotUnavailable: the depot was not usable within `timeout_seconds`; the text gives the reason.
         """
         self._client.wait_until_connected(timeout_seconds)
 
@@ -115,9 +115,9 @@ class SchedulerSide:
     # --- admission ------------------------------------------------------------------------------------------------
 
     def begin(self, request: EngineRequest) -> None:
-        """Send the lookup of a request that arrived, so that the answer is here when it is first scheduled.
+        """Send the lookup of a new request, so that the answer is here when the request is first scheduled.
 
-        After a reset that waits until the weights have a name.
+        After a reset, the lookup waits until the weights have a name.
         """
         self._look_at_version()
         if not self._generation.is_known:
@@ -203,7 +203,7 @@ class SchedulerSide:
     def plan_step(self, step: Step) -> StepPlan:
         """Return this step's jobs for the workers: allocated loads, and stores of the chunks that fill up.
 
-        A chunk is stored in the step that computes its last token, once its ids are known.
+        A chunk is stored in the step that computes its last token, once its token ids are known.
         """
         tables = step.kv_connector_block_state
         offers: Mapping[str, Sequence[tuple[int, int, int]]] = (
@@ -244,7 +244,7 @@ class SchedulerSide:
         """Take the workers' reports.
 
         Args:
-            report: stores that ended.
+            report: the ended stores, the progress of blends, and digests of weights.
             finished: requests whose load ended on all workers.
             failed: those among them whose load failed (several KV cache groups).
             invalid_blocks: blocks that loads, ended or not, left unfilled (one group).
@@ -307,13 +307,13 @@ class SchedulerSide:
             self._note(state)
 
     def _describe(self, state: RequestState, first: int, stop: int) -> None:
-        """Tell a depot that publishes events the tokens of chunks."""
+        """Send the tokens of chunks to a depot that publishes events."""
         if self._describer is not None and self._client.wants_tokens:
             root = state.run(0, 0).parent
             self._client.describe(*self._describer.describe(state.request, root, state.run(first, stop)))
 
     def promoted_tokens(self, request: EngineRequest, num_tokens: int) -> int:
-        """Return how many of the last `num_tokens` tokens of a hit tiers have brought for it."""
+        """Return how many of the last `num_tokens` tokens of a hit came from tiers."""
         state = self._requests.get(request.request_id)
         return 0 if state is None else min(num_tokens, state.num_promoted * self._cache.chunk_tokens)
 
@@ -324,7 +324,7 @@ class SchedulerSide:
 
     @property
     def can_free_blocks_soon(self) -> bool:
-        """Whether a store that should end soon holds blocks alone. False once the store exceeds the deadline."""
+        """Whether a store that should end soon is the only holder of blocks. False once it exceeds the deadline."""
         return self._stores.can_free_blocks_soon
 
     # --- end ------------------------------------------------------------------------------------------------------
@@ -368,7 +368,7 @@ class SchedulerSide:
         return answer or None
 
     def _drop(self, state: RequestState) -> None:
-        """Give back the leases of a request, whose load is decided or has ended."""
+        """Release the leases of a request whose load is decided or has ended."""
         self._lookups.drop(state)
         self._blends.drop(state)
 
@@ -380,7 +380,7 @@ class SchedulerSide:
             self._blends.forget(state)
 
     def reset(self) -> None:
-        """Begin a new generation of keys, as the weights may have changed: the workers tell what they are.
+        """Begin a new generation of keys, because the weights may have changed. The workers report digests of them.
 
         Requests under way are neither loaded nor stored any more.
         """
@@ -410,7 +410,7 @@ class SchedulerSide:
 
     def log_namespace(self) -> None:
         """Log how operators name the prompts of this engine."""
-        if self._settings.tenant_salt:  # from the digest of a salted namespace others could compute a tenant's keys
+        if self._settings.tenant_salt:  # others could compute the tenant's keys from the digest of a salted namespace
             return
         chunk_tokens = self._cache.chunk_tokens
         digest = self._namespace.digest(chunk_tokens).hex()
@@ -422,7 +422,7 @@ class SchedulerSide:
         return self._generation.namespace
 
     def close(self) -> None:
-        """Leave the depot. Twice is harmless."""
+        """Leave the depot. Idempotent."""
         if self._feed is not None:
             self._feed.close()
         self._client.close()

@@ -37,9 +37,9 @@ class Settings(EngineSettings):
     wait_for_others: bool = True
     blend: str = "off"
     blend_policy: str = "mixkq"
-    blend_ratio: float = 0.15  # of the reused tokens, to recompute
+    blend_ratio: float = 0.15  # share of the reused tokens to recompute
     blend_min_tokens: int = 256  # a blend that reuses fewer is not worth its fixed cost
-    blend_step_tokens: int = 1024  # recomputed in one step, beside what vLLM schedules
+    blend_step_tokens: int = 1024  # tokens recomputed in one step, beside those that vLLM schedules
     max_pinned_share: float = 0.5
     kv_cache_layout: str = ASK_VLLM
     synchronous: bool | None = None  # transfer on the engine's thread; None: as the backend needs it

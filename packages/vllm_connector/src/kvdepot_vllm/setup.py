@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 class WorkerFormat(KVConnectorHandshakeMetadata):
     """Carries the format of a worker's cache to the scheduler at start; "" if the worker uses no depot.
 
-    `blend` says for operators whether the worker can blend, which `can_blend` repeats; "" if blend is not asked for.
+    `blend` is a line for operators that says whether the worker can blend; "" if the settings do not ask for it.
     """
 
     format: str
@@ -57,8 +57,8 @@ class Start:
 
     Attributes:
         vllm_config: vLLM's configuration.
-        kv_cache_config: vLLM's, of this engine's cache.
-        settings: the user's.
+        kv_cache_config: vLLM's configuration of this engine's cache.
+        settings: the user's settings.
         instance: names the engine to the depot.
     """
 
@@ -81,7 +81,7 @@ class Start:
         """Register this process's KV cache with the depot.
 
         Args:
-            cache: of the engine; its format is completed here with what only a worker knows.
+            cache: the engine's cache. Its format, which only a worker can find, is added here.
             kv_caches: tensors by layer name, as vLLM passes them.
 
         Returns:
@@ -134,7 +134,7 @@ class Start:
             url=self.settings.url,
             deadline_seconds=self.settings.deadline_seconds,
             synchronous=self.settings.is_synchronous(backend),
-            register_when_asked=True,  # vLLM reports graph captures that fail or hang beside a registration
+            register_when_asked=True,  # vLLM reports graph captures that fail or hang during a registration
             **options,
         )
         context = open_context()
@@ -167,10 +167,10 @@ class Start:
         """Open the scheduler's side with the format that all workers registered. It blends if all of them can.
 
         Args:
-            cache: of the engine.
-            told: by all workers.
+            cache: the engine's cache.
+            told: the formats that all workers reported.
             announcer: tells routers what the depot holds; None if the engine publishes no events.
-            version: returns the name that people gave the engine's weights, "" if they gave none.
+            version: returns the version that people gave the engine's weights, "" if they gave none.
 
         Returns:
             None, with a log line, if a worker uses no depot or the workers' formats differ.

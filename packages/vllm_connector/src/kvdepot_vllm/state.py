@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Outcome(enum.Enum):
-    """What the depot has for a request."""
+    """The depot's answer for a request."""
 
     HIT = "hit"
     PENDING = "pending"  # the depot has not answered, or others bring more: ask again in a later step
@@ -47,32 +47,32 @@ class BlendState:
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """One request. Its lookup, its load and its stores take their own ways, side by side.
+    """One request. Its lookup, its load and its stores proceed independently.
 
     The lookup belongs to `Lookups`:
 
         idle --ask--> asked (`lookup`) --answer--> answered (`lease`) --drop--> idle
 
-    It is dropped when the load is decided or has ended, and asked again if others bring more or the answer is old.
+    It is dropped when the load is decided or has ended, and asked again if others bring more or if the answer is old.
 
     The load belongs to `Loads`, and each admission by vLLM (the first, and one after each preemption) has at most one:
 
         none --plan--> under way (`load`) --end--> none
 
     Stores belong to `Stores`: chunks before `num_stored` are in the depot or on their way, and `num_storing` counts the
-    jobs that are. A request that ends is forgotten (`has_ended`) at once by all others, but `after_stores` is called
+    jobs under way. When a request ends (`has_ended`), all others forget it at once, but `Stores` calls `after_stores`
     when its last store has ended.
 
     Attributes:
-        request: vLLM's.
-        hasher: makes the keys of its chunks when they are first needed.
+        request: vLLM's request.
+        hasher: makes the keys of the request's chunks when they are first needed.
         chunk_tokens: tokens of one chunk.
-        prompt_tail_end: where the prompt's last chunk ends if it is handed over though it may be incomplete; else 0.
-        may_load: False if it is not to be loaded.
+        prompt_tail_end: the end of the prompt's last chunk if it is handed over although it may be incomplete; else 0.
+        may_load: False if nothing is to be loaded.
         may_store: False once its stores are switched off. A request that stores nothing announces nothing.
         hand_over: set while a prefill engine is expected to compute the prompt.
         num_computed: tokens whose KV is computed once the steps planned so far have run.
-        exact_tokens: leading tokens whose KV is exact; those behind are never stored. None: all.
+        exact_tokens: leading tokens whose KV is exact; later tokens are never stored. None: all.
     """
 
     request: EngineRequest
@@ -87,14 +87,14 @@ class RequestState:
     num_computed: int = 0
     exact_tokens: int | None = None
     blend: BlendState | None = None  # None: not to be blended
-    offer: BlendOffer | None = None  # of a blend to vLLM, until it allocates blocks
+    offer: BlendOffer | None = None  # the blend offered to vLLM, until vLLM allocates blocks
     has_ended: bool = False
 
     # the lookup
     lookup: PendingLookup | None = None
     lease: Lease | None = None  # the last answer
     asked_at: float = 0.0
-    waits_until: float = 0.0  # for chunks that others are computing, in all; 0 before the first lookup
+    waits_until: float = 0.0  # the end of all waits for chunks that others compute; 0 before the first lookup
     began_at: float = 0.0  # when the first lookup was sent
     ask_at: float = 0.0  # when to ask again
     num_wanted: int = 0  # chunks of the last lookup
@@ -105,7 +105,7 @@ class RequestState:
     lookup_span: Any = None
 
     # the load
-    local_tokens: int = 0  # the hit in vLLM's own cache, as told with the last question
+    local_tokens: int = 0  # the hit in vLLM's own cache when vLLM last asked
     load: LoadJob | None = None
     load_end: int = 0  # token at which the load ends, which may be within a chunk
     load_has_failed: bool = False
@@ -130,7 +130,7 @@ class RequestState:
 
     @property
     def tail_end(self) -> int:
-        """Where the chunks end that a load may bring if the last one may be incomplete; 0 if it may not.
+        """The end of the chunks that a load may bring, if the last one may be incomplete; else 0.
 
         The incomplete chunk is the last one only before the first output token.
         """
@@ -138,7 +138,7 @@ class RequestState:
 
     @property
     def was_loaded(self) -> bool:
-        """Whether this admission had its load: what fails is computed, not loaded again."""
+        """Whether this admission has had its load. If that fails, the tokens are computed, not loaded again."""
         return self.loaded_in == self.request.num_preemptions
 
     def run(self, first: int, stop: int) -> KeyRun:

@@ -36,9 +36,9 @@ class EndedStore:
     """A store that every worker has reported.
 
     Attributes:
-        request: vLLM's.
-        first_chunk: where the store began.
-        num_chunks: leading chunks of it that all workers stored; 0 for the incomplete one of a prompt.
+        request: vLLM's request.
+        first_chunk: the first chunk of the store.
+        num_chunks: the leading chunks that all workers stored; 0 for a store of a prompt's incomplete chunk.
         covered: for each group, how many of the last of these chunks it covers.
     """
 
@@ -69,7 +69,7 @@ class _PutOff:
     state: RequestState
     table: BlockTable
     stop: int  # the chunk after the last
-    hashes: dict[int, Any]  # of the blocks when the request ended: a block with another one holds something else
+    hashes: dict[int, Any]  # block hashes at the end of the request: a block whose hash has changed was reused
 
 
 class Stores:
@@ -77,10 +77,10 @@ class Stores:
 
     Args:
         cache: the engine's cache.
-        settings: the user's.
-        num_workers: workers that report each store.
+        settings: the user's settings.
+        num_workers: the number of workers, which all report each store.
         on_ended: called with the request after a store has ended and its blocks are released.
-        clock: seconds, monotonic.
+        clock: returns monotonic seconds.
     """
 
     def __init__(
@@ -117,10 +117,10 @@ class Stores:
         A store ends at each offered state, because a recurrent group can cover only the last chunk of a store.
 
         Args:
-            state: of the request.
-            table_of: returns its block table.
+            state: the request's state.
+            table_of: returns the request's block table.
             offers: `(group, block id, tokens)` of recurrent states.
-            num_ready: computed tokens.
+            num_ready: the number of computed tokens.
         """
         chunk_tokens, ready = self._cache.chunk_tokens, self._ready_tokens(state, num_ready)
         stop = ready // chunk_tokens
@@ -226,7 +226,7 @@ class Stores:
         *,
         is_tail: bool = False,
     ) -> int:
-        """Plan one store from chunk `first` on and hold its blocks. Return its chunks, 0 if none can be stored now."""
+        """Plan one store from chunk `first` on and hold its blocks. Return its number of chunks, 0 for no store."""
         per_chunk = sum(self._blocks_per_chunk)
         room = self._room(pool)
         if room < per_chunk:
@@ -259,7 +259,7 @@ class Stores:
         span = start_span("kvdepot store", state.request, tokens=(stop - first) * self._cache.chunk_tokens)
         store = _PendingStore(state, first, stop - first, covered, blocks, self._clock(), span, stop - first, is_tail)
         logger.debug("request %s: store %d of chunks %d to %d begins", state.request_id, number, first, stop)
-        pool.touch(blocks)  # nothing after this line fails: a store that is not recorded holds its blocks for ever
+        pool.touch(blocks)  # nothing after this line may fail: an unrecorded store would hold its blocks forever
         self.num_held_blocks += len(blocks)
         state.num_storing += 1
         self._pending[number] = store
@@ -272,7 +272,7 @@ class Stores:
         return tuple(planned)
 
     def report(self, ended: Mapping[int, tuple[int, int]]) -> None:
-        """Take for each store how many workers have ended it since the last report, and the chunks that all stored."""
+        """Take for each store how many workers ended it since the last report, and how many chunks all these stored."""
         for number, (count, num_stored) in ended.items():
             store = self._pending.get(number)
             if store is None:
@@ -320,12 +320,12 @@ class Stores:
 
     @property
     def num_pending(self) -> int:
-        """Stores that hold blocks or wait for those: the engine must keep stepping to learn that they ended."""
+        """The stores that hold blocks or wait for room: the engine must keep stepping to learn that they ended."""
         return len(self._pending) + len(self._put_off)
 
     @property
     def can_free_blocks_soon(self) -> bool:
-        """Whether a store that should end soon holds blocks alone. False once the store exceeds the deadline."""
+        """Whether a store that should end soon is the only holder of blocks. False once it exceeds the deadline."""
         now = self._clock()
         return any(
             now - store.planned_at < self._settings.deadline_seconds

@@ -51,14 +51,14 @@ class NoBlends:
 
     @property
     def num_pending(self) -> int:
-        """Blends under way."""
+        """The number of blends under way."""
         return 0
 
     def start(self, plan: StepPlan) -> None:
         """Start the step's retrieves, end abandoned blends, and compute the step's slice."""
 
     def wait_a_little(self, seconds: float) -> None:
-        """Wait for a retrieve."""
+        """Wait for a retrieve, at most `seconds`."""
 
     def poll(self) -> LoadResults:
         """Return the blends that ended since the last poll. Afterwards nothing of this worker writes their blocks."""
@@ -69,7 +69,7 @@ class NoBlends:
         return {}, {}
 
     def lose(self) -> None:
-        """Make failures of all blends under way: the cache's memory is gone, and with it what was retrieved."""
+        """Make all blends under way fail, because the cache's memory is gone, and with it all retrieved KV."""
 
     def use(self, context: TransferContext) -> None:
         """Retrieve through another context from now on."""
@@ -79,7 +79,7 @@ class NoBlends:
 class _Load:
     job: LoadJob
     future: TransferFuture[bool] | None
-    is_lost: bool = False  # the cache's memory was taken away: nothing that the load brought is there any more
+    is_lost: bool = False  # whether the cache's memory was freed, and with it everything that the load brought
 
 
 class WorkerSide:
@@ -87,10 +87,10 @@ class WorkerSide:
 
     Args:
         context: copies the bytes. None if this worker uses no depot: every load fails, and every store ends at once.
-        chunk_tokens: of the key.
-        block_tokens: of the only layer group; 0 if there are several, and failures are then reported by request.
-        blends: of this worker; None if it does not blend.
-        open_context: makes another context after the memory was away.
+        chunk_tokens: tokens of one chunk.
+        block_tokens: tokens of a block, for one layer group; 0 for several groups, with failures reported by request.
+        blends: this worker's side of blends; None if it does not blend.
+        open_context: creates another context after the engine has reallocated the cache's memory.
         tell_weights: returns this worker's number and a digest of its weights, "" if there is none.
     """
 
@@ -201,7 +201,7 @@ class WorkerSide:
         return [block for block in load.job.block_ids[0][first:] if block != NO_BLOCK]
 
     def take_report(self) -> WorkerReport | None:
-        """Return the stores that ended since the last report, None if there are none."""
+        """Return the report of everything since the last one, None if there is nothing to report."""
         for number in [number for number, future in self._stores.items() if future.query()]:
             future = self._stores.pop(number)
             self._count(_STORES, future)
@@ -218,15 +218,15 @@ class WorkerSide:
 
     @property
     def num_pending(self) -> int:
-        """Transfers under way."""
+        """The number of transfers under way."""
         return len(self._loads) + len(self._stores) + self._blends.num_pending
 
     def leave(self) -> None:
-        """Give the cache's memory up before the engine takes it away. Twice is harmless.
+        """Give up the cache's memory before the engine frees it. Idempotent.
 
-        Transfers under way end first, within the depot's deadline, and afterwards nothing of this side touches that
-        memory. Every load that is not reported yet counts as failed. Until `come_back` loads are misses, and stores end
-        at once.
+        Transfers under way end first, within the depot's deadline. Afterwards, this side does not touch that memory.
+        Every load that is not reported yet counts as failed. Until `come_back`, loads are misses, and stores end at
+        once.
         """
         context, self._context = self._context, None
         self._has_slept = True
@@ -247,7 +247,7 @@ class WorkerSide:
             self._context.start_registering()  # the engine has captured its graphs
 
     def close(self) -> None:
-        """Finish the copies under way, within the depot's deadline, and leave. Twice is harmless."""
+        """Finish the copies under way, within the depot's deadline, and leave. Idempotent."""
         if self._context is not None:
             self._context.close()
 

@@ -89,7 +89,7 @@ class _All:
 
 class _Heads:
     def choose(self, runs: Sequence[Run], budget: Budget, scores: Scores) -> Any:
-        """Choose the same number of tokens from each run. Longer runs take what exceeds the shorter ones."""
+        """Choose the same number of tokens from each run. Longer runs make up for tokens that short runs lack."""
         left, chosen = budget.tokens(runs), dict[int, int]()
         by_length = sorted(range(len(runs)), key=lambda number: runs[number][1] - runs[number][0])
         for rank, number in enumerate(by_length):
