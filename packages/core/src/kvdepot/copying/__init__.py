@@ -2,7 +2,7 @@
 
 - `arrays`: where the blocks of a tensor lie.
 - `runs`: for devices whose blocks have addresses.
-- `staged`: for devices that torch drives and whose memory has none.
+- `staged`: for devices that torch drives and whose blocks have no addresses.
 """
 
 from kvdepot.copying.runs import EXTENT_DTYPE, Addresses, BatchRuns, Rows, Runs, merge, split

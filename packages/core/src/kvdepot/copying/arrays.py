@@ -1,4 +1,4 @@
-"""Where the blocks of a tensor lie, for tensors of any library, told by their attributes alone."""
+"""Finds where the blocks of a tensor lie. Tensors of any library are recognised by their attributes."""
 
 import math
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ from kvdepot.layout import PageLayout, strided_pages
 
 
 def page_layout_of(tensor: Any, device_type: str, *, has_address: bool = True) -> PageLayout:
-    """Return where the blocks of `tensor`, `(num_blocks, ...)` in the memory of such a device, lie.
+    """Return the layout of the blocks of `tensor`, `(num_blocks, ...)` in memory of that type of device.
 
     Takes torch-like tensors (`device.type`, `data_ptr()`, `stride()` in elements, `element_size()`, `shape`), and for
     host memory arrays with `__array_interface__`. Nothing is copied.
@@ -20,7 +20,7 @@ def page_layout_of(tensor: Any, device_type: str, *, has_address: bool = True) -
         has_address: False where `data_ptr()` may be virtual; the address is 0 then.
 
     Raises:
-        LayoutError: not such a tensor, on another device, no blocks, or the bytes of one are not contiguous.
+        LayoutError: not such a tensor, on another device, without blocks, or with blocks that are not contiguous.
     """
     if device_type == "cpu" and not hasattr(tensor, "data_ptr") and hasattr(tensor, "__array_interface__"):
         return _layout_of_array(tensor.__array_interface__)
@@ -40,7 +40,7 @@ def device_index_of(tensors: Iterable[Any]) -> int:
     """Return the number of the one device that all tensors are on.
 
     Raises:
-        LayoutError: they are on several.
+        LayoutError: the tensors are on several devices.
     """
     found = {int(getattr(getattr(tensor, "device", None), "index", None) or 0) for tensor in tensors}
     if len(found) != 1:

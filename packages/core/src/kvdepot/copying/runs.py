@@ -1,4 +1,4 @@
-"""Computes the bytes that a batch moves, in columns of numbers: no Python object for a block.
+"""Computes the runs of bytes that a batch moves, as columns of numbers: there is no Python object for each block.
 
 For backends that copy by addresses. A **run** is `(address on the device, offset in the pool, bytes)`. Neighbours that
 continue each other on both sides become one run, since drivers merge nothing and each run has a cost. No run crosses
@@ -51,7 +51,7 @@ class Runs:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Pages of which rows are copied, as columns, `(num_pages,)` each: no number for each row."""
+    """Pages whose rows are copied one by one, as columns, `(num_pages,)` each."""
 
     first: Runs  # the first row of each page
     num_rows: int
@@ -85,14 +85,14 @@ class BatchRuns:
     def of(self, batch: CopyBatch) -> Runs:
         """Return a run for every page of the batch, in the order of its extents.
 
-        An extent of another part has runs for the layers that both parts have: a page each, if the parts have the same
-        heads, else the heads of both in every row of a page.
+        An extent of another part has runs for the layers that both parts have. If the parts have the same heads, a run
+        is a whole page; otherwise it is the common heads in one row of a page.
         """
         pages, rows = self.in_rows(batch)
         return _joined([pages, *(each.runs() for each in rows)]) if rows else pages
 
     def in_rows(self, batch: CopyBatch) -> tuple[Runs, list[Rows]]:
-        """Return the runs of whole pages, in the order of their extents, and the pages of which rows are copied."""
+        """Return the runs of whole pages, in the order of their extents, and the pages whose rows are copied."""
         records = np.frombuffer(batch.extents, EXTENT_DTYPE)
         pages: list[Runs] = []
         rows: list[Rows] = []
@@ -112,7 +112,7 @@ class BatchRuns:
         return _joined(pages), rows
 
     def _by_part(self, number: int, records: npt.NDArray[Any]) -> "Iterator[tuple[_GroupAddresses, npt.NDArray[Any]]]":
-        """Yield the records of a group by their part, with the pages cut for it."""
+        """Yield the records of a group part by part, each with the pages cut for that part."""
         group, own = self._layout.groups[number], self._groups[number]
         heads, layers = records["heads"], records["layers"]
         is_own = (heads == group.part.number & 0xFFFF) & (layers == group.part.number >> 16)
@@ -173,7 +173,7 @@ def split(runs: Runs, piece_bytes: int) -> Runs:
 
 
 def _starts_of(pages: Sequence[PageLayout]) -> Addresses:
-    """Return where pages begin outside every other page, in order. One tensor lies in one allocation."""
+    """Return, in order, the addresses at which pages begin outside all others. One tensor lies in one allocation."""
     starts: list[int] = []
     end = 0
     for page in sorted(pages, key=lambda page: page.address):
@@ -188,7 +188,7 @@ class _GroupAddresses:
     """The pages of one layer group, as columns of numbers."""
 
     blocks_per_chunk: int
-    num_rows: int  # of every page, that are copied one by one
+    num_rows: int  # rows of each page that are copied one by one
     addresses: Addresses  # (num_pages,), of the first row of block 0
     strides: Addresses
     sizes: Addresses  # of a row
@@ -211,9 +211,9 @@ class _GroupAddresses:
         )
 
     def cut(self, group: LayerGroup, part: Part) -> "_GroupAddresses":
-        """Return the pages of layers that are also in another part, each row cut to the heads that are.
+        """Return the pages of the layers that both parts have, with each row cut to the heads that both have.
 
-        An extent of that part has the same pages and rows for each layer, with its layers and heads.
+        An extent of the other part has the same pages and rows for each of its layers, with its own heads.
         """
         mine, layers, both = group.part, layers_of_both(group.part, part), heads_of_both(group.part, part)
         rows = 1 if len(both) == mine.num_heads == part.num_heads else group.rows  # whole pages are one row
@@ -247,11 +247,11 @@ class _GroupAddresses:
         blocks = self.addresses[:, None] + ids[:, None, :] * self.strides[:, None]
         offsets = extents[:, None, None] + self.run_offsets[:, None] + places * self.steps[:, None]
         shape: Any = blocks.shape
-        # A mask takes longer than all the rest.
+        # Applying a mask takes longer than all the rest.
         chosen = ... if wanted.all() else np.broadcast_to(wanted[:, None, :], shape)
 
         def column(numbers: Addresses) -> Addresses:
-            # Compiled copies need numbers in a row; reshaping those of one page would leave one number and a step of 0.
+            # Compiled copies need contiguous numbers; reshaping those of one page would leave one with a stride of 0.
             return np.ascontiguousarray(np.broadcast_to(numbers, shape)[chosen].reshape(-1))
 
         first = Runs(column(blocks), column(offsets), column(self.sizes[:, None]))

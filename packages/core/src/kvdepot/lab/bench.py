@@ -1,7 +1,7 @@
 """`kvdepot bench transfer|lookup|blend|server`: the depot's cost on this machine, as ratios within one run.
 
-Machines differ and are shared, so every figure stands beside its reference of the same run and comes with its spread:
-memcpy for transfers, 1,000 entries for 1,000,000. Each bench starts its own depot and removes it.
+Machines differ and are shared, so each figure comes with its spread and with a reference measured in the same run:
+memcpy for transfers, an index of 1,000 entries for one of 1,000,000. Each bench starts its own depot and removes it.
 """
 
 import ctypes
@@ -54,7 +54,7 @@ def describe_machine() -> str:
 
 @dataclass(frozen=True, slots=True)
 class TransferCase:
-    """One row of the table."""
+    """One combination of settings to measure, and so one row of the result."""
 
     block_tokens: int
     chunk_tokens: int
@@ -84,15 +84,15 @@ def bench_transfer(
     rounds: int = 9,
     say: Callable[[str], None] = lambda _line: None,
 ) -> dict[str, Any]:
-    """Store and retrieve `num_bytes` between a scattered paged cache and the pool, server round trips included.
+    """Time stores and retrieves of `num_bytes` between scattered blocks and the pool, server round trips included.
 
-    The references are one memcpy of the same bytes for each way, in turn with the transfers. They copy between the same
-    kinds of memory: the pool is shared memory, which has no huge pages unless the machine was told so, and a reference
-    into huge pages is 10 to 15 % too fast.
+    The reference for each direction is one memcpy of as many bytes, in turn with the transfers. It copies between the
+    same kinds of memory: the pool is shared memory, which has no huge pages unless the machine is configured for them,
+    and a reference that copies into huge pages is 10 to 15 % too fast.
     """
     rows: list[dict[str, Any]] = []
     for case in cases:
-        gc.collect()  # memory of the engine before: freeing it takes 0.3 s, outside of any round
+        gc.collect()  # frees the memory of the engine before: 0.3 s that must not be part of a round
         rows.append(_transfer_row(case, geometry, num_bytes, rounds))
         say(_transfer_line(rows[-1]))
     return {"bench": "transfer", "machine": describe_machine(), "geometry": geometry.name, "rows": rows}
@@ -199,7 +199,7 @@ def _memcpy() -> Callable[[int, int, int], object]:
 
 @dataclass(frozen=True, slots=True)
 class _ClientTask:
-    """Run one client process between the two gates."""
+    """The work of one client process."""
 
     url: str
     chunk_tokens: int
@@ -233,7 +233,7 @@ def _client(task: _ClientTask, gate: Any, results: Any) -> None:
 
 
 def _run_clients(tasks: Sequence[_ClientTask]) -> tuple[list[float], float]:
-    """Run the tasks side by side; return every latency, and lookups a second over all."""
+    """Run the tasks in parallel; return the seconds of each lookup, and the lookups a second of all tasks."""
     spawn = multiprocessing.get_context("spawn")
     gate, results = spawn.Barrier(len(tasks)), spawn.Queue()
     processes = [spawn.Process(target=_client, args=(task, gate, results), daemon=True) for task in tasks]
@@ -259,7 +259,7 @@ def _latency_row(times: list[float]) -> dict[str, Any]:
 
 
 def bench_lookup(*, seconds: float = 3.0, say: Callable[[str], None] = lambda _line: None) -> dict[str, Any]:
-    """Time leased lookups of a 128k-token prompt, all hits, over the socket: one client alone, and four busy ones."""
+    """Time lookups of 128k-token prompts over the socket, all hits with leases: one client alone, then four at once."""
     rows: list[dict[str, Any]] = []
     for num_chunks, chunk_tokens in ((512, 256), (2048, 64)):
         with DepotProcess(pool_size="512MiB") as depot:
@@ -287,7 +287,7 @@ def bench_lookup(*, seconds: float = 3.0, say: Callable[[str], None] = lambda _l
 def bench_blend(
     *, num_tokens: int = 131_072, rounds: int = 51, say: Callable[[str], None] = lambda _line: None
 ) -> dict[str, Any]:
-    """Name the segments of a long prompt and look them up over the socket, beside hashing and looking up its chunks.
+    """Time naming and looking up the segments of a long prompt, and for comparison hashing and looking up its chunks.
 
     The depot has the same documents of 1,024 tokens in another order. No segment of them is at a multiple of a chunk.
     """
@@ -353,7 +353,7 @@ def _cpu_seconds(pid: int) -> float:
 def bench_server(
     *, num_entries: int = 1_000_000, seconds: float = 3.0, say: Callable[[str], None] = lambda _line: None
 ) -> dict[str, Any]:
-    """Measure the server itself: start, memory, requests a second, and whether a full index is slower."""
+    """Measure the server itself: its start, memory and requests a second, and the slowdown by a full index."""
     result: dict[str, Any] = {"bench": "server", "machine": describe_machine()}
     result["import_ms"] = round(_import_ms("import kvdepot"), 1)
     result["import_client_ms"] = round(_import_ms("import kvdepot; kvdepot.SchedulerClient"), 1)
@@ -431,7 +431,7 @@ def _seconds_of(work: Callable[[], object]) -> float:
 
 
 def _observing_seconds(num_lookups: int = 20_000, rounds: int = 7) -> float:
-    """Return what counting a one-chunk lookup takes in the server: its share of a sample, tokens and a histogram."""
+    """Return the seconds that the server spends to count a one-chunk lookup: in the sample, tokens and a histogram."""
     hit_rates, histogram = HitRateCurve(1 << 30), Histogram(0.000016)
     keys = [prompt_key(prompt, 1).digests for prompt in _one_chunk_prompts()]
     tokens = {"default": [0, 0, 0]}
@@ -462,7 +462,7 @@ def _one_chunk_prompts() -> range:
 
 
 def _import_ms(code: str, rounds: int = 9) -> float:
-    """Return what running `code` adds to the start of an interpreter, bytecode being there."""
+    """Return the milliseconds that `code` adds to the start of an interpreter that finds bytecode."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     times: dict[str, list[float]] = {"pass": [], code: []}
     for number in range(rounds + 1):

@@ -1,9 +1,9 @@
-"""Hit rates and times to first token of a trace on several nodes, by the router before them and the shared tier behind.
+"""Simulates a trace on several nodes: hit rate and time to first token for each routing and shared tier.
 
-The engines of a node share its pool. Each request goes to one engine, waits for the requests before it, loads what its
-node holds, loads more from the shared tier, and computes the rest. Pools and tier evict the least recently used chunk,
-a prefix from its end. No bytes move, and decoding takes no time: the figures compare arrangements and predict no
-latency.
+The engines of a node share its pool. Each request goes to one engine, waits for the requests before it, loads the
+chunks that its node holds, loads more from the shared tier, and computes the rest. Pools and tier evict the least
+recently used chunk, a prefix from its end. No bytes move, and decoding takes no time: the figures compare arrangements
+and predict no latency.
 """
 
 import random
@@ -22,22 +22,24 @@ from kvdepot.lab.simulate import BYTES_PER_TOKEN, LADDER, Workload
 from kvdepot.lab.trace import BLOCK_TOKENS, TraceRequest
 from kvdepot.pool.extents import extent_size
 
-# What a router knows when it chooses an engine:
+# Routings, each with the facts from which a router chooses an engine:
 RANDOM: Final = "random"  # nothing
 LEAST_LOADED: Final = "least-loaded"  # which engine of a few is free first
 STICKY: Final = "sticky"  # the conversation, by the prompt's second block: the first is often a common system prompt
-ENGINE_AWARE: Final = "engine-aware"  # what each engine stored by itself; never that a chunk left
-KV_AWARE: Final = "kv-aware"  # what each node and the shared tier hold now: a depot's events say it
+ENGINE_AWARE: Final = "engine-aware"  # the chunks that each engine stored, but not their evictions
+KV_AWARE: Final = "kv-aware"  # the chunks that each node and the shared tier hold now, as a depot's events report them
 ROUTINGS: Final = (RANDOM, LEAST_LOADED, STICKY, ENGINE_AWARE, KV_AWARE)
 
-UNLIMITED: Final = 1 << 62  # bytes of a shared tier that forgets nothing
+UNLIMITED: Final = 1 << 62  # bytes of a shared tier that evicts nothing
 PREFILL_TOKENS_PER_SECOND: Final = 10_000.0  # an 8B model on one H100, rounded
 _POOL_BYTES_PER_SECOND: Final = 52e9  # from host memory to one GPU over PCIe 5 x16
 _TIER_BYTES_PER_SECOND: Final = 10e9  # a network of 100 Gbit/s
 _WARM_UP: Final = 0.2  # share of the requests that fill the pools and are not counted
-_SAMPLE: Final = 4  # engines that are compared by load alone: enough to avoid the busiest
-_SPREAD_MS: Final = 600_000.0  # copies of a trace begin within ten minutes, or their requests would coincide
-_SEED: Final = 7  # any, but the same in each run: tables can be compared
+_SAMPLE: Final = 4  # engines drawn to compare their loads: enough to avoid the busiest
+_SPREAD_MS: Final = (
+    600_000.0  # copies of a trace begin at random times within ten minutes, so that no requests coincide
+)
+_SEED: Final = 7  # fixed, so that tables of different runs can be compared
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,7 @@ class Fleet:
         return extent_size(max(1, round(BLOCK_TOKENS * self.bytes_per_token)))
 
     def seconds(self, num_tokens: int, pool_tokens: int, tier_tokens: int) -> float:
-        """Return the time of a prompt of which the pool holds the first tokens and the tier more behind them."""
+        """Return the seconds to load and compute a prompt: pool tokens first, then tier tokens, the rest computed."""
         return (
             (num_tokens - pool_tokens - tier_tokens) / self.prefill_tokens_per_second
             + pool_tokens * self.bytes_per_token / _POOL_BYTES_PER_SECOND
@@ -112,14 +114,14 @@ class ClusterRow:
 
 @dataclass(frozen=True, slots=True)
 class ClusterTable:
-    """Hit rates and times by routing and shared tier: with them a user plans N nodes."""
+    """Hit rates and times for each routing, pool size and shared tier, to plan a fleet."""
 
     fleet: Fleet
     num_requests: int
     rows: tuple[ClusterRow, ...]
 
     def row(self, routing: str, pool_bytes: int, shared_bytes: int = 0) -> ClusterRow:
-        """Return one row; raise KeyError without it."""
+        """Return one row; raise KeyError if there is none."""
         for row in self.rows:
             if (row.routing, row.pool_bytes, row.shared_bytes) == (routing, pool_bytes, shared_bytes):
                 return row
@@ -188,7 +190,7 @@ def parse_routings(text: str) -> tuple[str, ...]:
     """Return the routings in a list like "sticky,kv-aware".
 
     Raises:
-        ConfigError: one of them is none.
+        ConfigError: a part of the list is not a routing.
     """
     routings = tuple(dict.fromkeys(text.split(",")))
     if unknown := [routing for routing in routings if routing not in ROUTINGS]:
@@ -200,7 +202,7 @@ def parse_shared_sizes(text: str) -> tuple[int, ...]:
     """Return the sizes of shared tiers in a list like "0,4TiB,unlimited"; 0 is no tier.
 
     Raises:
-        ConfigError: one of them is not a size.
+        ConfigError: a part of the list is not a size.
     """
     return tuple(dict.fromkeys(UNLIMITED if part == "unlimited" else parse_size(part) for part in text.split(",")))
 
@@ -220,13 +222,13 @@ def simulate_cluster(
     Args:
         requests: the trace, with the traffic of all nodes together unless `fleet.copies` says otherwise.
         fleet: the nodes.
-        pool_sizes: of one node, in bytes; none: `LADDER`, as shares of all the trace's chunks, over all nodes.
+        pool_sizes: of one node, in bytes; if empty, all nodes together hold the shares `LADDER` of the trace's chunks.
         routings: some of `ROUTINGS`.
         shared_sizes: bytes of the tier that all nodes share; 0 is none.
-        on_row: is called with each row when it is ready.
+        on_row: called with each finished row.
 
     Raises:
-        ConfigError: a pool has no room for one chunk.
+        ConfigError: a pool is smaller than one chunk.
         TraceError: there is nothing to replay, or `requests` raised it.
     """
     arrivals = _copied(list(requests), fleet.copies)
@@ -251,7 +253,7 @@ def simulate_cluster(
 
 
 def _copied(requests: list[TraceRequest], copies: int) -> list[TraceRequest]:
-    """Return the trace `copies` times over, by time. All share the block that begins most prompts, and nothing else."""
+    """Return `copies` copies of the trace, merged by time. They share only the block that begins most prompts."""
     draw = random.Random(_SEED)
     arrivals = list(requests)
     first_blocks = Counter(request.hash_ids[0] for request in requests if request.hash_ids)
@@ -283,11 +285,11 @@ class _Cluster:
         self._free_at = [0.0] * fleet.num_engines  # seconds
         self._pools = [_Chunks(pool_chunks) for _ in range(fleet.num_nodes)]
         self._tier = _Chunks(tier_chunks)
-        # By chunk: the nodes that hold it or, for a router that hears from engines, the engines that stored it.
+        # By chunk: the nodes that hold it or, with engine-aware routing, the engines that stored it.
         self._holders: list[set[int]] = [set() for _ in workload.digests]
 
     def replay(self, times: Sequence[float], pool_bytes: int, shared_bytes: int) -> ClusterRow:
-        """Serve all requests, which arrive at `times`, in seconds; return what the cluster found."""
+        """Serve all requests, which arrive at `times` in seconds; return the cluster's hit rates and times."""
         fleet, holders, is_engine_aware = self._fleet, self._holders, self._routing == ENGINE_AWARE
         num_cold = int(len(times) * _WARM_UP)
         num_tokens = pool_tokens = tier_tokens = 0
@@ -327,7 +329,7 @@ class _Cluster:
         )
 
     def _choose(self, now: float, length: int, path: Sequence[int], most: int) -> int:
-        """Return the engine that the router gives a prompt to."""
+        """Return the engine that the router chooses for a prompt."""
         num_engines = self._fleet.num_engines
         if self._routing == RANDOM:
             return self._draw.randrange(num_engines)
@@ -347,7 +349,7 @@ class _Cluster:
         return min(held, key=done_at)
 
     def _held(self, path: Sequence[int]) -> dict[int, int]:
-        """Return how many of a prompt's first chunks the router believes at each engine, if any."""
+        """Return for each engine the leading chunks of a prompt that the router expects there, without zeros."""
         holders: set[int] | None = None
         depths: dict[int, int] = {}
         for depth, chunk in enumerate(path, 1):
@@ -378,7 +380,7 @@ class _Chunks:
         return count
 
     def use(self, path: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Use or store all chunks of a prompt; return those that are new and those that had to leave."""
+        """Use or store all chunks of a prompt; return the new chunks and the evicted ones."""
         chunks = self._chunks
         stored: list[int] = []
         for chunk in reversed(path):

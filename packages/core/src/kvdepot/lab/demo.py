@@ -54,7 +54,7 @@ def plan_demo(memory_bytes: int, shm_bytes: int) -> DemoPlan:
 
     Args:
         memory_bytes: free memory of the machine.
-        shm_bytes: of it, as much as /dev/shm may take.
+        shm_bytes: free space of /dev/shm.
 
     Raises:
         ConfigError: /dev/shm is too small for the smallest pool.
@@ -81,14 +81,14 @@ def make_conversations(num_conversations: int) -> list[list[Prompt]]:
         for turn in range(_NUM_TURNS):
             segments.append(
                 (1000 + number * 100 + turn, rng.randrange(200, 800))
-            )  # question, answer before it included
+            )  # a question, and the answer before it
             turns.append(Prompt(f"conversation-{number}-turn-{turn}", tuple(segments)))
         conversations.append(turns)
     return conversations
 
 
 def run_demo(*, quiet: bool = False) -> dict[str, Any]:
-    """Run it; returns the summary for machines and, unless `quiet`, prints what happens.
+    """Run the demo; return its results for machines and, unless `quiet`, print its progress and a summary.
 
     Raises:
         KVDepotError: a step failed, or bytes were wrong.
@@ -150,7 +150,7 @@ def _race(fleet: Fleet, conversations: list[list[Prompt]], view: View) -> tuple[
     def serve(lane: Lane, engines: list[EngineProcess]) -> None:
         try:
             fleet.run(conversations, lambda _engine, _prompt, report: lane.add(report), engines)
-        except Exception as error:  # also of pipes that Ctrl-C closes, which nobody wants to read
+        except Exception as error:  # even of pipes that Ctrl-C closes: no traceback of this thread
             errors.append(error)
 
     alone, shared = view.lane("without a depot", total), view.lane("with a depot", total)

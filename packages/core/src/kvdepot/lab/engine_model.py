@@ -1,8 +1,8 @@
 """A small engine: a paged KV cache of a real model's geometry, without the model.
 
-It does what an inference engine does around its forward pass: finds the prefix that is still in its own cache, asks
-the depot for more, retrieves, "computes" the rest (writes the bytes that follow from the keys), stores. So every byte
-that came from the depot can be verified. Used by the demo, the replay and the benchmarks; needs numpy (`kvdepot[cpu]`).
+It does the work of an inference engine around the forward pass: it finds the prefix that is still in its own cache,
+asks the depot for more, retrieves that, "computes" the rest (writes bytes derived from the keys), and stores. So every
+byte from the depot can be verified. The demo, the replay and the benchmarks use it. Needs numpy (`kvdepot[cpu]`).
 """
 
 import time
@@ -55,7 +55,7 @@ GEOMETRY_8B: Final = Geometry("8B GQA", num_layers=32, num_kv_heads=8, head_dim=
 
 
 class RequestReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The outcome of one request; tokens are whole chunks but for `prompt_tokens`."""
+    """The outcome of one request. Tokens that were found or retrieved are those of whole chunks."""
 
     prompt_tokens: int
     device_tokens: int = 0  # found in the engine's own cache
@@ -88,8 +88,8 @@ class EngineModel:
         url: the depot.
         chunk_tokens: None for the default.
         copy_threads: as in `CpuTransferContext`.
-        tokens_per_second: speed of the model that it stands for: computing pauses for the rest of that time. None
-            computes as fast as it can.
+        tokens_per_second: speed of the model to imitate: after writing its bytes, the engine pauses for the rest of
+            the time that the model would take. None for no pause.
 
     Raises:
         BackendUnavailable: the CPU backend is not installed.
@@ -128,7 +128,7 @@ class EngineModel:
         self.cache: Any = flat[skip : skip + geometry.num_layers * num_blocks * words].reshape(
             geometry.num_layers, num_blocks, words
         )
-        self.cache.fill(0)  # the first touch of memory is slow, and not measured
+        self.cache.fill(0)  # the first touch of memory is slow; do it before anything is measured
         self._pattern = PagePattern(geometry.page_size_bytes)
         self.blocks = BlockTable(num_blocks // self.blocks_per_chunk, self.blocks_per_chunk)
         self._stored: set[bytes] = set()
@@ -152,7 +152,7 @@ class EngineModel:
         """Wait for the depot.
 
         Raises:
-            DepotUnavailable: none within `timeout_seconds`.
+            DepotUnavailable: no depot answered within `timeout_seconds`.
         """
         self.context.wait_until_connected(timeout_seconds)
         self.scheduler.wait_until_connected(timeout_seconds)
@@ -179,7 +179,7 @@ class EngineModel:
             self.blocks.unpin(chunks)
 
     def abandon(self, request_id: str, tokens: Sequence[int]) -> RequestReport:
-        """Look a prompt up and drop the request, without a further message to the depot."""
+        """Look up a prompt and drop the request, without a further message to the depot."""
         hasher = PrefixHasher(self._namespace, self.chunk_tokens)
         hasher.extend(tokens)
         started = time.perf_counter()
@@ -242,7 +242,7 @@ class EngineModel:
         )
 
     def compute(self, chunk: bytes) -> None:
-        """Write the chunk's blocks as a forward pass would: here with bytes derived from its key."""
+        """Fill the chunk's blocks as a forward pass would, but with bytes derived from its key."""
         blocks = self.blocks.of([chunk])
         seeds = self._pattern.seeds(chunk, self.geometry.num_layers, self.blocks_per_chunk)
         for layer in range(self.geometry.num_layers):
@@ -250,7 +250,7 @@ class EngineModel:
                 self._pattern.write(self.cache[layer, block], seeds[layer, place])
 
     def count_wrong_bytes(self, chunk: bytes) -> int:
-        """Return how many bytes of the chunk's blocks are not what follows from its key."""
+        """Return how many bytes of the chunk's blocks differ from those derived from its key."""
         blocks = self.blocks.of([chunk])
         seeds = self._pattern.seeds(chunk, self.geometry.num_layers, self.blocks_per_chunk)
         return sum(
@@ -266,7 +266,7 @@ class EngineModel:
 
 
 class BlockTable:
-    """Which blocks hold which chunk; chunks that no request uses stay until their blocks are needed, oldest first."""
+    """Maps each chunk to its blocks. Chunks that no request uses stay until their blocks are needed, oldest first."""
 
     def __init__(self, num_slots: int, blocks_per_chunk: int) -> None:
         self._blocks_per_chunk = blocks_per_chunk
@@ -288,7 +288,7 @@ class BlockTable:
         """Give blocks to chunks from `start` on, and pin them.
 
         Raises:
-            ConfigError: too few blocks; the pins of the chunks before stay.
+            ConfigError: too few blocks; the pins made so far stay.
         """
         for chunk in chunks[start:]:
             if chunk not in self._slots:
@@ -296,7 +296,7 @@ class BlockTable:
             self._pin(chunk)
 
     def unpin(self, chunks: Sequence[bytes]) -> None:
-        """Undo the pins of a request; deeper chunks leave first."""
+        """Undo the pins of a request; deeper chunks will be evicted first."""
         for chunk in reversed(chunks):
             count = self._pins.get(chunk, 0)
             if count > 1:

@@ -1,4 +1,4 @@
-"""Entries without bytes, to fill an index that is to be examined."""
+"""Fills an index with entries without bytes, to measure or test it."""
 
 from kvdepot.client.channel import Channel
 from kvdepot.client.connection import Connection
@@ -7,7 +7,7 @@ from kvdepot.layout import GroupKind
 from kvdepot.wire import messages as m
 
 ENTRY_BYTES = 4096
-"""The bytes of the pool that an entry takes, unless said otherwise."""
+"""The default size of an entry in the pool."""
 
 _PATIENT_SECONDS = 30.0
 
@@ -18,7 +18,7 @@ def filler_spec(chunk_tokens: int) -> m.CacheSpec:
 
 
 def prompt_key(prompt: int, num_chunks: int, tenant: str = "default") -> KeyRun:
-    """Return the key of a tenant's prompt, with digests like those of a real one of `num_chunks` chunks."""
+    """Return the key of a tenant's prompt of `num_chunks` chunks, with digests like those of a real one."""
     run = hash_prefix(Namespace(f"prompt {prompt}"), 1, range(num_chunks))
     return KeyRun(run.digests, 0, run.parent, tenant)
 
@@ -29,7 +29,7 @@ class IndexFiller:
     Args:
         url: of the depot.
         chunk_tokens: tokens of a chunk.
-        entry_bytes: what each entry takes of the pool.
+        entry_bytes: size of an entry in the pool.
     """
 
     def __init__(self, url: str, *, chunk_tokens: int = 64, entry_bytes: int = ENTRY_BYTES) -> None:
@@ -49,10 +49,10 @@ class IndexFiller:
         return plan
 
     def store(self, key: KeyRun, *, whole: bool = True) -> None:
-        """Store a prompt; if it need not be `whole`, declined chunks are left out.
+        """Store a prompt; unless it must be stored `whole`, leave out the chunks that the depot declines.
 
         Raises:
-            AssertionError: the depot declined a part of it.
+            AssertionError: the depot declined a part of a `whole` prompt.
         """
         for start in range(0, key.num_chunks, m.MAXIMUM_STORE_ENTRIES):
             plan = self.prepare(key.slice(start, min(start + m.MAXIMUM_STORE_ENTRIES, key.num_chunks)))

@@ -36,20 +36,20 @@ class EngineSettings(msgspec.Struct, frozen=True):
     geometry: Geometry
     num_blocks: int
     chunk_tokens: int | None = None
-    has_depot: bool = True  # False: it serves on at once, and every request is a miss while nobody is at `url`
+    has_depot: bool = True  # False: it serves without waiting for one; without one at `url`, all requests are misses
     tokens_per_second: float | None = None  # as in `EngineModel`
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """A request: its tokens as `(seed, length)` segments, the same seed always meaning the same tokens."""
+    """A request. Its tokens are `(seed, length)` segments; equal seeds mean equal tokens."""
 
     request_id: str
     segments: tuple[tuple[int, int], ...]
-    abandon: bool = False  # give it up after its lookup
+    abandon: bool = False  # drop the request after its lookup
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """The answer of an engine process: a report, or why it has none."""
+    """The answer of an engine process: a report or an error."""
 
     request_id: str
     report: RequestReport | None = None
@@ -85,10 +85,10 @@ class EngineProcess:
         return self._process.pid
 
     def wait_until_ready(self) -> None:
-        """Wait until it serves.
+        """Wait until the engine serves.
 
         Raises:
-            KVDepotError: it could not start, or found no depot.
+            KVDepotError: the engine could not start, or found no depot.
         """
         self._receive("")
 
@@ -149,7 +149,7 @@ def start_engines(settings: Iterable[EngineSettings]) -> list[EngineProcess]:
     engines: list[EngineProcess] = []
     try:
         for each in settings:
-            engines.append(EngineProcess(each))  # an error or Ctrl-C ends those before it
+            engines.append(EngineProcess(each))  # one by one: an error or Ctrl-C must end those before it
         for engine in engines:
             engine.wait_until_ready()
     except BaseException:
@@ -224,7 +224,7 @@ class Fleet:
         Args:
             conversations: the prompts.
             on_report: called with the engine's number, the prompt and its report, by one thread at a time.
-            engines: that serve; None for those that share the depot.
+            engines: the engines to use; None for those that share the depot.
 
         Raises:
             KVDepotError: an engine failed.
@@ -269,7 +269,7 @@ class Fleet:
             raise errors[0]
 
     def close(self) -> None:
-        """End every process and remove the files they left."""
+        """End every process and remove their files."""
         for engine in (*self.engines, *self.alone):
             engine.close()
         self.depot.close()
@@ -287,7 +287,7 @@ class Fleet:
 
 
 def main() -> None:
-    """Be one engine until the input or the thread that started this process ends."""
+    """Run one engine until the input or the thread that started this process ends."""
     be_a_child(int(sys.argv[1]))
     logging.getLogger("kvdepot").setLevel(logging.ERROR)  # the terminal belongs to the process that started the fleet
     line = sys.stdin.buffer.readline()

@@ -1,7 +1,7 @@
-"""Bytes that follow from a key, as a KV cache must hold them if nothing was mixed up.
+"""Derives a page's bytes from a chunk's key, so that a test can tell whether a KV cache holds the right bytes.
 
-Each 8-byte word of a page is a random word at that place, combined with a number that follows from chunk key, tag, page
-and block. A shifted, torn, swapped or stale page differs.
+Each 8-byte word of a page is the random word of its place, XORed with a number derived from chunk key, tag, page and
+block. So a shifted, torn, swapped or stale page differs.
 """
 
 from typing import Any, Final
@@ -35,7 +35,7 @@ class PagePattern:
         np.bitwise_xor(self._base[: pages.shape[-1]], seeds[..., None], out=pages)
 
     def count_wrong_bytes(self, pages: Array, seeds: Array) -> int:
-        """Return the bytes of `pages`, `(num_blocks, words)` uint64, that are in words that differ from the pattern."""
+        """Return how many bytes of `pages`, `(num_blocks, words)` uint64, are in words that differ from the pattern."""
         expected = np.bitwise_xor(self._base[: pages.shape[-1]], seeds[..., None])
         return 0 if np.array_equal(pages, expected) else int(np.count_nonzero(pages != expected)) * WORD_BYTES
 

@@ -13,7 +13,7 @@ _HEIGHT: Final = 400
 _LEFT: Final = 60
 _TOP: Final = 40
 _BOTTOM: Final = 60
-_LETTER: Final = 7  # width of a wide one
+_LETTER: Final = 7  # width of a wide letter
 _COLORS: Final = (
     "#1b6fb5",
     "#c4572c",
@@ -35,14 +35,14 @@ def curves_as_svg(
     text: Callable[[float], str] = lambda size: format_size(int(size)),
     scale: Callable[[float], float] = math.log,
 ) -> str:
-    """Return a picture of rates.
+    """Return an SVG of rates as curves over pool sizes or other values.
 
     Args:
-        title: above the picture.
-        curves: a name and its points, `(pool bytes, hit rate)`, by size.
-        label: below the picture, if the rates depend on anything besides sizes.
-        text: of such a value.
-        scale: of such values.
+        title: text above the picture.
+        curves: names with their points, `(value, rate)`, in the order of values.
+        label: text below the picture: the meaning of the values.
+        text: formats a value.
+        scale: maps a value to its distance on the axis.
     """
     sizes = sorted({size for _, points in curves for size, _ in points})
     most = max((rate for _, points in curves for _, rate in points), default=0.0)
@@ -91,7 +91,7 @@ def curves_as_svg(
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One bar: its length, and the single measurements behind it, if they are to be seen."""
+    """One bar: its length, and the single measurements behind it, if they are to be drawn."""
 
     label: str
     value: float
@@ -101,7 +101,7 @@ class Bar:
 
 
 def bars_as_svg(title: str, bars: Sequence[Bar]) -> str:
-    """Return a picture of bars from zero, one below the other; those with a depot have another colour."""
+    """Return an SVG of bars from zero, one below the other, in two colours: by `is_ours`."""
     left, right, top, row = 20 + _LETTER * max(len(bar.label) for bar in bars), 90, 40, 30
     floor = top + row * len(bars)
     longest = max(max(bar.value, *bar.points) if bar.points else bar.value for bar in bars)

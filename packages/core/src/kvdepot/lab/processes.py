@@ -26,7 +26,7 @@ def wait_until(condition: Callable[[], object], timeout_seconds: float = 30.0, w
     """Wait for `condition` to become true.
 
     Raises:
-        AssertionError: it is not within `timeout_seconds`.
+        AssertionError: it was false for `timeout_seconds`.
     """
     end = time.monotonic() + timeout_seconds
     while not condition():
@@ -36,17 +36,17 @@ def wait_until(condition: Callable[[], object], timeout_seconds: float = 30.0, w
 
 
 class DepotProcess:
-    """A depot in a process of its own, by default in a new directory, with a pool that goes with it.
+    """A depot in a process of its own, by default in a new directory, with a pool that `close` removes.
 
     Args:
         arguments: further flags of `kvdepot serve`.
         pool_size: as in `--pool-size`.
-        directory: where; None for a temporary one.
-        prefix: a command that runs the server as its last argument, `unshare` for example; it has one child.
-        module: to run.
-        new_session: a session of its own, and with Linux's autogroups a share of the cores: beside vLLM on a busy
-            machine a depot in that of its tests stood in the run queue for half a minute at a time. It outlives tests
-            that are killed.
+        directory: as in `--dir`; None for a temporary one.
+        prefix: a command that runs the rest of its arguments as its only child: the server. `unshare` for example.
+        module: run with `python -m`.
+        new_session: start the server in a session of its own, to which Linux's autogroups give its own share of the
+            cores. In the session of its tests, a depot beside vLLM on a busy machine stood in the run queue for half a
+            minute at a time. The server then outlives tests that are killed.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class DepotProcess:
         """Start the server and wait until it answers.
 
         Raises:
-            DepotUnavailable: it ended, after it said why on standard error, or does not answer.
+            DepotUnavailable: the server ended, with the reason on standard error, or does not answer in time.
         """
         with interrupts_blocked():
             self._process = subprocess.Popen(
@@ -122,7 +122,7 @@ class DepotProcess:
                 return
 
     def status(self) -> DepotStatus:
-        """Ask for the server's status, patiently: the machine may be busy. A silent one ends and says where it was."""
+        """Return the server's status. Wait long, because the machine may be busy, then abort the server with a dump."""
         end = time.monotonic() + _PATIENCE_SECONDS
         while True:
             try:
@@ -150,13 +150,13 @@ class DepotProcess:
         self._process.wait()
 
     def terminate(self, timeout_seconds: float = 10.0) -> int:
-        """End the server as an operator would; returns its exit status."""
+        """End the server as an operator would; return its exit status."""
         assert self._process is not None
         os.kill(self.pid, signal.SIGTERM)
         return self._process.wait(timeout_seconds)
 
     def close(self) -> None:
-        """End the server if it runs and remove everything."""
+        """End the server if it runs, and remove its pool and its temporary directory."""
         self.kill()
         remove_tree(self.pool_directory)
         if self._temporary is not None:

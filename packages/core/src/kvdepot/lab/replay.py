@@ -1,7 +1,7 @@
-"""`kvdepot replay`: a production trace against a real depot, with real bytes, every one of them verified.
+"""`kvdepot replay`: replays a production trace against a real depot, with real bytes, and verifies every byte.
 
-The tokens of each 512-token block follow from its id, so equal ids are equal prefixes, as in the trace. Only the KV
-cache is scaled down: it has 512 bytes a token, and a prompt that an engine's cache cannot hold is cut.
+The tokens of each 512-token block are derived from its id, so equal ids are equal prefixes, as in the trace. Only the
+KV cache is scaled down: it has 512 bytes a token, and a prompt that an engine's cache cannot hold is cut.
 """
 
 import time
@@ -18,7 +18,7 @@ from kvdepot.lab.view import live_view
 
 REPLAY_GEOMETRY: Final = Geometry("scaled down", num_layers=1, num_kv_heads=2, head_dim=64)
 _NUM_ENGINES: Final = 2
-_ENGINE_CACHE_SHARE: Final = 4  # of the pool: an engine's own cache is that much smaller
+_ENGINE_CACHE_SHARE: Final = 4  # an engine's own cache is this many times smaller than the pool
 
 
 def prompts_of(requests: Iterable[TraceRequest], max_tokens: int) -> tuple[list[Prompt], int]:
@@ -38,7 +38,7 @@ def prompts_of(requests: Iterable[TraceRequest], max_tokens: int) -> tuple[list[
 
 
 def repeated_tokens(prompts: Iterable[Prompt]) -> int:
-    """Return how many tokens belong to a prefix that an earlier prompt had: all that any cache could find."""
+    """Return how many tokens belong to a prefix that an earlier prompt had: the most that any cache could find."""
     nodes: dict[tuple[int, int, int], int] = {}  # node of (node before, block id, tokens)
     count = 0
     for prompt in prompts:
@@ -54,10 +54,10 @@ def repeated_tokens(prompts: Iterable[Prompt]) -> int:
 def run_replay(
     requests: Iterable[TraceRequest], *, pool_bytes: int, policy: str = AUTO, quiet: bool = False
 ) -> dict[str, Any]:
-    """Replay requests in order, on two engines side by side; returns the summary and, unless `quiet`, prints it.
+    """Replay requests in order, on two engines side by side; return the results and, unless `quiet`, print them.
 
     Raises:
-        KVDepotError: an engine failed, or the trace is not one.
+        KVDepotError: an engine failed, or the trace is unreadable or empty.
     """
     cache_bytes = pool_bytes // _ENGINE_CACHE_SHARE
     max_tokens = cache_bytes // REPLAY_GEOMETRY.bytes_per_token // BLOCK_TOKENS * BLOCK_TOKENS

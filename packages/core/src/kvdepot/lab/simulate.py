@@ -1,9 +1,9 @@
-"""The hit rate of a trace with pools of several sizes: only eviction policies run, no bytes move, and no server.
+"""Simulates the hit rate of a trace with pools of several sizes. Only eviction policies run: no server, no bytes.
 
-Each request is looked up, its hit is used, and its missing chunks are stored. One chunk is one block of the trace, also
-a partial last one. Requests come one after the other and hold nothing in between. Generated tokens are not stored,
-because a trace has no ids for them. The policies are the depot's own, over a tree without records and extents. Two
-reference rows show how good the policies are: Belady, and a pool without limit.
+Each request is looked up, its hit is used, and its missing chunks are stored. Each block of the trace is one chunk,
+even a partial last block. Requests run one after the other, and no lease outlives its request. Generated tokens are not
+stored, because a trace has no ids for them. The policies are the depot's own, over a tree without records and extents.
+Two reference rows show how good the policies are: Belady's rule, and a pool without limit.
 """
 
 from array import array
@@ -26,7 +26,7 @@ from kvdepot.lab.plot import curves_as_svg
 from kvdepot.lab.trace import BLOCK_TOKENS, TraceRequest
 from kvdepot.pool.extents import extent_size
 
-LADDER: Final = (0.05, 0.1, 0.2, 0.4, 0.8)  # default pool sizes, of what an unlimited pool would hold
+LADDER: Final = (0.05, 0.1, 0.2, 0.4, 0.8)  # default pool sizes, as shares of an unlimited pool's content
 BYTES_PER_TOKEN: Final = 32 * 8 * 128 * 2 * 2  # 8B GQA model: layers, KV heads, head size, K and V, bf16
 BELADY: Final = "belady"
 UNLIMITED: Final = "unlimited"
@@ -41,11 +41,11 @@ class SimulationRow:
 
     policy: str
     pool_bytes: int
-    reachable: bool  # False: a reference that no server could be
+    reachable: bool  # False: a reference that no server can reach
     prompt_tokens: int
     hit_tokens: int
     hit_chunks: int
-    evictions: int  # chunks that left to make room; with Belady, that would have been used again
+    evictions: int  # to make room; for Belady, only of chunks that would have been used again
 
     @property
     def hit_rate(self) -> float:
@@ -67,22 +67,22 @@ class SimulationRow:
 
 @dataclass(frozen=True, slots=True)
 class SimulationTable:
-    """Hit rate against pool size, for each policy: with it a user sizes a pool."""
+    """Hit rate against pool size for each policy, to choose a pool size."""
 
     num_requests: int
     prompt_tokens: int
-    num_chunks: int  # asked for, over all requests
+    num_chunks: int  # looked up by all requests together
     unique_chunks: int
-    chunk_bytes: int  # as the pool holds them
+    chunk_bytes: int  # of a chunk's extent
     rows: tuple[SimulationRow, ...]
 
     @property
     def unique_bytes(self) -> int:
-        """The content of an unlimited pool in the end."""
+        """Bytes in an unlimited pool at the end of the trace."""
         return self.unique_chunks * self.chunk_bytes
 
     def row(self, policy: str, pool_bytes: int) -> SimulationRow:
-        """Return one row; raise KeyError without it."""
+        """Return one row; raise KeyError if there is none."""
         for row in self.rows:
             if (row.policy, row.pool_bytes) == (policy, pool_bytes):
                 return row
@@ -124,14 +124,14 @@ class SimulationTable:
         )
 
     def recommendation(self) -> str:
-        """Return which policy to choose: each is at most one point below the best from its size up to the next one."""
+        """Recommend policies: each is at most one point below the best from its pool size up to the next one."""
         rates: dict[int, dict[str, float]] = {}
         for row in self.rows:
             if row.reachable:
                 rates.setdefault(row.pool_bytes, {})[row.policy] = row.hit_rate
         if any(len(each) < 2 for each in rates.values()):
             return ""
-        chosen: list[tuple[int, list[str]]] = []  # from a size on, the policies that are good enough
+        chosen: list[tuple[int, list[str]]] = []  # a size, and the policies that are good enough from it on
         for size, each in sorted(rates.items()):
             good = [policy for policy, rate in each.items() if rate >= max(each.values()) - _NEARLY]
             still = [policy for policy in chosen[-1][1] if policy in good] if chosen else []
@@ -162,7 +162,7 @@ def parse_pool_sizes(text: str) -> tuple[int, ...]:
     """Return the sizes in a list like "64GiB,256GiB".
 
     Raises:
-        ConfigError: one of them is not a size.
+        ConfigError: a part of the list is not a size.
     """
     return tuple(parse_size(part) for part in text.split(","))
 
@@ -181,15 +181,15 @@ def simulate(
 
     Args:
         requests: the trace.
-        pool_sizes: in bytes; none: `LADDER`, as shares of all the trace's chunks.
+        pool_sizes: in bytes; if empty, the shares `LADDER` of the trace's chunks.
         policies: names of `POLICIES`.
         bytes_per_token: of the model's KV cache, on all workers together.
-        session_ends: share of the requests after which nothing that only they have is asked for again that say so, as a
-            client's hint does. Known from the rest of the trace.
-        on_row: is called with each row when it is ready.
+        session_ends: share of the sessions that announce their end, as a client's hint does. The rest of the trace
+            shows which request ends a session: its last whole chunk is not used again.
+        on_row: called with each finished row.
 
     Raises:
-        ConfigError: a policy, a size or a number of bytes that cannot be.
+        ConfigError: a policy is unknown, or a size, a number of bytes or a share is out of range.
         TraceError: there is nothing to replay, or `requests` raised it.
     """
     unknown = [policy for policy in policies if policy not in POLICIES]
@@ -235,7 +235,7 @@ def simulate(
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A trace with its chunks numbered in the order in which they first come: a parent before its children."""
+    """A trace whose chunks are numbered in the order of their first use, a parent before its children."""
 
     lengths: list[int]  # prompt tokens, by request
     paths: "list[array[int]]"  # numbers of the prompt's chunks, by request
@@ -270,7 +270,7 @@ class Workload:
 
 
 class _Prioritized:
-    """The policies of a pool where sessions say that they end, as one policy."""
+    """The policies of all priorities as one policy, for a pool whose sessions announce their ends."""
 
     def __init__(
         self, nodes: Nodes, make_policy: Callable[[ChunkTree], EvictionPolicy], on_ended: Callable[[bytes], object]
@@ -307,9 +307,10 @@ class _Prioritized:
 
 
 def replay(workload: Workload, policy_name: str, capacity_chunks: int, ends: bytearray) -> tuple[list[int], int]:
-    """Return the chunks found by each request and the chunks evicted: the policy's own view of the tree, and no more.
+    """Replay with one policy; return the number of chunks that each request found, and the number of evictions.
 
-    A chunk's number in the workload is its node, so that nothing has to be found by its key.
+    Only the tree is simulated, as the policy sees it. A chunk's number in the workload is its node, so no chunk is
+    searched by its key.
     """
     num_chunks = len(workload.digests)
     nodes = Nodes(num_chunks, [])
@@ -340,7 +341,7 @@ def replay(workload: Workload, policy_name: str, capacity_chunks: int, ends: byt
         for node in path[hits:]:
             parent = path[last - 1] if last else NO_NODE
             if parent != NO_NODE:
-                holds[parent] += 1  # it must not leave to make room for its child
+                holds[parent] += 1  # must not be evicted to make room for its child
             while num_kept == capacity_chunks and (victim := policy.victim()) is not None:
                 above = parents[victim]
                 policy.removed(victim)
@@ -377,9 +378,9 @@ def replay(workload: Workload, policy_name: str, capacity_chunks: int, ends: byt
 
 
 def _ceiling(workload: Workload) -> list[int]:
-    """Return the chunks that each request shares with those before it: what an unlimited pool would find."""
+    """Return the number of chunks that each request shares with earlier ones: the hits of an unlimited pool."""
     found: list[int] = []
-    seen = 0  # chunks are numbered as they come: those below are known
+    seen = 0  # chunks are numbered in the order of first use: lower numbers were seen
     for path in workload.paths:
         found.append(sum(number < seen for number in path))
         seen = max(seen, max(path, default=-1) + 1)
@@ -418,13 +419,13 @@ def _session_ends(workload: Workload, next_uses: "list[array[int]]", share: floa
 
 
 def _replay_offline(workload: Workload, next_uses: "list[array[int]]", capacity_chunks: int) -> tuple[list[int], int]:
-    """Replay with Belady's rule, which keeps the chunks that are used again soonest. Return the same as `_replay`.
+    """Replay with Belady's rule, which keeps the chunks that are used again soonest. Return the same as `replay`.
 
     Using a chunk uses all chunks before it. So the chunk that is used again last, the deepest first, is always a leaf,
     and no kept chunk misses its prefix. No rule finds more chunks with this capacity.
     """
     kept: dict[int, int] = {}  # chunk -> its next use
-    latest: list[int] = []  # heap of -(next use << 32 | chunk), with some that no longer hold
+    latest: list[int] = []  # heap of -(next use << 32 | chunk), with outdated entries
     found: list[int] = []
     evictions = 0
     for path, upcoming in zip(workload.paths, next_uses, strict=True):
@@ -453,5 +454,5 @@ def _whole_chunks(num_bytes: float, chunk_bytes: int) -> int:
 
 
 def _pool_name(num_bytes: int) -> str:
-    """GiB for all of a row, however large, so that sizes compare at a glance."""
+    """Name a pool size. From 1 GiB on it is in GiB, however large, so that sizes compare at a glance."""
     return f"{num_bytes / 2**30:,.1f} GiB" if num_bytes >= 1 << 30 else format_size(num_bytes)

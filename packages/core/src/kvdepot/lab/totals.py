@@ -1,4 +1,4 @@
-"""Adds up what engines report."""
+"""Adds up the reports of engines."""
 
 import statistics
 from dataclasses import dataclass, field

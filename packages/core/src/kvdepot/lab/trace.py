@@ -1,4 +1,4 @@
-"""Traces of real traffic, in Mooncake's JSONL format: which requests came, and which blocks of 512 tokens they share.
+"""Reads traces of real traffic in Mooncake's JSONL format: requests, and the blocks of 512 tokens that they share.
 
 One request a line: `{"timestamp": 0, "input_length": 700, "output_length": 20, "hash_ids": [4, 9]}`. Two requests whose
 lists begin with the same ids begin with the same tokens; the last block may be partial. Generated tokens have no
@@ -44,7 +44,7 @@ def read_trace(path: Path | str, limit: int | None = None) -> Iterator[TraceRequ
     """Read requests one by one, the first `limit` of them if it is given. Empty lines are skipped.
 
     Raises:
-        TraceError: while iterating: the file cannot be read, or a line is not a request; it names both.
+        TraceError: while iterating, with file and line: the file cannot be read, or a line is not a request.
     """
     path = Path(path)
     try:

@@ -1,7 +1,7 @@
-"""Shows a demo or a replay in at most 80 columns: its steps, and how far each fleet of engines is.
+"""Shows the progress of a demo or a replay in at most 80 columns: its steps, and the requests that each fleet served.
 
-Both name their steps and add reports to lanes. On a terminal with rich (`kvdepot[cli]`) a thread draws them eight
-times a second; elsewhere each step and each second of a lane is a line.
+Both name their steps and add reports to lanes. On a terminal with rich (`kvdepot[cli]`), a thread draws them eight
+times a second. Elsewhere each step is printed as a line, and each lane once a second if it changed.
 """
 
 import threading
@@ -40,7 +40,7 @@ class Lane:
 
 
 class View:
-    """Prints nothing; the other views inherit its calls."""
+    """Shows nothing; the base of the other views."""
 
     def __init__(self) -> None:
         self.lanes: list[Lane] = []
@@ -95,7 +95,7 @@ class _PlainView(View):
         print(text, flush=True)
 
     def run(self) -> None:
-        """Print what changed each second, and at the end."""
+        """Print the lanes that changed, each second and at the end."""
         while not self.is_over.wait(1):
             self._say_lanes()
         self._say_lanes()

@@ -1,11 +1,11 @@
-"""An engine in a process of its own that obeys, for suites that kill it; and the other end of its pipes.
+"""An engine in a child process that obeys commands, for suites that kill it, and the parent's end of its pipes.
 
-The child's module calls `obey` with a function that makes its worker. It answers each line on its input with one on its
-output: `store SALT N` and `retrieve SALT N` move the first N chunks of a prompt and say how many came into place (a
-retrieve says "wrong" if a byte differs from the stored one). `lookup SALT N` leases chunks and reports their number;
+The child's module calls `obey` with a function that makes its worker. The child answers each line of input with a line
+of output. `store SALT N` and `retrieve SALT N` move the first N chunks of a prompt and report how many arrived (a
+retrieve reports "wrong" if a byte differs from the stored one). `lookup SALT N` leases chunks and reports their number;
 `await SALT N` does so for chunks that another engine hands over, and `hand_over SALT N` stores for such a lookup.
-`gate store|retrieve before|half|after` stops the next copy of that direction there: the child says `reached` and
-continues when it is told `go`. Only for contexts that are built on `WorkerTransfers`.
+`gate store|retrieve before|half|after` stops the next copy in that direction at that place: the child says `reached`
+and continues after the line `go`. The worker's context must be built on `WorkerTransfers`.
 """
 
 import os
@@ -30,7 +30,7 @@ MakeWorker = Callable[[str, WorkerPlan], Worker]
 
 
 def obey(make_worker: MakeWorker, url: str, instance: str, plan: WorkerPlan = PLAN) -> None:
-    """Be the child, until its input ends. The fault suite needs the default plan."""
+    """Run the child until its input ends. The fault suite needs the default plan."""
     worker = make_worker(url, replace(plan, instance=instance))
     cache = Cache(worker, plan)
     scheduler = SchedulerClient(worker.spec, instance, url=url)
@@ -79,7 +79,7 @@ def _answer(command: str, run: Any, cache: Cache, scheduler: SchedulerClient) ->
 
 
 class _Gate:
-    """Stops one copy, once."""
+    """Stops the next copy in one direction, once."""
 
     def __init__(self, context: Any, direction: str, where: str) -> None:
         self._copier = context.copier
@@ -104,7 +104,7 @@ class _Gate:
 
 
 class EngineProcess:
-    """The parent's end.
+    """The parent's end of a child's pipes.
 
     Args:
         command: starts the child.
@@ -129,7 +129,7 @@ class EngineProcess:
         """Return the next line.
 
         Raises:
-            AssertionError: none within `timeout_seconds`, or the child ended.
+            AssertionError: no line came within `timeout_seconds`, or the child ended.
         """
         assert self._process.stdout is not None
         end, descriptor = time.monotonic() + timeout_seconds, self._process.stdout.fileno()
@@ -151,7 +151,7 @@ class EngineProcess:
         return self.listen()
 
     def expect(self, answer: str, line: str = "") -> None:
-        """Send a line, if there is one, and see that this comes back."""
+        """Send a line, if there is one, and check the answer."""
         if line:
             self.say(line)
         found = self.listen()
@@ -162,12 +162,12 @@ class EngineProcess:
         self._process.send_signal(number)
 
     def kill(self) -> None:
-        """End it as a crash would; twice is harmless."""
+        """End the child as a crash would. A second call does nothing."""
         self._process.kill()
         self._process.wait()
 
     def close(self) -> None:
-        """End it and close its pipes."""
+        """End the child and close its pipes."""
         self.kill()
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None

@@ -1,8 +1,8 @@
 """The fault suite of accelerator backends: workers and servers that are killed or stopped in the middle of a copy.
 
-Inherit `FaultSuite` beside `BackendSuite`, say how a worker is made in this process and how an engine is started in
-its own (`kvdepot.testing.engine.obey`). Right bytes or a miss is what every test ends with, and space and leases of the
-dead come back.
+Inherit `FaultSuite` beside `BackendSuite`, and implement `make_worker` for this process and `engine_command` for an
+engine in its own (`kvdepot.testing.engine.obey`). Every test ends with right bytes or a miss, and the depot frees the
+space and the leases of dead processes.
 """
 
 import signal
@@ -59,7 +59,7 @@ class FaultSuite:
 
     @pytest.fixture
     def other(self, depot: DepotProcess) -> Iterator[Cache]:
-        """A worker that nothing happens to."""
+        """A worker without faults."""
         worker = self.make_worker(depot.url, PLAN)
         worker.wait_until_connected(_WAIT_SECONDS)
         yield Cache(worker, PLAN)
@@ -72,7 +72,7 @@ class FaultSuite:
     def test_a_worker_killed_in_a_store_leaves_nothing(
         self, where: str, depot: DepotProcess, victim: EngineProcess, other: Cache
     ) -> None:
-        """Nothing of it is found, its space comes back, and others can store the same."""
+        """No lookup finds its chunks, their space is freed, and others can store the same chunks."""
         victim.expect("armed", f"gate store {where}")
         victim.expect("reached", "store 1 4")
         assert depot.status().pool_used_bytes == 4 * _CHUNK_BYTES
@@ -100,7 +100,7 @@ class FaultSuite:
     def test_a_stopped_worker_keeps_its_space_until_it_is_dead(
         self, depot: DepotProcess, victim: EngineProcess, other: Cache
     ) -> None:
-        """It may resume and write there."""
+        """The worker may resume and write to its extents."""
         victim.expect("armed", "gate store half")
         victim.expect("reached", "store 1 4")
         victim.signal(signal.SIGSTOP)
@@ -112,7 +112,7 @@ class FaultSuite:
         assert other.retrieve(prompt(3, salt=2)) == 3
 
     def test_a_worker_that_was_stopped_goes_on(self, depot: DepotProcess, victim: EngineProcess, other: Cache) -> None:
-        """The transfer that it was doing is right or a miss."""
+        """The transfer that was interrupted is right or a miss."""
         victim.expect("armed", "gate store half")
         victim.expect("reached", "store 1 4")
         victim.signal(signal.SIGSTOP)
@@ -124,7 +124,7 @@ class FaultSuite:
         assert other.retrieve(prompt(4, salt=1)) == 4
 
     def test_the_successor_of_a_killed_engine_finds_what_it_had_stored(self, spawn: Spawn) -> None:
-        """The cache is the depot's."""
+        """The cache belongs to the depot, not to the engine."""
         engine = spawn("engine")
         engine.expect("8", "store 1 8")
         engine.kill()
@@ -157,7 +157,7 @@ class FaultSuite:
     def test_worker_and_server_killed_in_a_store_leave_what_was_sealed(
         self, where: str, depot: DepotProcess, victim: EngineProcess, other: Cache
     ) -> None:
-        """And no bytes that were not stored."""
+        """Lookups find sealed chunks, and not those of the interrupted store."""
         victim.expect("4", "store 1 4")
         victim.expect("armed", f"gate store {where}")
         victim.expect("reached", "store 2 4")
@@ -187,7 +187,7 @@ class FaultSuite:
     def test_a_server_that_hangs_costs_a_miss_and_comes_back(
         self, direction: str, depot: DepotProcess, victim: EngineProcess
     ) -> None:
-        """Each wait has an end."""
+        """Each wait has a deadline."""
         victim.expect("4", "store 1 4")
         victim.expect("armed", f"gate {direction} half")
         victim.expect("reached", f"{direction} {2 if direction == 'store' else 1} 4")
@@ -204,7 +204,7 @@ class FaultSuite:
     def test_killing_the_server_over_and_over_under_load_serves_no_wrong_byte(
         self, depot: DepotProcess, spawn: Spawn
     ) -> None:
-        """Two engines; then everything works."""
+        """Two engines store and retrieve meanwhile; after the last kill, both work again."""
         engines = [spawn("one"), spawn("two")]
         for number in range(4):
             for engine in engines:

@@ -11,8 +11,8 @@ from kvdepot.kvcache import CacheGroup, KVCache
 def tensors_of(group: CacheGroup) -> list[Any]:
     """Return the tensors of a group one by one: keys and values of the first layer, of the second, and so on.
 
-    A layer is one tensor, or a tuple of two. Views whose dimensions within a block lie in another order than in memory,
-    as vLLM hands them out, are turned to the order in memory.
+    A layer is one tensor, or a tuple of two. If a view orders the dimensions within a block otherwise than memory does,
+    as vLLM's views do, it is permuted to the order in memory.
 
     Raises:
         LayoutError: not one or two tensors a layer, or some layers have one and some two.
@@ -61,10 +61,11 @@ def _in_memory_order(tensor: Any) -> Any:
 def byte_view(tensor: Any, int8: Any) -> Any:
     """Return `tensor` as `(num_blocks, page_size_bytes)` int8: the same memory, never a copy.
 
-    Bytes, since devices lack gathers and scatters for some types (fp8), and a copy must not round or quieten.
+    Copies are of bytes, because devices lack gathers and scatters for some types (fp8), and because a copy must not
+    round numbers or quieten NaNs.
 
     Raises:
-        LayoutError: the device's library cannot view it so.
+        LayoutError: the device's library cannot make such a view.
     """
     try:
         flat = tensor.view(int(tensor.shape[0]), -1)

@@ -1,4 +1,4 @@
-"""`Bridge`: the only access to torch and to a device's library. A context makes it when it is constructed."""
+"""`Bridge`: the only access to torch and to a device's library. The constructor of a context makes it."""
 
 import contextlib
 from collections.abc import Callable, Generator
@@ -11,7 +11,7 @@ def _nothing() -> None: ...
 
 @dataclass(frozen=True, slots=True)
 class Bridge:
-    """torch, its module of the device, and the peculiarities of the device."""
+    """torch, its module for the device, and the peculiarities of the device."""
 
     torch: Any
     device_type: str  # as in `torch.device`
@@ -33,7 +33,7 @@ class Bridge:
     def host_buffer(self, num_bytes: int) -> tuple[Any, bool]:
         """Return int8 memory of the host, and whether it is pinned.
 
-        Some versions of some devices cannot pin; some claim to have pinned and have not. So ask, then check.
+        Some versions for some devices cannot pin memory, and some only claim to have pinned it. So ask, then check.
         """
         with contextlib.suppress(RuntimeError, TypeError):
             buffer = self.torch.empty(num_bytes, dtype=self.torch.int8, pin_memory=True)

@@ -1,16 +1,16 @@
-"""Blocks between a device's memory and the pool: gathered and scattered on the device, staged in host memory.
+"""Copies blocks between a device's memory and the pool: gathers and scatters on the device, stages in host memory.
 
-A move out: block ids to the device, `index_select` of every page into one buffer, one copy to a staging slot, an event;
-then, once the event has happened, the slot's bytes go to the extents. A move in is the same backwards, with
-`index_copy_`. Two slots a direction take turns, so that the host copies one while the device fills the other. The
-device touches the staging slots alone, never the pool.
+A move of a store copies the block ids to the device, gathers every page into one buffer (`index_select`), copies the
+buffer to a staging slot and records an event. After the event, the host copies the slot to the extents. A move of a
+retrieve does the same backwards, with `index_copy_`. Each direction has two slots, so that the host copies one while
+the device fills the other. The device touches only the staging slots, never the pool.
 
-A transfer comes after the work that the engine's stream has when it is submitted: the copying thread waits on the host
-for an event that the submitting thread recorded there.
+A transfer runs after the work that is on the engine's stream at submission: the submitting thread records an event
+there, and the copying thread waits for it on the host.
 
-Where the device compiles each new shape (a Gaudi, for seconds) everything on it has one of the shapes that `warm_up`
-has run. Waiting and launching are apart: `Bridge.launch` starts deferred work and waits for nothing (a Gaudi's
-mark_step), an event waits and may launch nothing. So every hand-over is: work, launch, event, wait.
+If the device compiles each new shape (a Gaudi, for seconds), all its work has one of the shapes that `warm_up` has run.
+Launching and waiting are separate: `Bridge.launch` starts deferred work and waits for nothing (a Gaudi's mark_step);
+waiting for an event may launch nothing. So every hand-over is: work, launch, event, wait.
 """
 
 import contextlib
@@ -31,13 +31,13 @@ from kvdepot.layout import CacheLayout
 
 logger = logging.getLogger(__name__)
 
-STAGING_BYTES: Final = 64 << 20  # of one of the four slots, at most, unless one block is larger
+STAGING_BYTES: Final = 64 << 20  # limit of each of the four slots, unless one block is larger
 _NUM_SLOTS: Final = 2  # one is filled while the device copies the other; a third would only wait
 
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """One staging buffer with the ids of the blocks in it; the device's once the work is issued, until the event."""
+    """One staging buffer with the ids of its blocks. The device owns it from the issue of the work to the event."""
 
     bytes_on_host: Bytes
     ids_on_host: Ids
@@ -51,12 +51,12 @@ class _Views:
     ids: Any  # (num_blocks,) int64 on the device
     gathered: Any  # (num_blocks * block_size_bytes,) int8 on the device
     pages: tuple[Any, ...]  # of `gathered`: (num_blocks, page_size_bytes) each
-    staged: tuple[Any, ...]  # a slot's: like `gathered`, on the host
+    staged: tuple[Any, ...]  # by slot: like `gathered`, on the host
     staged_ids: tuple[Any, ...]
 
 
 class _Buffers:
-    """Of one direction: a stream, a buffer on the device, two staging slots."""
+    """The stream, the device buffer and the two staging slots of one direction."""
 
     def __init__(self, bridge: Bridge, shapes: Sequence[GroupShape]) -> None:
         torch = bridge.torch
@@ -102,7 +102,7 @@ class _Buffers:
         )
 
     def close(self) -> None:
-        """Let go of the buffers."""
+        """Release the buffers."""
         self.views.clear()
         self.slots = ()
         self._ids = self._gathered = None
@@ -112,16 +112,16 @@ class _Buffers:
 class StagedCopier(Copier):
     """The `Copier` of a device.
 
-    Construct it before the engine computes, on its stream: it compiles every shape, where that is needed, and checks
-    that bytes written through the byte views arrive in the engine's tensors. Afterwards block 0 of each tensor has its
-    bytes again.
+    Construct it on the engine's stream, before the engine computes. The constructor compiles every shape if needed, and
+    checks that bytes written through the byte views arrive in the engine's tensors. Then it restores block 0 of each
+    tensor.
 
     Args:
         bridge: the device.
         layout: where the blocks are.
         tensors: of each group, in the order of the layout's pages; kept alive.
-        max_blocks: how many blocks are moved at once, at most.
-        staging_bytes: of a staging slot, at most; there are four, and two buffers of that size on the device.
+        max_blocks: the most blocks of one move.
+        staging_bytes: limit of each of the four staging slots and of each of the two buffers on the device.
 
     Raises:
         LayoutError: the tensors cannot be seen as bytes.
@@ -142,15 +142,15 @@ class StagedCopier(Copier):
             for group in layout.groups
         ]
         self._pages = [[byte_view(tensor, bridge.torch.int8) for tensor in group] for group in tensors]
-        compute = bridge.current_stream()  # of the engine's work
-        self._issuing = threading.Lock()  # lazy mode accumulates for the process: a move is issued in one piece
+        compute = bridge.current_stream()  # the stream of the engine's work
+        self._issuing = threading.Lock()  # lazy mode accumulates work of all threads: issue one move at a time
         self._stores, self._retrieves = (_Buffers(bridge, self._shapes) for _ in range(2))
         bridge.launch()
         self.is_pinned: Final = self._stores.is_pinned and self._retrieves.is_pinned
-        # Whether copies between host and device return before they are done: pageable memory gives no such promise.
+        # Whether copies between host and device are asynchronous: pageable memory gives no such promise.
         self._is_late = self.is_pinned
         for direction in (self._stores, self._retrieves):
-            direction.stream.wait_stream(compute)  # what made the cache and the buffers
+            direction.stream.wait_stream(compute)  # the work that made the cache and the buffers
         for number, group in enumerate(tensors):
             self._check(number, group)
         self.warm_up()
@@ -195,7 +195,7 @@ class StagedCopier(Copier):
         try:
             work(batch, direction, pool)
         except BaseException:
-            # The caller may give blocks and extents away: nothing may be under way behind its back.
+            # The caller may reuse the blocks and extents afterwards: wait for the work that was issued.
             with contextlib.suppress(RuntimeError), self._issue(direction):
                 self._bridge.launch()
                 direction.stream.synchronize()
@@ -282,7 +282,7 @@ class StagedCopier(Copier):
         self._scatter(self._retrieves, move, 0).event.synchronize()
 
     def _check(self, number: int, tensors: Sequence[Any]) -> None:
-        """See that the byte views are the engine's tensors, both ways: a view may be a private copy."""
+        """Check that reads and writes of byte views reach the engine's tensors: a view may be a private copy."""
         move = Move(number, 1, np.zeros(1, np.int64), ())
         saved = self._first_blocks(tensors)
         arrives = np.array_equal(self._read_rows(move), saved)
@@ -301,7 +301,7 @@ class StagedCopier(Copier):
             )
 
     def _first_blocks(self, tensors: Sequence[Any]) -> Bytes:
-        """Return the bytes of block 0 of each tensor, past the byte view."""
+        """Return the bytes of block 0 of each tensor, without the byte views."""
         return np.concatenate([self._first_block(tensor) for tensor in tensors])
 
     def _first_block(self, tensor: Any) -> Bytes:
@@ -311,7 +311,7 @@ class StagedCopier(Copier):
 
 
 class _Unordered:
-    """Stands for a stream that could not be marked: the transfer fails when it waits for it, which is a miss."""
+    """Stands for an event that could not be recorded. Waiting for it raises, so the transfer is a miss."""
 
     def __init__(self, error: RuntimeError) -> None:
         self._error = error

@@ -1,4 +1,4 @@
-"""Cuts a batch of copies into moves: as many blocks as fit the staging memory, or one of a few fixed sizes.
+"""Cuts a batch of copies into moves: of as many blocks as fit the staging memory, or of one of a few fixed sizes.
 
 Fixed sizes (buckets) are for devices that compile a graph for each new shape. Pure: numbers in, numbers out.
 """
@@ -21,7 +21,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def bucket_sizes(block_size_bytes: int, staging_bytes: int, max_blocks: int) -> tuple[int, ...]:
-    """Return the numbers of blocks that are moved at once: 1, 2, 4, ... as far as they fit the staging memory."""
+    """Return the sizes of moves in blocks: 1, 2, 4, ... up to `max_blocks` and the staging memory."""
     sizes = [1]
     while sizes[-1] * 2 <= max_blocks and sizes[-1] * 2 * block_size_bytes <= staging_bytes:
         sizes.append(sizes[-1] * 2)
@@ -29,9 +29,9 @@ def bucket_sizes(block_size_bytes: int, staging_bytes: int, max_blocks: int) -> 
 
 
 def cut(num_blocks: int, largest: int) -> Iterator[tuple[int, int]]:
-    """Yield `(blocks, bucket)` until `num_blocks` are moved; buckets are powers of two up to `largest`, one too.
+    """Yield `(blocks, bucket)` until `num_blocks` are moved; buckets are powers of two up to `largest`, also one.
 
-    A bucket is filled up with padding only if that is at most a quarter of it; else the rest is split.
+    A bucket is padded by at most a quarter of its size. If more is missing, the next smaller bucket comes first.
     """
     while num_blocks:
         bucket = min(largest, 1 << (num_blocks - 1).bit_length())
@@ -51,9 +51,9 @@ def cut_exactly(num_blocks: int, largest: int) -> Iterator[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class PageRun:
-    """Neighbouring pages of one size, `(rows, num_heads, head_bytes)` each, of a worker that has `num_heads`.
+    """`num_pages` neighbouring pages of one size, `(rows, num_heads, head_bytes)` each, of a worker with `num_heads`.
 
-    There are `num_pages` of them, `start` bytes behind the first page of a block.
+    They begin `start` bytes after the beginning of a block's first page.
     """
 
     start: int
@@ -63,7 +63,7 @@ class PageRun:
     head_bytes: int
 
     def of(self, memory: Bytes, num_blocks: int) -> Bytes:
-        """Return these pages in memory that has pages of as many blocks.
+        """Return a view of these pages in `memory`, which holds all pages of `num_blocks` blocks, page after page.
 
         The shape is `(num_pages, num_blocks, rows, num_heads, head_bytes)`.
         """
@@ -72,13 +72,13 @@ class PageRun:
         return memory[first : first + math.prod(shape)].reshape(shape)
 
     def cut(self, pages: range, layer_bytes: int, mine: Part, theirs: Part) -> "PageRun":
-        """Return some of these pages where they lie in blocks of another part, whose heads they have there.
+        """Return some of these pages as they lie in blocks of another part, with the heads of that part.
 
         Args:
-            pages: of this run.
-            layer_bytes: bytes of one block in one layer, of this worker.
-            mine: part of this worker.
-            theirs: that other part, which has the layers of these pages.
+            pages: the pages of this run to return.
+            layer_bytes: this worker's bytes of one block in one layer.
+            mine: this worker's part.
+            theirs: the other part, which has the layers of these pages.
         """
         page_bytes = self.rows * self.num_heads * self.head_bytes
         start = self.start + pages.start * page_bytes + (mine.first_layer - theirs.first_layer) * layer_bytes
@@ -101,7 +101,7 @@ class GroupShape:
     def of(
         cls, group: LayerGroup, chunk_tokens: int, staging_bytes: int, max_blocks: int, *, in_buckets: bool
     ) -> "GroupShape":
-        """Take it from the layout."""
+        """Return the shape of a layer group."""
         sizes = tuple(page.page_size_bytes for page in group.pages)
         runs: list[PageRun] = []
         start = 0
@@ -136,7 +136,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Blocks of one group that go together, in a buffer for `bucket` blocks, page after page like an extent."""
+    """Blocks of one group that move together, in a buffer for `bucket` blocks, page after page like an extent."""
 
     group: int
     bucket: int
@@ -144,14 +144,14 @@ class Move:
     pieces: tuple[Piece, ...]
 
     def to_pool(self, shape: GroupShape, staged: Bytes, pool: Bytes) -> None:
-        """Copy a filled buffer to the extents: one numpy copy for each chunk and run of pages, the GIL released."""
+        """Copy a filled buffer to the extents: one numpy copy for each chunk and run of pages, without the GIL."""
         for piece in self.pieces:
             for run in shape.page_runs:
                 chunk = run.of(pool[piece.offset :], shape.blocks_per_chunk)
                 chunk[:, piece.places] = run.of(staged, self.bucket)[:, piece.blocks]
 
     def from_pool(self, shape: GroupShape, staged: Bytes, pool: Bytes) -> None:
-        """Copy extents to a buffer, the other way round; of other parts, the layers and heads that this worker has."""
+        """Copy the extents to a buffer; from extents of other parts, only the layers and heads that this worker has."""
         mine, of_layer = shape.part, len(shape.page_sizes_bytes) // shape.part.num_layers
         layer_bytes = sum(shape.page_sizes_bytes[:of_layer])
         for piece in self.pieces:
@@ -202,7 +202,7 @@ def moves(batch: CopyBatch, shapes: Sequence[GroupShape]) -> Iterator[Move]:
 
 
 def _pieces(extents: Sequence[Any], owners: npt.NDArray[Any], places: npt.NDArray[Any]) -> Iterator[Piece]:
-    """Yield the pieces of blocks that lie at `places` of the chunks `owners`, which have these extents."""
+    """Yield the pieces of the blocks at `places` of the chunks `owners`; `extents` has those of each chunk."""
     bounds = [0, *(np.flatnonzero(np.diff(owners)) + 1).tolist(), len(owners)]
     for start, stop in itertools.pairwise(bounds):
         first, last = int(places[start]), int(places[stop - 1])

@@ -1,6 +1,6 @@
-"""Workers under test: their layouts, the bytes that belong into their blocks, and how a test stores and retrieves.
+"""Workers under test: their layouts, the bytes of their blocks, and stores and retrieves that check these bytes.
 
-The oracle is `PagePattern`: the bytes follow from the chunk's key, so a retrieve that mixes anything up cannot pass.
+The oracle is `PagePattern`: bytes derived from the chunk's key, so a retrieve that mixes up any of them fails.
 """
 
 import random
@@ -22,7 +22,7 @@ WINDOW: Final = GroupKind.SLIDING_WINDOW
 STATE: Final = GroupKind.RECURRENT
 
 WAIT_SECONDS: Final = 20.0
-FILL: Final = 0xA5  # what blocks hold before a retrieve
+FILL: Final = 0xA5  # each byte of a block before a retrieve
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +71,12 @@ class WorkerPlan:
         return 1 if plan.kind is STATE else self.chunk_tokens // plan.block_tokens
 
     def chunk_size_bytes(self, group: int) -> int:
-        """Return the bytes of one chunk, as they lie in the pool."""
+        """Return the size of one chunk in the pool."""
         return sum(self.groups[group].page_sizes_bytes) * self.blocks_per_chunk(group)
 
 
 class Worker(Protocol):
-    """A worker of the backend under test: its context, and a way into its device memory."""
+    """A worker of the backend under test: its context, and access to its device memory."""
 
     @property
     def context(self) -> TransferContext:
@@ -122,7 +122,7 @@ def prompt(num_chunks: int, *, salt: int = 0, chunk_tokens: int = 64) -> KeyRun:
 
 
 class Cache:
-    """A worker with the oracle beside it."""
+    """A worker and the oracle that checks its bytes."""
 
     def __init__(self, worker: Worker, plan: WorkerPlan) -> None:
         self.worker = worker
@@ -141,26 +141,26 @@ class Cache:
         return found
 
     def fill(self, run: KeyRun, block_ids: Sequence[Sequence[int]]) -> None:
-        """Write what belongs to the run into its blocks."""
+        """Write the bytes of the run into its blocks."""
         for group, page, block, data in self._expected(run, block_ids):
             self.worker.write_block(group, page, block, data)
 
     def wipe(self) -> None:
-        """Make every block hold nothing of use."""
+        """Fill every block with `FILL`."""
         for group, plan in enumerate(self.plan.groups):
             for page, size in enumerate(plan.page_sizes_bytes):
                 for block in range(self.plan.num_blocks):
                     self.worker.write_block(group, page, block, bytes([FILL]) * size)
 
     def holds(self, run: KeyRun, block_ids: Sequence[Sequence[int]]) -> bool:
-        """Return whether the blocks hold exactly what belongs to the run."""
+        """Return whether the blocks hold exactly the bytes of the run."""
         return all(
             self.worker.read_block(group, page, block) == data
             for group, page, block, data in self._expected(run, block_ids)
         )
 
     def untouched(self, but: Sequence[Sequence[int]]) -> bool:
-        """Return whether every block not named is as `wipe` left it."""
+        """Return whether every block except `but` is as `wipe` left it."""
         return all(
             self.worker.read_block(group, page, block) == bytes([FILL]) * size
             for group, plan in enumerate(self.plan.groups)
@@ -175,7 +175,7 @@ class Cache:
         return self.context.submit_store(request_id, run, block_ids).result(WAIT_SECONDS)
 
     def retrieve(self, run: KeyRun, *, rotate: int = 1) -> int:
-        """Retrieve into wiped blocks, check every byte, and return the chunks that came."""
+        """Retrieve into wiped blocks, check every byte, and return the number of retrieved chunks."""
         block_ids = self.blocks(run, rotate=rotate)
         self.wipe()
         future = self.context.submit_retrieve("request", run, block_ids)
@@ -195,7 +195,7 @@ class Cache:
                 key = digest_at(run.digests, chunk)
                 num_pages = len(plan.page_sizes_bytes)
                 before = plan.part.first_layer * num_pages // plan.part.num_layers
-                # A row is the same in blocks of any size.
+                # A row has the same bytes in blocks of any size.
                 seeds = self._pattern.seeds(key, before + num_pages, step * plan.rows, tag=group)[before:]
                 for page, size in enumerate(plan.page_sizes_bytes):
                     for place in range(step):

@@ -1,16 +1,16 @@
 """The conformance suite of accelerator backends.
 
-A backend's tests inherit `BackendSuite` and say how a worker is made and how the test can reach its device memory:
+A backend's tests inherit `BackendSuite` and implement `make_worker`. Its result also gives access to device memory:
 
     class TestMyBackend(BackendSuite):
         def make_worker(self, url, plan, **options):
             return MyWorker(url, plan, **options)
 
-The oracle is `PagePattern`: bytes that follow from the chunk's key, so that a retrieve that mixes anything up cannot
-pass. Right bytes or a miss is what every test ends with. Runs against a real depot in a process of its own.
+The oracle is `PagePattern`: bytes derived from the chunk's key, so a retrieve that mixes up any of them fails. Every
+test ends with right bytes or a miss. The depot is a real one, in a process of its own.
 
-Tests name the promises of `docs/promises.md` that they show by the marker `promise`: register it where yours are run,
-`markers = ["promise(*numbers)"]`.
+The marker `promise` lists the promises of `docs/promises.md` that a test shows. Register it in your configuration of
+pytest: `markers = ["promise(*numbers)"]`.
 """
 
 import itertools
@@ -48,7 +48,7 @@ def _flip_a_byte(depot: DepotProcess, offset: int) -> None:
 def _plans_of_engine(
     size: int, stages: tuple[int, ...], heads: int, rows: int, head_bytes: tuple[int, ...], block_tokens: int = 16
 ) -> Iterator[WorkerPlan]:
-    """Yield the plans of the ranks of an engine, stage by stage; the ranks beyond the heads hold replicas."""
+    """Yield the plans of an engine's ranks, stage by stage. If there are more ranks than heads, they hold replicas."""
     world_size = size * (len(stages) - 1)
     for number, (start, stop) in enumerate(itertools.pairwise(stages)):
         for rank in range(size):
@@ -67,7 +67,7 @@ class BackendSuite:
     def make_worker(self, url: str, plan: WorkerPlan, **options: Any) -> Worker:
         """Return a worker with zeroed memory; `options` are `synchronous`, `batch_bytes` and `deadline_seconds`.
 
-        Its context is closed by the suite.
+        The suite closes its context.
         """
         raise NotImplementedError
 
@@ -167,7 +167,7 @@ class BackendSuite:
 
     @pytest.mark.promise(15)
     def test_a_missing_chunk_costs_only_itself_and_later_chunks(self, cache: MakeCache) -> None:
-        """A prefix of the run comes."""
+        """The retrieve returns the prefix that the depot has."""
         worker = cache()
         assert worker.store(prompt(3))
         assert worker.retrieve(prompt(5)) == 3
@@ -189,7 +189,7 @@ class BackendSuite:
         assert worker.retrieve(run) == 6
 
     def test_a_run_without_what_comes_before_it_is_not_kept(self, cache: MakeCache) -> None:
-        """Nothing could ever find it."""
+        """No lookup could ever find it."""
         worker = cache()
         assert not worker.store(prompt(6).slice(3))
         assert worker.retrieve(prompt(6)) == 0
@@ -214,7 +214,7 @@ class BackendSuite:
             assert cache(replace(other, instance=f"other-{number}")).retrieve(prompt(3)) == 0
 
     def test_parts_are_found_together_or_not_at_all(self, cache: MakeCache, depot: DepotProcess) -> None:
-        """A chunk is sealed when every rank has stored its part."""
+        """A lookup finds a chunk when every rank has stored its part."""
         plans = [
             WorkerPlan((GroupPlan(part=Part(rank), plane=Plane(2)),), rank=rank, world_size=2) for rank in range(2)
         ]
@@ -267,7 +267,7 @@ class BackendSuite:
     @pytest.mark.parametrize("tokens_a_row", [1, 16], ids=["tokens outermost", "rows of 16 tokens"])
     @pytest.mark.promise(33)
     def test_every_block_size_reads_every_other(self, tokens_a_row: int, cache: MakeCache, depot: DepotProcess) -> None:
-        """Blocks of whole rows hold the same bytes, so that engines share a chunk, of one rank and of two."""
+        """Engines of one and of two ranks share chunks: blocks of whole rows hold the same bytes at any size."""
         engines = [
             [cache(plan) for plan in _plans_of_engine(size, (0, 3), 4, tokens // tokens_a_row, (8, 16), tokens)]
             for size, tokens in itertools.product((1, 2), (16, 32, 64))
@@ -284,7 +284,7 @@ class BackendSuite:
 
     @pytest.mark.promise(29)
     def test_random_traffic_is_right_bytes_or_a_miss(self, cache: MakeCache) -> None:
-        """More than the pool holds, so that eviction is part of it."""
+        """The prompts exceed the pool, so that chunks are evicted."""
         plan = replace(PLANS["large pages"], num_blocks=64)
         workers = [cache(replace(plan, instance=f"engine-{number}")) for number in range(2)]
         rng = random.Random(7)
@@ -302,7 +302,7 @@ class BackendSuite:
 
     @pytest.mark.promise(13)
     def test_several_stores_of_one_request_are_several_futures(self, cache: MakeCache) -> None:
-        """None replaces another; each ends."""
+        """No future replaces another, and each of them ends."""
         worker = cache()
         run = prompt(12)
         block_ids = worker.blocks(run)
@@ -318,7 +318,7 @@ class BackendSuite:
         assert worker.retrieve(run) == 12
 
     def test_a_store_waits_until_its_blocks_are_ready(self, cache: MakeCache) -> None:
-        """The event is waited for before a byte is read."""
+        """The store waits for the event before it reads a byte."""
         worker = cache()
         run = prompt(2)
         block_ids = worker.blocks(run)
@@ -347,7 +347,7 @@ class BackendSuite:
     def test_blocks_that_do_not_fit_are_refused(
         self, block_ids: list[list[int]], skip_tokens: int, cache: MakeCache
     ) -> None:
-        """Before anything is touched."""
+        """The call raises before it touches anything."""
         worker = cache()
         with pytest.raises(LayoutError):
             worker.context.submit_retrieve("request", prompt(2), block_ids, skip_tokens=skip_tokens)
@@ -395,7 +395,7 @@ class BackendSuite:
     @pytest.mark.parametrize("verify", ["all", "sample"])
     @pytest.mark.promise(30)
     def test_bytes_that_changed_in_the_pool_are_a_miss_and_leave(self, verify: str, cache: MakeCache) -> None:
-        """A chunk whose bytes do not have their checksum is never served; the depot says which, and takes it again."""
+        """A chunk whose bytes differ from their checksum is never served. The depot drops it, and accepts it again."""
         with DepotProcess("--verify", verify) as depot:
             worker = cache(url=depot.url)
             worker.worker.wait_until_connected(WAIT_SECONDS)

@@ -1,4 +1,4 @@
-"""A tier that hangs, errs, lies, reports too little and comes back when told to, and a queue over it."""
+"""A tier that hangs, raises, lies, reports too little and recovers at a test's command, and a queue over it."""
 
 import enum
 import threading
@@ -27,15 +27,15 @@ class Wrong(enum.Enum):
 
 
 class FaultyTier:
-    """A tier that behaves as told: for tests of the queue that drives tiers.
+    """A tier with faults at a test's command, for tests of the queue that drives tiers.
 
-    Set `hang` to make calls wait until it is cleared (`strand` leaves those that wait and serves new ones), `error` to
-    make them raise, `lie` to make it claim to have everything, `forget` to make it report writes that it did not
-    make, `short` to make it report one outcome too few, `wrong` to make it read other bytes.
+    With `hang`, calls wait until it is cleared (`strand` leaves the waiting calls and serves new ones). With `error`,
+    calls raise it. With `lie`, the tier claims to have every key. With `forget`, it reports writes that it did not
+    make. With `short`, it reports one outcome too few. With `wrong`, it reads other bytes.
 
     Args:
-        inner: makes the calls.
-        pool: the one that it was opened with; `wrong` needs it.
+        inner: the tier that makes the calls.
+        pool: the pool of `inner`; `wrong` needs it.
     """
 
     def __init__(self, inner: Tier, pool: TierPool | None = None) -> None:
@@ -66,7 +66,7 @@ class FaultyTier:
         (self._go_on.clear if value else self._go_on.set)()
 
     def strand(self) -> None:
-        """Leave the calls that wait now waiting until `close`."""
+        """Let the calls that wait now wait until `close`, and serve new ones."""
         self._stranded.append(self._go_on)
         self._go_on = threading.Event()
         self._go_on.set()
@@ -147,7 +147,7 @@ class FaultyTier:
 
 
 class Clock:
-    """Monotonic seconds that pass when told to."""
+    """A monotonic clock, in seconds, that a test moves."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -158,14 +158,14 @@ class Clock:
 
 
 class FaultyBench:
-    """A tier behind a `FaultyTier`, its queue with a deadline of one second, and a clock that moves when told to.
+    """A tier behind a `FaultyTier`, its queue with a deadline of one second, and a clock that a test moves.
 
     Args:
         tier: closed with this object.
-        pool: the one that it was opened with; the payloads of `keys`, 4 KiB each, are put into its first extents.
+        pool: the pool of `tier`; its first extents get the payloads of `keys`, 4 KiB each.
         num_threads: see `TierQueue`.
         write_bytes: see `TierQueue`.
-        batch_entries: instead of the tier's own; 0 for that.
+        batch_entries: replaces the tier's own, unless it is 0.
     """
 
     def __init__(
@@ -192,11 +192,11 @@ class FaultyBench:
         )
         self.keys = [make_key(number) for number in range(16)]
         self.outcomes: dict[int, list[bool]] = {}  # of jobs, by their id
-        self._calls_before: dict[int, int] = {}  # of the tier, when a job was submitted
+        self._calls_before: dict[int, int] = {}  # calls of the tier when a job was submitted, by the job's id
         fill(pool, 0, self.keys, [4096] * 16)
 
     def submit(self, operation: Operation, first: int, last: int, to: int = -1) -> Job:
-        """Begin a job for some of the keys, with the extents from number `to` on; by default those of the payloads."""
+        """Submit a job for some of the keys and the extents from number `to` on; by default those of the payloads."""
         extents = extents_of(first if to < 0 else to, [4096] * (last - first))
         job = Job(operation, self.keys[first:last], extents)
         self._calls_before[id(job)] = self.tier.num_calls
@@ -233,7 +233,7 @@ class FaultyBench:
         return outcomes
 
     def wipe(self, first: int, count: int) -> None:
-        """Put other bytes into extents."""
+        """Fill extents with zeros."""
         for offset, size in extents_of(first, [4096] * count):
             self.pool.view[offset : offset + size] = bytes(size)
 
@@ -248,22 +248,22 @@ class FaultyBench:
             assert not is_here or self.pool.view[offset : offset + size] == content(key, size), "wrong bytes were read"
 
     def wait_for_calls(self, count: int) -> None:
-        """Wait until the tier was called so often in all."""
+        """Wait until the tier has been called `count` times in all."""
         wait_until(lambda: self.tier.num_calls >= count, what=f"{count} calls")
 
     def wait_for_calls_of(self, *jobs: Job) -> None:
-        """Wait until as many calls of the jobs that were submitted last have begun as can hang at a time."""
+        """Wait until the jobs that were submitted last have begun as many calls as can hang at a time."""
         num_calls = sum(-(-len(job.keys) // max(1, self.tier.batch_entries)) for job in jobs)
         only_writes = all(job.operation is Operation.WRITE for job in jobs)
         self.wait_for_calls(self._calls_before[id(jobs[0])] + min(self.num_threads - only_writes, num_calls))
 
     def let_pass(self, seconds: float) -> tuple[list[Job], int]:
-        """Return the late calls and the number of failed keys."""
+        """Move the clock; return the jobs with late calls, and the number of keys whose calls ended."""
         self.clock.now += seconds
         return self.queue.expire(), sum(len(part.outcomes) for part in self.take())
 
     def probe(self) -> None:
-        """Let the time of the next probe come and the probe end."""
+        """Move the clock to the next probe and wait for its end."""
         due = self.queue.next_deadline()
         assert due is not None
         before = self.queue.counters["breaker_opened"], self.queue.breaker.why_suspended
@@ -276,7 +276,7 @@ class FaultyBench:
         wait_until(is_over, what=f"a probe {before}")
 
     def break_down(self) -> None:
-        """Have the storage raise until the tier is suspended, and a probe raise."""
+        """Make the storage raise until the tier is suspended, and fail one probe."""
         self.tier.error = OSError(5, "Input/output error")
         for number in range(ERRORS_TO_SUSPEND):
             assert self.read(number, number + 1) == [False]
@@ -285,13 +285,13 @@ class FaultyBench:
         assert self.queue.is_suspended
 
     def come_back(self) -> None:
-        """Have the storage answer again, and probe it if the tier is suspended."""
+        """Make the storage answer again, and probe it if the tier is suspended."""
         self.tier.error = None
         if self.queue.is_suspended:
             self.probe()
         assert not self.queue.is_suspended, self.queue.breaker.why_suspended
 
     def close(self) -> None:
-        """End it all."""
+        """Release all calls and close the queue."""
         self.tier.let_go()
         self.queue.close()

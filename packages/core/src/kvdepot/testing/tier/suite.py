@@ -1,6 +1,6 @@
 """The conformance suite of tiers, which each tier's tests inherit.
 
-A tier may always miss; it may never read other bytes than were written under a key.
+A tier may always miss. It may never read bytes other than those written under the key.
 """
 
 import enum
@@ -30,7 +30,7 @@ from kvdepot.tiers.jobs import Job, Operation
 from kvdepot.tiers.keys import name_hash
 from kvdepot.tiers.queue import TierQueue
 
-SIZES: Final = (8192, 4096, 5000, 1)  # payloads; the space behind a payload belongs to its extent
+SIZES: Final = (8192, 4096, 5000, 1)  # of payloads; the rest of an extent after its payload belongs to it, too
 
 
 class Damage(enum.Enum):
@@ -42,7 +42,7 @@ class Damage(enum.Enum):
 
 
 class TierSuite:
-    """Inherit it, name the class `Test...`, and implement `open_tier`, and `damage` where that can be done."""
+    """Inherit it, name the class `Test...`, and implement `open_tier`, and `damage` if possible."""
 
     def open_tier(self, pool: TierPool) -> Tier:
         """Return a tier over the storage of this test: empty the first time, the same storage when called again.
@@ -55,7 +55,7 @@ class TierSuite:
         """Damage the stored entry `key`; for `SWAPPED` put the entry of `other` in its place."""
         pytest.skip("this tier's storage cannot be damaged from here")
 
-    survives_restart: bool = True  # whether a tier that is opened again finds the entries of the one before
+    survives_restart: bool = True  # whether a reopened tier finds its entries again
 
     @pytest.fixture
     def pool(self) -> TierPool:
@@ -95,7 +95,7 @@ class TierSuite:
         assert bytes(after) == before
 
     def test_a_key_that_was_never_written_is_a_miss(self, queue: TierQueue) -> None:
-        """And is not said to be there."""
+        """`contains` does not report it either."""
         assert read(queue, [make_key(1)], extents_of(0, [4096])) == [False]
         assert contains(queue, [make_key(1), make_key(2)]) == [False, False]
 
@@ -108,7 +108,7 @@ class TierSuite:
         assert read(queue, wanted, extents_of(8, [4096] * 3)) == [True, False, True]
 
     def test_existence_is_known_after_a_write(self, queue: TierQueue, pool: TierPool) -> None:
-        """A hint, but not a useless one."""
+        """`contains` is a hint, but a useful one."""
         fill(pool, 0, [make_key(0)], [4096])
         write(queue, [make_key(0)], extents_of(0, [4096]))
         assert contains(queue, [make_key(0), make_key(1)]) == [True, False]
@@ -130,7 +130,7 @@ class TierSuite:
     @pytest.mark.promise(30)
     @pytest.mark.parametrize("how", Damage)
     def test_a_damaged_entry_is_a_miss_counted_and_gone(self, queue: TierQueue, pool: TierPool, how: Damage) -> None:
-        """Checksums that are right for other bytes do not help; the other entries are served."""
+        """Even bytes with the right checksum of another entry are a miss; the other entries are served."""
         keys = [make_key(0), make_key(1), make_key(2)]
         fill(pool, 0, keys, [8192] * 3)
         write(queue, keys, extents_of(0, [8192] * 3))
@@ -143,7 +143,7 @@ class TierSuite:
         assert read(queue, keys[:1], extents_of(8, [8192])) == [True]
 
     def test_clear_removes_a_tenant_or_a_model_and_nothing_else(self, queue: TierQueue, pool: TierPool) -> None:
-        """By the hashes of names in the keys."""
+        """The tier selects entries by the hashes of names in their keys."""
         keys = [make_key(0, "a", "m"), make_key(1, "a", "n"), make_key(2, "b", "m"), make_key(3, "b", "n")]
         fill(pool, 0, keys, [4096] * 4)
         write(queue, keys, extents_of(0, [4096] * 4))
@@ -157,7 +157,7 @@ class TierSuite:
         assert contains(queue, keys) == [False] * 4
 
     def test_a_tier_that_is_opened_again_finds_what_was_written(self, pool: TierPool) -> None:
-        """If its storage outlives it."""
+        """Skipped if the storage ends with the tier."""
         if not self.survives_restart:
             pytest.skip("this storage ends with the tier")
         keys = [make_key(number) for number in range(4)]
@@ -174,7 +174,7 @@ class TierSuite:
             queue.close()
 
     def test_random_traffic_is_right_bytes_or_a_miss(self, queue: TierQueue, pool: TierPool) -> None:
-        """Keys written again, several jobs at a time."""
+        """Keys are written again, and several jobs run at a time."""
         rng = random.Random(3)
         hits = 0
         for _ in range(60):
@@ -195,7 +195,7 @@ class TierSuite:
 
     @pytest.fixture
     def faulty(self, pool: TierPool) -> Iterator[FaultyBench]:
-        """The tier under test as it is on bad days; the payloads of 16 keys are in the pool's first extents."""
+        """The tier under test behind a `FaultyTier`; the payloads of 16 keys are in the pool's first extents."""
         bench = FaultyBench(self.open_tier(pool), pool)
         yield bench
         bench.close()
@@ -221,7 +221,7 @@ class TierSuite:
 
     @pytest.mark.promise(31)
     def test_calls_that_never_come_back_are_left_behind(self, faulty: FaultyBench) -> None:
-        """Others are served in the meantime."""
+        """Other calls are served in the meantime."""
         assert faulty.write(0, 8) == [True] * 8
         faulty.tier.hang = True
         for operation in (Operation.READ, Operation.WRITE):
@@ -236,7 +236,7 @@ class TierSuite:
 
     @pytest.mark.promise(31)
     def test_a_probe_that_never_comes_back_is_left_behind(self, faulty: FaultyBench) -> None:
-        """The next one brings the storage back."""
+        """The next probe ends the suspension."""
         assert faulty.write(0, 8) == [True] * 8
         faulty.tier.hang = True
         faulty.wait_for_calls_of(faulty.submit(Operation.READ, 0, 1, to=64))
@@ -251,7 +251,7 @@ class TierSuite:
 
     @pytest.mark.promise(31)
     def test_errors_in_a_row_suspend_the_tier_until_the_storage_is_back(self, faulty: FaultyBench) -> None:
-        """Each of them is a miss."""
+        """Each error is a miss."""
         assert faulty.write(0, 8) == [True] * 8
         faulty.break_down()
         assert "Input/output error" in faulty.queue.breaker.why_suspended
@@ -273,7 +273,7 @@ class TierSuite:
         assert not faulty.queue.is_suspended
 
     def test_lies_about_existence_are_misses(self, faulty: FaultyBench) -> None:
-        """Keys never written, and keys that a write only claimed to have stored. Entries that exist are served."""
+        """Reads miss keys that were never written or only reported as written. Entries that exist are served."""
         assert faulty.write(0, 2) == [True] * 2
         faulty.tier.lie = faulty.tier.forget = True
         assert faulty.write(2, 4) == [True] * 2
@@ -287,7 +287,7 @@ class TierSuite:
     @pytest.mark.promise(30)
     @pytest.mark.parametrize("wrong", Wrong)
     def test_wrong_bytes_are_misses_counted_and_gone(self, faulty: FaultyBench, wrong: Wrong) -> None:
-        """The depot compares them, even if the tier calls them right; the tier only removes them."""
+        """The depot compares the bytes, even if the tier calls them right; the tier only removes the entries."""
         assert faulty.write(0, 3) == [True] * 3
         faulty.tier.wrong = wrong
         assert faulty.read(0, 2) == [False] * 2
@@ -300,7 +300,7 @@ class TierSuite:
         assert faulty.queue.counters["errors"] == 0
 
     def test_outcomes_that_are_missing_are_misses(self, faulty: FaultyBench) -> None:
-        """Each call reports one too few."""
+        """Each call reports one outcome too few."""
         assert faulty.write(0, 8) == [True] * 8
         faulty.tier.short = True
         step = 1 if faulty.queue.keeps_runs else max(1, faulty.tier.batch_entries)
@@ -312,7 +312,7 @@ class TierSuite:
     @pytest.mark.promise(30, 31)
     @pytest.mark.parametrize("how", Damage)
     def test_an_entry_damaged_while_the_storage_was_away_is_a_miss(self, faulty: FaultyBench, how: Damage) -> None:
-        """And is counted; the others are served."""
+        """The damage is counted, and the other entries are served."""
         assert faulty.write(0, 3) == [True] * 3
         faulty.break_down()
         self.damage(faulty.keys[0], faulty.keys[1], how)
@@ -322,7 +322,7 @@ class TierSuite:
         assert not faulty.queue.is_suspended
 
     def test_a_storage_that_comes_back_empty_is_misses_and_is_filled_again(self, faulty: FaultyBench) -> None:
-        """Without an error."""
+        """The empty storage causes no error."""
         assert faulty.write(0, 4) == [True] * 4
         faulty.break_down()
         num_errors = faulty.queue.counters["errors"]
@@ -336,7 +336,7 @@ class TierSuite:
 
     @pytest.mark.promise(31)
     def test_faults_in_any_order_are_right_bytes_or_a_miss(self, faulty: FaultyBench) -> None:
-        """Reads and writes beside each other; after each fault it comes back, sometimes without the calls that hung."""
+        """Reads and writes run side by side. After each fault the storage recovers, sometimes without its hung calls."""
         rng = random.Random(5)
         hits = 0
         for _ in range(40):
@@ -362,7 +362,7 @@ class TierSuite:
         assert hits > 0
 
     def test_the_storage_answers_a_probe(self, queue: TierQueue) -> None:
-        """Cheaply, by not raising."""
+        """The probe does not raise."""
         queue.tier.probe()
 
     def test_closing_twice_is_harmless(self, pool: TierPool) -> None:

@@ -1,4 +1,4 @@
-"""Keys, payloads and memory that stand for those of a depot, and jobs on a queue that are waited for."""
+"""Keys, payloads and memory that stand for those of a depot, and functions that run jobs on a queue and wait."""
 
 import random
 import threading
@@ -26,7 +26,7 @@ def make_pool(num_bytes: int = NUM_EXTENTS * EXTENT_BYTES) -> TierPool:
 
 
 def make_key(number: int, tenant: str = "", model: str = "a model", weights: str = "") -> bytes:
-    """Return one of many keys."""
+    """Return the key of entry `number`."""
     place = place_of(b"a spec", 0, 0, 7, EXTENT_BYTES, mark_of(weights))
     return tier_key(name_hash(tenant), name_hash(model), place, number.to_bytes(DIGEST_BYTES, "big"))
 
@@ -42,18 +42,18 @@ def extents_of(first: int, sizes: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def fill(pool: TierPool, first: int, keys: Sequence[bytes], sizes: Sequence[int]) -> None:
-    """Put the payloads of keys into extents."""
+    """Put the payloads of keys into extents from number `first` on."""
     for key, (offset, size) in zip(keys, extents_of(first, sizes), strict=True):
         pool.view[offset : offset + size] = content(key, size)
 
 
 def run(queue: TierQueue, *jobs: Job, woken: threading.Event | None = None) -> list[list[bool]]:
-    """Have jobs done; return the outcomes of their keys.
+    """Run jobs; return the outcomes of the keys of each job.
 
     Args:
-        queue: which does them.
-        jobs: to be done.
-        woken: set by the queue when it has something; without it the queue is polled, which costs up to 5 ms.
+        queue: runs the jobs.
+        jobs: the jobs to run.
+        woken: set by the queue when it has outcomes; without it the queue is polled, which costs up to 5 ms.
     """
     outcomes = {id(job): [False] * len(job.keys) for job in jobs}
     for job in jobs:
@@ -77,12 +77,12 @@ def run(queue: TierQueue, *jobs: Job, woken: threading.Event | None = None) -> l
 
 
 def write(queue: TierQueue, keys: Sequence[bytes], extents: Extents) -> list[bool]:
-    """Write and wait."""
+    """Write entries and wait."""
     return run(queue, Job(Operation.WRITE, keys, extents))[0]
 
 
 def read(queue: TierQueue, keys: Sequence[bytes], extents: Extents) -> list[bool]:
-    """Read and wait."""
+    """Read entries and wait."""
     return run(queue, Job(Operation.READ, keys, extents))[0]
 
 
@@ -101,12 +101,12 @@ def read_from(tier: Tier, pool: TierPool, keys: Sequence[bytes], extents: Extent
 
 
 def contains(queue: TierQueue, keys: Sequence[bytes]) -> list[bool]:
-    """Ask and wait."""
+    """Ask for entries and wait."""
     return run(queue, Job(Operation.CONTAINS, keys))[0]
 
 
 def clear(queue: TierQueue, tenant: bytes | None, model: bytes | None) -> int:
-    """Clear and wait."""
+    """Clear and wait; return the number of removed entries."""
     job = Job(Operation.CLEAR, names=(tenant, model))
     run(queue, job)
     assert job.num_cleared is not None, "it failed"
