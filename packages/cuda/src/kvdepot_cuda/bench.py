@@ -110,7 +110,7 @@ def _gather_of(driver: Driver, plan: BenchPlan, compile_gather: CompileGather) -
 
 
 class _Memory:
-    """Host memory, shared and registered as the pool is, twice as much on the device, and room to look at a page."""
+    """Host memory, shared and registered like the pool, twice as much on the device, and a page to compare with."""
 
     def __init__(self, driver: Driver, num_bytes: int, page_bytes: int, undo: contextlib.ExitStack) -> None:
         self.num_bytes = num_bytes
@@ -242,7 +242,7 @@ class _Cell:
             )
 
     def _launch(self) -> None:
-        """The rows are the same each time, so that repetitions need no wait between them."""
+        """Launch the kernel. The rows are the same each time, so that repetitions need no wait between them."""
         assert self._gather is not None
         sources, targets = self._ends(self._scattered, self._memory.host_on_device)
         self._gather.copy(sources, targets, self._scattered.sizes, self._memory.stream)
@@ -257,13 +257,13 @@ class _Cell:
         return (time.perf_counter() - started) / repetitions, (submitted - started) / repetitions
 
     def _compare(self, runs: Runs, way: Callable[[], None]) -> None:
-        """Run it once more with other bytes in host memory, and look at some pages on both sides."""
+        """Run the way once more with other bytes in host memory, and compare some pages on both sides."""
         memory, size = self._memory, self._page_bytes
         some = np.unique(np.linspace(0, len(runs) - 1, _NUM_COMPARED).astype(np.int64)).tolist()
         for number in some:
             offset = int(runs.offsets[number])
             if self._direction is CopyKind.TO_DEVICE:
-                memory.host[offset : offset + size] += np.uint8(1)  # other bytes than any way before had
+                memory.host[offset : offset + size] += np.uint8(1)  # bytes that no way before has copied
             else:
                 memory.host[offset : offset + size] = _POISON
         way()

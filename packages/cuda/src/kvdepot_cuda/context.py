@@ -109,7 +109,7 @@ class CudaTransferContext(WorkerTransfers):
                 channel.close()
 
     def close(self) -> None:
-        """Finish the running transfers and leave the depot. Twice is harmless.
+        """Finish the running transfers and leave the depot. Idempotent.
 
         Afterwards no other process has the device's memory open. Freeing it before that would be undefined behaviour.
         """

@@ -3,7 +3,7 @@
 There are several copy strategies, chosen per run by the kind of memory it is in: batches, if the pool is registered
 with the device and the driver supports batches; single copies in stream order, if the driver does not; single pageable
 copies, where the pool is not registered (yet). If a batch fails, the engine uses single copies at once and from then
-on. If it is switched on, a kernel retrieves many small runs by one launch instead. A kernel that cannot be loaded or
+on. If enabled, a kernel retrieves many small runs by one launch instead. A kernel that cannot be loaded or
 launched is not used again. Each such fallback logs one warning.
 
 No result is reported or raised before the stream is synchronised. Otherwise a copy of a failed transfer could still be
@@ -41,7 +41,7 @@ class CopyEngine:
     """The `Copier` of a device.
 
     Args:
-        driver: the device's. This object takes ownership of it.
+        driver: the device's driver. This object takes ownership of it.
         layout: the layout of the blocks.
         keep_alive: the owner of the blocks' memory.
         piece_bytes: the bytes of the pool that are registered per call.
@@ -127,7 +127,7 @@ class CopyEngine:
                 event = self._driver.create_event()
                 self._events.append(event)
             mark = Mark(event)
-            # Calls no driver function, as any thread may collect the mark.
+            # The finalizer calls no driver function, as any thread may collect the mark.
             weakref.finalize(mark, self._idle_events.append, event)
             self._driver.record_event(event, stream)
         return mark
@@ -164,7 +164,7 @@ class CopyEngine:
                 self._put_off = lambda: self._attach(mapping, barrier)
 
     def start_registering(self) -> None:
-        """Register attached mappings, and later ones, without waiting for a copy. Twice is harmless."""
+        """Register attached mappings, and later ones, without waiting for a copy. Idempotent."""
         with self._attaching:
             self._may_register = True
             put_off, self._put_off = self._put_off, None
@@ -191,7 +191,7 @@ class CopyEngine:
         self._stop_registering = stop
         thread = threading.Thread(target=change, name="kvdepot-register", daemon=True)
         thread.start()
-        self._registering = thread  # before the start: a thread that has not started looks like one that has ended
+        self._registering = thread  # after the start: a thread that has not started looks like one that has ended
 
     # --- copies ---------------------------------------------------------------------------------------------------
 

@@ -49,8 +49,8 @@ class CudaOptions(TransferOptions):
     """
 
     mode: str = DIRECT
-    """The copying process. "direct": the worker itself. "ipc": a mover of the depot, or the worker itself if no mover
-    can open its memory, which is one line in the log and in `kvdepot status`."""
+    """The copying process. "direct": the worker itself. "ipc": a mover of the depot or, if no mover can open its
+    memory, the worker itself. The log and `kvdepot status` report that in one line."""
     stream: Callable[[], int] | None = None
     """Returns the handle of the stream on which the engine writes and reads its cache; called at each submission. None:
     torch's current stream if the tensors are torch's, else transfers wait only for `ready`."""
@@ -121,7 +121,7 @@ class MoverRoute(CopyRoute):
     """Copies batches by a mover of the depot, as long as the registration offers the worker's memory to one.
 
     Args:
-        copier: the worker's.
+        copier: the worker's own copier.
         registration: has an offer if a mover is to copy.
         deadline_seconds: the limit of each request to the depot.
         register_as: see `Connection`.
@@ -244,7 +244,7 @@ class MoverRoute(CopyRoute):
 
 
 class _Unordered:
-    """Stands for a stream that could not be marked. The transfer that waits for it fails and is a miss."""
+    """Stands for an event that could not be recorded. The transfer that waits for it fails and is a miss."""
 
     def __init__(self, error: DriverError) -> None:
         self._error = error

@@ -24,7 +24,7 @@ PERMANENT: Final = frozenset({
     "CUDA_ERROR_INVALID_PC", "CUDA_ERROR_LAUNCH_FAILED", "CUDA_ERROR_TENSOR_MEMORY_LEAK",
     "CUDA_ERROR_EXTERNAL_DEVICE", "CUDA_ERROR_MPS_CLIENT_TERMINATED",
 })  # fmt: skip
-"""Errors after which, as the driver API's documentation has it, the context or the process is of no use any more."""
+"""Errors that make the context or the process unusable, according to the driver API's documentation."""
 
 
 class DriverError(DeviceError):
@@ -88,7 +88,7 @@ class Driver(Protocol):
         ...
 
     def destroy_event(self, event: int) -> None:
-        """Give up an event."""
+        """Destroy an event."""
         ...
 
     def record_event(self, event: int, stream: int) -> None:

@@ -42,7 +42,7 @@ def runs_for_kernel(sources: Addresses, targets: Addresses, sizes: Addresses) ->
         sizes: in bytes.
     """
     suits = (sizes <= np.uint64(MOST_RUN_BYTES)) & (sources != 0)
-    suits &= (sources | targets) % np.uint64(_ALIGNMENT) == 0  # it would copy others byte by byte
+    suits &= (sources | targets) % np.uint64(_ALIGNMENT) == 0  # the kernel would copy other runs byte by byte
     if np.count_nonzero(suits) < LEAST_RUNS:
         suits[:] = False
     return suits
@@ -72,7 +72,7 @@ class Gather:
     The table of runs is copied to the device on the same stream, from registered memory.
 
     Args:
-        driver: the device's.
+        driver: the device's driver.
         image: the kernel, compiled for that device.
         max_runs: the limit of one launch.
 

@@ -98,8 +98,8 @@ class CudaMover:
 
     Args:
         driver: the driver of the worker's device. This object takes ownership of it.
-        registration: the worker's, with an offer.
-        pool: mapped in this process.
+        registration: the worker's registration, with an offer.
+        pool: the pool, mapped in this process.
         piece_bytes: the bytes of the pool that are registered per call.
 
     Raises:

@@ -41,7 +41,7 @@ class PoolRegistration:
     """Registers one mapping of the pool in pieces. It keeps the mapping alive until `close` has succeeded.
 
     Args:
-        driver: the device's.
+        driver: the device's driver.
         mapping: the mapping to register.
         piece_bytes: the size of all pieces but the last; a multiple of the page size.
     """

@@ -1,4 +1,4 @@
-"""Refuses engines on Gaudi (vllm-gaudi) that cannot use a depot, before any block is moved. Based on its source.
+"""Refuses engines on Gaudi that cannot use a depot, before any block is moved. Based on the source of vllm-gaudi.
 
 `kvdepot_hpu.arrays` checks the tensors themselves and refuses keys without values (fp8 with dynamic scales).
 """

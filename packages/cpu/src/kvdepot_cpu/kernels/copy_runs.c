@@ -21,9 +21,9 @@
  * Rows of 2 KiB, every other one: .54 of a large memcpy without, .70 with it; pages of 32 KiB 1.80 and 1.26 (AMD EPYC). */
 #define LARGEST_FETCHED 8192
 #define STEP 128               /* bytes that one stream copies at a time: two lines */
-/* Pages begin at multiples of 4 KiB, and lines alike in the last 12 bits of their address share a place in the first
- * cache. So each stream is this far ahead of the one before it: pages of 32 KiB reach 1.80 of a large memcpy in place of
- * .67 (AMD EPYC). */
+/* Pages begin at multiples of 4 KiB, and lines with equal last 12 bits of their addresses share a set of the first-level
+ * cache. So each stream is this far ahead of the one before it: pages of 32 KiB then reach 1.80 of a large memcpy instead
+ * of .67 (AMD EPYC). */
 #define SKEW 256
 
 typedef struct {
@@ -168,7 +168,7 @@ void kvdepot_copy_runs(const uint64_t *sources, const uint64_t *targets, const u
 
 /* Copy `count` pages of `num_rows` rows each, as runs: row `r` of page `i` has `bytes[i]` bytes, and goes from
  * `sources[i] + r * source_steps[i]` to `targets[i] + r * target_steps[i]`. Four pages are copied side by side, row after
- * row: row after row of one page reaches .74 of memcpy where four reach 1.0 (AMD EPYC). */
+ * row: one page at a time reaches .74 of memcpy, four reach 1.0 (AMD EPYC). */
 void kvdepot_copy_rows(const uint64_t *sources, const uint64_t *targets, const uint64_t *bytes, size_t count,
                        const uint64_t *source_steps, const uint64_t *target_steps, size_t num_rows, int streamed)
 {

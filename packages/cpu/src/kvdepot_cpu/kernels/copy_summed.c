@@ -59,12 +59,12 @@ typedef struct {
     size_t bytes;
 } run;
 
-/* The checksum under way, and what is to come. */
+/* The checksum in progress, and the extents to come. */
 typedef struct {
     lanes total;
     size_t blocks_left;      /* of this extent */
     const uint64_t *extents; /* sizes in bytes, of this extent and those after it */
-    uint8_t *digests;        /* of the same */
+    uint8_t *digests;        /* of the same extents */
 } checksum;
 
 AVX2 static inline __m256i load(const void *from)
@@ -191,7 +191,7 @@ AVX2 static void copy_slices(const run *slices, int count, checksum *c)
 }
 #endif
 
-/* Return whether this processor can do it. */
+/* Return whether this processor can copy and sum. */
 int kvdepot_can_sum(void)
 {
 #if defined(__x86_64__)

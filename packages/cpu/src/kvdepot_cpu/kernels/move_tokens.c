@@ -1,11 +1,11 @@
-/* Moves tokens' KV to other places in the pages and turns K on its way.
+/* Moves tokens' KV to other places in the pages and turns (rotates) K on the way.
  *
- * In these pages K lies in rows: neighbouring tokens of one dim or, in tiles as AMX multiplies them, neighbouring tokens
- * of two neighbouring dims, which take turns. A row ends with its tile. V lies the other way round: neighbouring dims of
- * one token, or of two neighbouring tokens, which take turns.
+ * In these pages K lies in rows: neighbouring tokens of one dim or, in the tiles that AMX multiplies, neighbouring tokens
+ * of two interleaved dims. A row ends with its tile. V lies the other way round: neighbouring dims of one token, or of
+ * two interleaved tokens.
  *
- * A turn by one distance combines two rows of K, the dims of a pair, with one cosine and one sine: in float32, with one
- * product rounded and the other not, as torch's vectorized addcmul does it. Each element is read once and written once.
+ * A turn by one distance combines two rows of K, the dims of a pair, with one cosine and one sine. It computes in float32
+ * and rounds one of the two products, as torch's vectorized addcmul does. Each element is read once and written once.
  *
  * Called through ctypes like copy_runs.c. It needs x86-64 with AVX2, FMA and F16C.
  */
@@ -30,8 +30,8 @@ void kvdepot_copy_runs(const uint64_t *, const uint64_t *, const uint64_t *, siz
 #include <immintrin.h>
 
 #define STEP 16  /* elements of a row that are turned at a time */
-#define AHEAD 4  /* rows: without prefetching a move takes 1.2 times as long, because two streams are read in turns */
-#define RUNS 64  /* of V that are copied at a time */
+#define AHEAD 4  /* rows to prefetch: without it a move takes 1.2 times as long, because it reads two streams in turn */
+#define RUNS 64  /* runs of V that are copied at a time */
 #define TARGET __attribute__((target("avx2,fma,f16c")))
 #define INLINE TARGET __attribute__((always_inline)) static inline
 
@@ -97,7 +97,7 @@ INLINE lane_pair turned(row_pair rows, size_t at, lanes cosine, lanes sine, enum
                         _mm256_fmadd_ps(x.b, sine.b, _mm256_mul_ps(y.b, cosine.b))}};
 }
 
-/* Spread the factor of a row's dim, or of its two dims: `load` parts bfloat16s into those of even and of odd places. */
+/* Spread the factor of a row's dim, or of its two dims: `load` separates bfloat16s at even places from those at odd ones. */
 INLINE lanes spread(const float *factors, int64_t dims)
 {
     return (lanes){_mm256_set1_ps(factors[0]), _mm256_set1_ps(factors[dims - 1])};
@@ -186,7 +186,7 @@ MOVE_K(move_k_of_float16, FLOAT16)
 MOVE_K(move_k_of_float32, FLOAT32)
 
 /* Copy V of neighbouring tokens that lie in pairs. Both places are those of the pairs of the first token; `source` and
- * `target` say which of its pair each is: 0 or 1. */
+ * `target` are the places of the first token in these pairs: 0 or 1. */
 TARGET static void copy_pairs(const uint16_t *from, uint16_t *to, int64_t source, int64_t target, int64_t length,
                               int64_t dims)
 {

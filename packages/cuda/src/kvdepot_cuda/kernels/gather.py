@@ -1,8 +1,8 @@
 # pyright: basic, reportMissingImports=false
 """The gather kernel, in Triton (3.3 and newer): one launch copies a table of runs, from any address to any address.
 
-It is compiled for a named device, without one, and launched by `kvdepot_cuda.driver`, so that neither torch nor
-Triton's own launcher is needed where it runs.
+It is compiled for a given kind of device, without needing one. `kvdepot_cuda.driver` launches it, so it runs without
+torch and without Triton's own launcher.
 """
 
 import re
@@ -15,7 +15,7 @@ from triton.compiler import ASTSource
 
 from kvdepot_cuda.image import GatherImage
 
-WORDS: Final = 1024  # of 8 bytes, copied by a program at a time: 8 KiB
+WORDS: Final = 1024  # words of 8 bytes that a program copies at a time: 8 KiB
 NUM_WARPS: Final = 4  # 64 bytes of each lane under way, in words of 16 bytes
 _NUM_PARAMETERS: Final = 2
 
@@ -36,13 +36,13 @@ def gather_runs(table, num_runs, WORDS: tl.constexpr):  # noqa: N803  # Triton's
         source = tl.load(row)
         target = tl.load(row + 1)
         size = tl.load(row + 2)
-        # In words where both addresses allow it; the rest, or all, in bytes.
+        # Copy in words if both addresses allow it; copy the rest, or all, in bytes.
         words = tl.where(((source | target) & 15) == 0, size // 16 * 2, 0)
         wide_source = tl.multiple_of(source.to(tl.pointer_type(tl.int64)), 16)
         wide_target = tl.multiple_of(target.to(tl.pointer_type(tl.int64)), 16)
         for at in range(0, words, WORDS):
             inside = at + lane < words
-            # Read once: it must not evict the model's data from the caches.
+            # The value is read only once: it must not evict the model's data from the caches.
             value = tl.load(wide_source + at + lane, mask=inside, eviction_policy="evict_first")
             tl.store(wide_target + at + lane, value, mask=inside)
         byte_source = source.to(tl.pointer_type(tl.int8))
@@ -53,7 +53,7 @@ def gather_runs(table, num_runs, WORDS: tl.constexpr):  # noqa: N803  # Triton's
 
 
 def compile_for(capability: int):
-    """Return what Triton makes of the kernel for a compute capability (90 is 9.0); no device is needed."""
+    """Return the kernel as Triton compiles it for a compute capability (90 is 9.0); no device is needed."""
     source = ASTSource(
         fn=gather_runs,
         signature={"table": "i64", "num_runs": "i32", "WORDS": "constexpr"},
@@ -66,7 +66,7 @@ def image_for(capability: int) -> GatherImage:
     """Return the kernel for a compute capability, ready to load.
 
     Raises:
-        ValueError: this Triton's kernels want memory of their own, which they do not get here.
+        ValueError: this Triton's kernels need scratch memory, which they do not get here.
     """
     compiled = compile_for(capability)
     metadata = compiled.metadata

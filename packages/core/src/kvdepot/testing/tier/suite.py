@@ -336,7 +336,7 @@ class TierSuite:
 
     @pytest.mark.promise(31)
     def test_faults_in_any_order_are_right_bytes_or_a_miss(self, faulty: FaultyBench) -> None:
-        """Reads and writes run side by side. After each fault the storage recovers, sometimes without its hung calls."""
+        """Reads and writes run side by side. The storage recovers after each fault, maybe without its hung calls."""
         rng = random.Random(5)
         hits = 0
         for _ in range(40):
