@@ -96,7 +96,7 @@ class ReadyEvent(Protocol):
 
 
 CopyBarrier = Callable[[], AbstractContextManager[object]]
-"""While the returned context manager is entered, no copy of the worker runs; a copy that runs is waited for first."""
+"""Returns a context manager. Entering it waits for the worker's running copies, and no copy begins until its exit."""
 
 
 class Copier(Protocol):
@@ -298,8 +298,8 @@ class Backend(Protocol):
         """Return a context for one worker.
 
         Args:
-            cache: the worker's. Its tensors are kept alive until `close`.
-            url: the depot's, None for the one in the default directory.
+            cache: the worker's cache. The context keeps its tensors alive until `close`.
+            url: the depot's URL, None for the depot in the default directory.
             deadline_seconds: the limit of each request to the depot.
             options: further options of the backend.
 

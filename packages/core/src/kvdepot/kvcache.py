@@ -41,10 +41,10 @@ class Direction(enum.IntEnum):
 class TokenLayout(NamedTuple):
     """The places of K and V of a token in the pages of a layer.
 
-    K lies in rows of neighbouring tokens, each for `k_lanes` neighbouring dims that take turns. A row is as long as a
-    tile, which may be the block. V lies in rows of `v_group_dims` neighbouring dims, each for `v_lanes` neighbouring
-    tokens that take turns; the row of the next tokens follows. Offsets are from the start of a block; they and strides
-    are in elements. `move_tokens.c` reads the same fields.
+    K lies in rows of neighbouring tokens; each row interleaves `k_lanes` neighbouring dims. A row is as long as a tile,
+    which may be the block. V lies in rows of `v_group_dims` neighbouring dims; each row interleaves `v_lanes`
+    neighbouring tokens, and the row of the next tokens follows. Offsets are from the start of a block. Offsets and
+    strides are in elements. `move_tokens.c` reads the same fields.
     """
 
     item_bytes: int
@@ -64,7 +64,7 @@ class TokenLayout(NamedTuple):
     v_lanes: int  # 1, or 2 of two bytes each
     v_group_dims: int
     v_group_stride: int
-    pairs: int  # of K's first `2 * pairs` dims, which turn; 0: none does
+    pairs: int  # of dims to turn: the first `2 * pairs` dims of K
     pair_row_stride: int  # from the row of a pair's first dim to that of the next `k_lanes` pairs
     member_stride: int  # from the first dim of a pair to the second
 

@@ -28,8 +28,8 @@ class Agents:
     """All agent sessions.
 
     Args:
-        state: the depot's.
-        contexts: the depot's.
+        state: the depot's state.
+        contexts: the depot's contexts.
         prefixes: the last prefix of each session; the caller closes the file.
     """
 

@@ -211,7 +211,7 @@ class ConnectionTable:
         Requests that are still held count even after their connection was closed.
 
         Raises:
-            IntegrityError: they do not.
+            IntegrityError: they disagree.
         """
         connections = set(self)
         require(self.unread_bytes == sum(len(each.unread) for each in connections), "unread bytes are miscounted")
@@ -223,7 +223,7 @@ class ConnectionTable:
             require(all(each.owner == owner for each in siblings), "a session has another's connection")
 
     def close(self) -> None:
-        """Close every connection and remove the socket. Twice is harmless."""
+        """Close every connection and remove the socket. Idempotent."""
         self._listener.close()
         for connection in list(self._connections.values()):
             connection.is_open = False

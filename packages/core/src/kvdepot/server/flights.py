@@ -112,7 +112,7 @@ class FlightTable:
     """All flights.
 
     Args:
-        state: the depot's.
+        state: the depot's state.
         contexts: tell whether an announcing engine can store.
     """
 
@@ -372,7 +372,7 @@ class FlightTable:
         """Check the counts and lists against the flights under way and their waiting lookups.
 
         Raises:
-            IntegrityError: they do not.
+            IntegrityError: they disagree.
         """
         flights = list(self._by_request.values())
         require(self._num_flights.total == len(flights), "flights are miscounted")

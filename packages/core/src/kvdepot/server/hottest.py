@@ -1,8 +1,8 @@
-"""The hottest prefixes of a fleet: depots list theirs in a tier that they share, and a new one promotes what is listed.
+"""Shares the hottest prefixes of a fleet: depots list theirs in a shared tier, and a new depot promotes listed ones.
 
 A list is an entry like any other, in a space of its own: tiers write it, check it and evict it. Its key names the space
-of the listed chunks and a period of the clock. Of the depots that write in one period the first one's list stays, so a
-reader takes the lists of several periods, which are mostly those of several depots.
+of the listed chunks and a period of the clock. If several depots write in one period, the first one's list stays. So a
+reader takes the lists of several periods, which mostly come from several depots.
 """
 
 import logging
@@ -33,15 +33,15 @@ _CHUNKS_PROMOTED: Final = depot_counter(
     "hottest_chunks_promoted", "Chunks that were in the pool before a request, as other depots list them"
 )
 
-LIST_BYTES: Final = 256 << 10  # 6,000 chunks: of 2 MiB each (an 8B model, 16 tokens) 12 GiB
+LIST_BYTES: Final = 256 << 10  # 6,000 chunks: 12 GiB if a chunk has 2 MiB (an 8B model, 16 tokens)
 PERIOD_SECONDS: Final = 300.0  # 288 lists a day take 72 MiB of a tier that evicts nothing
-_MOST_SHARE: Final = 0.25  # of the pool in use, until which listed prefixes are promoted: engines need the rest
-_NUM_PERIODS: Final = 3  # whose lists a reader asks for, from the present one back
+_MOST_SHARE: Final = 0.25  # promote listed prefixes until this share of the pool is in use: engines need the rest
+_NUM_PERIODS: Final = 3  # periods whose lists a reader asks for: the present one and those before it
 _LOOK_SECONDS: Final = 0.5  # between two looks for engines that attached; their first request is rarely sooner
-_PATIENT_SECONDS: Final = 60.0  # that a promotion may take: nobody waits for it
-_PREFIXES_A_STEP: Final = 8  # walked: of 512 chunks, 1 ms
+_PATIENT_SECONDS: Final = 60.0  # longest time of a promotion: no request waits for it
+_PREFIXES_A_STEP: Final = 8  # prefixes walked per step: 1 ms if they have 512 chunks each
 _CHUNKS_A_STEP: Final = 2048
-_MOST_LABELS: Final = 64  # of one list
+_MOST_LABELS: Final = 64  # per list
 _NO_PARENT: Final = 0xFFFF_FFFF
 
 _PLACE: Final = PartPlace(0, THAT_CELL.number, LIST_BYTES, 0)
@@ -51,7 +51,7 @@ _OWNER: Final = "(kvdepot)", "(hottest prefixes)"  # tenant and model, in `statu
 
 
 class _List(msgspec.Struct, array_like=True, frozen=True):
-    """Chunks, each behind its parent, the most used first. Numbers are little-endian, u16 and u32."""
+    """Chunks, the most used first, each after its parent. Numbers are little-endian, u16 and u32."""
 
     labels: list[tuple[m.Name, m.Text, m.Name]]  # tenant, model, weights
     label_of: bytes  # u16 for each chunk: the place of its label
@@ -63,11 +63,11 @@ _decoder: Final = msgspec.msgpack.Decoder(_List)
 
 
 class Hottest:
-    """Writes lists, and promotes what others listed. Its timer runs as long as the depot.
+    """Writes lists, and promotes prefixes that other depots listed. Its timer runs as long as the depot.
 
     Args:
-        state: of the depot.
-        contexts: of the depot.
+        state: the depot's state.
+        contexts: the depot's contexts.
         pool_fd: the pool's file.
         wall_clock: seconds, the same on all nodes, to within a period.
     """
@@ -87,7 +87,7 @@ class Hottest:
         self._look()
 
     def _look(self) -> None:
-        """Begin what is due, and look again soon."""
+        """Begin work that is due, and schedule the next look."""
         state = self._state
         state.timers.call_at(state.clock() + _LOOK_SECONDS, self._look)
         if self._is_busy or state.is_restoring or not state.accepts_stores:
@@ -109,7 +109,7 @@ class Hottest:
         return int(self._wall_clock() // PERIOD_SECONDS)
 
     def _moment_in_period(self) -> float:
-        """Return a random moment, so that each depot of a fleet comes first at times."""
+        """Return a random moment, so that each depot of a fleet is sometimes the first."""
         return (self._period + random.random()) * PERIOD_SECONDS
 
     def _doing(self, work: Generator[Wait, bool, int]) -> Steps:
@@ -134,7 +134,7 @@ class Hottest:
         return count
 
     def _count_visits(self) -> Generator[Wait, bool, Counter[int]]:
-        """Return how many of the recent prefixes go through each node; a child before its parents."""
+        """Return how many of the recent prefixes contain each node; a child comes before its parents."""
         nodes, visits = self._state.index.nodes, Counter[int]()
         for number, node in enumerate(list(self._state.recent)):
             while node != NO_NODE and nodes.tree.keys[node] is not None:
@@ -145,7 +145,7 @@ class Hottest:
         return visits
 
     def _list(self, space: Space, visits: Counter[int]) -> Generator[Wait, bool, bytes]:
-        """Return the list of a space, empty if nothing of it was used."""
+        """Return the list of a space, empty if none of its chunks was used recently."""
         nodes = self._state.index.nodes
         by_visits: dict[int, list[int]] = {}
         for number, (node, count) in enumerate(visits.items(), 1):
@@ -183,7 +183,7 @@ class Hottest:
         return msgspec.msgpack.encode(listing) if places else b""
 
     def _write(self, digest: bytes, body: bytes) -> Generator[Wait, bool, int]:
-        """Store a list and have it leave the pool once a tier has it; return 1, or 0 if there is no room."""
+        """Store a list, to be evicted from the pool once a tier has it; return 1, or 0 if there is no room."""
         state, index = self._state, self._state.index
         tiering, label = state.tiering, state.labels.number_of(*_OWNER)
         begun = index.reserve(NewRun(self._space, digest, label=label), [(0, _PLACE)]).begun
@@ -198,7 +198,7 @@ class Hottest:
     # --- reading --------------------------------------------------------------------------------------------------
 
     def _promote_all(self, spaces: list[Space]) -> Generator[Wait, bool, int]:
-        """Promote what the last lists of some spaces name; return the number of chunks."""
+        """Promote the prefixes in the last lists of some spaces; return the number of chunks."""
         before = self._state.counters[_CHUNKS_PROMOTED]
         for space in spaces:
             for back in range(_NUM_PERIODS):
@@ -211,7 +211,7 @@ class Hottest:
         return count
 
     def _read(self, digest: bytes) -> Generator[Wait, bool, _List | None]:
-        """Return a list that the tiers have, None without a valid one."""
+        """Return a list from the tiers, None if they have no valid one."""
         index, label = self._state.index, self._state.labels.number_of(*_OWNER)
         yield from self._bring_up(self._space, digest, [_PLACE], label)
         found, nodes = index.match(self._space, digest)
@@ -248,7 +248,7 @@ class Hottest:
                 return
 
     def _promote_prefix(self, space: Space, digests: bytes, owner: tuple[str, str, str]) -> Generator[Wait, bool, bool]:
-        """Promote a prefix as far as there is room; False if there is none."""
+        """Promote a prefix as far as there is room; return False if there is none."""
         index, (places, _) = self._state.index, self._contexts.places(space)
         extents, found = index.extents, index.match(space, digests)[0]
         chunk_bytes = max(1, self._contexts.chunk_bytes.get(space.number, 0))
@@ -289,10 +289,10 @@ class Hottest:
 
 
 def _check(listing: _List) -> None:
-    """Check that a list agrees with itself, as its bytes come from storage that others write.
+    """Check that a list does not contradict itself: its bytes come from storage that others write.
 
     Raises:
-        ValueError: it does not.
+        ValueError: the list contradicts itself.
     """
     count = num_digests(listing.digests)
     if (len(listing.label_of), len(listing.parents), len(listing.digests)) != (2 * count, 4 * count, 32 * count):

@@ -103,7 +103,7 @@ class Listener:
             self._epoll.modify(self._socket.fileno(), select.EPOLLIN if is_listening else 0)
 
     def close(self) -> None:
-        """Stop listening and remove the socket. Twice is harmless."""
+        """Stop listening and remove the socket. Idempotent."""
         if self._socket.fileno() >= 0:
             self._socket.close()
             self._path.unlink(missing_ok=True)

@@ -74,7 +74,7 @@ class Loop:
     Args:
         sockets: those that peers connect to.
         depot: answers the peers.
-        movers: the depot's.
+        movers: the depot's movers.
         results: results of other threads.
         restoring: restores an earlier server's table; None without one.
         files: the pool's; the loop removes spare ones now and then.

@@ -54,7 +54,7 @@ class SessionTable:
         on_death: called with an awaited process that has died.
         is_awaited: returns whether anything waits for the death of a process.
         is_mapping: returns whether a process without a pid here still maps the pool.
-        epoch: the server's.
+        epoch: the server's epoch.
     """
 
     def __init__(

@@ -29,11 +29,11 @@ HINTS_CUT: Final = depot_counter(
 MAXIMUM_EVENTS: Final = 20  # recent events in the status
 MAXIMUM_ROWS: Final = 1024  # names that have their own counters
 OTHERS: Final = "(others)"
-_MOST_RECENT: Final = 1024  # used prefixes: what a list of the hottest ones is made of
+_MOST_RECENT: Final = 1024  # used prefixes; lists of the hottest ones are made from them
 
 
 class Usage:
-    """Counts what engines store, retrieve and look up."""
+    """Counts the bytes and tokens that engines store, retrieve and look up."""
 
     def __init__(self) -> None:
         self.store_seconds = Histogram(0.0001)  # from plan to commit

@@ -1,9 +1,9 @@
-/* Copies runs of bytes between host memories with stores that bypass the caches, four runs side by side. A run is a page,
- * or one row of a page whose rows lie apart.
+/* Copies runs of bytes between host memories with stores that bypass the caches, four runs side by side. A run is a
+ * page, or one row of a page whose rows lie apart.
  *
- * A plain store first reads the line that it overwrites. memcpy avoids that only for copies of many megabytes, and pages
- * of a KV cache are smaller. One stream of such stores does not fill the memory system of every processor (0.5 of a large
- * memcpy on an Intel Xeon with AMX); four streams do, on all that were measured (docs/performance.md).
+ * A plain store first reads the line that it overwrites. memcpy avoids that only for copies of many megabytes, and
+ * pages of a KV cache are smaller. One stream of bypassing stores does not fill the memory system of every processor
+ * (0.5 of a large memcpy on an Intel Xeon with AMX); four streams do, on all that were measured (docs/performance.md).
  *
  * Built as a plain shared library and called through ctypes: the GIL is released for the whole batch, and no Python
  * header is needed. Without AVX2 it is a loop of memcpy.
@@ -17,13 +17,14 @@
  * not: runs of 2 KiB take .5 to .8 of memcpy's time, of 1 KiB .7 to .9, of 512 bytes .9 to 1.4. */
 #define SMALLEST_STREAMED 1024
 #define SMALLEST_SPLIT 65536   /* a run without three others is cut into four parts from here on */
-/* Runs up to here end before the processor has begun to fetch ahead: the next four are fetched while four are copied.
- * Rows of 2 KiB, every other one: .54 of a large memcpy without, .70 with it; pages of 32 KiB 1.80 and 1.26 (AMD EPYC). */
+/* Runs up to this size end before the processor begins to fetch ahead, so the next four are prefetched while four are
+ * copied. Every other row of 2 KiB: .54 of a large memcpy without, .70 with it; pages of 32 KiB: 1.80 and 1.26
+ * (AMD EPYC). */
 #define LARGEST_FETCHED 8192
 #define STEP 128               /* bytes that one stream copies at a time: two lines */
-/* Pages begin at multiples of 4 KiB, and lines with equal last 12 bits of their addresses share a set of the first-level
- * cache. So each stream is this far ahead of the one before it: pages of 32 KiB then reach 1.80 of a large memcpy instead
- * of .67 (AMD EPYC). */
+/* Pages begin at multiples of 4 KiB, and lines with equal last 12 bits of their addresses share a set of the first
+ * cache. So each stream is this far ahead of the one before it: pages of 32 KiB then reach 1.80 of a large memcpy
+ * instead of .67 (AMD EPYC). */
 #define SKEW 256
 
 typedef struct {
@@ -167,8 +168,8 @@ void kvdepot_copy_runs(const uint64_t *sources, const uint64_t *targets, const u
 }
 
 /* Copy `count` pages of `num_rows` rows each, as runs: row `r` of page `i` has `bytes[i]` bytes, and goes from
- * `sources[i] + r * source_steps[i]` to `targets[i] + r * target_steps[i]`. Four pages are copied side by side, row after
- * row: one page at a time reaches .74 of memcpy, four reach 1.0 (AMD EPYC). */
+ * `sources[i] + r * source_steps[i]` to `targets[i] + r * target_steps[i]`. Four pages are copied side by side, row
+ * after row: one page at a time reaches .74 of memcpy, four reach 1.0 (AMD EPYC). */
 void kvdepot_copy_rows(const uint64_t *sources, const uint64_t *targets, const uint64_t *bytes, size_t count,
                        const uint64_t *source_steps, const uint64_t *target_steps, size_t num_rows, int streamed)
 {

@@ -2,11 +2,11 @@
  *
  * A checksum made afterwards reads the pool again, from memory. Here each register that is stored is summed first. XXH3
  * works through blocks of 1,024 bytes in order, but only its last step with each block depends on the blocks before it:
- * the sum over a block does not. So four runs are copied and summed side by side, and the sums of their blocks are taken
- * in order afterwards (docs/performance.md).
+ * the sum over a block does not. So four runs are copied and summed side by side, and the sums of their blocks are
+ * taken in order afterwards (docs/performance.md).
  *
- * The algorithm, its constants and the secret are those of https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md
- * for inputs of more than 240 bytes, seed 0.
+ * The algorithm, its constants and the secret are those for inputs of more than 240 bytes and seed 0 of
+ * https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md
  */
 #include <stddef.h>
 #include <stdint.h>

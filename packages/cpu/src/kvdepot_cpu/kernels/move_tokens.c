@@ -1,11 +1,12 @@
 /* Moves tokens' KV to other places in the pages and turns (rotates) K on the way.
  *
- * In these pages K lies in rows: neighbouring tokens of one dim or, in the tiles that AMX multiplies, neighbouring tokens
- * of two interleaved dims. A row ends with its tile. V lies the other way round: neighbouring dims of one token, or of
- * two interleaved tokens.
+ * In these pages K lies in rows: neighbouring tokens of one dim or, in the tiles that AMX multiplies, neighbouring
+ * tokens of two interleaved dims. A row ends with its tile. V lies the other way round: neighbouring dims of one token,
+ * or of two interleaved tokens.
  *
- * A turn by one distance combines two rows of K, the dims of a pair, with one cosine and one sine. It computes in float32
- * and rounds one of the two products, as torch's vectorized addcmul does. Each element is read once and written once.
+ * A turn by one distance combines two rows of K, the dims of a pair, with one cosine and one sine. It computes in
+ * float32 and rounds one of the two products, as torch's vectorized addcmul does. Each element is read once and written
+ * once.
  *
  * Called through ctypes like copy_runs.c. It needs x86-64 with AVX2, FMA and F16C.
  */
@@ -97,7 +98,7 @@ INLINE lane_pair turned(row_pair rows, size_t at, lanes cosine, lanes sine, enum
                         _mm256_fmadd_ps(x.b, sine.b, _mm256_mul_ps(y.b, cosine.b))}};
 }
 
-/* Spread the factor of a row's dim, or of its two dims: `load` separates bfloat16s at even places from those at odd ones. */
+/* Spread the factor of a row's dim, or of its two dims: `load` separates bfloat16s at even and at odd places. */
 INLINE lanes spread(const float *factors, int64_t dims)
 {
     return (lanes){_mm256_set1_ps(factors[0]), _mm256_set1_ps(factors[dims - 1])};
@@ -252,8 +253,8 @@ int kvdepot_can_move_tokens(void)
 #endif
 }
 
-/* Move slices in each layer, whose pages begin at `layers[i]`. `cosines` and `sines` have one number for each pair. With
- * `in_place` the slices stay where they are and only turn; otherwise no target is a source. */
+/* Move slices in each layer, whose pages begin at `layers[i]`. `cosines` and `sines` have one number for each pair.
+ * With `in_place` the slices stay where they are and only turn; otherwise no target is a source. */
 void kvdepot_move_tokens(const uint64_t *layers, size_t num_layers, const token_slice *slices, size_t num_slices,
                          const token_layout *layout, const float *cosines, const float *sines, int in_place)
 {
