@@ -1,13 +1,13 @@
 """Measures blends with a real vLLM engine on CPU: `python benchmarks/blend/blend.py` in tox's `torch`.
 
-The model has the shape of SmolLM2-135M in bfloat16, with random weights, and one thread. A prompt of documents is
-stored; then the same documents are asked for in another order, so that about 90 % of the tokens recur at other
-positions. Prints the time to the first token for each policy and share, as a ratio to computing the whole prompt, which
-is measured in turns in the same run. Of each variant the least time of all rounds counts.
+The model has the shape of SmolLM2-135M in bfloat16, with random weights, and runs on one thread. An engine stores a
+prompt of documents. Then prompts have the same documents in another order, so that about 90 % of the tokens recur at
+other positions. Prints the time to the first token for each policy and share, as a ratio to computing the whole prompt.
+The variants take turns in the same run, and the least time of all rounds counts for each.
 
-`--cost PAIRS` measures what `kvdepot.blend` = "request" costs requests that do not opt in: two engines, one with it and
-one without, compute and store prompts of 1,000 tokens and load them again, in turns. Prints the median of the ratios of
-each pair, in time and in the engine's CPU time, which a busy machine disturbs less.
+`--cost PAIRS` measures the cost of `kvdepot.blend` = "request" for requests that do not opt in. Two engines, one with
+this setting and one without, take turns: they compute and store prompts of 1,000 tokens and load them again. Prints the
+median of the ratios of each pair, in time and in the engine's CPU time, which a busy machine disturbs less.
 """
 
 import argparse
@@ -30,7 +30,7 @@ ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "0", "OMP_WAIT_POLICY": "PASSIVE", "
 
 
 def ask(engine: Engine, prompt: Prompt, blend: Any = None) -> tuple[float, dict[str, Any]]:
-    """Return the time to the first token and the answer; vLLM's own cache is empty."""
+    """Empty vLLM's own cache and serve a prompt. Return the time to the first token and the answer."""
     engine.reset()
     began = time.perf_counter()
     params = {"kvdepot": {"blend": blend}} if blend else {"kvdepot": {"load": False, "store": False}}
@@ -44,7 +44,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def measure_cost(pairs: int) -> None:
-    """Time requests that do not opt in on an engine that could blend, beside one that could not."""
+    """Time requests that do not opt in, on an engine that could blend and on one that could not."""
     settings: dict[str, Any] = {
         "environment": ENVIRONMENT,
         "dtype": "bfloat16",

@@ -1,11 +1,11 @@
 # pyright: basic, reportMissingImports=false
-"""Measures blends of real text as a user gets them: `python benchmarks/blend/blend_gate.py MODEL` in tox's `torch`.
+"""Measures blends of real text with default settings: `python benchmarks/blend/blend_gate.py MODEL` in tox's `torch`.
 
-A depot, vLLM with the connector, and its default settings: text is found by its content, loaded, moved and computed
-again in grains of 16 tokens. MODEL and the prompts are those of `blend_text.py`. One request stores the documents in
-one order, the next ones ask about them in another. Predictions for tokens of the unblended answer are compared, each
-behind as much of the answer: the divergence (KL, nats a token), and how often the likeliest token is the same. With
-`--limit`, fails if the default diverges by more than that share of a blend without recomputation.
+It runs a depot, and vLLM with the connector: text is found by its content, loaded, moved and computed again in grains
+of 16 tokens. MODEL and the prompts are those of `blend_text.py`. One request stores the documents in one order, and the
+next requests ask about them in another. The blended and the unblended prompt each get the same beginnings of the
+unblended answer. Prints the divergence of their predictions (KL, nats a token), and how often the likeliest token is
+the same. With `--limit`, fails if the default's divergence exceeds that share of the divergence without recomputation.
 """
 
 import argparse

@@ -1,11 +1,11 @@
 # pyright: basic, reportMissingImports=false
 """Measures loads that a blend moves to other positions: `python benchmarks/blend/blend_moves.py` in tox's `torch`.
 
-Pages as vLLM has them on CPUs without and with AMX, in bfloat16 and of the shape of SmolLM2-135M: 30 layers, three
-heads of 64 dims, blocks of 128 tokens. AMX's tiles are only moved here, never multiplied, so any CPU will do. Each
-round retrieves a prompt from a depot as an exact hit does, then moves it in place, or out of staging blocks to places
-that no block begins with, by torch and by the compiled move. Prints the time of a retrieve and a move as a ratio to the
-retrieve alone, in the same round.
+The pages are laid out like vLLM's on CPUs without and with AMX, in bfloat16 and the shape of SmolLM2-135M: 30 layers,
+three heads of 64 dims, blocks of 128 tokens. AMX's tiles are only moved here, never multiplied, so any CPU will do.
+Each round retrieves a prompt from a depot as an exact hit does. Then torch and the compiled move each move it, in
+place, or out of staging blocks to targets that are not aligned to blocks. Prints the time of a retrieve and a move as a
+ratio to the retrieve alone in the same round.
 """
 
 import argparse
@@ -41,7 +41,7 @@ class Attention:
 
 
 class TiledAttention(Attention):
-    """Writes both as AMX multiplies them: tiles of K have 16 tokens and pairs of dims, those of V 16 dims and pairs of
+    """Writes K and V in AMX's tiles: those of K have 16 tokens and pairs of dims, those of V 16 dims and pairs of
     tokens.
     """
 
@@ -91,7 +91,7 @@ def main() -> int:
 
 
 def measure(attention: Attention, num_blocks: int, rounds: int, threads: int) -> dict[str, list[float]]:
-    """Return the ratios of each round by place and way."""
+    """Return the ratios of all rounds by target ("in place" or "from staging blocks") and implementation."""
     num_tokens = num_blocks * BLOCK_TOKENS
     layers = layers_of(attention, 2 * num_blocks + 2)
     old = torch.arange(num_tokens)

@@ -1,11 +1,11 @@
 # pyright: basic, reportMissingImports=false
-"""Measures what blending costs in right answers: `python benchmarks/blend/blend_quality.py` in tox's `torch`.
+"""Measures how many right answers blending costs: `python benchmarks/blend/blend_quality.py` in tox's `torch`.
 
 Serves prompts of the task in `tests/support/vllm/recall.py` with real vLLM on one CPU thread. The KV of all documents
 comes from a prompt with the same documents in another order. For each policy and share of tokens computed again, prints
 the share of right answers: to NTH questions, which full reuse must fail, and without a policy to ANY questions, which
 full reuse must pass.
-The documents have 19 tokens, so grains and heads are single tokens here.
+The documents have only 19 tokens, so grains and heads are single tokens here.
 """
 
 import argparse
@@ -82,7 +82,7 @@ def main() -> None:
 
 
 def as_svg(rows: list[dict[str, Any]]) -> str:
-    """Draw one curve for each policy; all begin without recomputation and end with all of it."""
+    """Draw one curve for each policy, from no recomputation to recomputing all tokens."""
     by_way = {(row["policy"], row["share"]): row["nth"] for row in rows}
     ends = (0.0, by_way["none", 0.0]), (1.0, by_way["all", 1.0])
     policies = {policy: None for policy, _ in by_way if policy not in ("none", "all", "full prefill")}
@@ -116,4 +116,4 @@ def right_answers(bench: Bench, cases: list[Case], policy: str, share: float) ->
 if __name__ == "__main__":
     main()
     sys.stdout.flush()
-    os._exit(0)  # the engine's own end takes seconds
+    os._exit(0)  # an orderly end of the engine takes seconds

@@ -1,11 +1,11 @@
 # pyright: basic, reportMissingImports=false
-"""Measures how close blended prompts of real text stay: `python benchmarks/blend/blend_text.py MODEL` in tox's `torch`.
+"""Measures the divergence of blends of real text: `python benchmarks/blend/blend_text.py MODEL` in tox's `torch`.
 
 MODEL is the folder of an instruction model, SmolLM2-135M for example. The documents are descriptions of installed
-packages. The KV of each prompt's documents comes from a prompt with the same documents in another order. An answer of
-the unblended prompt is given to both, and the divergence (KL, nats a token) of their predictions is printed for each
-policy and share, with the share of tokens on which the likeliest prediction is the same. With `--limit`, fails if the
-divergence of the default at 15 % is more than that share of the divergence without recomputation.
+packages. The KV of each prompt's documents comes from a prompt with the same documents in another order. The blended
+and the unblended prompt are both continued with the unblended answer. For each policy and share, prints the divergence
+of their predictions (KL, nats a token) and the share of tokens with the same likeliest prediction. With `--limit`,
+fails if the default's divergence at 15 % exceeds that share of the divergence without recomputation.
 """
 
 import argparse
@@ -40,7 +40,7 @@ WAYS = [
 
 
 def descriptions(tokenizer: Any, count: int, length: int) -> list[tuple[str, list[int]]]:
-    """Return the names of installed packages and `length` tokens of each one's description."""
+    """Return names of installed packages, each with `length` tokens of its description."""
     found: list[tuple[str, list[int]]] = []
     for path in sorted(Path(str(torch.__file__)).parents[1].glob("*.dist-info/METADATA")):
         text = path.read_text(errors="ignore").split("\n\n", 1)[-1]

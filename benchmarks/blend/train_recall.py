@@ -2,8 +2,8 @@
 """Trains the model of `support.vllm.recall`: `python benchmarks/blend/train_recall.py FOLDER` in tox's `torch`.
 
 A Llama with rotary positions and grouped queries, 0.6 million parameters, float32, one thread, fixed seeds. It first
-sees one document, then one more every 400 steps. Once it answers 99.5 % of both kinds of questions right, four times
-in a row, the rate of learning falls to 0 within 500 steps. Takes 10 to 25 minutes of a core.
+sees one document, then one more every 400 steps. Once it answers 99.5 % of both kinds of questions right four times in
+a row, the learning rate falls to 0 within 500 steps. Takes 10 to 25 minutes on one core.
 """
 
 import argparse
@@ -21,7 +21,7 @@ import transformers
 
 from support.vllm import recall
 
-_IGNORED = -100  # by the loss
+_IGNORED = -100  # label that the loss ignores
 _QUESTIONS = 32
 _BATCH = 16
 _RATE = 2e-3
@@ -79,7 +79,7 @@ def learn(model: Any, most_steps: int) -> None:
 
 
 def cool(model: Any) -> None:
-    """Let the rate of learning fall to 0: the model then answers single questions as well as many."""
+    """Decay the learning rate to 0. Afterwards the model answers single questions as well as many at once."""
     optimizer = make_optimizer(model)
     source = random.Random(77)
     for step in range(_COOL_STEPS):
@@ -90,7 +90,7 @@ def cool(model: Any) -> None:
 
 
 def make_optimizer(model: Any) -> Any:
-    """Return an optimizer without a past."""
+    """Return a new optimizer."""
     return torch.optim.AdamW(model.parameters(), lr=_RATE, betas=(0.9, 0.98), weight_decay=0.01)
 
 
@@ -107,13 +107,13 @@ def take_step(model: Any, optimizer: Any, rate: float, tokens: Any, labels: Any)
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     right = (logits.argmax(-1) == target).float()
-    before = tokens[:, :-2][answered[:, 1:]]  # two before the answer: the number of a document, or ANY
+    before = tokens[:, :-2][answered[:, 1:]]  # two tokens before the answer: a document's number, or ANY
     is_nth = (before >= recall.NUMBER) & (before < recall.NUMBER + recall.MOST_DOCUMENTS)
     return loss.item(), right[is_nth].mean().item(), right[~is_nth].mean().item()
 
 
 def make_batch(source: random.Random, most_documents: int) -> tuple[Any, Any]:
-    """Return tokens and labels, `(batch, length)` each: all rows have equally many documents."""
+    """Return tokens and labels, each `(batch, length)`. All rows have the same number of documents."""
     count = most_documents if most_documents < 3 else source.randrange(2, most_documents + 1)
     rows: list[list[int]] = []
     labels: list[list[int]] = []

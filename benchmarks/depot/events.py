@@ -1,9 +1,9 @@
-"""Times stores and lookups at a depot that publishes KV events, beside one that does not.
+"""Times stores and lookups at a depot that publishes KV events and at one that does not.
 
-Run `python benchmarks/depot/events.py`. Each of two depots has an engine without a model; one depot has `--events`
-and a subscriber. A round stores the same prompt at both in turn, tells one of them its tokens as a connector does, and
-looks the prompt up at both. Prints the quartiles of the ratios within a round: the store with events to that without,
-the store until its tokens are told to the store alone, and the lookups.
+Run `python benchmarks/depot/events.py`. Each of two depots has an engine without a model; one depot has `--events` and
+a subscriber. A round stores the same prompt at both in turn, sends its tokens to the depot with events as a connector
+does, and looks the prompt up at both. Prints the quartiles of three ratios within a round: the store with events to the
+store without; the store including the sending of tokens to the store alone; and the lookups.
 """
 
 import argparse
@@ -52,7 +52,7 @@ class Side:
         wait_until(lambda: self.depot.status().pool_ready_bytes == self.depot.status().pool_size_bytes, 600)
 
     def store(self, key: KeyRun, tokens: list[int]) -> tuple[float, float]:
-        """Store a prompt and describe it, where the depot wants that; return the seconds until each has ended."""
+        """Store a prompt, then describe it if the depot wants tokens. Return the seconds until the end of each."""
         ids = [hash((tokens[0], block)) & (1 << 63) - 1 for block in range(len(tokens) // BLOCK_TOKENS)]
         began = time.perf_counter()
         assert self.engine.context.submit_store("r", key, self.blocks).result()
@@ -62,7 +62,7 @@ class Side:
         return stored, time.perf_counter() - began
 
     def lookup(self, key: KeyRun) -> float:
-        """Look up a prompt; return the seconds."""
+        """Look up a prompt. Return the seconds."""
         began = time.perf_counter()
         lease = self.client.lookup("r", key)
         seconds = time.perf_counter() - began
@@ -72,7 +72,7 @@ class Side:
 
 
 def measure(num_tokens: int, chunk_tokens: int, rounds: int, lookups: int) -> dict[str, Any]:
-    """Return the ratios of one size of chunks."""
+    """Return the quartiles of the ratios for one chunk size."""
     with ExitStack() as stack:
         endpoint = f"tcp://127.0.0.1:{free_port()}"
         sides = {

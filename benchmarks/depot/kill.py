@@ -1,9 +1,9 @@
-"""Draws times to the first token around a kill of the depot: `python benchmarks/depot/kill.py --plot FILE`.
+"""Plots times to the first token around a kill of the depot: `python benchmarks/depot/kill.py --plot FILE`.
 
 Two engines share a depot, two others have none, and each serves one prompt after the other: a random turn of a random
-conversation. After `--kill` seconds the depot gets SIGKILL; it stays away for `--away` seconds. No model runs:
-computing a prompt token is a pause of 50 µs, but the KV cache, the copies and the kill are real, and every byte that
-comes back is compared.
+conversation. After `--kill` seconds the depot gets SIGKILL, and `--away` seconds later it is started again. No model
+runs: a pause of 50 µs stands for computing a prompt token. The KV cache, the copies and the kill are real, and every
+byte that comes back is compared.
 """
 
 import argparse
@@ -32,7 +32,7 @@ _TICKS_MS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000)
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One request: when it began, in seconds since the load began, and its time to the first token."""
+    """One request: its start in seconds since the load began, and its time to the first token."""
 
     side: str
     seconds: float
@@ -60,7 +60,7 @@ def drive(
 
 
 def measure(seconds: float, kill: float, away: float) -> tuple[list[Point], float, float]:
-    """Return every request, and when the depot was killed and answered again."""
+    """Return every request, and the times when the depot was killed and when it answered again."""
     points: list[Point] = []
     conversations = make_conversations(_NUM_CONVERSATIONS)
     with Fleet(
@@ -90,7 +90,7 @@ def measure(seconds: float, kill: float, away: float) -> tuple[list[Point], floa
 
 
 def draw(points: Sequence[Point], seconds: float, killed: float, back: float) -> str:
-    """Return the picture; the time to the first token is on a logarithmic scale."""
+    """Return the picture. The time to the first token has a logarithmic scale."""
     low = _TICKS_MS[0]
     longest = max(point.first_token_ms for point in points)
     high = min((tick for tick in _TICKS_MS if tick >= longest), default=longest)

@@ -1,8 +1,8 @@
-"""Compare eviction policies on generated traffic, and on a trace: `python benchmarks/depot/policies.py [TRACE.jsonl]`.
+"""Compares eviction policies on generated traffic and on a trace: `python benchmarks/depot/policies.py [TRACE.jsonl]`.
 
-Prints for each kind of traffic the share of the prompt tokens that each policy finds, with pools of 2 to 80 % of the
-different chunks, and how far each is below the better of LRU and ARC at worst. TRACE is replayed a second time with
-every session reporting its end; the generated prompts say nothing of sessions. Takes some minutes.
+For each kind of traffic, prints the share of prompt tokens that each policy finds, with pools of 2 to 80 % of the
+different chunks. At the end, prints how far each policy falls below the better of LRU and ARC at worst. TRACE is
+replayed a second time with every session reporting its end. The generated prompts have no sessions. Takes some minutes.
 """
 
 import math
@@ -19,8 +19,8 @@ from kvdepot.lab.trace import BLOCK_TOKENS, TraceRequest, read_trace
 SIZES: Final = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.8)  # of the different chunks
 CHUNK_BYTES: Final = BLOCK_TOKENS * BYTES_PER_TOKEN
 
-Prompts = list[list[int]]  # block ids of each
-Blocks = Callable[[int], list[int]]  # makes so many new ones
+Prompts = list[list[int]]  # block ids of each prompt
+Blocks = Callable[[int], list[int]]  # returns that many new block ids
 
 
 def blocks() -> Blocks:
@@ -30,12 +30,12 @@ def blocks() -> Blocks:
 
 
 def about(rng: random.Random, middle: float, spread: float) -> int:
-    """Return a number with a long tail, at least 1."""
+    """Draw a number of at least 1 from a long-tailed distribution."""
     return max(1, int(rng.lognormvariate(math.log(middle), spread)))
 
 
 def agents(seed: int, *, num_open: int, first: int, grows: float, turns: int, in_a_row: int) -> Prompts:
-    """Sessions of coding agents below one system prompt: each turn has all before it, and some are open at once."""
+    """Sessions of coding agents with one system prompt. Each turn repeats all before it; `num_open` run at once."""
     rng, new = random.Random(seed), blocks()
     system, sessions = new(20), list[Prompts]()
     for _ in range(200):
@@ -75,7 +75,7 @@ def documents(seed: int, num_documents: int, skew: float, once: float, drift: in
 
 
 def uploads(seed: int) -> Prompts:
-    """Long documents that are asked about a few times soon after they come, between short prompts."""
+    """Long documents with a few questions soon after their upload, between short prompts."""
     rng, new, now = random.Random(seed), blocks(), 0.0
     events: list[tuple[float, list[int]]] = []
     for _ in range(1800):
@@ -91,19 +91,19 @@ def uploads(seed: int) -> Prompts:
 
 
 def evaluation(seed: int) -> Prompts:
-    """The same prompts again and again, in another order each time."""
+    """The same prompts again and again, each time in another order."""
     rng, new = random.Random(seed), blocks()
     prompts = [new(rng.randint(6, 24)) for _ in range(400)]
     return [prompt for _ in range(8) for prompt in rng.sample(prompts, len(prompts))]
 
 
 def one_after_another(*traces: Prompts) -> Prompts:
-    """Traffic that changes."""
+    """Traffic that changes: one trace after the other."""
     return [[block * len(traces) + place for block in prompt] for place, trace in enumerate(traces) for prompt in trace]
 
 
 def at_once(seed: int, *traces: Prompts) -> Prompts:
-    """Traffic of several kinds."""
+    """Several kinds of traffic at once: the traces, interleaved at random."""
     rng = random.Random(seed)
     order = [place for place, trace in enumerate(traces) for _ in trace]
     rng.shuffle(order)

@@ -1,4 +1,4 @@
-"""Measures how long reading back an index table takes, and how long each step blocks the server's loop.
+"""Measures how long it takes to read back an index table, and how long each step blocks the server's loop.
 
 `python benchmarks/depot/restore.py --entries 1000000` needs 1.5 GB of memory and no pool.
 """
@@ -20,7 +20,7 @@ from kvdepot.wire.messages import CacheSpec, GroupShape
 _SPEC = CacheSpec(16, (GroupShape(GroupKind.FULL_ATTENTION, 16),), "bfloat16", "")
 _PROMPT_CHUNKS = 64
 _ENTRY_BYTES = 8192
-_ENTRIES_PER_SECOND = 500  # pace of the clock that the policy sees
+_ENTRIES_PER_SECOND = 500  # rate of stores by the clock that the policy sees
 
 
 def fill(table: IndexTable, num_entries: int) -> None:

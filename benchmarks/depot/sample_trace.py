@@ -2,8 +2,8 @@
 
     python benchmarks/depot/sample_trace.py examples/trace.jsonl
 
-Twelve sessions at once, below one system prompt of 10,000 tokens; each turn repeats all before it. A sample to try
-`kvdepot replay` with: record your own engines' requests to learn something about them.
+Twelve sessions run at once and share a system prompt of 10,000 tokens. Each turn repeats all before it. The trace is
+for trying `kvdepot replay`. To learn about your own engines, record their requests.
 """
 
 import json
@@ -20,11 +20,11 @@ _NUM_REQUESTS: Final = 300
 
 
 def sample() -> str:
-    """Return the trace, the same in every call."""
+    """Return the trace. Every call returns the same one."""
     rng, now, lines = random.Random(21), 0.0, list[str]()
     for blocks in agents(21, num_open=12, first=6, grows=1.2, turns=6, in_a_row=2)[:_NUM_REQUESTS]:
         now += rng.expovariate(1 / 900)  # milliseconds
-        last = rng.randint(1, BLOCK_TOKENS)  # tokens of the partial block
+        last = rng.randint(1, BLOCK_TOKENS)  # tokens in the partial block
         request = {
             "timestamp": round(now),
             "input_length": (len(blocks) - 1) * BLOCK_TOKENS + last,

@@ -1,10 +1,10 @@
-"""Times the operations on sessions among very many: `python benchmarks/depot/session_operations.py`.
+"""Times operations on one session among very many: `python benchmarks/depot/session_operations.py`.
 
-A depot over a disk tier knows `--sessions` sessions of 31 chunks. One of them has its chunks in the pool. Each
-operation on it is asked over a connection of its own, as `kvdepot session` and HTTP do. Prints the median and the 99th
-percentile of the round trips in milliseconds, and the mean of the server's part, from the request to the reply. The
-first row is of a depot that knows this session alone. `prefetch` has nothing to bring; `bring up` is the same with all
-chunks in the tier, and bounded by its pace.
+A depot over a disk tier knows `--sessions` sessions of 31 chunks. One of them has its chunks in the pool. Like `kvdepot
+session` and HTTP, each operation on it uses a new connection. Prints the median and the 99th percentile of the round
+trips in milliseconds, and the mean of the server's part, from the request to the reply. In the first row, the depot
+knows only this session. `prefetch` has nothing to promote. `bring up` is a prefetch with all chunks in the tier, and is
+bound by the tier's speed.
 """
 
 import argparse
@@ -27,7 +27,7 @@ NUM_CHUNKS = 31
 
 
 def measure(depot: DepotProcess, engine: EngineModel, key: KeyRun, rounds: int) -> dict[str, list[float]]:
-    """Return the milliseconds of each operation."""
+    """Return the times of each operation in milliseconds."""
     times: dict[str, list[float]] = {}
 
     def timed(name: str, operation: o.OperatorRequest, expected: int | None = NUM_CHUNKS) -> None:
@@ -47,7 +47,7 @@ def measure(depot: DepotProcess, engine: EngineModel, key: KeyRun, rounds: int) 
 
 
 def remember(depot: DepotProcess, engine: EngineModel, key: KeyRun) -> None:
-    """Name the session, and wait until the depot knows it: nothing answers a hint."""
+    """Name the session, and wait until the depot knows it, as a hint gets no reply."""
     num_sessions = depot.status().num_agent_sessions
     engine.scheduler.hint(key, session="agent")
     wait_until(lambda: depot.status().num_agent_sessions > num_sessions)
@@ -55,7 +55,7 @@ def remember(depot: DepotProcess, engine: EngineModel, key: KeyRun) -> None:
 
 
 def row(times: dict[str, list[float]]) -> dict[str, list[float]]:
-    """Return the median and the 99th percentile of each."""
+    """Return the median and the 99th percentile of each operation."""
     ordered = {name: sorted(each) for name, each in times.items()}
     return {
         name: [round(each[len(each) // 2], 3), round(each[int(len(each) * 0.99)], 3)] for name, each in ordered.items()
@@ -63,7 +63,7 @@ def row(times: dict[str, list[float]]) -> dict[str, list[float]]:
 
 
 def server_part(before: DepotStatus, after: DepotStatus) -> dict[str, float]:
-    """Return the mean milliseconds of the server by operation; half of the prefetches bring something."""
+    """Return the server's mean milliseconds by operation. Half of the prefetches promote chunks."""
     found: dict[str, float] = {}
     for name, total in after.latencies.items():
         if name.endswith("_session"):

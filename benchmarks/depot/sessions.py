@@ -1,20 +1,20 @@
-"""Replays agents whose tools pause, over a disk tier, with sessions and without: `python benchmarks/depot/sessions.py`.
+"""Replays agents that pause for tools, with and without sessions: `python benchmarks/depot/sessions.py`.
 
 Agents share a system prompt. Each turn has all before it and a little more, and between two turns a tool runs for
-seconds to minutes. The pool holds 5 % of all that the agents store, a disk tier has room for all of it. An engine
+seconds to minutes. The pool holds 5 % of everything that the agents store, and a disk tier holds all of it. An engine
 without a model looks up each turn and stores the new chunks. With sessions, the agent retains its session over a short
-pause. At a long one, it demotes the session when the tool begins, and prefetches it shortly before the tool ends. Time
-runs faster by `--speed`; storage does not.
+pause. At a long pause, it demotes the session when the tool begins, and prefetches it shortly before the tool ends.
+Time runs `--speed` times faster, but storage does not.
 
-Prints for both ways the share of tokens that the pool had when the lookup came, and the times of the lookups, which
-wait for the tier. Of the slowest hundredth it prints how many were a session's first turn, or came after a short or a
-long pause. `after_prefetch` has the turns, and those for which a tier was read, by what their prefetch had retained:
-`all` of the session, or a `part` as its tenant had retained enough; or it came `late`. `--trace` replays a trace in the
-format of Mooncake instead: a prompt that continues another one is the next turn of its session, after the trace's own
-gap.
+With and without sessions, prints the share of tokens that the pool had at the lookup, and the times of the lookups,
+which wait for the tier. For the slowest hundredth of them, prints how many were a session's first turn, or followed a
+short or a long pause. `after_prefetch` counts turns, and those that read the tier, by the outcome of their prefetch: it
+retained `all` of the session, or only a `part` as its tenant had retained enough, or it ended too `late`. `--trace`
+replays a trace in Mooncake's format instead. There, a prompt that continues another one is the next turn of its
+session, after the trace's own gap.
 
-With `--tenants N` each session belongs to one of N tenants with equal quotas. The largest use of a quota is printed,
-too: above 1 where a tenant borrows what others leave.
+With `--tenants N`, each session belongs to one of N tenants with equal quotas. Also prints the largest use of a quota,
+which is above 1 if a tenant borrows space that others leave.
 """
 
 import argparse
@@ -42,8 +42,8 @@ from kvdepot.wire import operations as o
 
 GEOMETRY = Geometry("small", num_layers=4, num_kv_heads=2, head_dim=128)  # 4 KiB a token
 CHUNK_TOKENS = 64
-LEAD_SECONDS = 0.15  # that a prefetch begins before its turn, of real time: storage is not faster than in life
-SHORT_SECONDS = 3 * LEAD_SECONDS  # of real time: over a shorter pause a session stays in the pool
+LEAD_SECONDS = 0.15  # from a prefetch to its turn, in real time, as `--speed` does not speed up storage
+SHORT_SECONDS = 3 * LEAD_SECONDS  # in real time: over a shorter pause a session stays in the pool
 POOL_SHARE = 0.05
 
 
@@ -51,16 +51,16 @@ POOL_SHARE = 0.05
 class Turn:
     """One request of a session."""
 
-    at: float  # seconds since the begin
+    at: float  # seconds since the start
     session: str
     tokens: list[int]
-    pause: float = math.inf  # seconds until the next one of its session; infinity for none
-    before: float = math.inf  # seconds since the last one of its session
+    pause: float = math.inf  # seconds until the session's next turn, infinity if none
+    before: float = math.inf  # seconds since the session's last turn
     tenant: str = "default"
 
 
 def agents(seed: int, num_sessions: int, num_open: int) -> list[Turn]:
-    """Sessions of 4 to 16 turns; pauses of tools are lognormal around 20 s, up to some minutes."""
+    """Return sessions of 4 to 16 turns. Tools' pauses are lognormal around 20 s, up to some minutes."""
     rng, ids, turns = random.Random(seed), itertools.count(1), list[Turn]()
 
     def new(num_chunks: int) -> list[int]:
@@ -79,7 +79,7 @@ def agents(seed: int, num_sessions: int, num_open: int) -> list[Turn]:
 
 
 def with_pauses(turns: list[Turn]) -> list[Turn]:
-    """Return turns in the order of time, each with its pause."""
+    """Return the turns ordered by time, each with its pauses."""
     following: dict[str, float] = {}
     found: list[Turn] = []
     for turn in sorted(turns, key=lambda turn: -turn.at):
@@ -93,7 +93,7 @@ def with_pauses(turns: list[Turn]) -> list[Turn]:
 
 
 def with_tenants(turns: list[Turn], num_tenants: int) -> list[Turn]:
-    """Return turns whose sessions belong to tenants, one after the other."""
+    """Return the turns with their sessions assigned to tenants in turn."""
     tenants: dict[str, str] = {}
     for turn in turns:
         tenants.setdefault(turn.session, f"tenant {len(tenants) % num_tenants}")
@@ -101,7 +101,7 @@ def with_tenants(turns: list[Turn], num_tenants: int) -> list[Turn]:
 
 
 def quotas_of(num_tenants: int, pool_bytes: int) -> dict[str, int]:
-    """Return equal quotas that fill the pool; a single tenant has none."""
+    """Return equal quotas that fill the pool. A single tenant has none."""
     return {f"tenant {number}": pool_bytes // num_tenants for number in range(num_tenants) if num_tenants > 1}
 
 
@@ -110,7 +110,7 @@ def key_of(turn: Turn) -> KeyRun:
 
 
 def conversations(path: Path, num_requests: int) -> list[Turn]:
-    """Return the first requests of a trace whose prompts continue others; each block has one chunk."""
+    """Return the first requests as turns. Prompts that continue others join their session. A block is a chunk."""
     ends: dict[int, str] = {}
     turns: list[Turn] = []
     for number, request in enumerate(itertools.islice(read_trace(str(path)), num_requests)):
@@ -123,7 +123,7 @@ def conversations(path: Path, num_requests: int) -> list[Turn]:
 
 
 def steps(turns: list[Turn], speed: float) -> list[tuple[float, int, Turn]]:
-    """Return the turns (1) and the prefetches after long pauses (0), which begin early, with their real times."""
+    """Return the turns (1) and the early prefetches at the end of long pauses (0) with their real times."""
     found = [(turn.at / speed, 1, turn) for turn in turns]
     found += [
         ((turn.at + turn.pause) / speed - LEAD_SECONDS, 0, turn)
@@ -160,9 +160,9 @@ def replay(turns: list[Turn], speed: float, num_tenants: int, *, with_sessions: 
 def _replay(
     turns: list[Turn], speed: float, depot: DepotProcess, engine: EngineModel, operators: ThreadPoolExecutor | None
 ) -> dict[str, Any]:
-    seconds: list[tuple[float, str]] = []  # of each lookup, and what came before it
-    prefetches: dict[str, tuple[int, Future[int]]] = {}  # chunks of a session, and those that its prefetch retained
-    after_prefetch: dict[str, list[int]] = {}  # turns, and those that waited for the tier
+    seconds: list[tuple[float, str]] = []  # of each lookup, with the kind of pause before it
+    prefetches: dict[str, tuple[int, Future[int]]] = {}  # chunks of a session, and of these the ones retained
+    after_prefetch: dict[str, list[int]] = {}  # turns, and of these the ones that read the tier
     largest = 0.0
     total = here = promoted = 0
     cut = 0
@@ -222,7 +222,7 @@ def _replay(
 
 
 def prefetch(turn: Turn, depot: DepotProcess) -> int:
-    """Prefetch the session of a turn; return how many of its chunks are retained."""
+    """Prefetch the session of a turn. Return how many of its chunks are retained."""
     operation = o.PrefetchSession(turn.session, tenant=turn.tenant, retain_seconds=5.0)
     return ask_depot(operation, depot.url, 30).count
 
@@ -232,7 +232,7 @@ def quotas_in(depot: DepotProcess) -> list[dict[str, int]]:
 
 
 def main() -> None:
-    """Replay with and without, and print."""
+    """Replay with and without sessions, and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sessions", type=int, default=200)
     parser.add_argument("--open", type=int, default=40, help="agents at a time")

@@ -1,8 +1,8 @@
-"""Times retrieves of entries that workers with other heads stored: `python benchmarks/depot/splits.py`.
+"""Times retrieves of entries that were stored by workers with other heads: `python benchmarks/depot/splits.py`.
 
-The copies of `packages/cpu` alone, planning included, without a depot: 256 MiB of an 8B model (32 layers, 8 KV heads x
-128, bf16, keys and values in one page) from shared memory into scattered blocks of 4 KiB pages. Prints the median ratio
-to one memcpy of the same bytes in the same round, and its extremes.
+Measures only the copies of `packages/cpu` with their planning, without a depot: 256 MiB of an 8B model (32 layers, 8 KV
+heads x 128, bf16, keys and values in one page) from shared memory into scattered blocks of 4 KiB pages. Prints the
+median ratio to one memcpy of the same bytes in the same round, and its extremes.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from kvdepot_cpu.kernels.copy import PageCopier, memcpy_runs
 
 HEADS: Final = 8
 LAYERS: Final = 32
-TOKEN_BYTES: Final = 2 * 128 * 2  # of one head in one layer
+TOKEN_BYTES: Final = 2 * 128 * 2  # one token's bytes of one head in one layer
 CHUNK_TOKENS: Final = 256
 NUM_BYTES: Final = 256 << 20
 BATCH_BYTES: Final = 64 << 20
@@ -34,7 +34,7 @@ BATCH_BYTES: Final = 64 << 20
 
 @dataclass(frozen=True)
 class Case:
-    """Engines of `stored` and `read` ranks; the reader is rank 0."""
+    """An engine of `stored` ranks stores, rank 0 of an engine of `read` ranks reads."""
 
     block_tokens: int
     heads_outermost: bool
@@ -75,7 +75,7 @@ class Reader:
         self._num_chunks, self._chunk_bytes = num_chunks, chunk_bytes
 
     def retrieve(self) -> float:
-        """Retrieve everything once; return the seconds."""
+        """Retrieve everything once. Return the seconds."""
         block_ids = random.sample(range(self._num_blocks), self._num_blocks // 2)
         batches: list[CopyBatch] = []
         sources = [part for part in parts(self._case.stored) if part.first_head < self._mine.num_heads]
@@ -97,7 +97,7 @@ class Reader:
 
 
 def anonymous(num_bytes: int) -> npt.NDArray[np.uint8]:
-    """Return touched memory without huge pages, as an engine's cache has it."""
+    """Return touched memory without huge pages, like an engine's cache."""
     memory: Any = np.frombuffer(mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
     memory[::4096] = 1
     return memory

@@ -1,4 +1,4 @@
-"""Runs the soak of `tests/soak` over a disk tier on a small file system, at times full or read-only. Needs root, ext4.
+"""Runs the soak of `tests/soak` with a small, at times full or read-only file system as its tier. Needs root and ext4.
 
     python benchmarks/depot/torture.py --seconds 600 --seed 1
 
@@ -17,7 +17,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-_IMAGE_BYTES = 400 << 20  # somewhat more than the soak's tier may take
+_IMAGE_BYTES = 400 << 20  # slightly more than the soak's tier may use
 _LAST_GOOD_SECONDS = 45.0  # for the breaker to close and waiting writes to finish
 _STEP_BYTES = 1 << 20
 _TESTS = Path(__file__).parents[2] / "tests"

@@ -1,11 +1,11 @@
 # pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
 """The plan for a GPU: `python benchmarks/devices/cuda_gpu.py --out FOLDER [--only PHASE,..]`. **It never ran on one.**
 
-Out of the repository, on an otherwise idle machine with torch, triton, numpy, cuda-bindings, pytest and hypothesis, and
-with kvdepot and kvdepot-cuda installed. Each phase is a process with a time limit: one that fails, hangs or cannot run
-is reported, and the next one starts. Findings go to `cuda_gpu.jsonl`, one a line. `--fake` runs what needs no device
-over the driver of the tests, small: it shows that the script works, and its figures say nothing. docs/cuda.md says what
-to expect of each phase, and what to do otherwise.
+Run it from the repository on an otherwise idle machine with torch, triton, numpy, cuda-bindings, pytest and hypothesis,
+and with kvdepot and kvdepot-cuda installed. Each phase is a process with a time limit. A phase that fails, hangs or
+cannot run is reported, and the next one starts. Findings go to `cuda_gpu.jsonl`, one a line. `--fake` rehearses without
+a device, on a small scale and with the tests' driver: it shows that the script works, and its figures mean nothing.
+docs/cuda.md has the expected result of each phase, and advice for other results.
 """
 
 import argparse
@@ -45,7 +45,7 @@ from support.cuda.fake import DEFAULT_STREAM, FakeDriver, FakeTensor, fake_gathe
 FAKE = "--fake" in sys.argv
 MIB = 1 << 20
 LAYERS, PAGE = (4, 8192) if FAKE else (32, 65536)  # of an 8B model: 32 layers, 16 tokens of 64 KiB
-COUNT = 12 if FAKE else 10_000 // 16  # blocks of 10,000 tokens
+COUNT = 12 if FAKE else 10_000 // 16  # blocks for 10,000 tokens
 
 
 def report(what: str, **values: Any) -> None:
@@ -54,7 +54,7 @@ def report(what: str, **values: Any) -> None:
 
 @contextlib.contextmanager
 def part(what: str) -> Iterator[None]:
-    """Report an error as a finding; the next part runs."""
+    """Report an error as a finding, so that the next part runs."""
     try:
         yield
     except Exception as error:
@@ -75,7 +75,7 @@ def percentiles(seconds: list[float]) -> dict[str, float]:
 
 
 def machine(_seconds: float) -> None:
-    """Versions, the device, and how long a process needs to open it."""
+    """Report versions, the device, and the time that a process needs to open it."""
     names = ("kvdepot", "kvdepot-cuda", "torch", "triton", "numpy", "cuda-bindings", "pytest")
     report("packages", **{each.name: each.version for each in distributions() if each.name in names})
     if shutil.which("nvidia-smi"):
@@ -88,7 +88,7 @@ def machine(_seconds: float) -> None:
 
 
 class Cache:
-    """A KV cache on the device, and a context on a depot of its own that moves its blocks."""
+    """A KV cache on the device, its own depot, and a context that moves its blocks."""
 
     def __init__(
         self,
@@ -130,12 +130,12 @@ class Cache:
     def __exit__(self, *_: object) -> None:
         self.context.close()
         self.depot.close()
-        if not FAKE:  # the context has closed the one driver of the fake device
+        if not FAKE:  # the context has already closed the fake device's only driver
             with self.driver.activated():
                 self.driver.free_device(self.address)
 
     def move(self, way: str, salt: object, blocks: list[int]) -> float:
-        """Store or retrieve a prompt; return the seconds."""
+        """Store or retrieve a prompt. Return the seconds."""
         key = hash_prefix(Namespace(f"cuda_gpu {salt}"), 16, range(len(blocks) * 16))
         submit = self.context.submit_store if way == "store" else self.context.submit_retrieve
         began = time.perf_counter()
@@ -144,7 +144,7 @@ class Cache:
         return time.perf_counter() - began
 
     def copy(self, host: Any, kind: CopyKind) -> None:
-        """Copy all blocks from or to the host, without the depot."""
+        """Copy all blocks from or to the host without the depot."""
         ends = (host.ctypes.data, self.address) if kind is CopyKind.TO_DEVICE else (self.address, host.ctypes.data)
         with self.driver.activated():
             stream = self.driver.create_stream()
@@ -153,21 +153,21 @@ class Cache:
             self.driver.destroy_stream(stream)
 
     def again(self, way: str) -> float:
-        """Retrieve what was stored as "kept", or store a new prompt."""
+        """Retrieve the prompt "kept", or store a new prompt. Return the seconds."""
         return self.move(way, "kept" if way == "retrieve" else next(self.salts), self.half)
 
     @property
     def state(self) -> dict[str, Any]:
-        """Who copied, and whether all was registered by then; of a mover's pieces and kernel nothing is known here."""
+        """Return the mode and the state of registration. A mover's pieces and kernel are not known here."""
         made, mode = self.context, self.context.transfer_mode
         return {"mode": mode, "settled": made.is_settled, "pieces": made.num_registered, "kernel": made.uses_kernel}
 
 
 def bytes_(_seconds: float) -> None:
-    """Random bytes stored, cleared and retrieved: in both modes and layouts, and by the kernel."""
+    """Store, clear and retrieve random bytes, in both modes and layouts, and by the kernel."""
     for mode, outermost, kernel in itertools.product(("direct", "ipc"), (True, False), (False, True)):
         if kernel and (outermost or mode == "ipc"):
-            continue  # its runs are small, and a mover has none
+            continue  # the kernel is for small runs, and a mover has no kernel
         shape: dict[str, Any] = {"layers": 4, "page": 8192, "block_outermost": outermost, "gather_kernel": kernel}
         with part(f"{mode}, {outermost=}, {kernel=}"), Cache(mode, 64, **shape) as cache:
             host = np.random.default_rng(7).integers(0, 256, cache.num_bytes, np.uint8)
@@ -181,7 +181,7 @@ def bytes_(_seconds: float) -> None:
 
 
 def captures(_seconds: float) -> None:
-    """CUDA graphs, captured in torch's global mode while another thread opens contexts, registers pools and copies."""
+    """Capture CUDA graphs in torch's global mode while another thread opens contexts, registers pools and copies."""
     if FAKE:
         report("skipped", why="needs a device and torch")
         return
@@ -207,7 +207,7 @@ def one_engine(found: list[Any]) -> None:
 
 @contextlib.contextmanager
 def beside(work: Callable[..., object], *arguments: Any) -> Iterator[None]:
-    """Repeat `work` on a thread; its error ends the part."""
+    """Repeat `work` on a thread during the block. Its error ends the part."""
     stop, errors = threading.Event(), []
 
     def repeat() -> None:
@@ -227,7 +227,7 @@ def beside(work: Callable[..., object], *arguments: Any) -> Iterator[None]:
 
 
 def stress(seconds: float) -> None:
-    """Stores and retrieves at the same time, many small runs a call: drivers of release 580 are reported to hang."""
+    """Store and retrieve at the same time, many small runs a call: drivers of release 580 are reported to hang."""
     for batch_runs in (64, 128) if FAKE else (256, 1024, 4096):
         shape: dict[str, Any] = {"page": 8192, "block_outermost": False, "batch_runs": batch_runs}
         with part(f"{batch_runs} runs a call"), Cache("direct", 512, **shape) as cache:
@@ -244,12 +244,12 @@ def stress(seconds: float) -> None:
 
 
 def order(seconds: float) -> None:
-    """Transfers behind work of the device that takes a second: right bytes, and nothing is done too early."""
+    """Queue transfers after device work of a second: the bytes must be right, and no transfer may run too early."""
     run_tests(seconds, *(["device_suites.py::TestOrder"] if FAKE else ["order_on_device.py"]))
 
 
 def conformance(seconds: float) -> None:
-    """The suites of every backend, in both modes and with kills, all at the same time."""
+    """Run the suites of every backend at the same time, in both modes and with kills."""
     names = (
         "ByTheWorker ByTheWorkerWithTheKernel ByAMover SmallAllocations WorkerAndDepotKilled WorkerMoverAndDepotKilled"
     )
@@ -258,7 +258,7 @@ def conformance(seconds: float) -> None:
 
 
 def run_tests(seconds: float, *names: str) -> None:
-    """Run tests beside each other; report the end of their output, also of those that were cut off."""
+    """Run tests in parallel. Report the end of each one's output, also of those that were cut off."""
     environment = os.environ | ({} if FAKE else {"KVDEPOT_REQUIRE_CUDA": "1"})
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "", "-p", "no:cacheprovider", "--color=no"]
     running: list[tuple[str, Any, Any]] = []
@@ -275,11 +275,11 @@ def run_tests(seconds: float, *names: str) -> None:
         report("tests", name=name, status="cut off" if status is None else status, said=out.read()[-800:])
 
 
-# --- how fast, and who slows whom -------------------------------------------------------------------------------------
+# --- how fast, and at whose cost --------------------------------------------------------------------------------------
 
 
 def copies(seconds: float) -> None:
-    """Every way to copy pages, by size, count and direction, as ratios to one large copy: `kvdepot bench cuda`."""
+    """Time every way to copy pages by size, count and direction, relative to one large copy: `kvdepot bench cuda`."""
     small = {"page_bytes": (4 << 10, 64 << 10), "counts": (16, 64), "largest_bytes": 4 * MIB} if FAKE else {}
     plan = bench.BenchPlan(rounds=3, seconds=seconds * 0.8, **small)
     compiler = fake_gather if FAKE else gather.compile_gather
@@ -290,7 +290,7 @@ def copies(seconds: float) -> None:
 
 
 def interference(_seconds: float) -> None:
-    """How much the copies of a worker or of its mover slow matmuls and small kernels of the engine's process."""
+    """Measure how much copies of a worker or its mover slow down matmuls and small kernels of the engine's process."""
     if FAKE:
         square, wait = np.ones((64, 64)), lambda: None
         loops: dict[str, Any] = {"no device": lambda: square @ square}
@@ -303,7 +303,7 @@ def interference(_seconds: float) -> None:
     def rate(loop: Callable[[], object]) -> float:
         began, count = time.perf_counter(), 0
         while time.perf_counter() < began + (0.1 if FAKE else 1.0):
-            for _ in range(4):  # no more are queued, as in an engine
+            for _ in range(4):  # an engine does not queue more
                 loop()
             wait()
             count += 4
@@ -324,7 +324,7 @@ def interference(_seconds: float) -> None:
 
 
 def retrieve(_seconds: float) -> None:
-    """10,000 tokens of an 8B model, and one block: by mode, layout, and how much a transfer asks for at once."""
+    """Time retrieves of 10,000 tokens of an 8B model and of one block, by mode, layout and batch size."""
     for mode, outermost, batch_mib in itertools.product(("direct", "ipc"), (True, False), (64, 256)):
         with (
             part(f"{mode}, {outermost=}, {batch_mib} MiB"),
@@ -347,14 +347,14 @@ def retrieve(_seconds: float) -> None:
 
 
 def registration(_seconds: float) -> None:
-    """The time until a pool is registered, by size of the pieces."""
+    """Time the registration of a pool by the size of its pieces."""
     total = 64 * MIB if FAKE else 4096 * MIB
     for piece_bytes in (total // 16, total // 4, total):
         with part(f"{piece_bytes // MIB} MiB"), Cache("direct", 8, pool_bytes=total, piece_bytes=piece_bytes) as cache:
             report("registration", **cache.state, pool_mib=total // MIB, seconds=round(cache.settle_seconds, 3))
 
 
-PHASES: dict[str, tuple[Callable[[float], None], float]] = {  # with the seconds that each may take
+PHASES: dict[str, tuple[Callable[[float], None], float]] = {  # with each one's time limit in seconds
     "machine": (machine, 30), "bytes": (bytes_, 90), "order": (order, 90), "captures": (captures, 60),
     "stress": (stress, 120), "conformance": (conformance, 240), "copies": (copies, 180),
     "interference": (interference, 150), "retrieve": (retrieve, 150), "registration": (registration, 60),
@@ -362,7 +362,7 @@ PHASES: dict[str, tuple[Callable[[float], None], float]] = {  # with the seconds
 
 
 def run_phase(name: str, limit: float) -> list[dict[str, Any]]:
-    """Run a phase in a process group of its own; return its findings, the last of which says how it ended."""
+    """Run a phase in its own process group. Return its findings. The last one says how the phase ended."""
     command = [sys.executable, __file__, "--phase", name, *["--fake"] * FAKE]
     began = time.monotonic()
     with tempfile.TemporaryFile("w+") as out:

@@ -1,15 +1,14 @@
 """Measures the first requests after a depot starts: `python benchmarks/engine/first_request.py` in tox's `torch`.
 
-A fresh depot zeroes its pool and each worker maps it, beside the threads of the model. Two engines of the same model,
-warmed up without a depot, take turns; nothing else runs:
+A fresh depot zeroes its pool and each worker maps it while the model computes. Two engines of the same model, warmed up
+without a depot, take turns, and nothing else runs:
 
 - `without` has no connector, and no depot runs meanwhile;
-- `depot` is new in each pair. A depot starts beside it, and its requests begin as soon as scheduler and worker are
-  connected.
+- `depot` is new in each pair. A new depot starts, and its requests begin as soon as scheduler and worker are connected.
 
-Each serves `--requests` prompts that nobody knows, one after the other, so that `depot` stores each. Every pair has the
-same prompts, a new depot and the other order. Prints the median of the time to the first token for the first request,
-the second and so on, and the median of the ratios within a pair.
+Each serves `--requests` unknown prompts one after the other, so that `depot` stores each of them. Every pair has the
+same prompts, a new depot and the opposite order. Prints the median of the time to the first token for the first
+request, the second and so on, and the median of the ratios within a pair.
 """
 
 import argparse
@@ -27,7 +26,7 @@ from kvdepot.lab.processes import DepotProcess, wait_until
 from support.vllm.engines import Engine, Prompt, connector, prompts
 from support.vllm.models import make_model
 
-_WARM_UP = 3  # requests
+_WARM_UP = 3  # number of requests
 
 
 def serve(engine: Engine, wanted: list[Prompt], output_tokens: int) -> list[float]:
@@ -45,7 +44,7 @@ def start(model: Path, config: dict[str, Any] | None, arguments: argparse.Namesp
 
 
 def serve_beside_a_depot(model: Path, wanted: list[Prompt], arguments: argparse.Namespace) -> dict[str, Any]:
-    """Start an engine, then a depot. Return the times, and the bytes of the pool that were ready before and after."""
+    """Start an engine, then a depot, and serve. Return the times and the ready bytes of the pool before and after."""
     with tempfile.TemporaryDirectory(prefix="kvdepot-") as directory:
         engine = start(model, connector(directory), arguments)
         try:

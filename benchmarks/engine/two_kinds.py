@@ -1,11 +1,11 @@
 # pyright: basic
-"""vLLM and SGLang on one depot at the same time, each in its own environment: no crosstalk, and the same tokens.
+"""Runs vLLM and SGLang on one depot at the same time and checks that they do not mix up entries or tokens.
 
     PYTHONPATH=tests python benchmarks/engine/two_kinds.py --vllm VLLM_ENVIRONMENT/bin/python
 
-Runs where SGLang is; `--vllm` names a Python with vLLM and kvdepot-vllm. Both serve the same model and the same
-prompts, which neither finds in the depot, empty their own caches and serve them again: each finds exactly what itself
-has stored, and answers the same.
+Run it in SGLang's environment; `--vllm` names a Python with vLLM and kvdepot-vllm. Both serve the same model and the
+same prompts, which neither finds in the depot. Then they empty their own caches and serve the prompts again. Each must
+find exactly its own entries and give the same answers.
 """
 
 import argparse

@@ -4,8 +4,8 @@ Uses a small model with KV of a realistic size (128 KiB of float32 per token). T
 serve one request at a time in turn, so that other work on the machine affects all alike. Each computes a prompt and
 then reuses one:
 
-- `alone` has no connector: it computes a prompt, then takes it from vLLM's own prefix cache;
-- `depot` stores a prompt, then loads it after its own prefix cache was emptied;
+- `alone` has no connector: it computes a prompt, then reuses it from vLLM's own prefix cache;
+- `depot` stores a prompt, empties its own prefix cache, and loads the prompt;
 - `other` computes an unknown prompt and stores nothing, then loads the prompt that `depot` stored;
 - `disk` (with `--disk FOLDER`) has a depot whose pool holds little more than one prompt, and a tier below it. It
   stores the prompt, then another that pushes it out of the pool, and then loads it from the disk.

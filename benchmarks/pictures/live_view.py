@@ -1,6 +1,6 @@
 """Takes the picture of the live view: `python benchmarks/pictures/live_view.py docs/live-view.png`.
 
-Three engines serve conversations from one depot with a disk tier: a pause replaces the model, as in the demo.
+Three engines serve conversations from one depot with a disk tier. As in the demo, pauses replace the model.
 """
 
 import http.server
@@ -22,7 +22,7 @@ from kvdepot.lab.fleet import EngineProcess, EngineSettings, Prompt, start_engin
 from kvdepot.lab.processes import DepotProcess
 
 _GEOMETRY = Geometry("8B GQA, 2 of 32 layers", 2, GEOMETRY_8B.num_kv_heads, GEOMETRY_8B.head_dim)
-_WARM_UP_SECONDS, _SECONDS_OF_THE_PAGE = 15, 20  # enough for the estimates, and for its curves
+_WARM_UP_SECONDS, _SECONDS_OF_THE_PAGE = 15, 20  # enough for the estimates, and for the page's curves
 _BROWSERS = ("chromium", "chromium-headless-shell", "google-chrome")
 
 
@@ -36,7 +36,7 @@ def drive(engine: EngineProcess, number: int, end: threading.Event) -> None:
 
 
 class _Wrapper(http.server.BaseHTTPRequestHandler):
-    """Passes on the depot's HTTP; its page is complete only after a while, and then the browser takes its picture."""
+    """Forwards the depot's HTTP. It delays the end of the page, at which the browser takes its picture."""
 
     depot = ""
 
@@ -59,7 +59,7 @@ class _Wrapper(http.server.BaseHTTPRequestHandler):
         self.wfile.write(body + (b"<img src=/late width=0 height=0>" if self.path == "/" else b""))
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002  # named by the base class
-        """Say nothing."""
+        """Log nothing."""
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Draws the bars of docs/performance.md from its tables: `python benchmarks/pictures/pictures.py`.
 
-Each picture shows one column of the table above it, so that a figure is written down once. `--check` only compares.
+Each picture shows one column of the table above it, so that each figure is written only once. `--check` only compares.
 """
 
 import argparse
@@ -19,7 +19,7 @@ _NUMBER: Final = re.compile(r"[\d,]+(?:\.\d+)?")
 class _Picture:
     title: str
     unit: str = ""
-    others: str = ""  # rows with these words are not kvdepot's
+    others: str = ""  # rows with this text are not kvdepot's
 
 
 PICTURES: Final = {
@@ -31,7 +31,7 @@ PICTURES: Final = {
 
 
 def draw(name: str, page: str) -> str:
-    """Return the picture of that name, from the first column of the last table before it."""
+    """Return the picture `name`, drawn from the first column of the last table before it."""
     before = page[: page.index(f"(pictures/{name}.svg)")]
     rows = before[before.rindex("\n|---") :].splitlines()[2:]
     picture, bars = PICTURES[name], list[Bar]()
@@ -47,7 +47,7 @@ def draw(name: str, page: str) -> str:
 
 
 def main() -> int:
-    """Write the pictures, or say which differ."""
+    """Write the pictures, or print which ones differ."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; fail if a picture differs")
     is_check: bool = parser.parse_args().check

@@ -1,7 +1,7 @@
 """Records the demo as an animated SVG: `uv run --with pyte benchmarks/pictures/record_demo.py docs/pictures/demo.svg`.
 
-Runs the demo in a terminal of 80 columns and draws what it shows, when it shows it, at most five times a second. A
-line that stays is drawn once. Viewers without animations show the last screen. Run it on a quiet machine.
+Runs the demo in a terminal of 80 columns and draws its screens with their times, at most five a second. A line that
+stays is drawn once. Viewers without animations show the last screen. Run it on a quiet machine.
 """
 
 import argparse
@@ -40,7 +40,7 @@ class Shown:
 
 
 def read_line(screen: Any, row: int) -> Line:
-    """Return the words of a line; a word ends where the color changes or two spaces follow."""
+    """Return the words of a line. A word ends where the color changes or two spaces follow."""
     runs: list[list[Any]] = []
     cells = screen.buffer[row]
     for column in range(_COLUMNS):
@@ -120,7 +120,7 @@ def draw(shown: Sequence[Shown], total: float, num_rows: int) -> str:
 
 
 def draw_word(word: Run) -> str:
-    """Return one word; its length is given, as fonts differ."""
+    """Return one word with an explicit length, as fonts differ."""
     column, text, color, bold = word
     fill = "" if color == "default" else f' fill="{_COLORS.get(color, "#" + color)}"'
     weight = ' font-weight="bold"' if bold else ""

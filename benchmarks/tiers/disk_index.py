@@ -3,7 +3,7 @@
 Makes files with the names and sizes of entries (sparse, 4 MiB each) in a new folder below FOLDER, and removes them
 afterwards. Each round first walks the tree with only `os.scandir` and a `stat` of every file. Then it opens a tier and
 waits for the complete index. Then it does so again while a thread asks for keys through the tier's queue, as the
-depot's loop does for lookups: 512 at a time, without a pause. The result is the ratio of tier and walk within a round.
+depot's loop does for lookups: 512 at a time, without a pause. The result is the ratio of tier to walk within a round.
 The kernel's caches are warm, because the files were made just before.
 """
 
@@ -28,7 +28,7 @@ from kvdepot.tiers.queue import TierQueue
 
 PAYLOAD_BYTES = 4 << 20
 QUESTION_KEYS = 512
-SWITCH_SECONDS = 0.001  # as in a depot
+SWITCH_SECONDS = 0.001  # the interpreter's switch interval, as in a depot
 
 
 def make_files(folder: Path, num_entries: int, num_tenants: int) -> list[bytes]:
@@ -73,7 +73,7 @@ def ask(queue: TierQueue, answered: threading.Event, keys: list[bytes], is_over:
 
 
 def open_and_wait(folder: Path, keys: list[bytes], seconds: list[float] | None) -> float:
-    """Return the time until the index was complete. With a list for their durations, ask questions meanwhile."""
+    """Return the time until the index is complete. With a list, ask for keys meanwhile and add the durations to it."""
     is_over, answered, pool = threading.Event(), threading.Event(), make_pool()
     start = time.perf_counter()
     tier = DiskTier(pool, folder, 1 << 50)

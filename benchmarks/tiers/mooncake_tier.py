@@ -1,8 +1,8 @@
 """Measures a tier in Mooncake Store: `python benchmarks/tiers/mooncake_tier.py` in tox's environment `mooncake`.
 
-Starts a master and a cluster on loopback, over TCP. Entries are written from and read into a pool through the depot's
-tier queue, including trailers, checks and the child process. They lie in this node's part of the cluster (`own`) or
-that of another process (`other`). Each round writes, reads and copies the same number of bytes (memcpy, one thread,
+Starts a master and a cluster on loopback over TCP. The depot's tier queue writes entries from a pool and reads them
+back, including trailers, checks and the child process. Entries lie in this node's part of the cluster (`own`) or in
+another process's part (`other`). Each round writes, reads and copies the same number of bytes (memcpy, one thread,
 between halves of the pool). Prints medians and extremes of the ratios within a round.
 """
 
@@ -40,7 +40,7 @@ def seconds_of(work: Callable[[], object]) -> float:
 
 
 def measure(place: str, entry_bytes: int, num_threads: int, num_rounds: int, total_bytes: int) -> dict[str, Any]:
-    """Return the figures of one row."""
+    """Return the figures of one row of the table."""
     pool = make_shared_pool(2 * total_bytes)
     pool.view[:] = os.urandom(MIB) * (2 * total_bytes // MIB)
     base = ctypes.addressof(ctypes.c_char.from_buffer(pool.view))
@@ -63,7 +63,7 @@ def measure(place: str, entry_bytes: int, num_threads: int, num_rounds: int, tot
             assert run(queue, Job(operation, keys, places), woken=woken) == [[True] * len(keys)], queue.status()
 
         wait_until(lambda: write_to(tier, pool, [make_key(0)], extents[:1]) == [True], what="room")
-        for turn in range(-2, num_rounds):  # two to warm up
+        for turn in range(-2, num_rounds):  # two rounds of warm-up
             clear(queue, None, None)
             keys = [make_key(turn * 1000 + number + 10_000) for number in range(len(extents))]
             copy = seconds_of(lambda: ctypes.memmove(base + total_bytes, base, total_bytes))

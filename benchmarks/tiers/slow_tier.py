@@ -95,7 +95,7 @@ def main() -> None:
 def measure(url: str, num_rounds: int, seconds: float) -> None:
     """Alternate rounds with and without lookups that wait for the tier."""
     keys = {num_chunks: prompt_key(0, num_chunks) for num_chunks in (32, 2048)}
-    filler = IndexFiller(url, chunk_tokens=CHUNK_TOKENS)  # tiers are asked for models of registered workers
+    filler = IndexFiller(url, chunk_tokens=CHUNK_TOKENS)  # a depot asks tiers only for the models of registered workers
     filler.store(keys[2048])
     client = SchedulerClient(SPEC, "filler", url=url, deadline_seconds=30)
     client.wait_until_connected(20)

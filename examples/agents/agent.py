@@ -1,9 +1,9 @@
-"""An agent's loop against the OpenAI API, whose tools take seconds, with a depot that keeps its session.
+"""An agent's loop over the OpenAI API. Its tools take seconds, and a depot keeps its session.
 
     python agent.py MODEL --api http://127.0.0.1:8000 --depot DIR [--tool-seconds 2 20]
 
-Before a short tool the request itself retains the session. Before a long one the session leaves the pool, and returns
-from the tier before the tool does. Each line says how much of the prompt was not computed again.
+Before a short tool, the request itself retains the session. Before a long one, the session leaves the pool, and it
+returns from the tier before the tool ends. Each line says how much of the prompt was not computed again.
 """
 
 import argparse
@@ -15,22 +15,22 @@ import urllib.request
 import uuid
 from typing import Any
 
-LONG_SECONDS = 3.0  # a tool that takes longer gives its space in the pool to others meanwhile
-LEAD_SECONDS = 1.0  # before the tool returns: as long as a promotion takes
+LONG_SECONDS = 3.0  # over a longer tool, the session leaves its space in the pool to others
+LEAD_SECONDS = 1.0  # start of the prefetch before the tool ends: as long as a promotion takes
 
 
 class Agent:
-    """A conversation, which the depot knows by the name of its session."""
+    """A conversation. The depot knows it by the name of its session."""
 
     def __init__(self, model: str, api: str, depot: str) -> None:
-        self.session = f"agent-{uuid.uuid4()}"  # unguessable: whoever knows it may move it
+        self.session = f"agent-{uuid.uuid4()}"  # unguessable, as anyone who knows the name may move the session
         self.context = " ".join(f"t{number}" for number in range(1, 700))
         self._model = model
         self._api = api
         self._depot = depot
 
     def turn(self, *, retain_seconds: float) -> None:
-        """Ask for the next step; have the session kept for the tool that follows."""
+        """Ask for the next step. Retain the session for the tool that follows."""
         body = {
             "model": self._model,
             "prompt": self.context,
@@ -49,7 +49,7 @@ class Agent:
         self.context += reply["choices"][0]["text"]
 
     def tell_depot(self, operation: str, *arguments: str) -> None:
-        """Run `kvdepot session`; the depot may still be waiting for the end of the last request's stores."""
+        """Run `kvdepot session`. The depot may still be waiting for the last request's stores."""
         command = ["kvdepot", "session", operation, self.session, *arguments, "--url", self._depot]
         error = ""
         for _ in range(20):

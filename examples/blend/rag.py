@@ -1,8 +1,8 @@
-"""Retrieval with blend, against the OpenAI API of a vLLM: `python rag.py MODEL DOCUMENT...`.
+"""Retrieval with blend over vLLM's OpenAI API: `python rag.py MODEL DOCUMENT...`.
 
-`serve.sh` beside this file starts the depot and the vLLM that it needs. The first question brings the documents in. The
-next two get the same documents in other orders, as a retriever ranks them for other questions: once computed, once
-blended. Prints the time to the first token of each, and what was reused. Fails if nothing was.
+`serve.sh` beside this file starts the depot and vLLM. The first question stores the documents. The next two have the
+same documents in other orders, as a retriever ranks them for other questions: one is computed, one blended. Prints the
+time to the first token of each and the number of reused tokens. Fails if no tokens were reused.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from typing import Any
 
 
 def ask(url: str, body: dict[str, Any]) -> tuple[float, dict[str, Any]]:
-    """Return the time to the only token, and the answer."""
+    """Return the time to the only token and the answer."""
     headers = {"Content-Type": "application/json"}
     request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
     began = time.perf_counter()

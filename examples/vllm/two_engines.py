@@ -1,4 +1,4 @@
-"""Two vLLM processes and one depot: the second reuses what the first has computed.
+"""Two vLLM processes and one depot: the second process reuses the first one's KV.
 
 Start a depot first (`kvdepot serve`), then: python two_engines.py MODEL
 """

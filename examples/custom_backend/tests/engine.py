@@ -1,4 +1,4 @@
-"""An engine that obeys. Run: python engine.py URL INSTANCE"""
+"""An engine that obeys commands. Run: python engine.py URL INSTANCE"""
 
 import sys
 

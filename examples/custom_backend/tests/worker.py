@@ -1,4 +1,4 @@
-"""The parts of a backend that the suites need: a worker, and a way into its device's memory."""
+"""What the suites need from a backend: a worker, with access to its device's memory."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The conformance suite over the example's tier, and the tier in a real depot."""
+"""Runs the conformance suite on the example's tier, and the tier in a real depot."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from kvdepot.tiers import TierPool
 
 
 class TestFolderTier(TierSuite):
-    """Inherits every test."""
+    """Inherits all tests."""
 
     @pytest.fixture(autouse=True)
     def folder(self, tmp_path: Path) -> None:

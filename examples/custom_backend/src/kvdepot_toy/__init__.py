@@ -1,4 +1,4 @@
-"""A kvdepot backend for a toy accelerator. Finding it loads nothing of the device."""
+"""A kvdepot backend for a toy accelerator. Discovering it loads no module of the device."""
 
 import importlib.util
 from typing import Any
@@ -21,12 +21,12 @@ class ToyBackend:
         return None
 
     def cuts_pages(self, row_tokens: int, **options: Any) -> bool:
-        """See `Backend`: `BatchRuns` cuts them, and any run is as good as another."""
+        """See `Backend`: `BatchRuns` cuts pages, and runs of any size are equally fast."""
         del row_tokens, options
         return True
 
     def why_unavailable(self) -> str | None:
-        """Return None if it can be used here, else a sentence with the way out."""
+        """Return None if the backend can be used here, else a reason that says what to do."""
         if importlib.util.find_spec("numpy") is None:
             return "numpy is not installed: pip install kvdepot-toy"
         return None

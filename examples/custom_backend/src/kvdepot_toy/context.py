@@ -1,4 +1,4 @@
-"""Copies a worker's blocks to the pool and back. `WorkerTransfers` speaks with the depot."""
+"""Copies a worker's blocks to the pool and back. `WorkerTransfers` talks to the depot."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,21 +12,21 @@ from kvdepot_toy import device
 
 
 class ToyCopier(Copier):
-    """Copies on the thread that calls. The device has no streams, so the hooks stay as they are."""
+    """Copies on the calling thread. The device has no streams, so the hooks are not overridden."""
 
     def __init__(self, layout: CacheLayout) -> None:
         self._runs = BatchRuns(layout)
 
     def store(self, batch: CopyBatch) -> None:
-        """Blocks to extents; the bytes are in the pool when it returns."""
+        """Copy blocks to extents. The bytes are in the pool on return."""
         self._each(batch, device.copy_out)
 
     def retrieve(self, batch: CopyBatch) -> None:
-        """Extents to blocks; the bytes are on the device when it returns, and the pool is no longer read."""
+        """Copy extents to blocks. On return the bytes are on the device, and the pool is no longer read."""
         self._each(batch, lambda address, source: device.copy_in(source, address))
 
     def close(self) -> None:
-        """Nothing to give up."""
+        """Do nothing: the copier holds no resources."""
 
     def _each(self, batch: CopyBatch, copy: Callable[[int, memoryview], None]) -> None:
         runs = merge(self._runs.of(batch))
@@ -37,7 +37,7 @@ class ToyCopier(Copier):
 
 
 def pages_of(tensor: Any) -> PageLayout:
-    """Return where the blocks of a tensor lie."""
+    """Return the layout of a tensor's blocks."""
     if not isinstance(tensor, device.ToyTensor):
         raise LayoutError(f"{type(tensor).__name__} is not on a toy device: use the backend of its device")
     return PageLayout(tensor.address, tensor.num_blocks, tensor.page_size_bytes, tensor.stride_bytes)

@@ -1,4 +1,4 @@
-"""Stands for a vendor's library: memory that nothing reaches but `copy_out` and `copy_in`."""
+"""Stands for a vendor's library. Only `copy_out` and `copy_in` can access its memory."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ _memory = bytearray()
 
 @dataclass(frozen=True)
 class ToyTensor:
-    """Blocks in the device's memory, each `page_size_bytes` long and `stride_bytes` after the one before."""
+    """Blocks in the device's memory, each `page_size_bytes` long and `stride_bytes` after the previous one."""
 
     address: int
     num_blocks: int
@@ -23,10 +23,10 @@ def allocate(num_blocks: int, page_size_bytes: int, stride_bytes: int) -> ToyTen
 
 
 def copy_out(address: int, target: memoryview) -> None:
-    """Copy from the device; returns when it is done."""
+    """Copy from the device. Return when the copy is done."""
     target[:] = memoryview(_memory)[address : address + len(target)]
 
 
 def copy_in(source: memoryview, address: int) -> None:
-    """Copy to the device; returns when it is done."""
+    """Copy to the device. Return when the copy is done."""
     memoryview(_memory)[address : address + len(source)] = source

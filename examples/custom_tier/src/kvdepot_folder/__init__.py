@@ -1,6 +1,6 @@
-"""A tier that keeps each entry as a file, `folder:///PATH`: an example to start from.
+"""A tier that keeps each entry as a file, `folder:///PATH`. Start your own tier as a copy of it.
 
-A file holds the payload and behind it the trailer by which the depot recognizes what it wrote.
+A file contains the payload, then the trailer, by which the depot recognizes its entry.
 """
 
 import os
@@ -16,8 +16,8 @@ class FolderTier(Tier):
     """Entries in the files of one folder.
 
     Args:
-        pool: of the depot; the bytes of an extent are `pool.view[offset : offset + num_bytes]`.
-        folder: made if it is not there.
+        pool: the depot's pool. The bytes of an extent are `pool.view[offset : offset + num_bytes]`.
+        folder: created if it does not exist.
     """
 
     def __init__(self, pool: TierPool, folder: Path) -> None:
@@ -76,7 +76,7 @@ class FolderTier(Tier):
         return (path for path in self._folder.iterdir() if len(path.name) == 2 * KEY_BYTES)
 
     def _remove(self, path: Path) -> int:
-        """Remove an entry; return 1 if it was there."""
+        """Remove an entry. Return 1 if it existed, else 0."""
         with self._lock:
             try:
                 path.unlink()
@@ -90,18 +90,18 @@ class FolderTier(Tier):
         os.stat(self._folder)
 
     def usage(self) -> TierUsage:
-        """See `Tier`. Nothing is asked of the storage here."""
+        """See `Tier`. It must not wait, so it does not access the storage."""
         return TierUsage(self._num_entries)
 
     def close(self) -> None:
-        """See `Tier`: nothing stays open between calls."""
+        """See `Tier`. No file stays open between calls."""
 
 
 def open_tier(url: TierUrl, pool: TierPool) -> FolderTier:
     """Open `folder:///PATH`.
 
     Raises:
-        ConfigError: the folder cannot be made.
+        ConfigError: the folder cannot be created.
     """
     try:
         return FolderTier(pool, Path(url.path))
