@@ -57,7 +57,7 @@ class Asking:
     def ask(self, request_id: str, key: KeyRun, first: int) -> int:
         """Return the number of pages behind the first `first` that the depot has. They stay while the answer is kept.
 
-        The whole `key` is looked up, which keeps a prefix that is always on the device in the depot, too.
+        The whole `key` is looked up, so that the depot also keeps a prefix that is always on the device.
         """
         now = self._clock()
         known = self._answers.get(request_id)

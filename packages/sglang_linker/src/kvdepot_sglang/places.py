@@ -21,7 +21,7 @@ class Placed:
     slots_before: Callable[[], Any]  # returns the device's slots of these pages; valid during a call of `offload`
 
     def keep_warm(self, rid: str) -> None:
-        """Count a use in the depot of a prompt's pages on the device, although SGLang looks up no pages behind them."""
+        """Tell the depot that a prompt uses pages which are all on the device, as SGLang then looks up nothing."""
         raise NotImplementedError
 
 

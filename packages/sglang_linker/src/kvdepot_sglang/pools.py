@@ -1,7 +1,7 @@
 # pyright: basic
 """SGLang's KV pools as layer groups: a page of SGLang is both a block and a chunk.
 
-It refuses caches that cannot be kept whole, and gives the reason.
+This module refuses caches that cannot be kept whole, and gives the reason.
 
 A buffer of a pool is `(slots, heads, dim)`, or `(slots, 1, dim)` for latent attention. Page `i` has the slots
 `i * page_size` to `(i + 1) * page_size`.
@@ -36,7 +36,7 @@ def refuse_unsupported(server_args: Any, params: Any, page_size: int) -> None:
     Args:
         server_args: SGLang's `ServerArgs`.
         params: SGLang's `CacheInitParams`.
-        page_size: tokens.
+        page_size: tokens of a page.
 
     Raises:
         Unsupported: with the reason.
@@ -123,7 +123,7 @@ def _group(pool: Any, page_size: int, holding: Holding, window_tokens: int = 0) 
 
 
 def _part(held: int, page_size: int, holding: Holding) -> tuple[Part, Plane, int]:
-    """Return the heads that this rank holds, all heads, and the rows of a page.
+    """Return the heads that this rank holds, all heads of the model, and the rows of a page.
 
     If the head count does not fit, only the same rank of an engine with as many ranks can use the bytes.
     """

@@ -10,7 +10,7 @@ from kvdepot.engines.settings import EngineSettings
 class Settings(EngineSettings):
     """Each setting is an optional field of `linker_extra_config`.
 
-    SGLang's scheduler does nothing else while it waits.
+    SGLang's scheduler does nothing else while it waits for the depot.
     """
 
     SOURCE: ClassVar[str] = "linker_extra_config"
@@ -19,6 +19,6 @@ class Settings(EngineSettings):
     tier_seconds: float = 0.05  # the part of that wait for tiers; chunks that arrive later help the next request
 
     def __post_init__(self) -> None:
-        EngineSettings.__post_init__(self)  # `super()` finds the class before `slots` remade it
+        EngineSettings.__post_init__(self)  # `super()` refers to the class that `slots` has replaced
         self.check_seconds("lookup_seconds")
         self.check_seconds("tier_seconds")

@@ -71,11 +71,11 @@ class BlockPool(Protocol):
         ...
 
     def touch(self, blocks: Sequence[Any]) -> None:
-        """Take a reference to each."""
+        """Take a reference to each block."""
         ...
 
     def free_blocks(self, ordered_blocks: Iterable[Any]) -> None:
-        """Release one reference to each."""
+        """Release one reference to each block."""
         ...
 
 

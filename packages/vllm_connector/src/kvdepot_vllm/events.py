@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false
-"""KV cache events: describes this engine's chunks to the depot, and publishes the depot's through vLLM's publisher.
+"""KV cache events: describes the engine's chunks to the depot, and publishes the depot's chunks through vLLM.
 
 A depot that publishes events (`--events`) learns tokens and block hashes from its engines. It tells each engine which
 chunks of the engine's namespace the pool holds, whichever engine stored them. So a router that knows nothing of depots
@@ -38,7 +38,7 @@ _MOST_BLOCKS: Final = 1024  # in one event that retracts announced blocks
 
 
 class Describer:
-    """Describes chunks like vLLM's own events: by its block hashes, as integers of 64 bits.
+    """Describes chunks like vLLM's own events: by vLLM's block hashes, as integers of 64 bits.
 
     It describes the blocks of the groups with full attention that have the same block size as the first of them. These
     groups decide together about a hit.

@@ -56,7 +56,7 @@ class EngineCache:
     format: str = ""  # only the workers know it
     volatile_tokens: int = 0  # the last computed tokens, whose KV a draft model may still write again
     state_step: int = 0  # recurrent: vLLM keeps the state at the last multiple of this before the end of a prompt
-    num_stages: int = 1  # of the pipeline
+    num_stages: int = 1  # stages of the pipeline
     layout: str = ""  # vLLM's name for the order of a block's bytes
     shapes: tuple[GroupShape, ...] = ()  # by group, as the workers register them; only they know the form of pages
 
@@ -148,7 +148,7 @@ def wished_layout(wish: str, *, is_cuda: bool, block_tokens: int | None, capabil
         wish: `Settings.kv_cache_layout`.
         is_cuda: whether the device is NVIDIA's.
         block_tokens: tokens of the engine's blocks, None if not yet decided.
-        capability: the major number of the device's compute capability, None if it is not known. From Blackwell on
+        capability: the major number of the device's compute capability, None if it is not known. From Blackwell on,
             FlashInfer takes only layouts with the heads before the tokens, and the other backends take those, too.
     """
     if wish == LEAVE_IT_TO_VLLM:

@@ -59,7 +59,7 @@ def engine_namespace(vllm_config: Any, settings: Settings, *, is_batch_invariant
         extra["loader"] = str(getattr(vllm_config.load_config, "model_loader_extra_config", None) or "")
     if load_format == _RANDOM:
         extra["seed"] = str(model.seed)
-    if load_format == _RANDOM or is_batch_invariant:  # each rank makes up weights of its own
+    if load_format == _RANDOM or is_batch_invariant:  # each rank generates its own random weights
         extra["ranks"] = str(vllm_config.parallel_config.tensor_parallel_size)
     return Namespace(
         model="" if weights else name,

@@ -74,7 +74,7 @@ class Lookups:
         )
 
     def poll(self, state: RequestState) -> Outcome:
-        """Return whether the depot has chunks of a request, which `lease` then keeps. If that is old, ask again.
+        """Return whether the depot has chunks of a request, which `lease` then keeps. Ask again if the answer is old.
 
         Waits at most 10 ms, once for each idle step, however many requests wait.
         """
@@ -122,7 +122,7 @@ class Lookups:
             state.lease = None
 
     def remember_miss(self, state: RequestState) -> None:
-        """Replace the answer by a miss, which is not asked for again while it is fresh."""
+        """Replace the answer by a miss, so that no lookup is sent while the miss is fresh."""
         self.drop(state)
         state.lease = MISS
 

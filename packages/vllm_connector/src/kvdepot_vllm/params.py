@@ -43,7 +43,7 @@ def own_params(params: Any) -> dict[str, Any]:
 
 
 def checked(params: Mapping[str, Any], name: str, is_valid: Callable[[Any], bool], expected: str) -> Any:
-    """Return a parameter; None if it is missing, or wrong, which is logged with what was `expected`."""
+    """Return a parameter, None if it is missing or wrong. For a wrong one, log what is `expected`."""
     value = params.get(name.rpartition(".")[2])
     if value is None or is_valid(value):
         return value

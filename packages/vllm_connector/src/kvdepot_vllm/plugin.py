@@ -5,7 +5,7 @@ An exception in `register` would stop vLLM, so it raises none. Nothing of vLLM i
 
 
 def register() -> None:
-    """Register `"kv_connector": "KVDepotConnector"` with vLLM. Calling it again is harmless."""
+    """Register `"kv_connector": "KVDepotConnector"` with vLLM. Idempotent."""
     import importlib
     import logging
     from typing import Any

@@ -79,7 +79,7 @@ class SchedulerSide:
         self._generation = generation
         self._version = version
         self._unnamed: dict[str, EngineRequest] = {}  # requests that wait for a name of the weights
-        self._needs_name = False  # vLLM would run one of them
+        self._needs_name = False  # whether vLLM would run one of them
         self._settings = settings
         self._client = client
         self._describer = describer
@@ -212,7 +212,7 @@ class SchedulerSide:
         for request_id in step.preempted_req_ids or ():
             if request_id in self._requests:
                 self._lookups.withdraw(self._requests[request_id])
-        self._stores.plan_put_off()  # before others fill the room: vLLM may take these blocks in any step
+        self._stores.plan_put_off()  # before other stores fill the room: vLLM may take these blocks in any step
         self._look_at_version()
         asks_for_weights, self._needs_name = self._generation.ask() if self._needs_name else 0, False
         for request_id, num_tokens in step.num_scheduled_tokens.items():
@@ -275,7 +275,7 @@ class SchedulerSide:
             return
         self.counters[_HIT_TOKENS] += num_tokens
         logger.debug("request %s: loaded %d tokens under exact keys", state.request_id, num_tokens)
-        if state.exact_tokens is not None:  # other engines cannot use what it computes from now on
+        if state.exact_tokens is not None:  # other engines cannot use the KV that it computes now
             self._lookups.withdraw(state)
         self._note(state)
 
@@ -293,7 +293,7 @@ class SchedulerSide:
         if is_over:
             self._stores.once_stored(
                 state,
-                # After a reset, the chunks are of the generation before.
+                # After a reset, the chunks belong to the previous generation.
                 lambda: self._blends.note(state, namespace, key) if namespace == self._namespace else None,
             )
         elif not state.num_storing:
@@ -391,7 +391,7 @@ class SchedulerSide:
             state.may_load = state.may_store = False
             self._lookups.drop(state)
             self._lookups.withdraw(state)
-            state.must_note = False  # its chunks are of the generation before
+            state.must_note = False  # its chunks belong to the previous generation
             self._blends.forget(state)
 
     def _look_at_version(self) -> None:

@@ -46,7 +46,7 @@ class Settings(EngineSettings):
     keep_load_failure_policy: bool = False  # True: do not change vLLM's kv_load_failure_policy
 
     def __post_init__(self) -> None:
-        EngineSettings.__post_init__(self)  # `super()` finds the class before `slots` remade it
+        EngineSettings.__post_init__(self)  # `super()` refers to the class that `slots` has replaced
         if self.store not in ("all", "prompt", "none"):
             raise ConfigError(f'kvdepot.store is "all", "prompt" or "none", not {self.store!r}')
         if self.blend not in ("off", "request", "always"):
@@ -60,14 +60,14 @@ class Settings(EngineSettings):
         self.check_at_least_one("blend_min_tokens", "blend_step_tokens", "chunk_tokens")
 
     def is_synchronous(self, backend: Backend) -> bool:
-        """Return whether transfers run on the engine's thread: by default where a backend knows no other way."""
+        """Return whether transfers run on the engine's thread: by default, if the backend supports no other way."""
         return Capability.ASYNCHRONOUS not in backend.capabilities if self.synchronous is None else self.synchronous
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any], role: str | None = None) -> "Settings":
         """Return the settings in `kv_connector_extra_config`. Keys of other connectors are ignored.
 
-        With the role "kv_producer", prompts alone are stored unless `kvdepot.store` says otherwise.
+        With the role "kv_producer", only prompts are stored, unless `kvdepot.store` says otherwise.
 
         Raises:
             ConfigError: an unknown `kvdepot.` key, or a value of the wrong type.

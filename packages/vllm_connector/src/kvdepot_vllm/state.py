@@ -125,7 +125,7 @@ class RequestState:
 
     @property
     def num_leased(self) -> int:
-        """Chunks that the last answer keeps for this request."""
+        """The number of chunks that the last answer keeps for this request."""
         return self.lease.num_chunks if self.lease is not None else 0
 
     @property

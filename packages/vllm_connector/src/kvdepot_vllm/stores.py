@@ -320,7 +320,7 @@ class Stores:
 
     @property
     def num_pending(self) -> int:
-        """The stores that hold blocks or wait for room: the engine must keep stepping to learn that they ended."""
+        """The number of stores that hold blocks or wait for room. The engine must step on to learn of their end."""
         return len(self._pending) + len(self._put_off)
 
     @property

@@ -23,7 +23,7 @@ class Lease:
     lease_seconds: float = 0.0
     session: Session | None = None
     num_pending: int = 0
-    num_promoted: int = 0  # the chunks that tiers brought for this lookup
+    num_promoted: int = 0  # number of the chunks that tiers brought for this lookup
     wants_tokens: bool = False  # whether the depot lacks a description of the last chunk
 
 

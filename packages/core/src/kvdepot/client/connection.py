@@ -37,11 +37,11 @@ _LAST_RETRY_SECONDS: Final = 1.0  # so engines notice a returning depot within t
 _REFUSED_RETRY_SECONDS: Final = 10.0  # a refusal lasts until someone changes a setting
 SLOW_WAITS_TO_SUSPEND: Final = 5  # in a row: a garbage collection or a slow disk delays only one or two
 _QUICK_WEIGHT: Final = 0.25  # a short wait cancels this much of a long one
-_SLOW_SHARE: Final = 1 / 8  # of a deadline: longer waits count as slow
+_SLOW_SHARE: Final = 1 / 8  # share of a deadline: longer waits count as slow
 _FIRST_PROBE_SECONDS: Final = 0.05  # a depot that was stopped only briefly soon serves again
 _LAST_PROBE_SECONDS: Final = 1.0  # one ping per second costs a hung depot nothing
 _FIRST_REAP_SECONDS: Final = 0.005  # a mover that is told to exit mostly does so at once
-_LAST_REAP_SECONDS: Final = 0.5  # one that hangs in its driver may take minutes
+_LAST_REAP_SECONDS: Final = 0.5  # a mover that hangs in its driver may take minutes
 
 
 class Connection:

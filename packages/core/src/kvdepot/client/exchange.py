@@ -127,8 +127,7 @@ class Exchange:
     def retrieve(self, connection: Connection, channel: Channel, job: TransferJob) -> bool:
         """Retrieve a run. Return whether all of it arrived.
 
-        The copy of a batch begins before the previous copy is waited for, so that the device does not idle between
-        them.
+        The copy of a batch begins before the wait for the previous copy, so that the device does not idle between them.
         """
         if job.ready is not None:
             self._copy_route.copier.wait_for(Direction.RETRIEVE, job.ready)

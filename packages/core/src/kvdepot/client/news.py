@@ -29,7 +29,7 @@ class NewsFeed:
         connection: the connection to the depot.
         namespace: the digest of the namespace.
         on_news: called on the thread with each reply. If `is_start`, the reply begins to list everything anew, as does
-            the first one after the depot was away.
+            the first reply after the depot was away.
         on_lost: called on the thread when the depot has been away for ten seconds, which voids all earlier news.
         wants_all: called on the thread before each request, at least every five seconds. If it returns True, the depot
             lists everything anew.

@@ -60,7 +60,7 @@ class Pending(Generic[Answer]):
         self.read = read
         self.channel = channel
         self.sequence = sequence
-        self.submitted_at = self.missing_at = time.monotonic()  # the latest time at which there was no answer yet
+        self.submitted_at = self.missing_at = time.monotonic()  # `missing_at`: the latest time without an answer
         self.deadline = self.submitted_at + client.deadline_seconds
         self._client = client
         self._answer: Answer | None = missing if channel is None else None
@@ -273,7 +273,7 @@ class SchedulerClient:
                 self._post(channel.session, m.EndRequest(channel.session.context, request_id))
 
     def change_weights(self, weights: str) -> None:
-        """Report that the engine computes with other weights from now on (`Namespace.weights`). There is no reply."""
+        """Report that the engine computes with new weights from now on (`Namespace.weights`). There is no reply."""
         with self._lock:
             self._registration = msgspec.structs.replace(self._registration, weights=weights)
             self._connection.note_registration(self._registration)
@@ -382,7 +382,7 @@ class SchedulerClient:
                 channel.wait_for_any(timeout_seconds)
 
     def give_up(self, channel: Channel | None, sequence: int) -> None:
-        """Abandon a lookup, and release the lease if it is still granted. For `Pending`."""
+        """Abandon a lookup, and release its lease if one is granted later. For `Pending`."""
         if channel is None:
             return
 

@@ -1,8 +1,8 @@
 """Segments: pieces of a prompt that are named by their content, so that they can be found at any position.
 
 An anchor is a position that is chosen by the hash of the 16 tokens before it. A segment lies between two anchors and
-has 24 tokens on average. Equal text has equal anchors at any position, so both prompts have the same segments. The hash
-only places anchors. A segment's name is keyed BLAKE3 over its tokens, so it cannot be forged without the key.
+has 24 tokens on average. Equal text has equal anchors at any position, so prompts that share text share segments. The
+hash only places anchors. A segment's name is keyed BLAKE3 over its tokens, so it cannot be forged without the key.
 
 Needs numpy, which every engine has.
 """
@@ -23,7 +23,7 @@ from kvdepot.wire.messages import MAXIMUM_SEGMENT_TOKENS, MAXIMUM_SEGMENTS, SEGM
 _CONTEXT: Final = "kvdepot 2026-11 segments"
 _WINDOW: Final = 16  # tokens that choose an anchor
 _LEAST_TOKENS: Final = 8  # per segment
-# Hashes below it make anchors: one in 14, of which 60 % are far enough apart.
+# Hashes below this make anchors: one in 14, of which 60 % are far enough apart.
 _CHOSEN: Final = np.uint32((1 << 32) // 14)
 _BASE: Final = np.uint32(0x9E3779B1)
 _MIX: Final = np.uint32(0x85EBCA77)

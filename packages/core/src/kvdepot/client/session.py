@@ -85,7 +85,7 @@ class _Process:
         return bool(poller.poll(timeout_seconds * 1000))
 
     def can_kill(self) -> bool:
-        """Return whether this process may kill it, or it is dead."""
+        """Return whether the process is dead, or this one may kill it."""
         try:
             signal.pidfd_send_signal(self._pidfd, 0)
         except ProcessLookupError:

@@ -54,7 +54,7 @@ class Verifier:
         return min(valid, self._intact_chunks(channel, plan))
 
     def _intact_chunks(self, channel: Channel, plan: m.RetrievePlan) -> int:
-        """Compare the due checksums and report corrupt entries. Return how many leading chunks are intact."""
+        """Compare the checksums that are due, and report corrupt entries. Return how many leading chunks are intact."""
         session = channel.session
         if session.verify is m.Verify.OFF or self._checksum is None:
             return plan.num_chunks

@@ -165,7 +165,7 @@ class Blender:
     ) -> Any:
         """Return the reused positions to recompute, ascending. All ranks choose the same.
 
-        The KV of everything before the last run must be there. Some policies write the KV of the question.
+        The KV of everything before the last run must be in the pages. Some policies write the KV of the question.
 
         Args:
             policy: a name in `POLICIES`.

@@ -58,7 +58,7 @@ class Rotation:
         return torch.stack([cosine, cosine]), torch.stack([-sine, sine])
 
     def pairs(self, index: Any) -> Any:
-        """Return `(block_tokens, heads, 2, num_pairs)` of an index of places, `(block_tokens, heads, dim)`."""
+        """Return an index of places, `(block_tokens, heads, dim)`, as pairs, `(block_tokens, heads, 2, num_pairs)`."""
         turned = index[..., : 2 * self.num_pairs]
         return turned.unflatten(-1, (2, -1)) if self.is_neox else turned.unflatten(-1, (-1, 2)).transpose(-1, -2)
 

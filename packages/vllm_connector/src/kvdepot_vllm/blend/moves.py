@@ -104,7 +104,7 @@ def token_layout(layer: Layer) -> TokenLayout | None:
 def _rows(axis: Axis, lanes: int) -> Axis | None:
     """Return the digits of an axis without its lanes; None if it does not have them.
 
-    One lane is no digit. Two lanes are an innermost digit of two neighbouring elements.
+    One lane needs no digit. Two lanes are an innermost digit of two neighbouring elements.
     """
     if lanes == 1:
         return axis

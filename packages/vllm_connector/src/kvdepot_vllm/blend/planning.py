@@ -299,7 +299,7 @@ class Blends:
             self._jobs[request_id].figures = figures[request_id]
 
     def ended(self, request_id: str, *, has_failed: bool) -> None:
-        """End the blend of a request, if any, after all workers ended it: free its staging blocks and its lease."""
+        """End the blend of a request, if any, once all workers ended it. Free its staging blocks, release its lease."""
         job = self._jobs.pop(request_id, None)
         if job is None:
             return

@@ -93,7 +93,7 @@ class ModelScores:
 
 
 def _watch(blender: "Blender", hooks: dict[int, Callable[[Any], None]], forward: Callable[[], object]) -> None:
-    """Run `forward`. Call each hook with the arguments of the attention layer of its number before that layer runs."""
+    """Run `forward`. Before the attention layer of a hook's number runs, call the hook with the layer's arguments."""
     handles = [
         blender.layers[number].module.register_forward_pre_hook(lambda _module, inputs, hook=hook: hook(inputs))
         for number, hook in hooks.items()
