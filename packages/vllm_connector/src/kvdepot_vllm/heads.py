@@ -53,7 +53,7 @@ def layers_of(vllm_config: Any, kv_cache_config: Any, group: Any) -> tuple[int, 
     model = vllm_config.model_config
     config: Any = getattr(model, "hf_text_config", None)
     if (
-        len(kv_cache_config.kv_cache_groups) > 1  # vLLM makes other groups for each number of stages
+        len(kv_cache_config.kv_cache_groups) > 1  # vLLM forms the groups anew for each number of stages
         or vllm_config.speculative_config is not None  # the layers of a drafter are in the last stage
         or model.is_hybrid
         or model.has_noops

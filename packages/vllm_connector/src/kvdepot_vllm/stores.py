@@ -69,7 +69,9 @@ class _PutOff:
     state: RequestState
     table: BlockTable
     stop: int  # the chunk after the last
-    hashes: dict[int, Any]  # block hashes at the end of the request: a block whose hash has changed was reused
+    hashes: dict[
+        int, Any
+    ]  # block hashes at the end of the request: a block whose hash has changed holds something else
 
 
 class Stores:

@@ -57,7 +57,7 @@ class NewsFeed:
         self._closing.set()
 
     def _run(self) -> None:
-        lost_at: float | None = None  # when the depot went away; None after `on_lost`
+        lost_at: float | None = None  # when the depot went away; None while it is there, infinity after `on_lost`
         while not self._closing.is_set():
             try:
                 session = self._connection.wait_until_open(_PAUSE_SECONDS)
