@@ -69,9 +69,7 @@ class _PutOff:
     state: RequestState
     table: BlockTable
     stop: int  # the chunk after the last
-    hashes: dict[
-        int, Any
-    ]  # block hashes at the end of the request: a block whose hash has changed holds something else
+    hashes: dict[int, Any]  # block hashes at the end of the request: a block whose hash changes loses the chunk
 
 
 class Stores:
