@@ -213,7 +213,7 @@ class TransferContext(Protocol):
         """Fill the blocks with the chunks of `key`.
 
         The blocks of the first `skip_tokens` tokens of the run (whole blocks of all groups) are not written. If the
-        outcome is False, the blocks behind the first `num_chunks` chunks contain nothing useful.
+        outcome is False, the blocks after the first `num_chunks` chunks contain nothing useful.
 
         Raises:
             LayoutError: `block_ids` or `skip_tokens` do not fit the key or the cache.

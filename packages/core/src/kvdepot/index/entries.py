@@ -422,7 +422,7 @@ class Entries:
         """Check that records, nodes, extents, quotas and `sealed_groups` of the nodes agree.
 
         Raises:
-            IntegrityError: they do not.
+            IntegrityError: they disagree.
         """
         records = {record.number: record for record in self._table.records()}
         require(self.num_sealed == sum(r.state == SEALED for r in records.values()), "sealed entries are miscounted")

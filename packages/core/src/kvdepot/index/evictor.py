@@ -225,7 +225,7 @@ class Evictor:
         """Check that each leased node is in the list of its share.
 
         Raises:
-            IntegrityError: one is not.
+            IntegrityError: a leased node is in another list or in none.
         """
         tree = self._nodes.tree
         for node, key in enumerate(tree.keys):

@@ -1,4 +1,4 @@
-"""The index: which chunks are in the pool, and where.
+"""The index: the chunks in the pool, and their places.
 
 `ChunkIndex` creates the parts, each in its own module, and has the operations that involve several of them. Callers use
 the parts directly for everything else: `index.nodes`, `index.visibility`, `index.entries`, `index.quotas`,
@@ -37,7 +37,7 @@ class ChunkIndex:
         table: holds the records.
         policy: the name of the eviction policy.
         quotas: the quotas of tenants; None for none.
-        watcher: is told which chunks are evicted or hidden.
+        watcher: receives notes of evicted and hidden chunks.
     """
 
     def __init__(

@@ -178,7 +178,7 @@ class Nodes:
         """Check that keys, parents, depths and counts agree.
 
         Raises:
-            IntegrityError: they do not.
+            IntegrityError: they disagree.
         """
         tree, children = self.tree, Counter[int]()
         for space in self.spaces:

@@ -28,7 +28,7 @@ class Match(NamedTuple):
 
 
 class Watcher:
-    """Is told which chunks are evicted or hidden. This one ignores it."""
+    """Receives notes of evicted and hidden chunks. This base class ignores them."""
 
     def evicted(self, node: int, key: bytes, /) -> None:
         """Note that a chunk is about to be evicted to make room."""
@@ -186,7 +186,7 @@ class Visibility:
         """Check that lookups reach each complete node whose parent they reach.
 
         Raises:
-            IntegrityError: they do not.
+            IntegrityError: a lookup misses such a node, or finds another.
         """
         for space in self._nodes.spaces:
             for node in space.nodes.values():

@@ -48,7 +48,7 @@ class Fleet:
 
     num_nodes: int
     engines_per_node: int = 1
-    copies: int = 1  # how often the trace is replayed, each time with other content behind the common first block
+    copies: int = 1  # how often the trace is replayed, each time with other content after the common first block
     bytes_per_token: float = BYTES_PER_TOKEN
     prefill_tokens_per_second: float = PREFILL_TOKENS_PER_SECOND
 

@@ -53,7 +53,7 @@ def run_mover(
     """Run the mover's loop until the depot closes the connection. Does not return.
 
     Args:
-        arguments: the command line's: `PARENT_PID POOL_FD SOCKET_FD`.
+        arguments: the arguments of the command: `PARENT_PID POOL_FD SOCKET_FD`.
         open_device: opens the device memory of a registration's offer, or raises `MoverError`.
         trace_seconds: if the start takes longer, print its traceback into the depot's log before the depot kills it.
     """

@@ -34,7 +34,7 @@ def await_mover(channel: Channel, wait_seconds: float, deadline_seconds: float) 
     """Wait until this worker's mover accepts requests.
 
     Args:
-        channel: this thread's.
+        channel: the channel of this thread.
         wait_seconds: the longest wait for a mover that is starting.
         deadline_seconds: the limit for the depot's own work.
 
@@ -55,7 +55,7 @@ def move(channel: Channel, direction: Direction, batch: CopyBatch, deadline_seco
     cannot be killed, a retrieve waits for a hung depot until it resumes or dies.
 
     Args:
-        channel: this thread's.
+        channel: the channel of this thread.
         direction: the direction of the batch.
         batch: the batch to copy.
         deadline_seconds: the limit for the depot's own work.

@@ -101,7 +101,7 @@ class MoverTable:
     Args:
         pool_fd: the pool's file, which each mover inherits.
         pool_size_bytes: the size of the pool.
-        timers: the loop's, for deadlines.
+        timers: the loop's timers, for deadlines.
         hand_over: sends a session a mover's pidfd. It returns False if that is impossible.
         on_dead: called with the context and identity of each mover that has died.
         start_seconds: the time for a mover to become ready.

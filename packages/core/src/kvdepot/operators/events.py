@@ -40,8 +40,8 @@ _MOST_SUBSCRIPTIONS: Final = 4096  # different prefixes of topics
 _HANDSHAKE_MILLISECONDS: Final = 2000  # a silent connection is closed
 _REPLAY_STEP: Final = 64  # batches per step
 _MOST_WAITING: Final = 1024  # subscribers waiting for a replay
-# Between the starts of two snapshots: subscribers that come together after a restart share one, and what it clears is
-# back within a second. Encoding a snapshot of a million tokens takes 50 ms.
+# Between the starts of two snapshots. Subscribers that connect at about the same time after a restart share one, and
+# the blocks that it clears are published again within a second. Encoding a snapshot of a million tokens takes 50 ms.
 _SNAPSHOT_SECONDS: Final = 0.25
 _SUBSCRIBED: Final = 1
 
@@ -70,8 +70,8 @@ class EventPublisher:
     Args:
         context: the ZeroMQ context. It closes the sockets.
         holdings: the chunks to report.
-        endpoint: the XPUB socket's.
-        replay_endpoint: the ROUTER socket's, None for no replays.
+        endpoint: the endpoint of the XPUB socket.
+        replay_endpoint: the endpoint of the ROUTER socket; None for no replays.
         clock: returns monotonic seconds.
 
     Attributes:
@@ -181,7 +181,11 @@ class EventPublisher:
             self.has_work |= reader.has_more
 
     def _may_begin(self) -> bool:
-        """Whether a snapshot may begin: the last one is over, as newcomers would else have nobody hear all of it."""
+        """Return whether a snapshot may begin.
+
+        It waits for the end of the last one: if each new subscriber restarted the snapshot, nobody would receive all
+        of it.
+        """
         is_over = not any(stream.reader.is_scanning for stream in self._streams.values())
         return is_over and self._clock() >= self._began_at + _SNAPSHOT_SECONDS
 

@@ -282,7 +282,7 @@ class Holdings(Watcher):
         chunk.shelf.show(chunk, POOL)
         if node in self._broken:
             self._broken.remove(node)
-            chunk.shelf.forget()  # earlier scans skipped the chunks behind it
+            chunk.shelf.forget()  # earlier scans skipped the chunks after it
         self._count()
 
     def hidden(self, node: int, /, *, has_children: bool) -> None:
@@ -334,7 +334,7 @@ class Holdings(Watcher):
     def scan(self, shelf: Shelf, is_wanted: Callable[[Described], bool]) -> Iterator[tuple[Described, str] | None]:
         """Yield the chunks of a shelf with their medium, each after the chunk before it. Yield None between steps.
 
-        Chunks behind a broken chunk are left out, as lookups end there.
+        Chunks after a broken chunk are left out, as lookups end there.
         """
         by_node = self._by_node
         seen = bytearray(len(by_node))
@@ -364,7 +364,7 @@ class Holdings(Watcher):
         """Check that lookups find all described chunks.
 
         Raises:
-            AssertionError: a lookup does not find one.
+            AssertionError: a lookup does not find a described chunk.
         """
         for node, chunk in enumerate(self._by_node):
             assert chunk is None or is_visible[node], f"node {node} is not visible"

@@ -14,8 +14,8 @@ from kvdepot.tiers.url import TierUrl, open_tier
 _DURATION: Final = re.compile(r"(\d{1,9})([smhd])")
 _SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _FORMATS: Final = ("runs", "entries")
-_ENOUGH: Final = 1.05  # of the capacity: a list that shows no more ends the command
-_MOST_ROUNDS: Final = 8  # depots that write faster than this removes would keep it for ever
+_ENOUGH: Final = 1.05  # share of the capacity: the command ends when the store has no more than this
+_MOST_ROUNDS: Final = 8  # otherwise depots that write faster than the command removes would keep it running for ever
 
 
 def _duration(text: str) -> float:

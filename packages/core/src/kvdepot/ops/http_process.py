@@ -138,7 +138,7 @@ class HttpServer:
         return process.pid if process is not None and process.returncode is None else 0
 
     def close(self) -> None:
-        """Stop. Twice is harmless."""
+        """Stop the process. Idempotent."""
         self._closing.set()
         with self._changing:
             process = self._process

@@ -44,7 +44,7 @@ def add_commands(
     """Add the commands of operations to the subparsers of `kvdepot`.
 
     Args:
-        commands: what `add_subparsers` returned.
+        commands: the result of `add_subparsers`.
         common: has `--log-level`.
         client: has the options that name a depot.
         json_output: has `--json`.

@@ -23,7 +23,7 @@ def add_status(commands: Any, client: argparse.ArgumentParser, json_output: argp
     """Add `status` and `top` to the subparsers of `kvdepot`.
 
     Args:
-        commands: what `add_subparsers` returned.
+        commands: the result of `add_subparsers`.
         client: has the options that name a depot.
         json_output: has `--json`.
     """

@@ -62,7 +62,7 @@ class ExtentAllocator:
         ready_bytes = min(ready_bytes, self.capacity_bytes)
         ready_bytes -= ready_bytes % EXTENT_ALIGNMENT_BYTES
         if ready_bytes > self.ready_bytes:
-            if not self._is_restoring:  # the last step of restoring frees all space behind the last extent
+            if not self._is_restoring:  # the last step of restoring frees all space after the last extent
                 self._add_free(self.ready_bytes, ready_bytes - self.ready_bytes)
             self.ready_bytes = ready_bytes
 
@@ -168,7 +168,7 @@ class ExtentAllocator:
         """Check that the `used` `(offset, num_bytes)` and the free extents make up the usable space.
 
         Raises:
-            IntegrityError: they do not.
+            IntegrityError: they have a gap or an overlap, or are miscounted.
         """
         taken = [(offset, extent_size(num_bytes)) for offset, num_bytes in used]
         end = 0

@@ -52,7 +52,7 @@ _MADV_POPULATE_WRITE = 23  # Linux 5.14; the module `mmap` lacks the constant
 
 _FLOCK = struct.Struct("@hhqqi0q")  # type, whence, start, length, process
 _SERVER_LOCK = 1 << 60  # the byte of the pool's file that its server locks, far beyond the end of any pool
-_TRAILER = struct.Struct("<8sQ")  # magic, generation; behind the pool's last byte
+_TRAILER = struct.Struct("<8sQ")  # magic, generation; after the pool's last byte
 
 
 @dataclass(slots=True)

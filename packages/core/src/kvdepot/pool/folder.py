@@ -25,7 +25,7 @@ NAMES_FILE: Final = "names"
 TOKENS_FILE: Final = "tokens"
 PREFIXES_FILE: Final = "sessions"
 
-TRAILER_BYTES: Final = 4096  # a page behind the pool's last byte, which no client maps
+TRAILER_BYTES: Final = 4096  # a page after the pool's last byte, which no client maps
 POOL_MAGIC: Final = b"KVDEPOTP"
 _MAGICS: Final = {
     POOL_FILE: POOL_MAGIC,

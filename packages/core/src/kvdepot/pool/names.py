@@ -49,7 +49,7 @@ def decode_names(raw: bytes) -> tuple[Names, int]:
     """Return the names in a file and the size of their frames. An incomplete last frame does not count.
 
     Raises:
-        PoolError: it is damaged, or not such a file.
+        PoolError: the file is damaged, or not a file of names.
     """
     if not raw.startswith(MAGIC):
         raise PoolError("the file of names is empty or was written by another release")
@@ -103,8 +103,8 @@ class NamesFile:
         """Open an earlier server's file. Cut off an incomplete last frame.
 
         Raises:
-            PoolError: it is damaged, or not such a file.
-            OSError: it cannot be read.
+            PoolError: the file is damaged, or not a file of names.
+            OSError: the file cannot be read.
         """
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:

@@ -273,7 +273,7 @@ class PrefixFile:
         """Check that each block has one owner, and that the blocks of each session are consistent.
 
         Raises:
-            IntegrityError: they do not.
+            IntegrityError: a block has no owner or two, or a session's blocks are inconsistent.
         """
         blocks = list(self._free)
         for tenant in self._tenants.values():

@@ -386,7 +386,7 @@ class IndexTable:
         return zlib.crc32(_U64.pack(header), zlib.crc32(self._view[base : base + _CHECKED_BYTES]))
 
     def close(self) -> None:
-        """Unmap the file. Twice is harmless."""
+        """Unmap the file. Idempotent."""
         self._words.release()
         self._header_words.release()
         self._view.release()

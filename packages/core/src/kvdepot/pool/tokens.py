@@ -1,7 +1,7 @@
 """The file of the chunks' tokens that engines described for routers. The next server reads it.
 
 It grows by one frame per accepted message. `rewrite` drops messages that are no longer wanted. An incomplete or damaged
-frame ends the file. Engines describe the chunks behind it again with later prompts.
+frame ends the file. Engines describe the chunks after it again with later prompts.
 """
 
 import contextlib

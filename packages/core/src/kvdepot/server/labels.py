@@ -17,7 +17,7 @@ _MOST_WITH_WEIGHTS: Final = MAXIMUM_LABELS // 2
 
 
 SaveNames: TypeAlias = Callable[[Names], None]
-"""Saves names behind those that were saved, all or nothing. If it raises, it is called again."""
+"""Adds names to those that were saved, all or nothing. If it raises, it is called again."""
 
 
 def save_nothing(_names: Names) -> None:

@@ -35,9 +35,9 @@ class Listener:
     """The control socket, on which new connections arrive.
 
     Args:
-        path: the socket's.
+        path: the path of the socket.
         access: decides which processes may connect.
-        epoll: the caller's; reports when `accept` has work.
+        epoll: the caller's epoll object. It reports when `accept` has work.
         warnings: logs refused and failed connections.
 
     Raises:

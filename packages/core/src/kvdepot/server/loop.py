@@ -77,7 +77,7 @@ class Loop:
         movers: the depot's movers.
         results: results of other threads.
         restoring: restores an earlier server's table; None without one.
-        files: the pool's; the loop removes spare ones now and then.
+        files: the files of the pool. The loop advances their generation now and then.
     """
 
     def __init__(

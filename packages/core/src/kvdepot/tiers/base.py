@@ -9,7 +9,7 @@ from kvdepot.counting import tier_counter
 EVICTED: Final = tier_counter("evicted", "Entries removed to make room")
 
 Extents = Sequence[tuple[int, int]]
-"""Places in the pool: `(offset, payload bytes)` of each; offsets are multiples of 4 KiB, and so is the space behind."""
+"""Places in the pool: `(offset, payload bytes)` of each. Extents begin and end at multiples of 4 KiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Tier(Protocol):
     """
 
     wants_places: bool = False
-    """Whether keys have the entry's run and the depth of its chunk behind them (`keys.run_of`, `keys.depth_of`)."""
+    """Whether the entry's run and the depth of its chunk follow each key (`keys.run_of`, `keys.depth_of`)."""
 
     @property
     def writer_pid(self) -> int:

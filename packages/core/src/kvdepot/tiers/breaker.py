@@ -47,9 +47,9 @@ class Breaker:
     """Suspends and resumes one tier. Everything except probes runs on the thread of its owner.
 
     Args:
-        name: the tier's.
+        name: the name of the tier.
         tier: its `probe` is called, which may hang.
-        counters: the queue's.
+        counters: the counters of the queue.
         most_hung: with more hung calls than this, no probe resumes the tier.
         wake: called from another thread when a probe has ended.
         clock: returns monotonic seconds.

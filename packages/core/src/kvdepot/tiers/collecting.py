@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 FORMATS: Final = {64: "runs", 94: "entries"}
 """Formats of objects by the digits at the end of their names; "entries" are of the first version, read by none."""
 
-# Within a name: behind the hashes, two digits, three slashes and the place.
+# Within a name: after the hashes, two digits, three slashes and the place.
 _PLACE_END: Final = 4 * NAME_HASH_BYTES + 5 + 2 * PLACE_BYTES
 _MARK_IN_NAME: Final = slice(_PLACE_END - 2 * MARK_BYTES, _PLACE_END)
 _LISTED_AT_ONCE: Final = 1000  # S3 returns this many per request

@@ -45,7 +45,7 @@ class Demotions:
     """Chooses the entries to write to tiers, and submits them.
 
     Args:
-        index: the pool's.
+        index: the index of the pool.
         tiers: fastest first; the list may grow.
         keys: makes the keys of entries.
         rule: when entries are written.

@@ -1,9 +1,9 @@
 """Gathers consecutive stores, so that they become few objects in a tier that keeps runs.
 
-Engines store a long prompt in many pieces, and a chunk or two in each step of decoding. So chunks wait for stores right
-behind them: a twentieth of a second if another node waits for them, else a quarter; two seconds if they are few. They
-wait ten seconds at most, and no longer than one second once a run is complete. If the prefix is used meanwhile, it is
-written at once.
+Engines store a long prompt in many pieces, and a chunk or two in each step of decoding. So chunks wait for the stores
+that continue them: 0.05 seconds if another node waits for them, otherwise 0.25 seconds, or 2 seconds if they are few.
+They wait ten seconds at most, and no longer than one second once a run is complete. If the prefix is used meanwhile, it
+is written at once.
 """
 
 import math
@@ -22,7 +22,7 @@ _MOST_WAITING: Final = 1024  # chunks; with more, no run waits, as waiting chunk
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """Stored chunks that wait for more chunks behind them."""
+    """Stored chunks that wait for the chunks after them."""
 
     last: int  # node
     key: bytes  # of that chunk
@@ -45,7 +45,7 @@ class Gathering:
         return min((next(iter(waiting.values())).until for waiting in self._waiting if waiting), default=math.inf)
 
     def adds(self, before: int, last: int, run_chunks: int, now: float, *, is_first: bool) -> bool:
-        """Let the chunks behind `before` up to `last` wait, joined to those that end at `before`.
+        """Let the chunks after `before` up to `last` wait, joined to those that end at `before`.
 
         Return False if they must be written now.
 

@@ -16,8 +16,8 @@ NAME_HASH_BYTES: Final = 8
 PLACE_BYTES: Final = 16
 KEY_BYTES: Final = 2 * NAME_HASH_BYTES + PLACE_BYTES + DIGEST_BYTES  # tenant, model, place, chunk
 MARK_BYTES: Final = 4  # at the end of the place
-RUN_BYTES: Final = 8  # behind a key, for tiers that want it: the first chunk of the chunk's run
-DEPTH_BYTES: Final = 4  # behind the run: the number of the chunk in its prefix
+RUN_BYTES: Final = 8  # after a key, for tiers that want it: the first chunk of the chunk's run
+DEPTH_BYTES: Final = 4  # after the run: the number of the chunk in its prefix
 _RUN: Final = slice(KEY_BYTES, KEY_BYTES + RUN_BYTES)
 _MARK: Final = slice(2 * NAME_HASH_BYTES + PLACE_BYTES - MARK_BYTES, 2 * NAME_HASH_BYTES + PLACE_BYTES)
 MOST_CHUNKS_A_RUN: Final = 128  # 2,048 tokens in chunks of 16
@@ -79,7 +79,7 @@ def run_of(key: bytes) -> bytes:
 
 
 def begins_run(key: bytes) -> bool:
-    """Return whether an entry's chunk is the first one behind a cut."""
+    """Return whether an entry's chunk is the first one after a cut."""
     return key[_RUN] in (b"", digest_of(key)[:RUN_BYTES])
 
 

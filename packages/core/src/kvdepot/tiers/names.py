@@ -15,7 +15,7 @@ class EntryKeys:
     """Makes keys of entries.
 
     Args:
-        index: the pool's.
+        index: the index of the pool.
         names_of: returns the label with a number of the index.
     """
 
@@ -37,7 +37,7 @@ class EntryKeys:
         return hashes
 
     def generation(self, owner: int) -> bytes:
-        """Return what `generation_of` finds in keys of this owner; nothing if its weights have no mark."""
+        """Return the result of `generation_of` for keys of this owner. It is empty if its weights have no mark."""
         _, model = self.hashes(owner)
         mark = self._marks[owner]
         return model + mark if mark else b""

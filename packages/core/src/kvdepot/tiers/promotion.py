@@ -359,7 +359,7 @@ class Promotions:
         return len(self._pins) >= MAXIMUM_PROMOTIONS
 
     def begin(self, prefix: Prefix, found: int, pins: tuple[int, ...], waiter: Waiter) -> None:
-        """Promote the chunks behind the first `found` ones. `pins`, the nodes of those, stay pinned until the end."""
+        """Promote the chunks after the first `found` ones. `pins`, the nodes of those, stay pinned until the end."""
         self._context.index.pin(pins)
         promotion = Promotion(self._context, self._tiers, prefix, found, waiter, self._wake)
         self._pins[promotion] = pins

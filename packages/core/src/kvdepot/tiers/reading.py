@@ -80,7 +80,7 @@ class Prefix:
         places: parts that together have all cells of all groups of the model's cache.
         owner: the number of the label.
         token_seconds: the engine's time to compute a token, 0 for unknown.
-        request_id: the lookup's; empty without a lookup.
+        request_id: the request id of the lookup; empty without a lookup.
     """
 
     space: Space

@@ -41,10 +41,10 @@ class Refresher:
     """Refreshes prefixes, each in one tier.
 
     Args:
-        index: the pool's.
+        index: the index of the pool.
         keys: makes the keys of entries.
         write: writes entries in order to a tier, before others if the third argument is true. It returns False if one
-            was dropped, as the entries behind it are useless then.
+            was dropped, as the entries after it are useless then.
         writes_used: whether to write the missing entries of used prefixes.
         clock: returns monotonic seconds.
     """
@@ -190,7 +190,7 @@ class Refresher:
         return lost
 
     def _write_again(self, tier: TierState, lost: Sequence[_Asked], reason: Reason) -> Generator[Pause, None, bool]:
-        """Write entries in steps. Return False when one is dropped, as those behind it would be unusable."""
+        """Write entries in steps. Return False when one is dropped, as those after it would be unusable."""
         table = self._index.table
         if reason is Reason.USED and not self._writes_used:
             return True

@@ -1,10 +1,10 @@
 """Runs: objects of up to 128 chunks and 16 MiB of one place, for stores that cost money and time per request.
 
 A prefix is cut at chunks whose number is a multiple of `keys.chunks_a_run`. Between two cuts, each store adds an object
-with its chunks behind the objects of earlier stores. **The walk** finds these objects. It begins with the object named
+with its chunks after the objects of earlier stores. **The walk** finds these objects. It begins with the object named
 after the cut. The next object is named after the first chunk of the prefix that the objects before it lack, and so on,
 until there is no such object. Prompts that diverge between two cuts share the objects before that point and have their
-own objects behind it. A writer walks in the same way and adds an object at the end. Objects never change, so a walk
+own objects after it. A writer walks in the same way and adds an object at the end. Objects never change, so a walk
 only grows. If an object is removed, the next writer puts another one in its place.
 
 An object begins with its **head**: the key, the trailer and the place of the payload of each chunk.

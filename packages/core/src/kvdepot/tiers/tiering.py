@@ -80,7 +80,7 @@ class Tiering:
     """Demotions and promotions of one depot.
 
     Args:
-        index: the pool's.
+        index: the index of the pool.
         queues: the tiers, fastest first. This object takes ownership of them.
         settings: see `TieringSettings`.
         names_of: returns the label with a number.
@@ -139,7 +139,7 @@ class Tiering:
     def add(self, queue: TierQueue) -> None:
         """Add a tier below the others. Entries of the pool are written there when they are used.
 
-        It hears which weights are outdated, as a tier does that was suspended.
+        Like a tier that was suspended, it is told which weights are outdated.
 
         Raises:
             OSError: there is not enough memory for the table of its entries. The tier is not added.
@@ -259,7 +259,7 @@ class Tiering:
             wait_seconds: the longest wait of the lookup.
             on_answer: called once, when no more entries can arrive or the time is up.
             token_seconds: the engine's time to compute a token, 0 for unknown. Slower tiers are not read.
-            request_id: the lookup's, for the log.
+            request_id: the request id of the lookup, for the log.
 
         Returns:
             False if no tier can be asked, or too many lookups wait. Then `on_answer` is never called.

@@ -57,7 +57,7 @@ class Workers:
         threading.Thread(target=self._work, name=f"kvdepot-{self._name}-{self._num_hired}", daemon=True).start()
 
     def dismiss(self) -> None:
-        """End one thread, as soon as one is without a call."""
+        """End one thread as soon as one has no call."""
         with self._lock:
             self._num_to_end += 1
             self._has_work.notify()

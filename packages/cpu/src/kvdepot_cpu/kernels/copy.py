@@ -206,7 +206,7 @@ class PageCopier(Copier):
             or (targets % SUMMED_ALIGNMENT_BYTES).any()
         ):
             return None
-        firsts = np.searchsorted(np.cumsum(sizes), np.cumsum(extents)) + 1  # the first run behind each extent
+        firsts = np.searchsorted(np.cumsum(sizes), np.cumsum(extents)) + 1  # the first run after each extent
         digests = np.empty((len(extents), CHECKSUM_BYTES), np.uint8)
 
         def copy(start: int, stop: int) -> None:

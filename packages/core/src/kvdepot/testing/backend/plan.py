@@ -32,7 +32,7 @@ class GroupPlan:
     kind: GroupKind = FULL
     block_tokens: int = 16
     page_sizes_bytes: tuple[int, ...] = (1024,) * 4  # one tensor each
-    padding_bytes: int = 0  # behind each block
+    padding_bytes: int = 0  # after each block
     window_tokens: int = 0
     part: Part = THAT_CELL
     plane: Plane = ONE_CELL

@@ -41,7 +41,7 @@ class Capacity:
         entries: the tier's index.
         capacity_bytes: the limit for all files.
         remove: removes an entry and its file. It raises `OSError` if the file stays.
-        counters: the tier's.
+        counters: the counters of the tier.
     """
 
     def __init__(

@@ -144,7 +144,7 @@ class Folder:
             os.unlink(temporary, dir_fd=self.root)
 
     def read(self, key: bytes, payload: memoryview) -> tuple[int, memoryview]:
-        """Fill a payload. Return the number of bytes read, including the page behind it, and that page.
+        """Fill a payload. Return the number of bytes read, including the page after it, and that page.
 
         Raises:
             FileNotFoundError: the entry does not exist.

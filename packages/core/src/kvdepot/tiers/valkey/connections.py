@@ -81,7 +81,7 @@ class Connection:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close it."""
+        """Close the connection."""
         self._reader.close()
         self._socket.close()
 

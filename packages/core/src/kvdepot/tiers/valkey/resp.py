@@ -21,7 +21,7 @@ _SMALL: Final = 4096  # strings up to this size are copied into one send
 
 @dataclass(frozen=True, slots=True)
 class ReplyError:
-    """The server's refusal of a command. A value, not an exception, because the replies behind it must be read, too."""
+    """The server's refusal of a command. A value, not an exception, because the replies after it must be read, too."""
 
     text: str
 

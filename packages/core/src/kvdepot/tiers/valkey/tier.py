@@ -37,7 +37,7 @@ _REFUSED: Final = tier_counter("refused", "Entries that the server refused for l
 _INCOMPLETE: Final = tier_counter("incomplete", "Entries removed because a part was missing")
 
 PART_BYTES: Final = 4 << 20
-_CHUNK_MS: Final = 20  # a chunk ends so much before the one it follows: engines compute 16 tokens in less
+_CHUNK_MS: Final = 20  # a chunk expires this long before the one that it follows: engines compute 16 tokens in less
 
 _PREFIX: Final = b"kvdepot:"
 _HEAD_BYTES: Final = TRAILER_BYTES + 4
@@ -196,7 +196,7 @@ class ValkeyTier(Tier):
         self.connections.close()
 
     def _milliseconds(self, key: bytes) -> bytes:
-        """Return how long an entry stays that is used now."""
+        """Return how long an entry stays if it is used now."""
         return b"%d" % max(1, self._ttl_ms - min(depth_of(key) * _CHUNK_MS, self._ttl_ms // 2))
 
     def _lifetime(self, key: bytes) -> Command:
