@@ -273,7 +273,7 @@ class Backend(Protocol):
         ...
 
     def why_unsuited(self, engine: EngineTraits) -> str | None:
-        """Return None if such an engine can use the backend on this device, else the reason and the way out.
+        """Return None if such an engine can use the backend on this device, else the reason and the remedy.
 
         An engine's port to a device may behave differently, for example move blocks without changing their ids.
         """
@@ -289,7 +289,7 @@ class Backend(Protocol):
         ...
 
     def why_unavailable(self) -> str | None:
-        """Return None if the backend can be used here, else the reason and the way out."""
+        """Return None if the backend can be used here, else the reason and the remedy."""
         ...
 
     def create_context(
@@ -353,7 +353,7 @@ def get_backend(name: str) -> Backend:
     """Return the backend of a device type: "cpu", "cuda", "xpu", "hpu" or a third party's.
 
     Raises:
-        BackendUnavailable: it is not installed, broken, or without its device; the text gives the way out.
+        BackendUnavailable: it is not installed, broken, or without its device; the text gives the remedy.
     """
     entry = _entry_points().get(name)
     if entry is None:

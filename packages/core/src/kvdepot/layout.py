@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 
 from kvdepot.errors import LayoutError
 
-MINIMUM_CHUNK_TOKENS = 64  # smaller chunks cost more messages and records than they find
+MINIMUM_CHUNK_TOKENS = 64  # smaller chunks would cost more in messages and records than they gain in hits
 MAXIMUM_HEADS = 256  # per plane: a part's number has 8 bits for its first head
 MAXIMUM_CELLS = 65_536  # per plane
 

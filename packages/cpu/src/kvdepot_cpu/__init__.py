@@ -37,7 +37,7 @@ class CpuBackend:
         return True
 
     def why_unavailable(self) -> str | None:
-        """Return None if the backend can be used here, else the reason and the way out."""
+        """Return None if the backend can be used here, else the reason and the remedy."""
         if importlib.util.find_spec("numpy") is None:
             return "numpy is not installed: pip install 'kvdepot[cpu]'"
         return None

@@ -33,7 +33,7 @@ class CudaBackend:
         return row_tokens > 1 or (gather_kernel and mode == "direct")
 
     def why_unavailable(self) -> str | None:
-        """Return None if the backend can probably be used here, else the reason and the way out.
+        """Return None if the backend can probably be used here, else the reason and the remedy.
 
         Initialises no device.
         """

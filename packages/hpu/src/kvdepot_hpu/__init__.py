@@ -39,7 +39,7 @@ class HpuBackend:
         return True
 
     def why_unavailable(self) -> str | None:
-        """Return None if the backend can be used here, else the reason and the way out.
+        """Return None if the backend can be used here, else the reason and the remedy.
 
         If habana_frameworks is installed, this loads it and torch to ask for the device.
         """

@@ -29,7 +29,7 @@ class PartPlace:
     group: int
     part: int  # number of a `Part`
     num_bytes: int
-    check: int  # 32 bits of a digest of a cell's page sizes: entries with a different check are a miss
+    check: int  # 32 bits of a digest of a cell's page sizes: entries with a different check are misses
 
     @property
     def num_cells(self) -> int:
@@ -193,7 +193,7 @@ class Entries:
     def cover(self, node: int, place: PartPlace) -> list[tuple[int, Extent]]:
         """Return sealed entries, with their parts, that together have all cells of a part. Empty if cells are missing.
 
-        A greedy choice, each adding the most cells, keeps them few.
+        The choice is greedy, to return few entries: each one adds as many cells as possible.
         """
         heads = self._nodes.space_of(node).heads[place.group]
         missing, left = mask_of(place.part, heads), list[tuple[int, int]]()

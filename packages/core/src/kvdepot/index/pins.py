@@ -31,7 +31,9 @@ class PinTable:
     def __init__(self, index: ChunkIndex) -> None:
         self._index = index
         self._pins: dict[AgentSession, Pin] = {}
-        self._by_expiry: list[tuple[float, AgentSession]] = []  # heap; stale if not its pin's expiry
+        self._by_expiry: list[
+            tuple[float, AgentSession]
+        ] = []  # heap; an item is stale if its pin expires at another time
         self._share_bytes: dict[int, int] = {}
 
     def __len__(self) -> int:

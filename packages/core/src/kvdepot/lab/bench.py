@@ -431,7 +431,7 @@ def _seconds_of(work: Callable[[], object]) -> float:
 
 
 def _observing_seconds(num_lookups: int = 20_000, rounds: int = 7) -> float:
-    """Return the seconds that the server spends to count a one-chunk lookup: in the sample, tokens and a histogram."""
+    """Return the seconds that counting a lookup of one chunk takes: in the sample, the tokens and a histogram."""
     hit_rates, histogram = HitRateCurve(1 << 30), Histogram(0.000016)
     keys = [prompt_key(prompt, 1).digests for prompt in _one_chunk_prompts()]
     tokens = {"default": [0, 0, 0]}

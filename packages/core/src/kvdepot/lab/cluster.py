@@ -100,7 +100,7 @@ class ClusterRow:
         return f"{self.routing}, pools of {format_size(self.pool_bytes)}, shared tier {_shared_name(self.shared_bytes)}"
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the row for machines."""
+        """Return the row as plain values, for JSON."""
         return {
             "routing": self.routing,
             "pool_bytes": self.pool_bytes,
@@ -128,7 +128,7 @@ class ClusterTable:
         raise KeyError((routing, pool_bytes, shared_bytes))
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the table for machines."""
+        """Return the table as plain values, for JSON."""
         return {
             "num_requests": self.num_requests,
             "num_nodes": self.fleet.num_nodes,
@@ -137,7 +137,7 @@ class ClusterTable:
         }
 
     def describe(self) -> str:
-        """Return the table for people."""
+        """Return the table as text."""
         head = ("routing", "pool a node", "shared tier", "hits", "of the tier", "mean", "p99")
         cells = [head] + [
             (

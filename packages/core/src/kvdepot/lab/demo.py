@@ -88,7 +88,7 @@ def make_conversations(num_conversations: int) -> list[list[Prompt]]:
 
 
 def run_demo(*, quiet: bool = False) -> dict[str, Any]:
-    """Run the demo; return its results for machines and, unless `quiet`, print its progress and a summary.
+    """Run the demo. Return its results as plain values, for JSON. Unless `quiet`, print its progress and a summary.
 
     Raises:
         KVDepotError: a step failed, or bytes were wrong.
@@ -150,7 +150,7 @@ def _race(fleet: Fleet, conversations: list[list[Prompt]], view: View) -> tuple[
     def serve(lane: Lane, engines: list[EngineProcess]) -> None:
         try:
             fleet.run(conversations, lambda _engine, _prompt, report: lane.add(report), engines)
-        except Exception as error:  # even of pipes that Ctrl-C closes: no traceback of this thread
+        except Exception as error:  # even errors of pipes that Ctrl-C closes, so that this thread prints no traceback
             errors.append(error)
 
     alone, shared = view.lane("without a depot", total), view.lane("with a depot", total)

@@ -81,15 +81,15 @@ class EngineModel:
     """One engine with one worker.
 
     Args:
-        instance: its name.
-        geometry: of its model.
-        num_blocks: blocks of its cache.
-        namespace: identity of its model.
-        url: the depot.
+        instance: the name of the engine.
+        geometry: the KV cache of its model.
+        num_blocks: the number of blocks of its cache.
+        namespace: the identity of its model.
+        url: the URL of the depot.
         chunk_tokens: None for the default.
         copy_threads: as in `CpuTransferContext`.
-        tokens_per_second: speed of the model to imitate: after writing its bytes, the engine pauses for the rest of
-            the time that the model would take. None for no pause.
+        tokens_per_second: the speed of the model to imitate: after writing its bytes, the engine pauses for the rest
+            of the time that the model would take. None for no pause.
 
     Raises:
         BackendUnavailable: the CPU backend is not installed.

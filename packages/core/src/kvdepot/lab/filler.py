@@ -27,7 +27,7 @@ class IndexFiller:
     """A worker that stores without moving a byte; it stays registered until `close`.
 
     Args:
-        url: of the depot.
+        url: the URL of the depot.
         chunk_tokens: tokens of a chunk.
         entry_bytes: size of an entry in the pool.
     """

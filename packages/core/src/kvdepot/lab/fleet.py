@@ -164,14 +164,14 @@ class Fleet:
     """One depot and several engines, stopped and removed together.
 
     Args:
-        geometry: of the engines' model.
+        geometry: the KV cache of the engines' model.
         num_engines: engines that share the depot.
         pool_bytes: size of the depot's pool.
         engine_cache_bytes: size of the KV cache of each engine.
-        policy: of the depot's pool.
+        policy: the eviction policy of the depot's pool.
         chunk_tokens: None for the default.
         num_alone: further engines, which have no depot.
-        tokens_per_second: of all engines, as in `EngineModel`.
+        tokens_per_second: the speed of each engine, as in `EngineModel`.
     """
 
     def __init__(

@@ -95,7 +95,7 @@ class Bar:
 
     label: str
     value: float
-    text: str  # the value, for people
+    text: str  # the value as text
     is_ours: bool  # with a depot, or kvdepot's own figure
     points: tuple[float, ...] = ()
 

@@ -53,7 +53,7 @@ class SimulationRow:
         return self.hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the row for machines."""
+        """Return the row as plain values, for JSON."""
         return {
             "policy": self.policy,
             "pool_bytes": self.pool_bytes,
@@ -89,7 +89,7 @@ class SimulationTable:
         raise KeyError((policy, pool_bytes))
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the table for machines."""
+        """Return the table as plain values, for JSON."""
         return {
             "num_requests": self.num_requests,
             "prompt_tokens": self.prompt_tokens,
@@ -102,7 +102,7 @@ class SimulationTable:
         }
 
     def describe(self) -> str:
-        """Return the table for people: pool sizes as columns, policies as rows, hit rates in percent."""
+        """Return the table as text: pool sizes as columns, policies as rows, hit rates in percent."""
         sizes = sorted({row.pool_bytes for row in self.rows if row.policy != UNLIMITED})
         rates = {(row.policy, row.pool_bytes): f"{row.hit_rate:.1%}" for row in self.rows}
         reachable = list(dict.fromkeys(row.policy for row in self.rows if row.reachable))
@@ -183,7 +183,7 @@ def simulate(
         requests: the trace.
         pool_sizes: in bytes; if empty, the shares `LADDER` of the trace's chunks.
         policies: names of `POLICIES`.
-        bytes_per_token: of the model's KV cache, on all workers together.
+        bytes_per_token: the bytes per token of the model's KV cache, on all workers together.
         session_ends: share of the sessions that announce their end, as a client's hint does. The rest of the trace
             shows which request ends a session: its last whole chunk is not used again.
         on_row: called with each finished row.

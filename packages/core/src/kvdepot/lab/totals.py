@@ -67,7 +67,7 @@ class Totals:
         return _quantile(self.first_tokens, 0.5)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the sums for machines; times in milliseconds, rates in bytes a second."""
+        """Return the sums as plain values, for JSON. Times are in milliseconds, rates in bytes per second."""
         return {
             "num_requests": self.num_requests,
             "prompt_tokens": self.num_tokens,
@@ -91,7 +91,7 @@ class Totals:
         }
 
     def describe(self) -> str:
-        """Return the sums for people."""
+        """Return the sums as text."""
         total = max(1, self.num_tokens)
         numbers = self.as_dict()
         lines = [f"{self.num_requests} requests, {self.num_tokens:,} prompt tokens, {self.hit_rate:.1%} not computed:"]

@@ -2,8 +2,8 @@
 
 Schema and framing are vLLM's, so a subscriber of an engine can also subscribe to a depot. An XPUB socket sends `(topic,
 sequence number, batch)`: the number as 8 bytes, big-endian, the batch as msgpack. Each topic has its own sequence,
-which begins at the start time in microseconds, because routers ignore lower numbers than before as old, even after a
-restart. A ROUTER socket resends recent batches from a given number on, and ends with the number -1.
+which begins at the start time in microseconds: routers ignore numbers below the last one as old, even after a restart
+of the depot. A ROUTER socket resends recent batches from a given number on, and ends with the number -1.
 
 A new subscriber causes a snapshot: each topic publishes that all blocks are cleared, then all blocks that the pool
 holds. All topics begin at the same time, because llm-d applies the event to the whole node. A new topic also causes a

@@ -101,8 +101,8 @@ class HttpServer:
     """The listening socket, and the process that answers on it.
 
     Args:
-        url: of the depot.
-        settings: address and token.
+        url: the URL of the depot.
+        settings: the address and the token.
 
     Raises:
         ConfigError: a required package is missing, or the address cannot be used.

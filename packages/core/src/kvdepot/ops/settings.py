@@ -75,7 +75,7 @@ def read_settings(
     Args:
         flags: values of flags by field, and the file's path as "config".
         kinds: the dataclasses of settings.
-        environment: of the process.
+        environment: the environment of the process.
 
     Raises:
         ConfigError: the file cannot be read or names an unknown setting, or a value is wrong.

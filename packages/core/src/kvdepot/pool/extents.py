@@ -35,7 +35,7 @@ class ExtentAllocator:
     def __init__(self, capacity_bytes: int, ready_bytes: int | None = None) -> None:
         self.capacity_bytes = capacity_bytes
         self.ready_bytes = 0
-        self._stays = False  # whether growth has ended before the capacity
+        self._stays = False  # whether growth has ended before the capacity was reached
         self._region_bytes = max(1, -(-capacity_bytes // NUM_REGIONS))
         self.clear()
         self.grow(capacity_bytes if ready_bytes is None else ready_bytes)

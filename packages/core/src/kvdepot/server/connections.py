@@ -51,7 +51,7 @@ class Connection:
     set_aside_bytes: int = 0  # reserved for the rest of a frame
     events: int = select.EPOLLIN
     is_queued: bool = False
-    is_parked: bool = False  # is not read until others hold less
+    is_parked: bool = False  # not read until others hold less
     wanted_bytes: int = 0  # that must be free before it is read again
 
 

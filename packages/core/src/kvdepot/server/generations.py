@@ -8,8 +8,8 @@ undone.
 
 A detached engine may be restarting, and so may all engines together with the depot. Therefore a generation becomes
 outdated only `GRACE_SECONDS` after its last engine detached, but at once if that engine reported new weights. Labels
-contain the names of weights, so the next server learns the generations from them, but not which one was the present
-one: engines may have returned to an earlier one. So nothing of a lineage is outdated before an engine of it attaches.
+contain the names of weights, so the next server learns the generations from them, but not which one was in use:
+engines may have returned to an earlier one. So nothing of a lineage is outdated before an engine of it attaches.
 """
 
 import logging

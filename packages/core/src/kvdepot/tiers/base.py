@@ -54,13 +54,13 @@ class Tier(Protocol):
     """
 
     batch_entries: int = 16
-    """The most entries of one call. Calls run concurrently."""
+    """The maximum number of entries per call. Calls run concurrently."""
 
     keeps_runs: bool = False
-    """Whether the tier keeps runs. It wants places, too.
+    """Whether the tier keeps runs (`kvdepot.tiers.runs`). Such a tier must also set `wants_places`.
 
-    Questions then have all chunks of a prefix from the run's first one on, and a call reads or writes entries of one
-    run.
+    A question then contains all chunks of a prefix from the first one of a run on, and each call that reads or writes
+    has entries of a single run.
     """
 
     wants_places: bool = False
@@ -114,7 +114,7 @@ class Tier(Protocol):
     def outdate(self, generations: Container[bytes]) -> None:
         """Evict the entries of these generations (`keys.generation_of`) first: no engine uses their weights now.
 
-        Storage without a choice of victims ignores this.
+        Storage that does not choose what it evicts ignores this.
         """
 
     def probe(self) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from obstore import ObjectMeta
 
 FORMATS: Final = {64: "runs", 94: "entries"}
-"""Formats of objects by the digits at the end of their names; "entries" are of the first version, read by none."""
+"""Formats of objects by the length of the last part of their names. No depot reads "entries", the first one, now."""
 
 # Within a name: after the hashes, two digits, three slashes and the place.
 _PLACE_END: Final = 4 * NAME_HASH_BYTES + 5 + 2 * PLACE_BYTES

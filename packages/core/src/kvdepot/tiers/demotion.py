@@ -76,7 +76,7 @@ class Demotions:
         self._on_corrupt = on_corrupt
         self._clock = clock
         self.lacks_victims = False  # whether the reserve needs room but no chunk can be evicted
-        self._is_cut = False  # whether the reserve needs room and the last turn ended before
+        self._is_cut = False  # whether the last turn ended before the reserve had enough room
         self._gathering = Gathering(index.nodes)
         self.refresher = Refresher(index, keys, self._write_lost, clock, writes_used=rule is not Demotion.EVICT)
 
@@ -117,10 +117,10 @@ class Demotions:
     def leave(self, node: int, is_own: Callable[[int], bool]) -> Iterator[int]:
         """Evict the chunks that only this prefix needs and whose label `is_own`, from its end on.
 
-        Evict chunks that a tier has now: ranking them first (`Priorities.end_session`) would take a third more time.
-        From the first chunk that no tier has, rank and write the chunks, and evict each once a tier has it. A chunk
-        that no tier takes stays. Yield the number of changed chunks after each step. Between steps, the index may be
-        used freely.
+        Evict chunks that a tier has already at once: ranking them first (`Priorities.end_session`) would take a third
+        more time. From the first chunk that no tier has, rank and write the chunks, and evict each once a tier has it.
+        A chunk that no tier takes stays. Yield the number of changed chunks after each step. Between steps, the index
+        may be used freely.
         """
         index, nodes, count = self._index, self._index.nodes, 0
         while node != NO_NODE and is_own(nodes.label_of(node)) and self.holds(node):

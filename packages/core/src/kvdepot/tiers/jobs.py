@@ -29,7 +29,7 @@ class Job:
     operation: Operation
     keys: Sequence[bytes] = ()
     extents: Extents = ()
-    # Expected checksums of payloads to write; empty or zeros if unknown; others are not written.
+    # Expected checksums of payloads to write; empty or zeros if unknown. Payloads that differ are not written.
     checksums: Sequence[bytes] = ()
     names: tuple[bytes | None, bytes | None] = (None, None)  # hashes of the tenant and the model to clear
     generations: frozenset[bytes] = frozenset()  # to outdate

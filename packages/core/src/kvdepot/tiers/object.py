@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 NAME: Final = re.compile(r"[0-9a-f]{16}/[0-9a-f]{16}/[0-9a-f]{2}/(?:[0-9a-f]{64}|[0-9a-f]{94})")
-"""An object of this format, or of the first one, which had one chunk in each."""
+"""The name of an object of this format, or of the first format, which had one object per chunk."""
 _NOTHING: Final = "kvdepot-probe"  # a prefix without objects
 _QUESTIONS_AT_ONCE: Final = 64  # concurrent requests per call
 _MOST_STEPS: Final = 32  # objects per walk

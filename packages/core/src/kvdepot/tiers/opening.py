@@ -18,7 +18,7 @@ OnOpened = Callable[[TierQueue | ConfigError], None]
 
 
 class TierOpener:
-    """Opens tiers over one pool, and maps it for the first one.
+    """Opens tiers over one pool, which it maps when it opens the first one.
 
     Args:
         pool_fd: the pool's file.

@@ -1,7 +1,7 @@
 """Asks tiers for the entries of prefixes in use, and writes missing ones again.
 
 Tiers lose entries without notice: a server restarts, a node leaves its cluster, or a full server evicts unused entries,
-above all those of prefixes that pools answer. So the depot's knowledge ages. When a prefix is used, the depot asks
+above all those of prefixes that pools serve. So the depot's knowledge ages. When a prefix is used, the depot asks
 about its entries that were neither written nor asked for within the last second, in questions of up to 512 keys. Tiers
 that evict by use count the question as a use. Missing entries are written again, from the first one on.
 
@@ -127,7 +127,7 @@ class Refresher:
                 digest = index.nodes.key_of(node)
                 yield Pause.STEP
                 if nodes.get(digest) != node:
-                    return  # it was evicted after the chunks behind it
+                    return  # it was evicted, after the chunks that follow it
             path.append((node, index.nodes.key_of(node)))
             node = index.nodes.parent_of(node)
         path.reverse()

@@ -57,7 +57,7 @@ def make_head(digests: Sequence[bytes], sizes: Sequence[int], trailers: Sequence
 def object_name(run: bytes, first: bytes = NO_CHUNK) -> str:
     """Return the name of a run's object whose first chunk has a key that begins with `first`.
 
-    Behind the hashes of names, two digits of the cut spread the names.
+    The hashes of the names are followed by two digits of the cut, which spread the objects over many prefixes.
     """
     digits, half, hashes = run.hex(), 2 * NAME_HASH_BYTES, 4 * NAME_HASH_BYTES
     cut = digits[hashes + 2 * PLACE_BYTES :]

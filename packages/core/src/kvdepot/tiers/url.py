@@ -117,7 +117,7 @@ def open_tier(url: TierUrl, pool: TierPool) -> Tier:
     """Open the tier of a URL. First take out the options `deadline` and `threads`.
 
     Raises:
-        ConfigError: there is no such tier, a library is missing, or the URL is invalid. The text gives the way out.
+        ConfigError: there is no such tier, a library is missing, or the URL is invalid. The text gives the remedy.
     """
     entry = {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}.get(url.scheme)
     if entry is None:

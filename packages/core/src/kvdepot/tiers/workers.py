@@ -85,7 +85,7 @@ class Workers:
             return list(self._running)
 
     def take_back(self, operation: Operation, most: int, is_wanted: Callable[[Call], bool]) -> list[Call]:
-        """Examine the next `most` waiting calls of a kind, of writes twice as many. Remove and return the wanted ones.
+        """Examine the next `most` waiting calls of a kind, twice as many for writes. Remove and return the wanted ones.
 
         The others keep waiting, behind the calls that were not examined.
         """

@@ -36,7 +36,7 @@ class XpuBackend:
         return True
 
     def why_unavailable(self) -> str | None:
-        """Return None if the backend can be used here, else the reason and the way out.
+        """Return None if the backend can be used here, else the reason and the remedy.
 
         If torch is installed, this loads it to ask for the device.
         """
