@@ -10,7 +10,7 @@ from kvdepot.wire import operations as o
 
 @pytest.fixture(scope="session", autouse=True)
 def pools_are_removed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """No test leaves a pool in memory: many of them would fill it."""
+    """Fail a test that leaves a pool in memory, as many of them would fill it."""
     yield
     folder = str(tmp_path_factory.getbasetemp())
     assert not [pool for pool in find_pools() if f"{folder}/" in pool.server]
@@ -25,14 +25,14 @@ def depot() -> Iterator[DepotProcess]:
 
 @pytest.fixture(scope="module")
 def shared_depot() -> Iterator[DepotProcess]:
-    """A depot for the tests of a module that neither stop it nor look at its counters."""
+    """A depot for a module's tests that neither stop it nor read its counters."""
     with DepotProcess() as depot:
         yield depot
 
 
 @pytest.fixture
 def emptied_depot(shared_depot: DepotProcess) -> Iterator[DepotProcess]:
-    """The depot of the module, with nobody connected and nothing in its pool."""
+    """The module's depot without clients, and with an empty pool."""
     yield shared_depot
 
     def is_empty() -> bool:
@@ -40,4 +40,4 @@ def emptied_depot(shared_depot: DepotProcess) -> Iterator[DepotProcess]:
         status = shared_depot.status()
         return not (status.contexts or status.num_chunks or status.num_leases or status.num_tickets)
 
-    wait_until(is_empty, what="an empty depot")  # it ends sessions and their leases in steps
+    wait_until(is_empty, what="an empty depot")  # the depot ends sessions and their leases in steps

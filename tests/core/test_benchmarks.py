@@ -1,4 +1,4 @@
-"""Benchmarks run: their figures are for people, that they still fit the code is for tests."""
+"""Benchmarks run. Tests only check that they still fit the code; their figures are for people."""
 
 import re
 import subprocess

@@ -1,6 +1,6 @@
-"""What fuzzing kept and what it starts from, replayed without it; and as many new inputs as there is time for.
+"""Replays the corpus and the seeds of fuzzing, and as many new inputs as time allows.
 
-`python -m fuzz` looks for more, guided by coverage: see docs/reliability.md.
+`python -m fuzz` searches for more inputs, guided by coverage: see docs/reliability.md.
 """
 
 import random

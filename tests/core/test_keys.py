@@ -1,4 +1,4 @@
-"""Keys name a whole prefix and everything else that decides its KV."""
+"""Keys identify a whole prefix and everything else that determines its KV."""
 
 import itertools
 import os

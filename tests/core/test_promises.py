@@ -1,4 +1,4 @@
-"""docs/promises.md and the tests agree: each kept promise has a test, and each marker names a promise."""
+"""docs/promises.md agrees with the tests: each kept promise has a test, and each marker names a promise."""
 
 import ast
 import re
@@ -32,7 +32,7 @@ def promises() -> tuple[Promise, ...]:
 
 
 def marks_of(tree: ast.AST, where: str) -> Iterator[tuple[str, int]]:
-    """Return who marks what: functions, methods and whole classes."""
+    """Yield the marked functions, methods and classes with the numbers of their promises."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.FunctionDef | ast.ClassDef):
             continue

@@ -1,4 +1,4 @@
-"""A scheduler's client: a depot that is away, hung or new is a miss, and comes back by itself."""
+"""A scheduler's client: a depot that is away, hung or new is a miss, and the client reconnects by itself."""
 
 import os
 import signal
@@ -132,7 +132,7 @@ def test_a_cancelled_lookup_leaves_no_lease(client: SchedulerClient, depot: Depo
 def test_a_lease_comes_back_even_while_the_depot_is_left_alone(
     client: SchedulerClient, depot: DepotProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: the answer to a lookup that ran into its deadline came before the answer to the ping."""
+    """Regression: the answer to a lookup past its deadline came before the answer to the ping."""
     before = depot.status().counters.get("lookups", 0)
     pending = client.submit_lookup("r", prompt(3))
     monkeypatch.setattr(Connection, "session", property(lambda _self: None))
@@ -163,7 +163,7 @@ def test_a_killed_depot_costs_less_than_a_deadline_and_comes_back(client: Schedu
 def test_a_depot_that_restarts_while_one_connects_is_tried_again_at_once(
     depot: DepotProcess, make_client: MakeClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: the new server knew nothing of the session, and the client left it alone for ten seconds."""
+    """Regression: the new server did not know the session, and the client left it alone for ten seconds."""
     opened = Connection._open  # pyright: ignore[reportPrivateUsage]  # noqa: SLF001  # the fault is put in its place
     refusals = [RemoteError(ErrorCode.UNKNOWN_SESSION, "connect first")]
 

@@ -1,4 +1,4 @@
-"""Segments are the same for the same tokens wherever they stand, and have other names for everybody else."""
+"""Equal tokens give equal segments at any position, but segments of another namespace have other names."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ def places(segments: Segments) -> list[tuple[bytes, int, int]]:
 
 
 def share_found(known: Segments, asked: Segments, begin: int, end: int) -> float:
-    """The share of the tokens from `begin` to `end` of the asking prompt that are in known segments."""
+    """Return the share of the asking prompt's tokens from `begin` to `end` that are in known segments."""
     names = {name for name, _, _ in places(known)}
     inside = [length for name, at, length in places(asked) if name in names and begin <= at and at + length <= end]
     return sum(inside) / (end - begin)
@@ -65,7 +65,7 @@ def test_other_tenants_have_other_names() -> None:
 
 def test_a_prompt_has_a_bounded_number_of_segments() -> None:
     assert len(NAMER.name(text(0, 300_000))) == MAXIMUM_SEGMENTS
-    assert len(NAMER.name([7] * 100_000)) == 0  # no anchor, or one at each token
+    assert len(NAMER.name([7] * 100_000)) == 0  # no anchor, or one at every token
 
 
 @pytest.mark.parametrize("token", [-1, 1 << 32, "a", 1.5])

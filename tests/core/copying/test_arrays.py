@@ -1,4 +1,4 @@
-"""Tensors of any library, told by their attributes."""
+"""Tensors of any library, recognized by their attributes."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,7 @@ def page_layout_of(tensor: Any) -> PageLayout:
 
 
 def tensor(shape: tuple[int, ...], strides: tuple[int, ...], device: str = "cpu") -> Any:
-    """Return what a torch tensor of 2-byte elements at address 4096 looks like."""
+    """Return an object with the attributes of a torch tensor with 2-byte elements at address 4096."""
     return SimpleNamespace(
         shape=shape,
         stride=lambda: strides,

@@ -1,4 +1,4 @@
-"""Copies of entries that workers with other heads stored, byte for byte beside a transposition of the model's heads."""
+"""Copies of entries from workers with other heads, compared byte for byte with a transposition of the model's heads."""
 
 import itertools
 from types import SimpleNamespace
@@ -22,13 +22,13 @@ NUM_CHUNKS: Final = 3
 
 
 def split(heads: int, num_ranks: int) -> list[Part]:
-    """Return the parts of the ranks of an engine; ranks beyond the heads have replicas."""
+    """Return the parts of an engine's ranks. If there are more ranks than heads, ranks have replicas."""
     firsts = [rank * heads // num_ranks for rank in range(num_ranks + 1)]
     return [Part(0, 1, first, max(1, end - first)) for first, end in itertools.pairwise(firsts)]
 
 
 class Model:
-    """Bytes of every token, head and tensor; K and V may have different sizes."""
+    """Bytes of every token, head and tensor. K and V may have different sizes."""
 
     def __init__(self, heads: int, sizes: tuple[int, ...], blocks_per_chunk: int, *, heads_first: bool) -> None:
         rng = np.random.default_rng(heads)
@@ -38,19 +38,19 @@ class Model:
         self._bytes: list[Bytes] = [rng.integers(0, 256, (*shape, size), np.uint8) for size in sizes]
 
     def pages(self, part: Part) -> list[Bytes]:
-        """Return what a worker with this part has, `(chunks, blocks, bytes of a page)` for each tensor."""
+        """Return the pages of a worker with this part, `(chunks, blocks, bytes of a page)` for each tensor."""
         stop = part.first_head + part.num_heads
         cut = [each[:, :, :, part.first_head : stop] for each in self._bytes]
         ordered = [each.transpose(0, 1, 3, 2, 4) if self.rows == 1 else each for each in cut]
         return [each.reshape(NUM_CHUNKS, self.per_chunk, -1) for each in ordered]
 
     def entry(self, part: Part, chunk: int) -> Bytes:
-        """Return what a worker with this part stores."""
+        """Return the bytes that a worker with this part stores."""
         return np.concatenate([page[chunk].ravel() for page in self.pages(part)])
 
 
 class Reader:
-    """A worker's memory with this part, and copies into it: run by run, or staged."""
+    """The memory of a worker with this part, and copies into it: run by run, or staged."""
 
     def __init__(self, model: Model, part: Part, *, is_staged: bool) -> None:
         num_blocks = NUM_CHUNKS * model.per_chunk + 2
@@ -129,7 +129,7 @@ def test_a_reader_finds_its_heads_in_the_entries_of_any_other_split(
 
 
 def test_numbers_of_runs_lie_in_a_row_for_code_that_takes_their_address() -> None:
-    """One page, whole chunks of it: the sizes are all the same number."""
+    """Whole chunks of one page: all sizes are the same number."""
     pages = (PageLayout(1 << 20, 8, 4096, 4096),)
     layout = CacheLayout((LayerGroup(GroupKind.FULL_ATTENTION, BLOCK_TOKENS, pages),), 2 * BLOCK_TOKENS, "uint8")
     extents = b"".join(EXTENT.pack(chunk, 0, 0, 0, 0, 0, chunk * 8192, 8192) for chunk in range(2))

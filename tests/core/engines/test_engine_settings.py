@@ -1,4 +1,4 @@
-"""The settings that every connector takes out of its engine's configuration."""
+"""The settings that every connector reads from its engine's configuration."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar

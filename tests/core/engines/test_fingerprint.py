@@ -1,4 +1,4 @@
-"""Any tensor that changes in place changes the fingerprint of the weights, and few bytes are read for it."""
+"""Any tensor that changes in place changes the fingerprint of the weights, for which few bytes are read."""
 
 import os
 import random
@@ -17,7 +17,7 @@ from support.weights import archive, model_tensors, safetensors
 def test_any_tensor_that_changed_in_place_makes_other_weights(
     write: Callable[[Path, dict[str, bytes]], Path], tmp_path: Path
 ) -> None:
-    # Regression: only 64 places of a file were looked at, and norms that were doubled lay between them.
+    # Regression: only 64 places of a file were sampled, and the doubled norms lay between them.
     file = write(tmp_path / "model" / ("model.safetensors" if write is safetensors else "model.bin"), model_tensors())
     size, found = file.stat().st_size, {"": fingerprint(tmp_path / "model").digest}
     for name in [f"{layer}.{name}" for layer in (0, 7, 29) for name in ("qkv", "norm", "scale", "down", "norm2")]:

@@ -1,4 +1,4 @@
-"""Weights have one name everywhere, and nothing is shared between weights that differ."""
+"""Equal weights have the same name everywhere, and different weights share nothing."""
 
 from collections.abc import Mapping
 
@@ -12,14 +12,14 @@ UPDATED = {0: "c", 1: "d"}
 
 
 class Engine:
-    """An engine of two workers, or of as many as one says."""
+    """An engine of `num_workers` workers."""
 
     def __init__(self, weights: Mapping[int, str] = LOADED, num_workers: int = 2) -> None:
         self.now = 0.0
         self.generation = Generation(Namespace("m"), num_workers, weights, lambda: self.now)
 
     def name(self, weights: Mapping[int, str] | None, *, has_slept: bool = False, version: str = "") -> bytes:
-        """Reset the caches, have the workers tell their weights, and return what begins every key."""
+        """Reset the caches, report the workers' weights, and return the namespace's digest, which begins every key."""
         generation = self.generation
         generation.set_version(version)
         generation.reset()
@@ -36,7 +36,7 @@ class Engine:
 
 @pytest.mark.promise(80)
 def test_replicas_of_other_sizes_share_what_they_loaded_and_after_an_update_with_their_own_size_only() -> None:
-    """Ranks hold other shards, so their digests say nothing about each other, whatever version people give."""
+    """Engines of other sizes have other shards, so their digests cannot be compared, whatever the given version."""
     engines = [Engine(), Engine()], [Engine({0: "ab"}, 1), Engine({0: "ab"}, 1)]
     assert len({engine.key for size in engines for engine in size}) == 1
     for version in ("", "7"):

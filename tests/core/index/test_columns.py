@@ -1,4 +1,4 @@
-"""Columns, lists within them and sizes in the order of use, beside plain lists and dictionaries."""
+"""Columns, lists within them and sizes in the order of use, compared with plain lists and dictionaries."""
 
 import random
 from collections import OrderedDict

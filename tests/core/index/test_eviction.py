@@ -1,4 +1,4 @@
-"""Policies beside naive models."""
+"""Policies compared with naive models."""
 
 import random
 
@@ -15,7 +15,7 @@ def key_of(node: int) -> bytes:
 
 
 class Forest:
-    """A tree of chunks driven as the index does it, with the order in which a naive LRU would touch them."""
+    """A tree of chunks, driven as by the index, with the order of use of a naive LRU."""
 
     def __init__(self, policy: str) -> None:
         self.tree = ChunkTree.with_room(512)
@@ -73,7 +73,7 @@ class Forest:
 
 
 def drive(forest: Forest, seed: int, num_steps: int) -> list[tuple[int | None, list[int]]]:
-    """Do random things; return each victim with what was evictable then, coldest first."""
+    """Take random steps. Return each victim with the nodes that were evictable then, coldest first."""
     rng = random.Random(seed)
     held: list[int] = []
     chosen: list[tuple[int | None, list[int]]] = []

@@ -1,5 +1,5 @@
 # pyright: reportPrivateUsage=false
-"""Clients say how a prefix will be used, and eviction heeds it."""
+"""Clients hint how a prefix will be used, and eviction follows the hints."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ TTL_SECONDS = 60.0
 
 
 def session(name: int, num_chunks: int = 3, shared: int = 1) -> KeyRun:
-    """A prompt whose first `shared` chunks are those of every other."""
+    """Return a prompt that shares its first `shared` chunks with all others."""
     tokens = [*range(shared), *(1000 * name + place for place in range(shared, num_chunks))]
     return hash_prefix(Namespace("model"), 1, tokens)
 
@@ -31,7 +31,7 @@ def hint(worker: Worker, run: KeyRun, **hints: Any) -> int:
 
 
 def length(worker: Worker, run: KeyRun) -> int:
-    """What is left of a prompt, without using it."""
+    """Return how many chunks of a prompt are left, without counting as use."""
     return worker.bench.index.match(worker.bench.index.spaces[0], run.digests)[0]
 
 
@@ -181,7 +181,7 @@ def test_leased_chunks_of_an_ended_session_stay_until_the_lease_ends(policy: str
 
 
 STEP_CHUNKS = 40
-AT_ONCE = 2 * STEP_CHUNKS  # chunks that a hint ranks before it is answered
+AT_ONCE = 2 * STEP_CHUNKS  # chunks that a hint ranks before its reply
 LONG = prompt(300, 1)
 
 
@@ -218,7 +218,7 @@ def test_a_hint_for_what_leaves_before_its_turn_changes_nothing() -> None:
     deferred = begin_hint(worker, LONG, session_ended=True)
     assert isinstance(deferred, PendingReply)
     sum(commands.clear_pool(bench.depot, None))
-    store_long(worker, prompt(300, 2))  # has the places of what has left
+    store_long(worker, prompt(300, 2))  # reuses the places of the evicted chunks
     bench.depot.background.work()
     assert deferred.reply == m.Done(1, AT_ONCE)
     assert set(ranks(bench, prompt(300, 2))) == {NORMAL}

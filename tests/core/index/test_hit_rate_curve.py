@@ -1,4 +1,4 @@
-"""The estimate of other pool sizes, beside the real index with pools of those sizes."""
+"""The estimate for other pool sizes, compared with the real index with pools of those sizes."""
 
 import random
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ SPEC = CacheSpec(1, (GroupShape(GroupKind.FULL_ATTENTION, 1),), "bytes")
 
 
 def traffic(num_requests: int, seed: int = 1) -> Iterator[bytes]:
-    """Packed digests of prompts: few popular starts, many continuations, in turns that grow."""
+    """Yield packed digests of prompts: few popular starts, many continuations, and growing turns."""
     rng = random.Random(seed)
     turns: list[list[int]] = []
     for number in range(num_requests):
@@ -40,7 +40,7 @@ def traffic(num_requests: int, seed: int = 1) -> Iterator[bytes]:
 
 
 def found_in(num_chunks: int, prompts: list[bytes]) -> float:
-    """Return the share of the chunks that the real index finds in a pool of that many."""
+    """Return the share of the chunks that the real index finds with a pool of `num_chunks`."""
     index = ChunkIndex(ExtentAllocator(num_chunks * CHUNK), IndexTable.in_memory(num_chunks), "lru")
     space = index.space(SPEC)
     found = asked = 0

@@ -1,4 +1,4 @@
-"""What the index finds, keeps, evicts and reads back, asked through the depot as workers ask it."""
+"""Finding, keeping, evicting and reading back in the index, through requests of workers to the depot."""
 
 from unittest.mock import Mock
 
@@ -78,7 +78,7 @@ def test_a_digest_is_found_at_its_own_depth_only() -> None:
 @pytest.mark.promise(60)
 @pytest.mark.parametrize("groups", [PLAIN, ONLY_WINDOW])
 def test_a_run_with_a_chunk_twice_ends_before_the_second_one(groups: tuple[m.GroupShape, ...]) -> None:
-    """Regression: the chunk got two nodes, and the first was lost. Only a forged chain has it twice."""
+    """Regression: the chunk got two nodes, and the first was lost. Only a forged chain has a chunk twice."""
     bench = Bench(groups)
     worker, run = bench.worker(), prompt(2)
     plan = worker.store(KeyRun(run.digests * 2, 0, run.parent))
@@ -135,7 +135,7 @@ def test_leased_chunks_are_never_evicted(policy: str, find: str) -> None:
 @pytest.mark.parametrize("find", ["lookup", "retrieve"])
 def test_a_lease_on_a_window_holds_every_chunk_in_it(find: str) -> None:
     worker = Bench(ONLY_WINDOW, pages=2).worker()
-    worker.store(prompt(2).slice(1))  # the later chunk first, so that the tree does not hold the earlier one
+    worker.store(prompt(2).slice(1))  # the later chunk first, so that it does not hold the earlier one in the tree
     worker.store(prompt(1))
     getattr(worker, find)(prompt(2))
     assert worker.store(prompt(1, 1)).num_declined == 1
@@ -166,7 +166,7 @@ def test_a_store_into_a_full_pool_evicts_what_it_needs_and_no_more(policy: str) 
 
 
 def test_a_pool_that_still_grows_declines_what_has_room_later_and_evicts_nothing() -> None:
-    """Half of the entries left a pool of which 40 % was ready."""
+    """Once, half of the entries left a pool that was 40 % ready."""
     bench = Bench(pages=8, ready_pages=4)
     worker, extents = bench.worker(), bench.index.extents
     assert worker.store(prompt(6)).num_declined == 2
@@ -188,9 +188,9 @@ def test_a_pool_that_still_grows_declines_what_has_room_later_and_evicts_nothing
 def test_a_policy_that_raises_leaves_no_hold(
     pages: int, num_records: int, num_chunks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: the chunk for which it was to make room was held, with a node and maybe an extent, for ever.
+    """Regression: the chunk that needed room stayed held for ever, with its node and maybe an extent.
 
-    So were the chunks of the same store for which there had been room.
+    So did the chunks of the same store that had found room.
     """
     bench = Bench(pages=pages, num_records=num_records)
     worker = bench.worker()
@@ -244,7 +244,7 @@ def test_another_protocol_version_is_one_line_in_the_server_s_log(caplog: pytest
 
 
 def test_an_aborted_chunk_does_not_make_the_one_before_it_seem_used() -> None:
-    """Regression: its node number had belonged to a chunk that was used later, and passed that use on."""
+    """Regression: the chunk inherited a later use from the previous chunk with its node number, and passed it on."""
     bench = Bench(pages=4)
     worker = bench.worker()
     for name, tenant in ((1, "a"), (2, "a"), (3, "b")):
@@ -280,7 +280,7 @@ def test_a_store_without_a_free_record_gives_its_extent_back() -> None:
 @pytest.mark.promise(23)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_when_there_are_too_many_holes_the_coldest_leave(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvdepot.index.index._SPARE_NODES", 0)  # twice as many chunks as records then
+    monkeypatch.setattr("kvdepot.index.index._SPARE_NODES", 0)  # allows twice as many chunks as records
     bench = Bench(num_records=8, policy=policy)
     worker = bench.worker()
 
@@ -311,7 +311,7 @@ def test_when_there_are_too_many_holes_the_coldest_leave(policy: str, monkeypatc
 
 
 def test_names_that_could_not_be_saved_are_saved_before_a_record_refers_to_them() -> None:
-    """Regression: with a full /dev/shm a tenant's or a layout's name was never saved, and its entries were lost."""
+    """Regression: after a full /dev/shm, a tenant's or a layout's name was never saved, and its entries were lost."""
     saved: list[tuple[int, list[Label]]] = []
     disk_is_full = True
 
@@ -338,7 +338,7 @@ def test_names_that_could_not_be_saved_are_saved_before_a_record_refers_to_them(
 
 
 def test_a_name_that_could_not_be_saved_is_in_nobody_elses_way() -> None:
-    """Regression: once one tenant's name had found no room, stores and registrations of all others failed with it."""
+    """Regression: once one tenant's name had found no room, stores and registrations of all others failed, too."""
     disk_is_full = False
 
     def save(_names: Names) -> None:
@@ -469,7 +469,7 @@ def test_a_draining_depot_declines_stores_and_goes_on_serving() -> None:
     assert worker.retrieve(prompt(2)).num_chunks == 2
 
 
-# --- a server that starts again -------------------------------------------------------------------------------------
+# --- restarts of a server -------------------------------------------------------------------------------------------
 
 
 def test_a_successor_evicts_what_was_stored_longest_ago() -> None:
@@ -500,7 +500,7 @@ def test_a_successor_keeps_the_extents_of_two_writers_of_one_chunk() -> None:
     bench = Bench()
     worker = bench.worker()
     worker.prepare(prompt(1))
-    bench.index.abandon_entry(next(bench.index.table.records()).number)  # as a read of a tier that hangs is
+    bench.index.abandon_entry(next(bench.index.table.records()).number)  # like a tier's read that hangs
     worker.prepare(prompt(1))
     again = bench.successor()
     assert len(bench.unfinished) == 2
@@ -518,7 +518,7 @@ def test_a_successor_keeps_the_extent_of_a_writer_whose_cache_or_tenant_has_no_n
 
 
 def test_the_bytes_of_a_writer_without_a_name_are_no_later_tenant_s() -> None:
-    """Regression: the next tenant got the number of the lost name, and later had less than no bytes."""
+    """Regression: the next tenant got the number of the lost name, and later its bytes were negative."""
     bench = Bench()
     bench.worker().prepare(prompt(1))
     again = bench.successor(specs=[])
@@ -602,7 +602,7 @@ def test_a_record_that_is_there_twice_counts_once() -> None:
 
 @pytest.mark.promise(60)
 def test_of_two_keys_that_begin_alike_one_is_found_after_a_restart_and_all_can_leave() -> None:
-    """Regression: the other was kept, not found, and never left. A peer can name such keys, no hash makes them."""
+    """Regression: the other chunk was kept but not found, and never evicted. Only a malicious peer makes such keys."""
     bench = Bench()
     worker = bench.worker()
     run = prompt(1)
@@ -617,7 +617,7 @@ def test_of_two_keys_that_begin_alike_one_is_found_after_a_restart_and_all_can_l
 
 
 def test_chunks_after_two_keys_that_begin_alike_are_not_found_after_a_restart() -> None:
-    """Regression: they followed whichever of the two was read first, and hid that the chunk before them was gone."""
+    """Regression: they followed the one of the two that was read first, which hid that their parent was gone."""
     bench = Bench()
     worker, run = bench.worker(), prompt(3)
     alike = KeyRun(run.digests[32:48] + bytes(16), 1, run.digests[:32])
@@ -636,7 +636,7 @@ def test_a_child_stored_before_its_parent_was_aborted_and_stored_again_survives_
     first, after = worker.prepare(prompt(1)), worker.prepare(prompt(2).slice(1))
     worker.commit(after)
     worker.ask(m.AbortStore(worker.context, first.ticket))
-    worker.store(prompt(1, 1))  # takes the record that the aborted chunk had
+    worker.store(prompt(1, 1))  # takes the aborted chunk's record
     assert found(bench.successor(), prompt(2)) == 0
     worker.store(prompt(1))
     assert found(bench.successor(), prompt(2)) == worker.lookup(prompt(2)).num_chunks == 2
@@ -676,7 +676,7 @@ def test_a_lookup_ends_at_the_first_of_several_breaks() -> None:
     for number in range(2):
         worker.store(prompt(12, number))
     for chunk in (7, 3, 10):
-        assert report(worker, prompt(12), chunk) == (chunk < 10)  # behind a break nothing is served, so nothing found
+        assert report(worker, prompt(12), chunk) == (chunk < 10)  # chunks after a gap are not served, so none is found
     assert report(worker, prompt(12, 1), 1) == 1
     assert [worker.lookup(prompt(n)).num_chunks for n in (1, 2, 3, 4, 12)] == [1, 2, 3, 3, 3]
     assert [worker.lookup(prompt(n, 1)).num_chunks for n in (1, 2, 12)] == [1, 1, 1]

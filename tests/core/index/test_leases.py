@@ -1,4 +1,4 @@
-"""A lease pins chunks until it is released, its request or context ends, or its time is over."""
+"""A lease pins chunks until it is released, its request or context ends, or it expires."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from kvdepot.index.leases import LeaseTable
 
 
 class Pins:
-    """What a lease table needs of an index, counted."""
+    """The part of an index that a lease table uses. Counts the calls."""
 
     def __init__(self) -> None:
         self.held: list[int] = []

@@ -1,4 +1,4 @@
-"""The choice between LRU and ARC, beside both on all chunks."""
+"""The choice between LRU and ARC, compared with both policies on all chunks."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ CHUNK = 4096
 
 
 def popular(rng: random.Random) -> Iterator[int]:
-    """Some chunks are asked for again and again, every other one never: ARC keeps the former."""
+    """Half of the lookups are for popular chunks, the others for chunks that never return. ARC keeps the former."""
     weights = [1 / (rank + 1) ** 0.6 for rank in range(2 * POOL)]
     for number, again in enumerate(rng.choices(range(2 * POOL), weights, k=10_000)):
         yield again
@@ -27,7 +27,7 @@ def popular(rng: random.Random) -> Iterator[int]:
 
 
 def soon_again(rng: random.Random) -> Iterator[int]:
-    """Each chunk is asked for twice, and LRU keeps it long enough."""
+    """Each chunk is looked up twice, and LRU keeps it long enough."""
     upcoming: list[int] = []
     for number in range(10_000):
         yield number
@@ -41,7 +41,7 @@ Traffic = Callable[[random.Random], Iterator[int]]
 
 @cache
 def found(traffic: Traffic) -> dict[str, float]:
-    """The hit rate of each policy."""
+    """Return the hit rate of each policy."""
     requests = [TraceRequest(0, BLOCK_TOKENS, 1, (number,)) for number in traffic(random.Random(1))]
     table = simulate(requests, [POOL * CHUNK], bytes_per_token=CHUNK / BLOCK_TOKENS)
     return {row.policy: row.hit_rate for row in table.rows if row.pool_bytes == POOL * CHUNK}
@@ -56,7 +56,7 @@ def test_auto_is_at_most_a_point_below_the_better_rule(traffic: Traffic, better:
 
 
 def test_lead_of_a_few_chunks_does_not_change_the_rule() -> None:
-    """LRU leads by chance in a loop; following it would spoil the lists with which ARC finds more."""
+    """LRU leads by chance in a loop. Following it would spoil the lists with which ARC finds more."""
     rng, new = random.Random(31), count()
     prompts = [tuple(next(new) for _ in range(rng.randint(1, 5))) for _ in range(100)]
     looped = [prompt for _ in range(30) for prompt in rng.sample(prompts, len(prompts))]
@@ -87,14 +87,14 @@ def test_arc_of_the_duel_finds_what_the_policy_finds(traffic: Traffic) -> None:
         selector.score = 0.0
         selector.looked_up(
             [bytes(2) + blake3(number.to_bytes(8, "little")).digest()[2:]], 1, 0
-        )  # a sample begins alike
+        )  # sampled digests begin with the same bytes
         hits, count = hits + selector.score, count + 1
     assert hits / count == pytest.approx(found(traffic)["arc"], abs=0.01)
 
 
 def test_preference_follows_traffic_that_changes() -> None:
     hit_rates, rng = HitRateCurve(POOL * CHUNK), random.Random(2)
-    shares: list[float] = []  # of the lookups before which LRU was preferred
+    shares: list[float] = []  # of the lookups at which LRU was preferred
     for traffic in (popular, soon_again):
         preferred: list[bool] = []
         for number in traffic(rng):

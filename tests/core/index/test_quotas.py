@@ -1,4 +1,4 @@
-"""What a tenant keeps within its quota nobody else can evict; idle space is anybody's."""
+"""Others cannot evict a tenant's chunks within its quota. Every tenant may use idle space."""
 
 import random
 
@@ -30,7 +30,7 @@ def stored(worker: Worker, tenant: str, names: range) -> int:
 
 
 def fill(worker: Worker, tenant: str, names: range) -> int:
-    """Store prompts of one chunk; return how many were declined."""
+    """Store prompts of one chunk. Return how many were declined."""
     return sum(worker.store(prompt(1, name, tenant)).num_declined for name in names)
 
 
@@ -184,7 +184,7 @@ def test_a_tenant_whose_engines_die_in_the_middle_of_stores_keeps_its_quota() ->
     for number in range(20):
         worker = bench.worker()
         worker.prepare(prompt(2, number, "a"))
-        bench.now += bench.depot.stores.ticket_seconds  # it is late: its chunks may be stored again
+        bench.now += bench.depot.stores.ticket_seconds  # the ticket is late, so its chunks may be stored again
         bench.depot.expire()
         bench.depot.background.work()
         bench.depot.end_session(worker.session)

@@ -40,7 +40,7 @@ THIS_PROCESS = Writer(os.getpid(), process_start_time(os.getpid()))
 
 @pytest.fixture(scope="module")
 def memory() -> bytearray:
-    """The table of a killed server: both shards of all chunks, sealed far apart, and one entry that is unfinished."""
+    """The table of a killed server: both shards of all chunks, sealed far apart in time, and one unfinished entry."""
     bench = Bench(SHARDED, pages=NUM_RECORDS, num_records=NUM_RECORDS)
     workers = [bench.worker(shard) for shard in (0, 1)]
     for worker in workers:
@@ -54,7 +54,7 @@ def memory() -> bytearray:
 
 
 class Successor:
-    """A depot that is about to read a table back, step by step."""
+    """A depot that reads a table back step by step."""
 
     def __init__(self, memory: bytearray) -> None:
         self.now = 20_000.0
@@ -265,7 +265,7 @@ def test_a_server_whose_reading_back_fails_goes_on_without_stores(
 
 @pytest.fixture
 def next_server(tmp_path: Path) -> Iterator[DepotServer]:
-    """The server after one for which the workers `a` and `b` of this process had prepared two chunks each."""
+    """The second of two servers. At the first, workers `a` and `b` of this process had prepared two chunks each."""
     with closing(make_server(tmp_path)) as server:
         assert server.restoring is not None
         server.restoring.go_on(lambda: False)

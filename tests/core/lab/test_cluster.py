@@ -1,4 +1,4 @@
-"""Nodes, routers and a shared tier over a trace: against hand-made traffic and the figures of another simulator."""
+"""Nodes, routers and a shared tier over a trace, checked with hand-made traffic and another simulator's figures."""
 
 import os
 from pathlib import Path
@@ -31,12 +31,12 @@ CHUNK = Fleet(1).chunk_bytes
 
 
 def request(second: float, *ids: int) -> TraceRequest:
-    """A prompt of whole blocks and one token more, so that all its blocks can be found."""
+    """Return a prompt of whole blocks and one more token, so that all its blocks can be found."""
     return TraceRequest(second * 1000, len(ids) * BLOCK_TOKENS + 1, 1, (*ids, 1 << 40))
 
 
 def conversations(num_turns: int, num_conversations: int) -> list[TraceRequest]:
-    """Each turn of each conversation is its last one and a block more; all begin with block 0."""
+    """Return conversations that begin with block 0. Each turn is the previous one and one more block."""
     return [
         request(20 * (turn * num_conversations + number), 0, *(1 + number * 100 + place for place in range(turn + 1)))
         for turn in range(num_turns)
@@ -62,8 +62,8 @@ def test_sticky_and_kv_aware_find_what_random_scatters() -> None:
 
 
 def test_a_router_that_is_never_told_of_evictions_sends_prompts_where_nothing_is_left() -> None:
-    # A node computes the conversation, then long prompts push it out of every pool. Its next turn goes where the
-    # router believes it to be, and the turn after that finds it only at the same node.
+    # A node computes the conversation, then long prompts evict it from every pool. Its next turn goes to the node where
+    # the router expects it, and the turn after that finds it only on this node.
     trace = [request(0, 0, 1, 2, 3)]
     trace += [request(10 + number, *range(100 * number, 100 * number + 8)) for number in range(1, 9)]
     trace += [request(100 + 50 * turn, 0, 1, 2, 3) for turn in range(4)]
@@ -109,7 +109,7 @@ def test_copies_share_the_first_block_and_nothing_else() -> None:
     table = simulate(trace, (1000 * CHUNK,), ("lru",))
     copied = simulate_cluster(trace, Fleet(1, copies=3), (1000 * CHUNK,), (RANDOM,))
     assert copied.num_requests == 3 * table.num_requests
-    # Each copy finds its own blocks, as one alone does; only the common block is found by copies that come later.
+    # Like a single trace, each copy finds its own blocks. Only the common block is found by later copies.
     own = simulate_cluster(trace, Fleet(1), (1000 * CHUNK,), (RANDOM,)).rows[0]
     assert copied.rows[0].hit_rate == pytest.approx(own.hit_rate, abs=0.15)
     assert table.row(UNLIMITED_POOL, table.unique_bytes).hit_rate > 0
@@ -136,9 +136,9 @@ def test_arguments_that_cannot_be_are_named() -> None:
         simulate_cluster([], Fleet(2))
 
 
-# Mooncake's conversation trace (FAST'25) on 8 and, eight times over, on 64 nodes with pools of 2,000 blocks: share of
-# the prompt tokens that another simulator found. Where it found less, its figure stands behind: it gives each tie to
-# the first of several idle nodes, so some pools overflow while others stay empty.
+# Mooncake's conversation trace (FAST'25) on 8 nodes, and eight copies of it on 64, with pools of 2,000 blocks: share of
+# the prompt tokens that another simulator found. Where it found less, a comment has its figure: of several idle nodes,
+# it takes the first, so some pools overflow while others stay empty.
 ELSEWHERE = {
     8: {
         (RANDOM, 0): 0.081,

@@ -1,4 +1,4 @@
-"""The simulation against models that share no code with it, and against the real index."""
+"""The simulation, compared with models that share no code with it and with the real index."""
 
 import json
 import os
@@ -32,13 +32,13 @@ from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.table import IndexTable
 from kvdepot.wire.messages import CacheSpec, GroupShape
 
-BYTES = 8  # a token: one chunk is one extent
+BYTES = 8  # per token, so that one chunk is one extent
 CHUNK = BLOCK_TOKENS * BYTES
 PAGE = 4096
 PLACE = PartPlace(0, 0, PAGE, 0)
 
 Prompts = list[list[int]]
-# Many requests for few chunks, or nothing would come again after something else had to leave.
+# Many requests for few chunks, so that chunks are requested again after evictions.
 prompts_of = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=3), min_size=1, max_size=60) | st.lists(
     st.lists(st.integers(0, 2), min_size=1, max_size=4), min_size=30, max_size=60
 )
@@ -46,7 +46,7 @@ capacities = st.integers(1, 20)
 
 
 def requests_of(prompts: Sequence[Sequence[int]], last_tokens: int = BLOCK_TOKENS) -> list[TraceRequest]:
-    """The last block of each has `last_tokens`."""
+    """Return requests whose last block has `last_tokens`."""
     return [TraceRequest(0, (len(ids) - 1) * BLOCK_TOKENS + last_tokens, 1, tuple(ids)) for ids in prompts]
 
 
@@ -64,7 +64,7 @@ def hits_without_limit(prompts: Prompts) -> list[int]:
 
 
 def replay_index(workload: Workload, ends: Sequence[int], policy: str, capacity: int) -> tuple[list[int], int]:
-    """The chunks found by each request and the chunks evicted, with the real index and what the depot watches."""
+    """Return the chunks that each request finds and the number of evicted chunks, with the real index and estimates."""
     index = ChunkIndex(ExtentAllocator(capacity * PAGE), IndexTable.in_memory(capacity), policy)
     space = index.space(CacheSpec(1, (GroupShape(GroupKind.FULL_ATTENTION, 1),), "bytes"))
     found: list[int] = []
@@ -79,7 +79,7 @@ def replay_index(workload: Workload, ends: Sequence[int], policy: str, capacity:
         run = NewRun(space, b"".join(workload.digests[name] for name in path[hits:]), hits, parent)
         reserved = index.reserve(run, [(chunk, PLACE) for chunk in range(len(path) - hits)])
         nodes = index.seal([each.record for each in reserved.begun])
-        parent = nodes[-1] if nodes else parent  # of a prompt longer than the pool the beginning stays
+        parent = nodes[-1] if nodes else parent  # if a prompt is longer than the pool, its beginning stays
         if is_end and parent != NO_NODE:
             sum(index.priorities.end_session(parent, lambda _label: True))
     return found, index.evictor.num_evicted
@@ -99,7 +99,7 @@ def test_without_records_and_extents_it_is_what_the_real_index_does(prompts: Pro
 
 
 def naive_lru(prompts: Prompts, capacity: int) -> tuple[int, int]:
-    """Hits and evictions of a set of prefixes from which the leaf used longest ago leaves."""
+    """Return hits and evictions of a set of prefixes that evicts its least recently used leaf."""
     last_use: dict[tuple[int, ...], int] = {}
     hits = evictions = 0
     for now, prompt in enumerate(prompts):
@@ -153,7 +153,7 @@ def test_no_policy_beats_belady_nor_belady_the_ceiling(prompts: Prompts, capacit
 
 @given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=3), min_size=1, max_size=7), st.integers(1, 3))
 def test_belady_is_the_best_of_all_choices(prompts: Prompts, capacity: int) -> None:
-    best: dict[frozenset[tuple[int, ...]], int] = {frozenset(): 0}  # what is kept -> the most hits so far
+    best: dict[frozenset[tuple[int, ...]], int] = {frozenset(): 0}  # by set of kept prefixes: the most hits so far
     for prompt in prompts:
         path = prefixes(prompt)
         following: dict[frozenset[tuple[int, ...]], int] = {}
@@ -267,7 +267,7 @@ def test_production_trace_has_the_known_hit_rates() -> None:
         policy: [round(table.row(policy, size).hit_chunks / table.num_chunks, 3) for size in sizes]
         for policy in ("lru", "arc", BELADY)
     }
-    # Measured before with a simulator of other make, as shares of the chunks; the ceiling as a share of the tokens.
+    # Measured earlier with another simulator, as shares of the chunks. The ceiling is a share of the tokens.
     assert of_chunks["lru"] == [0.196, 0.279, 0.345]
     assert of_chunks["arc"] == pytest.approx([0.212, 0.284, 0.320], abs=0.004)
     assert of_chunks[BELADY] == [0.366, 0.366, 0.366]

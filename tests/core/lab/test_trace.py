@@ -1,4 +1,4 @@
-"""Traces: fields that are read, and errors for lines that are no requests."""
+"""Traces: the fields that are read, and errors for lines that are not requests."""
 
 import json
 from pathlib import Path

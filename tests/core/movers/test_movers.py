@@ -1,4 +1,4 @@
-"""Movers as the depot's loop sees them: real processes without a device, a depot without sockets."""
+"""Movers at the depot's loop: real processes without a device, and a depot without sockets."""
 
 import os
 import select
@@ -54,7 +54,7 @@ def registration(device: str, **fields: Any) -> m.RegisterKVCache:
 
 @dataclass
 class Node:
-    """A depot with movers, and a loop that turns when it is told to."""
+    """A depot with movers, and a loop that runs one turn at a time on demand."""
 
     depot: Depot
     movers: MoverTable
@@ -158,12 +158,12 @@ def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
         os.close(fd)
 
 
-# --- what is copied ---------------------------------------------------------------------------------------------------
+# --- copies -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_mover_writes_what_the_depot_chose_and_nothing_else(node: Node) -> None:
     context = node.register()
-    assert node.prepare(context).num_declined == 4  # nobody could write
+    assert node.prepare(context).num_declined == 4  # no mover could write yet
     assert node.outcome(node.move(context, 0)) is m.MoveOutcome.DONE
     plan = node.prepare(context)
     assert node.outcome(node.move(context, plan.ticket)) is m.MoveOutcome.DONE
@@ -179,7 +179,7 @@ def test_a_mover_writes_what_the_depot_chose_and_nothing_else(node: Node) -> Non
 
 @pytest.mark.parametrize("device", ["quick", "settled"])
 def test_a_mover_says_whether_later_copies_will_be_faster(device: str, node: Node) -> None:
-    """Until it has copied it has said nothing, and neither has who takes its place."""
+    """Before its first copy it says nothing, and neither does its successor."""
     context = node.register(device)
     found: list[bool] = []
     for number in (0, None, 0):
@@ -194,7 +194,7 @@ def test_a_mover_says_whether_later_copies_will_be_faster(device: str, node: Nod
 
 
 def test_records_name_the_mover_as_the_writer(node: Node) -> None:
-    """So that a depot that is started after this one was killed waits for the mover's death."""
+    """So if this depot is killed, the next one waits for the mover's death."""
     context = node.register()
     node.wait_until_ready(context)
     plan = node.prepare(context)
@@ -244,14 +244,14 @@ def test_extents_that_a_mover_may_be_writing_are_free_when_it_is_dead_and_not_be
         node.depot.end_session(SESSION)
     else:
         node.ask(m.Unregister(context))
-    node.depot.end_process(WORKER)  # the worker's death says nothing about its mover
+    node.depot.end_process(WORKER)  # the mover may outlive its worker
     assert node.quarantined_bytes == 4 * 4096
     node.turn_until(lambda: not node.quarantined_bytes, "the mover's death")
     assert node.depot.index.extents.used_bytes == 0
     assert node.depot.index.entries.num_sealed == 0
 
 
-# --- how one ends -----------------------------------------------------------------------------------------------------
+# --- ends of movers ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -365,7 +365,7 @@ def test_a_mover_ends_when_its_socket_closes(node: Node) -> None:
     assert process.wait(WAIT_SECONDS) == 0
 
 
-# --- what a worker may ask --------------------------------------------------------------------------------------------
+# --- requests of workers ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

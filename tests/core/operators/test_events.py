@@ -1,4 +1,4 @@
-"""KV events as a router gets them: they announce exactly the chunks that can be found."""
+"""KV events at a router: they announce exactly the chunks that lookups find."""
 
 import random
 from collections.abc import Iterator
@@ -114,7 +114,7 @@ def test_a_depot_that_starts_empty_says_so(context: Context) -> None:
 
 @pytest.mark.slow
 def test_numbers_grow_across_a_restart(context: Context) -> None:
-    """Dynamo takes a lower number than before for old news."""
+    """Dynamo ignores a batch with a lower number than the last as old."""
     last = 0
     for _ in range(2):
         with DepotProcess(*FLAGS, "--events-topic", "", pool_size="1MiB") as depot:
@@ -322,7 +322,7 @@ def test_a_follower_that_is_far_behind_starts_again(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_store_has_no_follower_start_again() -> None:
-    """Regression: each chunk of a run that has another one behind it did."""
+    """Regression: each chunk that had a next one in its run made followers start again."""
     holdings = Holdings()
     bench = Bench(pages=20, num_records=24, holdings=holdings)
     shelf = holdings.shelf_of(MODEL)
@@ -361,7 +361,7 @@ def test_a_port_that_is_taken_is_an_error_in_words(depot: DepotProcess, context:
 
 @pytest.mark.slow
 def test_a_slow_subscriber_misses_no_message_within_the_bound(context: Context, tmp_path: Path) -> None:
-    """Regression: the bound was set after binding, so it was ZMQ's thousand, for batches sent again as well."""
+    """Regression: the bound was set after binding, so ZMQ's default of 1,000 held, also for batches sent again."""
     holdings, num_batches = Holdings(), 3000
     bench = Bench(pages=4, num_records=8, holdings=holdings)
     publisher = EventPublisher(context, holdings, f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay")
@@ -383,7 +383,7 @@ def test_a_slow_subscriber_misses_no_message_within_the_bound(context: Context, 
 
     wait_until(lambda: (tell(), slow.poll(10))[1])
     for _ in range(4):
-        tell()  # the snapshot's end, where steps without a batch follow its first
+        tell()  # past the end of the snapshot, whose first batch is followed by steps without a batch
     num_before = publisher.num_batches
     for _ in range(num_batches // 2):
         tell()
@@ -408,7 +408,7 @@ def test_subscribers_that_come_again_and_again_leave_each_snapshot_its_end(
     describe(bench, holdings, request)
 
     def subscribe() -> "zmq.Socket[bytes]":
-        """Come, and be seen by the publisher, which sends nothing for it yet."""
+        """Subscribe, and wait until the publisher could see it. The publisher has not sent anything for it yet."""
         newcomer = context.socket(zmq.SUB)
         newcomer.subscribe(b"")
         kept.append(newcomer)
@@ -417,7 +417,7 @@ def test_subscribers_that_come_again_and_again_leave_each_snapshot_its_end(
         return newcomer
 
     first = subscribe()
-    while publisher.num_batches < 2:  # that all is cleared, and one chunk
+    while publisher.num_batches < 2:  # a clear, and one chunk
         publisher.serve()
     subscribe()
     publisher.serve()
@@ -495,7 +495,7 @@ def test_a_depot_without_events_forgets_the_tokens_of_an_earlier_one(tmp_path: P
 
 @pytest.mark.slow
 def test_chunks_that_only_a_tier_has_are_announced_there(tmp_path: Path, context: Context) -> None:
-    """A hit brings them back into the pool, and they leave the tier's medium."""
+    """A hit promotes them to the pool, and they leave the tier's medium."""
     tier = f"disk://{tmp_path}/tier?capacity=64MiB"
     flags = (*FLAGS, "--tier", tier, "--promote-seconds", "10", "--policy", "lru")
     with DepotProcess(*flags, pool_size="1MiB") as depot:

@@ -1,4 +1,4 @@
-"""Metrics of what happened, and that dashboard and alerts ask for metrics that there are."""
+"""Metrics count what happened, and dashboard and alerts use only metrics that exist."""
 
 import json
 import re
@@ -168,7 +168,7 @@ def test_dashboard_and_alerts_ask_for_what_there_is(where: str, expression: str,
 
 
 def documented() -> set[str]:
-    """Return the names in the table of operating.md, without the prefix that they share."""
+    """Return the names in the table of operating.md without their common prefix."""
     text = (DEPLOY.parent / "docs" / "operating.md").read_text()
     table = re.search(r"^## Metrics\n(.*?)^## ", text, re.MULTILINE | re.DOTALL)
     assert table is not None
@@ -181,7 +181,7 @@ def documented() -> set[str]:
 
 
 def declared_by_tiers() -> set[str]:
-    """Return the counters of all tiers, also of those that are not loaded here."""
+    """Return the counters of all tiers, including those that are not loaded here."""
     sources = Path(kvdepot.tiers.__file__).parent.rglob("*.py")
     names = {name for path in sources for name in re.findall(r'tier_counter\(\s*"(\w+)"', path.read_text())}
     return {f"tier_{name}_total" for name in names}

@@ -1,4 +1,4 @@
-"""The doctor finds what stands in the way, says what to do, and leaves a sound machine alone."""
+"""The doctor finds problems and says what to do about them. On a sound machine it reports none."""
 
 import os
 from dataclasses import replace
@@ -111,7 +111,7 @@ def test_a_pool_away_from_its_gpus_is_named(nodes: Nodes, words: str, way_out: s
 
 
 def test_nodes_are_read_from_linux(tmp_path: Path) -> None:
-    """Only of GPUs, and only of cores that this process may use."""
+    """Only the nodes of GPUs, and of cores that this process may use, count."""
     core = min(os.sched_getaffinity(0))
     files = {
         "sys/bus/pci/devices/0000:17:00.0/vendor": "0x10de",
@@ -141,7 +141,7 @@ def test_it_says_how_many_engines_the_descriptors_are_enough_for(depot: DepotPro
     assert text.startswith("the limit is 4096, enough for 377 engines with one worker each: an engine takes 10")
     before = len(os.listdir(f"/proc/{depot.pid}/fd"))
     scheduler = Peer(depot, m.RegisterScheduler(m.PROTOCOL_VERSION, "engine", "model", SPEC))
-    wait_until(lambda: len(os.listdir(f"/proc/{depot.pid}/fd")) <= before + 2)  # that which registered is closed
+    wait_until(lambda: len(os.listdir(f"/proc/{depot.pid}/fd")) <= before + 2)  # registration's connection is closed
     scheduler.find(prompt(1))
     assert len(os.listdir(f"/proc/{depot.pid}/fd")) <= before + DESCRIPTORS_OF_SCHEDULER
     scheduler.close()

@@ -1,4 +1,4 @@
-"""Operations over HTTP, against a real depot and a real HTTP server: health, metrics, and who may change what."""
+"""Operations over HTTP with a real depot and a real HTTP server: health, metrics, and permissions."""
 
 import asyncio
 import contextlib
@@ -51,7 +51,7 @@ def http(depot: DepotProcess) -> Iterator[Http]:
 
 @pytest.fixture(scope="module")
 def shared_http(shared_depot: DepotProcess) -> Iterator[Http]:
-    """For requests that leave nothing behind."""
+    """A shared server, for requests that change nothing."""
     http = Http(shared_depot)
     yield http
     http.server.close()
@@ -164,7 +164,7 @@ def test_a_body_that_is_wrong_is_refused_and_changes_nothing(body: bytes, shared
 @pytest.mark.slow
 @pytest.mark.promise(62)
 def test_without_the_token_nobody_learns_who_has_what(http: Http, peer: Peer) -> None:
-    """Every path there is, by every method; new ones are asked, too."""
+    """Asks every path of the application by every method, so new paths are covered."""
     secret = "a tenant of whom nobody should know"
     peer.store(hash_prefix(Namespace("model", tenant=secret), 64, range(192)))
     assert secret in http.get("/tenants")[1]
@@ -258,7 +258,7 @@ def test_health_is_answered_whoever_holds_connections(http: Http, sent: bytes) -
 @pytest.mark.slow
 @pytest.mark.promise(63)
 def test_health_is_answered_while_others_wait_for_the_depot(http: Http, depot: DepotProcess) -> None:
-    """More of them than threads and connections; each waits for a depot that is stopped."""
+    """They are more than the threads and connections, and each waits for a stopped depot."""
     assert http.get("/healthz", token="")[0] == 200
     depot.signal(signal.SIGSTOP)
     try:
@@ -314,7 +314,7 @@ def test_an_answer_that_nobody_takes_ends_its_connection() -> None:
 
 
 async def wait_for_the_end(sent: bytes, request_seconds: float = 600.0, answer_seconds: float = 600.0) -> None:
-    """Serve one connection that sends this and takes nothing, until the server ends it."""
+    """Serve one connection that sends `sent` and reads nothing, until the server ends it."""
     ended = asyncio.Event()
 
     class Hasty(Connection):
@@ -393,7 +393,7 @@ def children_of(pid: int) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.promise(61)
 def test_the_depots_process_runs_no_http(depot: DepotProcess) -> None:
-    """Its Python would keep the loop waiting for the interpreter's lock."""
+    """HTTP's Python code there would make the loop wait for the interpreter's lock."""
     command = f"""
 import sys
 from kvdepot.ops.serve import HttpServer, HttpSettings
@@ -455,7 +455,7 @@ def test_a_depot_makes_a_token_for_its_user_alone(tmp_path: Path) -> None:
 
 
 def port_of(depot: DepotProcess) -> int:
-    """Return where a depot listens for HTTP; it may have answered on its socket before that."""
+    """Return a depot's HTTP port. The depot may answer on its socket earlier than on this port."""
     ports: list[int] = []
 
     def find() -> list[int]:

@@ -1,4 +1,4 @@
-"""Ordinary mistakes at the command line: one sentence that says what to do, no traceback, and nothing left behind."""
+"""Common mistakes on the command line give one sentence that says what to do, no traceback, and no leftovers."""
 
 import re
 import socket
@@ -23,7 +23,7 @@ small_shm = pytest.mark.skipif(
 
 
 def run(*arguments: str, prefix: list[str] | None = None) -> tuple[int, str]:
-    """Run one command and return its exit status and what it said on standard error."""
+    """Run one command. Return its exit status and its standard error."""
     command = [*(prefix or []), *_COMMAND, *arguments]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False)
     assert "Traceback" not in done.stderr, done.stderr
@@ -72,7 +72,7 @@ def test_a_demo_that_does_not_fit_names_no_flag_that_it_lacks() -> None:
 
 
 def first_words(*arguments: str, prefix: list[str] | None = None) -> str:
-    """Start a depot, stop it once it serves, and return what it logged."""
+    """Start a depot, stop it once it serves, and return its log."""
     command = [*(prefix or []), *_COMMAND, "serve", "--ephemeral", *arguments]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
@@ -130,7 +130,7 @@ def test_after_a_kill_status_says_at_once_that_there_is_no_depot(depot: DepotPro
 def test_a_tier_that_cannot_work_is_told_at_the_start_in_one_line(tmp_path: Path) -> None:
     folder, log = str(tmp_path / "d"), tmp_path / "log"
     with socket.socket() as closed, log.open("w") as written:
-        closed.bind(("127.0.0.1", 0))  # and nobody listens
+        closed.bind(("127.0.0.1", 0))  # no socket listens on the port
         address = f"valkey://127.0.0.1:{closed.getsockname()[1]}"
         command = [*_COMMAND, "serve", "--ephemeral", "--dir", folder, "--pool-size", "4MiB", "--tier", address]
         with subprocess.Popen(command, stderr=written) as process:
@@ -153,7 +153,7 @@ def test_dir_and_url_name_a_depot_wherever_one_is_named(tmp_path: Path) -> None:
         for flag in ("--dir", "--url"):
             assert "entries" in said_by("status", flag, depot.url)
             assert "pool_size" in said_by("config", flag, f"ipc://{depot.url}")
-            assert f"process {depot.pid}" in said_by("doctor", flag, depot.url)  # which fails without a backend
+            assert f"process {depot.pid}" in said_by("doctor", flag, depot.url)  # doctor fails if there is no backend
     for flag in ("--dir", "--url"):
         assert "serving" in first_words(flag, str(tmp_path / flag.strip("-")), "--pool-size", "4MiB")
     for arguments in (["serve", "--dir", ""], ["status", "--url", ""]):

@@ -27,7 +27,7 @@ def peer(depot: DepotProcess) -> Iterator[Peer]:
 
 @pytest.fixture
 def run(depot: DepotProcess, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run one command in this process; returns its exit status and what it printed."""
+    """Run one command in this process. Return its exit status and its output."""
 
     def run(*arguments: str) -> tuple[int, str, str]:
         with pytest.raises(SystemExit) as ended:
@@ -40,7 +40,7 @@ def run(depot: DepotProcess, capsys: pytest.CaptureFixture[str]) -> Run:
 
 @pytest.fixture
 def keys(tmp_path: Path) -> str:
-    """A file with a prefix of three chunks and one that nobody has."""
+    """A file with a stored prefix of three chunks and one that is not stored."""
     digests = [prompt(5, "a").digests[n * 32 : n * 32 + 32].hex() for n in range(5)]
     lines = [{"digests": digests}, {"tokens": [1] * 64, "namespace": {"model": "other"}}]
     (tmp_path / "keys").write_text("\n".join(map(json.dumps, lines)))

@@ -1,4 +1,4 @@
-"""The page at `/` is self-contained, and a real browser without the internet shows it."""
+"""The page at `/` is self-contained: a real browser shows it without the internet."""
 
 import re
 import shutil
@@ -30,7 +30,7 @@ def browser() -> str:
 
 
 def browse(url: str, *flags: str) -> str:
-    """Return the document as a browser has it after some seconds of its own time; it resolves no names."""
+    """Return a browser's document after 7 s of its virtual time. The browser resolves no names."""
     command = [
         browser(),
         "--headless",
@@ -48,7 +48,7 @@ def browse(url: str, *flags: str) -> str:
 
 @pytest.fixture
 def http() -> Iterator[Http]:
-    """A depot that has something to show."""
+    """The HTTP server of a depot with contents to show."""
     with DepotProcess("--tier", "memory://?capacity=1MiB", "--quota", "default=1MiB") as depot:
         http = Http(depot)
         peer = Peer(depot, registration(instance="engine-7"))

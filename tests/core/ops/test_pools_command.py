@@ -1,4 +1,4 @@
-"""`kvdepot pools`: memory that stopped depots left behind is found and given back."""
+"""`kvdepot pools` finds and frees the memory that stopped depots left behind."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from kvdepot.pool.inventory import find_pools
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    """Run the command and return its exit status and what it printed."""
+    """Run the command. Return its exit status and its outputs."""
     with pytest.raises(SystemExit) as ended:
         main(["pools", *arguments])
     printed = capsys.readouterr()

@@ -1,4 +1,4 @@
-"""Sizes of models' KV caches: exact from their configurations, or refused."""
+"""Sizes of models' KV caches are exact or refused."""
 
 import json
 import re
@@ -47,7 +47,7 @@ GPT_OSS_120B = {
     "router_aux_loss_coef": 0.9, "swiglu_limit": 7.0, "initial_context_length": 4096,
 }  # fmt: skip
 EXACT = {
-    # name: (its configuration, layers with all / a window, bytes a token, bytes in windows)
+    # name: (configuration, layers with full attention / a window, bytes a token, bytes in windows)
     "Llama 3 8B": (LLAMA_8B, (32, 0), 128 * KIB, 0),
     "Qwen3 32B": (
         {**COMMON, "model_type": "qwen3", "hidden_size": 5120, "num_attention_heads": 64, "num_key_value_heads": 8,
@@ -79,7 +79,7 @@ def test_a_configuration_with_explicit_fields_is_sized_as_by_hand(name: str) -> 
 HEADS = {**COMMON, "hidden_size": 4544, "num_attention_heads": 71, "num_hidden_layers": 32}
 HYBRID = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 32}
 REFUSED = {
-    # name: (what its published configuration says, a word of the refusal)
+    # name: (published configuration, a word of the refusal)
     "Falcon 7B": ({**HEADS, "model_type": "falcon", "multi_query": True, "parallel_attn": True}, "'multi_query'"),
     "Falcon 40B": ({**HEADS, "model_type": "falcon", "num_kv_heads": 8}, "'num_kv_heads'"),
     "Gemma 3 12B": (

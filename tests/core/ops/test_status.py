@@ -1,4 +1,4 @@
-"""`kvdepot status` for people: who is attached, in words; the layout of its cache only when asked."""
+"""`kvdepot status` lists the attached engines in words, and the layouts of their caches only on request."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Commands fit their output to the terminal of a person; for programs, no line is broken."""
+"""Commands fit their output to a terminal. For programs they break no line."""
 
 import re
 import subprocess
@@ -35,7 +35,7 @@ def test_a_line_is_broken_between_words_in_a_terminal_alone(command: list[str], 
     plain = subprocess.run(kvdepot, capture_output=True, text=True, check=False).stdout.splitlines()
     assert max(map(len, plain)) > 60
     assert [line for line in lines if len(line) > 60 and " " in line.strip()] == []
-    changing = ("kvdepot 0", "loop ", "lookups ")  # between the two runs
+    changing = ("kvdepot 0", "loop ", "lookups ")  # these may change between the two runs
     shown, expected = ([each for each in found if not each.startswith(changing)] for found in (lines, plain))
     words, others = (re.sub(r"\d[\d.]*", "0", " ".join(each)).split() for each in (shown, expected))
     assert words == others, "the same but for numbers: free memory changes"

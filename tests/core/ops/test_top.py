@@ -1,4 +1,4 @@
-"""The live view in a terminal, drawn of a real depot's status."""
+"""The live view in a terminal, drawn from a real depot's status."""
 
 import io
 import os

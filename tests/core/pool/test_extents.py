@@ -1,4 +1,4 @@
-"""Space of the pool, beside a model that looks at every 4 KiB."""
+"""The allocation of extents, compared with a model that tracks every 4 KiB."""
 
 import itertools
 
@@ -14,7 +14,7 @@ CAPACITY = 64 * PAGE
 
 
 def pages_of(offset: int, num_bytes: int) -> set[int]:
-    """Return the pages that an extent for so many bytes touches."""
+    """Return the pages that an extent of `num_bytes` covers."""
     assert offset % PAGE == 0
     return set(range(offset // PAGE, -(-(offset + num_bytes) // PAGE)))
 
@@ -94,7 +94,7 @@ def test_extents_of_an_earlier_life_are_taken_if_they_can_be(wanted: list[tuple[
 
 @pytest.mark.parametrize("grows_at", [None, 0, 1, 2])
 def test_a_pool_that_is_ready_in_part_is_restored_and_grows_in_the_meantime(grows_at: int | None) -> None:
-    """The server before was killed while its pool was being allocated."""
+    """The previous server was killed while it allocated its pool."""
     allocator = ExtentAllocator(CAPACITY, 16 * PAGE)
     extents = [(2 * PAGE, 5000), (8 * PAGE, PAGE), (20 * PAGE, PAGE)]
     taken: list[int] = []

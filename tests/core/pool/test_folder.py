@@ -1,4 +1,4 @@
-"""A pool's files are made whole or not at all, and nobody else's file is replaced or removed."""
+"""A pool's files are created all or not at all, and no foreign file is replaced or removed."""
 
 import errno
 import os
@@ -34,7 +34,7 @@ def open_here(folder: Path, size_bytes: int = SIZE, *, fresh: bool = False) -> P
 
 
 def fail_at(number: int, of: Callable[..., object], then: Callable[[], object]) -> Callable[..., object]:
-    """Return a function that does `then` instead of its call with this number, from 0."""
+    """Return a function that calls `of`, but calls `then` instead at its call `number`, counted from 0."""
     calls = iter(range(1000))
 
     def call(*arguments: object, **keywords: object) -> object:
@@ -189,7 +189,7 @@ def test_a_link_to_a_pool_or_to_a_file_of_one_is_not_followed(tmp_path: Path) ->
         remove_pool(shared / "folder")
     with pytest.raises(PoolError, match="not a regular file"):
         open_here(shared / "folder")
-    again = open_here(shared / "link")  # an operator who names a link as --pool-dir means its folder
+    again = open_here(shared / "link")  # if --pool-dir is a link, the operator means its folder
     assert not again.is_new
     again.close(remove=True)
     assert not os.listdir(pool)

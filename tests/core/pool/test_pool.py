@@ -103,7 +103,7 @@ def test_a_name_that_finds_no_room_is_not_there_and_the_next_one_is(
     write = os.pwrite
 
     def write_forty(fd: int, data: bytes, offset: int) -> int:
-        return write(fd, data[:40], offset)  # more than the next name takes
+        return write(fd, data[:40], offset)  # more than the next name needs
 
     monkeypatch.setattr(os, "pwrite", write_forty)
     with pytest.raises(OSError, match="40 of"):
@@ -125,7 +125,7 @@ def open_here(folder: Path, *, fresh: bool = False) -> PoolFiles:
 
 
 def test_a_server_goes_on_where_an_earlier_one_stopped_allocating(tmp_path: Path) -> None:
-    """Otherwise a tmpfs that is full by then would kill a worker by SIGBUS instead of ending the allocation."""
+    """Otherwise, on a tmpfs that is full by then, a worker would die of SIGBUS instead of the allocation ending."""
     size = 256 << 20
     with (tmp_path / "pool").open("xb+") as file:
         file.truncate(size)
@@ -140,7 +140,7 @@ def test_a_server_goes_on_where_an_earlier_one_stopped_allocating(tmp_path: Path
 
 
 def test_a_pool_stops_growing_at_the_first_step_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Space behind a hole that has no memory would kill a worker by SIGBUS."""
+    """If it grew past a hole without memory, a worker would die of SIGBUS there."""
     fallocate, full = os.posix_fallocate, OSError(28, "No space left on device")
 
     def fail_at_one_step(fd: int, start: int, length: int) -> None:
@@ -164,7 +164,7 @@ def test_a_pool_that_has_a_server_is_opened_by_no_other(tmp_path: Path, fresh: b
     with pytest.raises(DepotBusy, match=r"the depot of --dir /one.*--pool-dir"):
         open_here(tmp_path, fresh=fresh)
     assert os.path.samestat(before, (tmp_path / "pool").stat())
-    spare = os.dup(files.pool_fd)  # as a worker has it
+    spare = os.dup(files.pool_fd)  # like a worker's descriptor
     files.close(remove=False)
     again = open_here(tmp_path)
     assert not again.is_new

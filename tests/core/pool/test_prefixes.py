@@ -1,4 +1,4 @@
-"""The file of sessions: each name leads to its last prefix, by tenant, within bounds, over restarts and torn writes."""
+"""The file of sessions maps a tenant's session to its last prefix, bounded, also after restarts and torn writes."""
 
 import mmap
 import os
@@ -103,7 +103,7 @@ def test_sessions_are_found_by_the_next_server(tmp_path: Path) -> None:
         if number % 5 == 0:
             file.forget(tenant, session)
             del expected[tenant, session]
-    file.check_integrity()  # and no `close`: a killed server calls none
+    file.check_integrity()  # without `close`, as after a kill of the server
     for _ in range(2):
         file = reopened(path)
         assert len(file) == len(expected)
@@ -135,7 +135,7 @@ def test_of_a_torn_or_damaged_file_each_session_has_a_true_beginning_or_nothing(
 
 
 def test_a_block_of_the_prefix_before_does_not_continue_the_new_one() -> None:
-    """A crash while a prefix is replaced by one that turns elsewhere."""
+    """A crash while a prefix is being replaced by a different one."""
     memory = mmap.mmap(-1, 12 * 1024)
     file = PrefixFile(memory)
     file.remember("a", "agent", digests(93, name=1))

@@ -1,4 +1,4 @@
-"""The index table: records that do not verify are not believed."""
+"""The index table: records that fail their checks are ignored."""
 
 import zlib
 from pathlib import Path
@@ -153,7 +153,7 @@ def test_the_header_of_a_record_only_ever_grows() -> None:
 
 
 class _Watched(IndexTable):
-    """Reads a record back at the moment when it gets its header."""
+    """Reads a record back at the moment when its header is written."""
 
     def _put_header(self, place: int, header: int) -> None:
         super()._put_header(place, header)
@@ -162,7 +162,7 @@ class _Watched(IndexTable):
 
 @pytest.mark.promise(30)
 def test_a_record_is_whole_when_its_header_comes() -> None:
-    """A reader, or the crash of the server, may come between any two writes."""
+    """A reader or a crash of the server may come between any two writes."""
     table = _Watched.in_memory(1)
     for _ in range(2):
         table.write(0, **SOME)
@@ -177,7 +177,7 @@ def test_a_record_is_whole_when_its_header_comes() -> None:
 
 @pytest.mark.promise(30, 60)
 def test_a_header_at_the_last_generation_can_be_freed_and_used() -> None:
-    """Regression: bytes of ones over a record, as damage or malice leaves them, ended the server that read them."""
+    """Regression: a record overwritten with 0xFF bytes, by damage or malice, ended the server that read it."""
     memory = bytearray(table_size_bytes(1))
     memory[4096:] = b"\xff" * RECORD_BYTES
     table = IndexTable(memory, 1)

@@ -6,7 +6,7 @@ from kvdepot.pool.throttle import Throttle
 
 
 class Thread:
-    """A thread that works and sleeps on its own clocks."""
+    """A thread that works and sleeps on simulated clocks."""
 
     def __init__(self) -> None:
         self.worked = self.slept = 0.0

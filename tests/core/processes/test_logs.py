@@ -1,4 +1,4 @@
-"""Names that clients choose forge no line of a log, and mean nothing to a terminal."""
+"""Names that clients choose cannot forge lines of a log or control a terminal."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""Sessions of agents: by their name alone their prefix is kept, let go or forgotten, by their own tenant only."""
+"""Sessions of agents: their own tenant, and no other, retains, demotes or forgets their prefix by name alone."""
 
 import mmap
 import time
@@ -137,7 +137,7 @@ def test_a_session_of_another_tenant_is_unknown(operation: o.OperatorRequest) ->
 
 @pytest.mark.parametrize("at_once", [True, False])
 def test_keys_of_another_tenant_under_a_session_s_name_move_nothing_of_it(at_once: bool) -> None:
-    """An engine that lies about its keys, which it would have to know."""
+    """An engine lies about keys, which it would have to know."""
     bench = Bench()
     worker, secret = bench.worker(), prompt(4, tenant="a")
     worker.store(secret)
@@ -247,7 +247,7 @@ def test_operations_take_as_long_among_100_000_sessions_as_alone(monkeypatch: py
     def in_one_step(*_arguments: object) -> Iterator[int]:
         yield 1
 
-    monkeypatch.setattr(Priorities, "end_session", in_one_step)  # its steps are measured elsewhere
+    monkeypatch.setattr(Priorities, "end_session", in_one_step)  # its steps are tested elsewhere
     for _ in range(20):
         for num_others, bench in benches.items():
             for name, act in {

@@ -1,4 +1,4 @@
-"""Long work in the background: its order, how much may wait, its outcome and its failures."""
+"""Long work in the background: its order, its bounds, its outcome and its failures."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -51,7 +51,7 @@ def test_a_hint_for_a_long_prompt(bench: Bench, hint: dict[str, Any]) -> None:
 
 
 def let_sessions_end(bench: Bench) -> None:
-    """Have every prompt's time to live be over."""
+    """Let every prompt's time to live expire."""
     for name in range(4):
         run = prompt(name, tenant="ab"[name % 2])
         bench.ask(m.Hint(bench.context, run.tenant, run.digests, ttl_seconds=5.0))
@@ -306,7 +306,7 @@ def test_very_many_pins_that_expire() -> None:
 
 @pytest.mark.promise(61)
 def test_a_prefix_is_warmed_in_many_caches_step_by_step() -> None:
-    """Regression: every cache was looked through in the step that asked, and once more in the one that answered."""
+    """Regression: the step of the request searched every cache, and the step of the answer did so again."""
     bench, num_caches = Bench(filled=False), 1000
     queue = put_tier_below(bench)
     specs = [m.CacheSpec(1, (m.GroupShape(GroupKind.FULL_ATTENTION, 1),), f"{n}") for n in range(num_caches)]

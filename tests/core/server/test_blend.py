@@ -1,4 +1,4 @@
-"""Contents: text is found at any position of any prompt, as long as its chunks are here."""
+"""Contents: text is found at any position of any prompt while its chunks are in the depot."""
 
 import random
 import re
@@ -49,7 +49,7 @@ def key_of(tokens: list[int]) -> KeyRun:
 
 
 def learn(worker: Worker, tokens: list[int], borders: tuple[int, ...] = (), tenant: str = "default") -> KeyRun:
-    """Store a prompt, and say what it holds."""
+    """Store a prompt and note its segments."""
     key = replace(key_of(tokens), tenant=tenant)
     for first in range(0, key.num_chunks, m.MAXIMUM_STORE_ENTRIES):
         worker.store(key.slice(first, first + m.MAXIMUM_STORE_ENTRIES))
@@ -71,7 +71,7 @@ def ask(
 
 
 def check(runs: list[Run], tokens: list[int], *sources: list[int]) -> int:
-    """Check that each run holds the tokens it claims, in chunks of one source; return their number."""
+    """Check that each run has the tokens that it claims, in chunks of one source. Return the number of tokens."""
     end = 0
     for run in runs:
         assert run.position >= end
@@ -148,7 +148,7 @@ def test_a_run_goes_on_in_its_source_and_the_newest_one_is_preferred() -> None:
 
 
 def test_a_run_ends_where_only_another_prompt_goes_on() -> None:
-    """Even if that prompt has the next segment at the very same place."""
+    """Even if the other prompt has the next segment at the same position."""
     worker = bench().worker()
     a, b = text(0, 160), text(1, 160)
     first, second = a + text(2, 160), text(3, 160) + b
@@ -160,7 +160,7 @@ def test_a_run_ends_where_only_another_prompt_goes_on() -> None:
 
 
 def test_a_run_does_not_go_on_behind_text_that_was_left_out() -> None:
-    """Even within one chunk, whose key is the same before and behind it."""
+    """Even within one chunk, where the key is the same before and after the omission."""
     large = Bench((m.GroupShape(FULL, 64),), chunk_tokens=64, pages=8, num_records=8)
     worker = large.worker()
     a, b, c = text(0, 16), text(1, 16), text(2, 32)
@@ -203,7 +203,7 @@ def test_a_run_over_a_chunk_that_was_removed_is_left_out() -> None:
     assert node is not None
     record = scene.index.entries.find(node, 0, 0)
     assert record is not None
-    scene.index.remove_entry(record)  # its bytes were wrong; chunks behind it are still known
+    scene.index.remove_entry(record)  # as if its bytes were wrong; the chunks after it are still known
     runs = ask(worker, tokens)
     assert all(chunk not in range(each.key.first_chunk, each.key.first_chunk + each.key.num_chunks) for each in runs)
     worker.store(key.slice(chunk, chunk + 1))
@@ -232,7 +232,7 @@ def test_chunks_that_left_are_not_found_and_a_lease_keeps_them() -> None:
     worker.store(key_of(text(2, 320)))
     assert worker.lookup(key_of(a)).num_chunks == 0
     assert ask(worker, a) == []
-    assert len(scene.depot.blends.contents) == 0  # what was asked for in vain is forgotten
+    assert len(scene.depot.blends.contents) == 0  # names that were asked for in vain are forgotten
 
 
 def test_the_oldest_names_leave_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,7 +259,7 @@ def test_names_that_are_noted_again_outlast_those_noted_once(monkeypatch: pytest
 
 
 def note_many(worker: Worker, key: KeyRun, seed: int, num_segments: int = m.MAXIMUM_SEGMENTS) -> int:
-    """Note segments of random names, as many as a request can have, in chunks that are here."""
+    """Note segments with random names, by default as many as a request can have, in stored chunks."""
     names = np.random.default_rng(seed).bytes(16 * num_segments)
     packed = b"".join(m.SEGMENT.pack(names[16 * i : 16 * i + 16], 0, 16) for i in range(num_segments))
     return worker.ask(m.NoteContents(worker.context, key.digests, packed)).count
@@ -396,13 +396,13 @@ def test_a_new_server_is_told_again_and_cleared_chunks_are_no_sources() -> None:
         epoch = depot.status().epoch
         depot.kill()
         depot.start()
-        wait_until(lambda: client.lookup("r", key).num_chunks == key.num_chunks)  # read back
+        wait_until(lambda: client.lookup("r", key).num_chunks == key.num_chunks)  # until the table is read back
         client.end_request("r")
         assert depot.status().epoch != epoch
         assert runs() == ()
         client.note_contents(key, segments)
         assert runs() == before
-        wait_until(lambda: depot.status().num_leases == 0)  # leased chunks stay
+        wait_until(lambda: depot.status().num_leases == 0)  # leased chunks would stay
         ask_depot(o.Clear(), depot.url)
         assert runs() == ()
 

@@ -1,4 +1,4 @@
-"""However much an index holds, one request or one turn does a bounded part of what there is to do."""
+"""However large the index, one request or one turn does a bounded amount of work."""
 
 import contextlib
 import math
@@ -88,7 +88,7 @@ def test_the_largest_store_into_a_full_index(bench: Bench, used_again: bool) -> 
 
 @pytest.mark.promise(61)
 def test_a_large_chunk_among_small_ones_that_leave_in_any_order() -> None:
-    """Regression: one store evicted until neighbours had left by chance, a half of the index."""
+    """Regression: one store evicted half of the index until, by chance, neighbours had left."""
     bench, page = Bench(filled=False), 64 * PAGE
     runs = [prompt(name, 16) for name in range(NUM_CHUNKS // 16)]
     for run in runs:
@@ -213,7 +213,7 @@ def test_a_boundary_of_states_is_looked_for_so_far_and_no_further(num_new: int, 
 @pytest.mark.slow
 @pytest.mark.promise(61)
 def test_a_victim_is_found_in_a_few_steps_when_nearly_all_was_used_again() -> None:
-    """What leaves then need not be the very coldest, but none of those that were used last."""
+    """The victim need not be the coldest chunk, but must not be among the most recently used ones."""
     bench = Bench(NUM_CHUNKS, filled=False, policy="lru")
     for name in range(NUM_CHUNKS):
         bench.store(prompt(name, 1))
@@ -233,7 +233,7 @@ def test_a_victim_is_found_in_a_few_steps_when_nearly_all_was_used_again() -> No
 @pytest.mark.slow
 @pytest.mark.promise(61)
 def test_leaves_that_were_popped_over_are_found_later() -> None:
-    """Leases keep the coldest chunks: chunks that can leave are found, if need be by the next store."""
+    """Leases hold the coldest chunks. Evictable chunks must still be found, if necessary by the next store."""
     bench = Bench(NUM_CHUNKS, filled=False)
     for name in range(NUM_CHUNKS):
         bench.store(prompt(name, 1))
@@ -399,7 +399,7 @@ def test_a_session_too_many_is_refused_and_says_how_many_there_may_be(
 def test_a_thousand_processes_without_a_number_that_die_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: all of them were buried in one step, each by a look at what every other one had left."""
+    """Regression: one step cleaned up after all of them, and for each looked at the leftovers of all others."""
     with closing(make_server(tmp_path)) as server:
         writers = [Writer(0, (1 << 61) + number) for number in range(1000)]
         mappings = set(writers)

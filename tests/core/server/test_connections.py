@@ -1,4 +1,4 @@
-"""The control socket: whole frames in turn, and bounds on what a peer can make the depot hold."""
+"""The control socket: whole frames in turn, and bounds on the memory that a peer can make the depot hold."""
 
 import os
 import random
@@ -63,7 +63,7 @@ def test_without_descriptors_connected_clients_are_served_and_others_wait(depot:
     strangers = [socket.socket(socket.AF_UNIX) for _ in range(150)]
     for stranger in strangers:
         stranger.settimeout(10)
-        with suppress(BlockingIOError):  # the kernel's queue is full, too
+        with suppress(BlockingIOError):  # the kernel's queue is also full
             stranger.connect(str(depot.directory / CONTROL_SOCKET))
     wait_until(lambda: num_descriptors(depot.pid) >= limit - 20)
     assert all(peer.find(prompt(3)).num_chunks == 3 for _ in range(100))
@@ -141,7 +141,7 @@ def framed(data: bytes) -> bytes:
 
 
 class Table:
-    """A table of connections whose frames are kept, and answered by `answer`."""
+    """A table of connections that keeps their frames and answers them with `answer`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -191,8 +191,8 @@ class Table:
         return self.frames
 
     def serve_all(self) -> None:
-        """Serve until nothing more is to be done."""
-        while select.select([self.table], [], [], 0.0)[0] or self.table.has_work:  # sent on this machine is received
+        """Serve until there is no more work."""
+        while select.select([self.table], [], [], 0.0)[0] or self.table.has_work:  # local sends arrive at once
             self.serve()
 
 
@@ -204,7 +204,7 @@ def table(tmp_path: Path) -> Iterator[Table]:
 
 
 def test_a_copy_of_a_closed_connection_in_a_child_is_no_event(table: Table) -> None:
-    """Regression: a child process that was just being started, HTTP's for example, ended the depot."""
+    """Regression: a child process at its start, for example HTTP's, ended the depot."""
     client = table.connect()
     client.sendall(frames.LENGTH.pack(0))
     table.serve_all()
@@ -426,7 +426,7 @@ def test_unread_replies_are_bounded_in_bytes_and_whoever_reads_gets_all_of_them(
 def test_a_depot_holds_few_of_the_lookups_that_wait_for_its_tiers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: as many as clients sent, gigabytes of them."""
+    """Regression: it held as many as clients sent, gigabytes of them."""
     server = DepotServer(ServerConfig(tmp_path, tmp_path / "pool", pool_size_bytes=1 << 20, ephemeral=True))
     taken: list[Callable[[], None]] = []
     num_bytes = 0
@@ -454,7 +454,7 @@ def test_a_depot_holds_few_of_the_lookups_that_wait_for_its_tiers(
 
     def push() -> None:
         for channel in channels:
-            with suppress(DepotUnavailable):  # it keeps no more either
+            with suppress(DepotUnavailable):  # the depot holds no more of them either
                 channel.submit(lookup)
             channel.drain()
 
@@ -472,12 +472,12 @@ def test_a_depot_holds_few_of_the_lookups_that_wait_for_its_tiers(
         thread.join(10)
 
 
-# --- ZeroMQ, where it stays -----------------------------------------------------------------------------------------
+# --- ZeroMQ, which remains ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.promise(74)
 def test_a_message_of_very_many_frames_is_dropped_in_steps() -> None:
-    """Regression: one message stood the loop for seconds."""
+    """Regression: one message blocked the loop for seconds."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     sender, receiver = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
     receiver.bind("inproc://frames")

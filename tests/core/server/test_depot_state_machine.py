@@ -1,4 +1,4 @@
-"""The whole cache beside a plain dict: after any events, right entries or a miss, and nothing is lost."""
+"""The whole cache, compared with a plain dict: after any events, right entries or a miss, and no leaks."""
 
 import itertools
 from collections import Counter
@@ -41,8 +41,8 @@ SPECS = {
     "hybrid": (m.GroupShape(FULL, 1), m.GroupShape(WINDOW, 1, window_tokens=3), m.GroupShape(STATE, 1)),
     "only a window": (m.GroupShape(WINDOW, 1, window_tokens=3),),
 }
-# Of engines, and one rank of each; two layers with heads are in two stages, if there are as many ranks.
-SIZES = ((1, 0), (2, 0), (2, 1), (4, 0), (4, 1), (4, 2), (4, 3))  # of engines, and one rank of each
+# Ranks of an engine, and the number of one of them. Two layers with heads make two stages if there are enough ranks.
+SIZES = ((1, 0), (2, 0), (2, 1), (4, 0), (4, 1), (4, 2), (4, 3))
 WINDOWS = {FULL: 10**6, WINDOW: 2, STATE: 1}
 PROMPTS = [
     hash_prefix(Namespace("model", tenant=f"tenant-{n % 2}"), 1, [n // 2 * (i > 2) + i for i in range(8)])
@@ -55,7 +55,7 @@ Entry = tuple[bytes, int, int]  # digest, group, number of the part
 
 @dataclass
 class Orphan:
-    """What a worker was writing when its connection closed."""
+    """The entries that a worker was writing when its connection closed."""
 
     writer: Writer
     entries: list[Entry]
@@ -67,7 +67,7 @@ class Worker:
     session: int
     writer: Writer
     context: int
-    place: tuple[int, int]  # ranks of its engine, and its own
+    place: tuple[int, int]  # number of ranks of its engine, and its own rank
     parts: tuple[int, ...]
     tickets: dict[int, list[Entry]] = field(default_factory=dict[int, list[Entry]])
     late: dict[int, list[Entry]] = field(default_factory=dict[int, list[Entry]])
@@ -84,7 +84,7 @@ def part_of(group: m.GroupShape, size: int, rank: int) -> Part:
     if group.heads == 1:
         return Part(rank if group.layers > 1 else 0)
     held = max(1, group.layers // size)
-    size = size * held // group.layers  # of a stage
+    size = size * held // group.layers  # ranks of a stage
     stage, rank = divmod(rank, size)
     return Part(stage * held, held, rank * group.heads // size, max(1, group.heads // size))
 
@@ -139,13 +139,13 @@ class DepotMachine(RuleBasedStateMachine):
     def worker(self, number: int) -> Worker:
         return self.workers[number % len(self.workers)]
 
-    # --- what the model believes ----------------------------------------------------------------------------------
+    # --- the model's state ----------------------------------------------------------------------------------------
 
     def digest(self, run: KeyRun, chunk: int) -> bytes:
         return run.digests[chunk * 32 : chunk * 32 + 32]
 
     def cells(self, entries: set[Entry], digest: bytes, group: int) -> set[tuple[int, int]]:
-        """Return the layers and heads that entries have of a chunk and group."""
+        """Return the layers and heads of a chunk and group that `entries` have."""
         return {cell for key, number, part in entries if (key, number) == (digest, group) for cell in cells_of(part)}
 
     def whole(self, run: KeyRun, chunk: int, group: int) -> bool:
@@ -154,7 +154,7 @@ class DepotMachine(RuleBasedStateMachine):
         return self.cells(self.sealed, self.digest(run, chunk), group) == cells_of(plane.number)
 
     def usable(self, run: KeyRun, length: int) -> bool:
-        """Whether a prefix of that many chunks has everything that comes after it needs."""
+        """Return whether a prefix of `length` chunks has everything that the tokens after it need."""
         return all(
             self.whole(run, chunk, number)
             for number, group in enumerate(self.groups)
@@ -168,7 +168,7 @@ class DepotMachine(RuleBasedStateMachine):
         return {(r.key, r.group, r.part) for r in self.index.table.records() if r.state == state}
 
     def learn_late(self) -> None:
-        """Take the depot's word for which stores are over before their workers ended them: no chunk is theirs then."""
+        """Learn from the depot which stores ended before their workers ended them. These own no chunk any more."""
         for worker in self.workers:
             for ticket in [ticket for ticket in worker.tickets if ticket in self.depot.stores.late_tickets]:
                 worker.late[ticket] = worker.tickets.pop(ticket)
@@ -189,12 +189,12 @@ class DepotMachine(RuleBasedStateMachine):
         return Counter([*of_workers, *(entry for orphan in self.orphans for entry in orphan.late)])
 
     def learn_evictions(self) -> None:
-        """Take the index's word for what left; the invariants check that nothing else changed."""
+        """Learn from the index which entries left. The invariants check that nothing else changed."""
         if self.index.evictor.num_evicted != self.evictions:
             self.evictions = self.index.evictor.num_evicted
             self.sealed &= self.in_table(SEALED)
 
-    # --- what workers do ------------------------------------------------------------------------------------------
+    # --- actions of workers ---------------------------------------------------------------------------------------
 
     @rule(
         who=st.integers(0, 9),
@@ -218,7 +218,7 @@ class DepotMachine(RuleBasedStateMachine):
         seconds=st.sampled_from([0.0, 5.0]),
     )
     def name_a_session(self, tenant: str, operation: str, seconds: float) -> None:
-        """Nobody's quota is passed by what is retained, and an unknown session changes nothing."""
+        """Retained chunks stay within quotas, and an operation on an unknown session changes nothing."""
         request: o.OperatorRequest = o.ForgetSession("agent", tenant, operation == "forget at once")
         if operation == "retain":
             request = o.RetainSession("agent", seconds, tenant)
@@ -396,7 +396,7 @@ class DepotMachine(RuleBasedStateMachine):
             assert self.in_table(SEALED) == self.sealed
         self.sealed &= self.in_table(SEALED)
 
-    # --- what happens to workers ----------------------------------------------------------------------------------
+    # --- ends of workers ------------------------------------------------------------------------------------------
 
     @rule(who=st.integers(0, 9))
     def connection_closes(self, who: int) -> None:
@@ -442,7 +442,7 @@ class DepotMachine(RuleBasedStateMachine):
         else:
             raise AssertionError("not refused")
 
-    # --- what always holds ----------------------------------------------------------------------------------------
+    # --- invariants -----------------------------------------------------------------------------------------------
 
     @invariant()
     def the_table_holds_exactly_what_was_stored(self) -> None:
@@ -466,7 +466,7 @@ class DepotMachine(RuleBasedStateMachine):
 
     @invariant()
     def a_successor_finds_what_is_sealed(self) -> None:
-        """Every prefix that can be found now can be found by a server that reads the table as it is at this moment."""
+        """A server that reads the table at this moment finds every prefix that can be found now."""
         again = ChunkIndex(
             ExtentAllocator(self.index.extents.capacity_bytes), IndexTable(bytearray(self.memory), NUM_RECORDS)
         )
@@ -483,7 +483,7 @@ class DepotMachine(RuleBasedStateMachine):
         assert (again.extents.used_bytes, again.entries.num_sealed, len(again.nodes)) == (0, 0, 0)
 
     def teardown(self) -> None:
-        """Everything comes back."""
+        """Check that everything is released."""
         if not hasattr(self, "depot"):
             return
         for worker in self.workers:

@@ -1,5 +1,5 @@
 # pyright: reportPrivateUsage=false
-"""Single flight: lookups wait for chunks that another request is computing, never for longer than it pays."""
+"""Single flight: lookups wait for chunks that another request computes, but no longer than it pays off."""
 
 import os
 import random
@@ -18,7 +18,7 @@ from support.index import FULL, HYBRID, ONLY_WINDOW, PLAIN, SHARDED, WINDOW, Ben
 from support.operate import operate
 
 WAIT_SECONDS = 1.5
-PACE = 0.01  # seconds a token
+PACE = 0.01  # seconds per token
 
 
 @pytest.fixture(autouse=True)
@@ -42,14 +42,14 @@ class Asked:
             self._take(reply)
 
     def _take(self, reply: Any) -> None:
-        if isinstance(reply, m.ErrorReply):  # its own context has ended
+        if isinstance(reply, m.ErrorReply):  # its context has ended
             assert reply.code == ErrorCode.UNKNOWN_CONTEXT
             reply = m.LookupReply(1, 0, 0)
         self.answers.append(reply)
 
     @property
     def found(self) -> int | None:
-        """The chunks that were found, None while there is no answer."""
+        """The number of chunks found, None while there is no answer."""
         self.bench.depot.background.work()  # as the loop does in the same turn
         assert len(self.answers) < 2
         return self.answers[0].num_chunks if self.answers else None
@@ -173,7 +173,7 @@ def test_without_an_estimate_it_waits() -> None:
 @pytest.mark.promise(75)
 @pytest.mark.parametrize("pace", [0.0, 1e-7, PACE])
 def test_nobody_waits_longer_than_twice_its_own_time_whatever_is_announced(pace: float) -> None:
-    """Nor by asking again while the announcement is repeated."""
+    """Not even by asking again while the announcement is repeated."""
     bench = Bench()
     liar, engine = bench.worker(), bench.worker()
     Asked(liar, prompt(4), token_seconds=pace)
@@ -255,7 +255,7 @@ HEADS_AND_WINDOWS = (*HEADS, m.GroupShape(WINDOW, 1, window_tokens=3, heads=4))
 
 
 def engine(bench: Bench, ranks: int) -> list[Worker]:
-    """Return the workers of an engine; the first one asks for its scheduler, too."""
+    """Return the workers of an engine. The first one also sends the scheduler's requests."""
     return [bench.worker(rank, ranks=ranks, name=f"of {ranks}") for rank in range(ranks)]
 
 
@@ -306,7 +306,7 @@ def test_a_rank_that_stores_nothing_ends_the_flight_for_an_engine_of_another_siz
 
 
 def test_nobody_waits_for_chunks_that_find_no_room() -> None:
-    """Regression: lookups waited until the flight's deadline for the chunks that the store was declined."""
+    """Regression: lookups waited until the flight's deadline for chunks that the store had been declined."""
     bench = Bench(pages=6)
     first, second = bench.worker(), bench.worker()
     Asked(first, prompt(8), token_seconds=PACE)
@@ -330,7 +330,7 @@ def test_nobody_waits_for_chunks_that_find_no_room() -> None:
 def test_a_declined_end_is_no_end_for_those_who_can_use_the_beginning(
     groups: tuple[m.GroupShape, ...], is_over: bool
 ) -> None:
-    """A hybrid model's windows and states are complete at the end of the prefix alone."""
+    """A hybrid model's windows and states are complete only at the end of the prefix."""
     bench = Bench(groups)
     first, second = bench.worker(), bench.worker()
     Asked(first, prompt(8))
@@ -344,7 +344,7 @@ def test_a_declined_end_is_no_end_for_those_who_can_use_the_beginning(
 
 @pytest.mark.slow
 def test_ended_announcements_and_lookups_hold_no_bytes() -> None:
-    """Announcements that were withdrawn and lookups that were answered, long before their deadlines."""
+    """Announcements are withdrawn and lookups answered long before their deadlines."""
     bench = Bench()
     first, second = bench.worker(), bench.worker()
 

@@ -1,4 +1,4 @@
-"""Generations of weights: the chunks of outdated ones leave first, and nobody's that an attached engine uses."""
+"""Generations of weights: chunks of outdated ones leave first, but not those that an attached engine uses."""
 
 from dataclasses import dataclass
 
@@ -83,7 +83,7 @@ def test_an_outdated_generation_leaves_before_any_chunk_of_the_present_one(polic
     first.worker.store(prompt("2"))
     second.worker.store(prompt("1"))
     for _ in range(3):
-        assert second.use(prompt("1")) == 4  # the older generation is the more recently and more often used one
+        assert second.use(prompt("1")) == 4  # the older generation is used more recently and more often
     second.update("2")
     fill(first, "2", 8)
     assert found(bench, prompt("1")) == found(bench, prompt("2")) == 4, "the pool has room for all"
@@ -123,7 +123,7 @@ def test_an_engine_that_comes_back_in_time_finds_its_generation_as_it_was() -> N
     assert priorities(bench, prompt("1")) == {NORMAL}
     behind = Engine.at(bench, "1", "behind")
     pass_time(bench, GRACE_SECONDS)
-    ahead = Engine.at(bench, "2", "ahead")  # the newest one again
+    ahead = Engine.at(bench, "2", "ahead")  # again the newest generation
     fill(ahead, "2", 12)
     assert found(bench, prompt("1")) == 4
     behind.leave()

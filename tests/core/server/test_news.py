@@ -1,4 +1,4 @@
-"""Schedulers that wait are told of what came and left."""
+"""Waiting schedulers are told which chunks came and left."""
 
 from kvdepot.operators.holdings import Holdings
 from kvdepot.server.replies import PendingReply
@@ -8,7 +8,7 @@ from support.index import Bench, Worker, prompt
 
 
 class Scheduler:
-    """One that asks for news again and again."""
+    """A scheduler that asks for news again and again."""
 
     def __init__(self, bench: Bench, worker: Worker, served_model: str) -> None:
         self.bench, self.worker, self.position = bench, worker, 0
@@ -16,7 +16,7 @@ class Scheduler:
         self.context = worker.ask(request).context
 
     def wait(self) -> PendingReply:
-        """Read all news that there are, then wait for the next."""
+        """Read all available news, then wait for the next."""
         while True:
             request = m.AwaitNews(self.context, NAMESPACE, self.position, 60.0)
             reply = self.bench.depot.handle(self.worker.session, self.worker.writer, request)

@@ -24,7 +24,7 @@ def engine(bench: Bench, ranks: int) -> list[Worker]:
 
 
 def parts(plan: m.RetrievePlan | m.StorePlan) -> list[tuple[int, int, Part]]:
-    """Return chunk, group and part of each extent, and check that its size is that of the part."""
+    """Return chunk, group and part of each extent. Check that its size matches the part."""
     found: list[tuple[int, int, Part]] = []
     for chunk, group, heads, _, layers, _, _, num_bytes in m.EXTENT.iter_unpack(plan.extents):
         part = Part.of(layers << 16 | heads)
@@ -41,7 +41,7 @@ def found_by(worker: Worker, run: KeyRun) -> int:
 
 
 def read_by(worker: Worker, run: KeyRun) -> list[Part]:
-    """Return the parts that a worker is given of each chunk, the same for all of them."""
+    """Return the parts that a worker gets of each chunk. Check that they are the same for all chunks."""
     plan = worker.retrieve(run)
     assert plan.num_chunks == run.num_chunks
     by_chunk = [[part for number, _, part in parts(plan) if number == chunk] for chunk in range(run.num_chunks)]
@@ -104,7 +104,7 @@ def test_every_engine_finds_what_one_of_other_stages_stored(stages: int, ranks: 
 def test_stages_with_other_pages_for_the_same_layers_are_refused() -> None:
     bench = Bench(STAGES)
     bench.worker(1, stages=2)
-    bench.worker(0, stages=4, page=2 * PAGE)  # of other layers
+    bench.worker(0, stages=4, page=2 * PAGE)  # with other layers
     with pytest.raises(Refused, match="with other pages under the same spec"):
         bench.worker(0, page=2 * PAGE)
 

@@ -1,4 +1,4 @@
-"""Which parts of the server one request touches: those that it needs, and no others."""
+"""A request touches only the parts of the server that it needs."""
 
 import threading
 from collections.abc import Iterator
@@ -14,11 +14,11 @@ from kvdepot.server.app import DepotServer
 from support.peer import Peer, prompt
 
 _ROOT = str(Path(kvdepot.__file__).parent) + "/"
-_ROUNDS = 20  # the least of them counts: twice a second the loop sweeps
+_ROUNDS = 20  # the shortest one counts, as the loop sweeps twice a second
 
 
 class Trace:
-    """Names the modules whose functions the server's thread calls."""
+    """Records the modules whose functions the server's thread calls."""
 
     def __init__(self) -> None:
         self.modules: list[str] = []

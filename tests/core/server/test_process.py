@@ -1,5 +1,5 @@
 # pyright: reportPrivateUsage=false
-"""What a depot's process is not: no device, no engine, no network; nothing that a peer or a file says runs in it."""
+"""A depot's process has no device, no engine and no network, and runs no code from a peer or a file."""
 
 import ast
 import os
@@ -36,7 +36,7 @@ HEAVY = ("torch", "numpy", "vllm", "habana", "libcuda", "libcudart", "libze_load
 
 @pytest.fixture
 def busy(depot: DepotProcess) -> Iterator[DepotProcess]:
-    """A depot that has stored and served something."""
+    """A depot after a store and a lookup."""
     peer = Peer(depot)
     peer.store(prompt(3))
     assert peer.find(prompt(3)).num_chunks == 3
@@ -91,7 +91,7 @@ def test_neither_server_nor_client_has_a_socket_that_leaves_the_machine(busy: De
 def test_a_second_depot_on_a_living_depot_s_pool_says_who_has_it(
     same_directory: bool, depot: DepotProcess, tmp_path: Path
 ) -> None:
-    """With the same directory, too, where somebody removed the lock file or the two are in different containers."""
+    """Also with the same directory, if the lock file was removed or the two are in different containers."""
     directory = depot.directory if same_directory else tmp_path
     (depot.directory / "lock").unlink(missing_ok=same_directory)
     command = [sys.executable, "-m", "kvdepot", "serve", "--dir", str(directory)]
@@ -107,7 +107,7 @@ def test_a_second_depot_on_a_living_depot_s_pool_says_who_has_it(
     peer.close()
 
 
-# --- nothing runs ---------------------------------------------------------------------------------------------------
+# --- no foreign code ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -145,11 +145,11 @@ def test_a_pickle_that_would_run_code_is_just_a_malformed_frame(depot: DepotProc
     assert not marker.exists()
 
 
-# --- what an earlier server left ------------------------------------------------------------------------------------
+# --- files of an earlier server -------------------------------------------------------------------------------------
 
 
 def change_record(table: bytearray, place: int, value: int) -> None:
-    """Change four bytes of the first record and make its checksum right."""
+    """Change four bytes of the first record and correct its checksum."""
     base = HEADER_PAGE_BYTES
     table[base + place : base + place + 4] = value.to_bytes(4, "little")
     crc = IndexTable(table, 1).crc_of(base + 8, int.from_bytes(table[base : base + 8], "little"))
@@ -177,7 +177,7 @@ def test_a_record_that_no_server_wrote_stops_no_server(place: int, value: int, d
         file.write(small)
     depot.start()
     wait_until(lambda: not depot.status().recovering)
-    peer = Peer(depot)  # its writer is back: nothing of it is in quarantine any more
+    peer = Peer(depot)  # its writer is back, so none of its extents stays in quarantine
     wait_until(lambda: depot.status().pool_used_bytes == 0)
     assert peer.store(prompt(2)) == 2
     peer.close()
@@ -300,7 +300,7 @@ def test_a_store_that_meets_a_bug_of_the_eviction_policy_is_an_error_and_the_ser
 ) -> None:
     server = serve()
     peer = Peer(SimpleNamespace(url=str(tmp_path)))  # type: ignore[arg-type]
-    full = [prompt(32, str(salt)) for salt in range(8)]  # they fill the pool
+    full = [prompt(32, str(salt)) for salt in range(8)]  # together they fill the pool
     other = prompt(1, "other")
     assert [peer.store(run) for run in full] == [32] * 8
 

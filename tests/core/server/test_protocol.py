@@ -1,4 +1,4 @@
-"""What a peer gets for bad input: a typed error within a second, and everybody else goes on."""
+"""Bad input gets a typed error within a second, and all other peers are served on."""
 
 import os
 import random
@@ -34,7 +34,7 @@ def peer(depot: DepotProcess) -> Iterator[Peer]:
 
 @pytest.fixture
 def bystander(depot: DepotProcess) -> Iterator[Peer]:
-    """Another client: after whatever a test did, it is still served."""
+    """Another client, which must still be served after each test."""
     bystander = Peer(depot, registration(instance="bystander"))
     assert bystander.store(prompt(3, "bystander")) == 3
     yield bystander
@@ -59,7 +59,7 @@ def raw(depot: DepotProcess) -> Iterator[RawSocket]:
         (bytes(8) + b"\x91" * 100_000, ErrorCode.MALFORMED),
         (frame(["make_coffee", 1]), ErrorCode.UNKNOWN_OPERATION),
         (frame({"type": "hello"}), ErrorCode.MALFORMED),
-        (bytes(8) + b"\x92\x81\x80\x01\x01", ErrorCode.MALFORMED),  # a map by which maps are found
+        (bytes(8) + b"\x92\x81\x80\x01\x01", ErrorCode.MALFORMED),  # a map as a key of a map
         (bytes(8) + b"\x92\xa6lookup\x81\x80\x01", ErrorCode.MALFORMED),
         (frame(["hello", "one"]), ErrorCode.MALFORMED),
         (frame(["hello", -1]), ErrorCode.MALFORMED),
@@ -69,7 +69,7 @@ def raw(depot: DepotProcess) -> Iterator[RawSocket]:
         (frame(["lookup", 1, "r", b"x" * (65_537 * 32)]), ErrorCode.MALFORMED),
         (frame(["release", 1, list(range(5000))]), ErrorCode.MALFORMED),
     ],
-    ids=lambda value: value.hex()[:48] if isinstance(value, bytes) else None,  # some are too long for an environment
+    ids=lambda value: value.hex()[:48] if isinstance(value, bytes) else None,  # some are too long for os.environ
 )
 @pytest.mark.promise(2, 4)
 def test_a_bad_frame_gets_a_typed_error(
@@ -94,7 +94,7 @@ def test_an_error_carries_the_sequence_number_of_its_request(raw: RawSocket) -> 
 @pytest.mark.promise(2, 60)
 def test_random_frames_hurt_nobody(raw: RawSocket, depot: DepotProcess, bystander: Peer) -> None:
     rng = random.Random(5)
-    tags = sorted(frames.TAGS - {"clear", "drain", "set_log_level"})  # anybody may ask these, and they would be done
+    tags = sorted(frames.TAGS - {"clear", "drain", "set_log_level"})  # the depot would run these
     for _ in range(10_000):
         data = rng.randbytes(rng.randrange(60))
         if rng.random() < 0.5:
@@ -110,7 +110,7 @@ def test_random_frames_hurt_nobody(raw: RawSocket, depot: DepotProcess, bystande
 def test_a_handler_that_raises_gives_an_error_reply(depot: DepotProcess, raw: RawSocket, bystander: Peer) -> None:
     reply = ask_depot(m.Hello(m.PROTOCOL_VERSION), depot.url)
     assert isinstance(reply, m.HelloReply)
-    # No bad input is known that makes a handler raise: so one is made to, in a server of this process.
+    # No known input makes a handler raise, so a server in this process gets a handler that does.
     import threading
     from pathlib import Path
     from tempfile import TemporaryDirectory
@@ -213,7 +213,7 @@ def test_digests_of_the_wrong_length_are_refused(peer: Peer, bystander: Peer) ->
 def test_a_chunk_number_that_no_prompt_has_is_refused_and_changes_nothing(
     peer: Peer, bystander: Peer, depot: DepotProcess
 ) -> None:
-    """Regression: in a space without full attention the second chunk's number did not fit and its node stayed."""
+    """Regression: in a space without full attention, the second chunk's number overflowed and its node stayed."""
     windows = m.CacheSpec(64, (m.GroupShape(GroupKind.SLIDING_WINDOW, 16, 64),), "bytes", "test")
     registered = peer.ask(registration(windows))
     assert isinstance(registered, m.Registered)
@@ -373,7 +373,7 @@ def test_a_session_hands_over_pool_and_table(depot: DepotProcess) -> None:
     assert mapping is not None
     assert mapping.size_bytes == opened.pool_size_bytes == 64 << 20
     with pytest.raises(TypeError):
-        mapping.table.headers[0] = 1  # the table is the server's alone
+        mapping.table.headers[0] = 1  # workers must not write to the table
 
 
 def test_a_chunk_is_not_found_before_what_comes_before_it(peer: Peer, bystander: Peer) -> None:

@@ -1,4 +1,4 @@
-"""Who may connect on this machine: the server's user and root, and the members of `--socket-group`."""
+"""Only the server's user, root and members of `--socket-group` may connect."""
 
 import os
 import socket
@@ -22,7 +22,7 @@ GROUP, STRANGER = 54_321, 54_322
 
 as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can start processes of other users")
 
-# Becomes another user after its imports, as that user may be unable to read this Python; then does one of three things.
+# Becomes another user after its imports, as that user may be unable to read this Python. Then does one of three things.
 CHILD = f"""
 import os, sys
 from pathlib import Path
@@ -55,7 +55,7 @@ except KVDepotError as error:
 
 
 def as_stranger(what: str, directory: Path, gid: int = STRANGER, groups: Sequence[int] = ()) -> str:
-    """What a process of another user says, with this primary group and these further ones."""
+    """Return the output of a process of another user with the primary group `gid` and the further `groups`."""
     arguments = [sys.executable, "-c", CHILD, what, str(directory), str(gid), *map(str, groups)]
     result = subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 0, result.stderr
@@ -64,7 +64,7 @@ def as_stranger(what: str, directory: Path, gid: int = STRANGER, groups: Sequenc
 
 @pytest.fixture
 def directory() -> Iterator[Path]:
-    """A private directory in one that everybody may pass."""
+    """A private directory inside one that every user may traverse."""
     with tempfile.TemporaryDirectory(prefix="kvdepot-") as outer:
         Path(outer).chmod(0o711)
         (Path(outer) / "depot").mkdir(mode=0o700)

@@ -1,4 +1,4 @@
-"""A depot that cannot start says why in one line, ends, and leaves what it found as it was."""
+"""A depot that cannot start says why in one line and ends without changing anything."""
 
 import os
 import socket
@@ -74,7 +74,7 @@ def test_a_start_that_fails_leaves_the_cache_that_its_pool_was_to_replace(what: 
     files.close(remove=False)
     before = {path.name: path.stat().st_ino for path in folder.iterdir()}
     command = [sys.executable, "-m", "kvdepot", "serve", "--dir", str(depot), "--pool-dir", str(folder)]
-    command += ["--pool-size", "2MiB", "--log-level", "error"]  # tmp_path may be on a disk: a warning
+    command += ["--pool-size", "2MiB", "--log-level", "error"]  # hides the warning that tmp_path may be on a disk
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         if what == "control.sock":

@@ -1,8 +1,8 @@
-"""The one gate by wall clock: a turn for an engine's request takes at most 20 ms, any other at most 50 ms.
+"""The only test by wall clock: a turn for an engine's request takes at most 20 ms, any other at most 50 ms.
 
 `KVDEPOT_TURN_ENTRIES=1000000` is the nightly size. The bounds are for a machine that does a fixed piece of work in
-`REFERENCE_SECONDS`; a slower or busier one has as many times longer. Each kind of work is done in several rounds, and
-the best round counts: work that takes too long does so in each, other processes do not.
+`REFERENCE_SECONDS`. On a slower or busier machine they grow in proportion. Each kind of work runs in several rounds,
+and the best round counts: work that is too slow shows in every round, disturbance by other processes does not.
 """
 
 import gc
@@ -33,14 +33,14 @@ PROMPT_CHUNKS = 2000
 NUM_PROMPTS = NUM_ENTRIES // PROMPT_CHUNKS
 PAGE = 4096
 ENGINE_SECONDS, OPERATOR_SECONDS = 0.020, 0.050
-TASK_SECONDS = 0.0006  # of the background in a turn, as the loop has it
+TASK_SECONDS = 0.0006  # the background's share of a turn, as in the loop
 REFERENCE_SECONDS = 0.003
 ROUNDS = 5
 SPEC = m.CacheSpec(1, (m.GroupShape(GroupKind.FULL_ATTENTION, 1),), "bytes")
 
 
 def slowness() -> float:
-    """Return how many times slower than the reference this machine is now; 1 if it is faster."""
+    """Return how many times slower than the reference this machine is now, at least 1."""
 
     def work() -> float:
         began = time.perf_counter()
@@ -66,7 +66,7 @@ class FullDepot:
         self.context = registered.context
 
     def turn(self, work: Callable[[], object]) -> object:
-        """Do some work as a turn of the loop does it, with a step of the background."""
+        """Do some work and a step of the background, as a turn of the loop does."""
         began = time.perf_counter()
         result = work()
         until = time.perf_counter() + TASK_SECONDS
@@ -153,7 +153,7 @@ def test_notes_and_lookups_of_contents(full: FullDepot) -> None:
         return b"".join(m.SEGMENT.pack(rng.randbytes(16), position, 64) for position in positions)
 
     def work(number: int) -> None:
-        for note in range(8):  # five rounds fill the index of names
+        for note in range(8):  # five rounds of these fill the index of names
             full.ask(m.NoteContents(full.context, run.digests, segments(8 * number + note, 65)))
         full.drain()
         # a run for each name, and more chunks than one reply can have
@@ -260,7 +260,7 @@ def test_restoring(full: FullDepot) -> None:
 @pytest.mark.promise(61)
 def test_clearing(full: FullDepot) -> None:
     def work(number: int) -> None:
-        if number >= 2:  # two rounds have cleared everything
+        if number >= 2:  # the first two rounds have cleared everything
             for name in range(NUM_PROMPTS // 2):
                 full.store(prompt(name))
             full.drain()

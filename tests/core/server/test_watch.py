@@ -1,4 +1,4 @@
-"""What the watchdog of the server's loop counts."""
+"""Counters of the server loop's watchdog."""
 
 from kvdepot.server.loop import SLOW_TURN_SECONDS, TurnWatch
 

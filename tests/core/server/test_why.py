@@ -1,4 +1,4 @@
-"""The log of a depot says why a request found no more than it did."""
+"""The log of a depot says why a request did not find more."""
 
 import re
 
@@ -11,14 +11,14 @@ from support.peer import Peer, prompt
 
 
 class Log:
-    """What a depot has written."""
+    """The log of a depot."""
 
     def __init__(self, capfd: pytest.CaptureFixture[str]) -> None:
         self._capfd = capfd
         self._text = ""
 
     def line(self, pattern: str) -> str:
-        """Wait for a line."""
+        """Wait for a line that matches, and return it."""
 
         def find() -> "re.Match[str] | None":
             self._text += self._capfd.readouterr().err

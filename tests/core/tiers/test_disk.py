@@ -103,7 +103,7 @@ class TestDiskTier(TierSuite):
 
 
 def without_direct(patch: pytest.MonkeyPatch) -> None:
-    """As on a file system that has no `O_DIRECT`."""
+    """Simulate a file system without `O_DIRECT`."""
     real = os.open
 
     def refuse(path: Any, flags: int, *arguments: Any, **options: Any) -> int:
@@ -173,7 +173,7 @@ def test_of_a_prefix_that_engines_find_in_the_pool_the_first_entries_stay_longes
 def test_a_file_that_cannot_be_removed_stays_and_others_leave(
     pool: TierPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: one bad file, used longest ago, was tried again and again, and nothing was written any more."""
+    """Regression: the tier kept trying to remove one bad file, the least recently used, and wrote nothing more."""
     queue = opened(pool, tmp_path, 10 * FILE_BYTES)
     keys = [make_key(number) for number in range(30)]
     fill(pool, 0, keys, [EXTENT_BYTES] * 30)
@@ -220,7 +220,7 @@ def test_a_folder_in_which_nothing_can_be_removed_is_told(
 def test_entries_that_are_written_at_the_same_time_stay_within_the_capacity(
     pool: TierPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: each writer looked at what was there, not at what the others were about to add."""
+    """Regression: each writer counted the existing files, but not those that other writers were about to add."""
     tier, keys = DiskTier(pool, tmp_path, 4 * FILE_BYTES), [make_key(number) for number in range(9)]
     wait_until(lambda: tier.is_listed)
     write_to(tier, pool, keys[:4], extents_of(0, [EXTENT_BYTES] * 4))
@@ -251,7 +251,7 @@ def test_entries_that_are_written_at_the_same_time_stay_within_the_capacity(
 
 
 class SlowDrive:
-    """Writes wait in it until they may go on."""
+    """A drive whose writes wait until `go_on` is set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.num_begun = 0
@@ -321,7 +321,7 @@ KEPT_NAME = (
 
 
 def test_the_format_of_files_is_kept(pool: TierPool, tmp_path: Path) -> None:
-    """Name and bytes of a file as the first release wrote them."""
+    """The first release wrote files with this name and these bytes."""
     key = KEPT_KEY
     path = tmp_path / KEPT_NAME
     path.parent.mkdir(parents=True)
@@ -392,7 +392,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def stuff(path: Path) -> None:
-    """Take all the space that is left."""
+    """Fill up the file system."""
     with path.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
         while True:
             file.write(bytes(4096))
@@ -499,7 +499,7 @@ def test_a_file_system_that_is_away_at_the_start_is_served_and_written_later(
     extents = extents_of(0, [EXTENT_BYTES] * 8)
     fill(pool, 0, keys, [EXTENT_BYTES] * 8)
     queue = opened(pool, folder)
-    write(queue, keys[:1], extents[:1])  # less than what is missing: a larger tier would make room
+    write(queue, keys[:1], extents[:1])  # less than the missing space, as a larger tier would make room
     queue.close()
     if why == "full":
         stuff(stuffing)
@@ -548,7 +548,7 @@ def test_a_folder_that_could_not_be_made_at_the_start_is_made_later(
 
 
 class FileSystem:
-    """1,000 GB, of which some are free. The tier's writes take from these, and its removals give back."""
+    """A file system of 1,000 GB with some free space, which the tier's writes take and its removals return."""
 
     def __init__(self, tier: DiskTier, num_free: int, comes_back: bool = True) -> None:
         self.tier, self.num_free, self.comes_back = tier, num_free, comes_back
@@ -570,7 +570,7 @@ def written(pool: TierPool, directory: Path, count: int) -> tuple[DiskTier, list
 def test_other_files_on_the_file_system_do_not_empty_the_tier(
     pool: TierPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """15 of 1,000 GB are free, 20 shall be, and the tier has not so many."""
+    """15 of 1,000 GB are free, 20 GB should be, and the tier has less than the difference."""
     tier, keys = written(pool, tmp_path, 300)
     system = FileSystem(tier, 15 * 10**9)
     monkeypatch.setattr(os, "fstatvfs", system.stat)
@@ -639,7 +639,7 @@ def test_without_direct_it_is_said_once(pool: TierPool, tmp_path: Path, caplog: 
 def test_without_direct_it_is_said_once_also_by_writers_that_find_it_together(
     pool: TierPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Regression: where the file system was full at the start, each of the first writers said so."""
+    """Regression: if the file system was full at the start, each of the first writers logged it."""
     both_probe = threading.Barrier(2)
 
     def no_space(*_: Any) -> None:
@@ -727,14 +727,14 @@ def test_foreign_files_are_left_alone(pool: TierPool, tmp_path: Path) -> None:
 
 
 def is_stored(tier: Tier, directory: Path, key: bytes) -> bool:
-    """Whether an entry has a file; the tier must say the same."""
+    """Return whether an entry has a file. The tier's answer must agree."""
     has_file = any(path.name.endswith(key[-32:].hex()) for path in directory.glob("*/*/*/*"))
     assert tier.contains([key]) == [has_file], "the index is wrong"
     return has_file
 
 
 def beside(action: Callable[[], object], seconds: float = 30.0) -> threading.Thread:
-    """Do something on another thread and wait for it."""
+    """Run `action` on another thread and wait for it."""
     thread = threading.Thread(target=action)
     thread.start()
     thread.join(seconds)
@@ -747,7 +747,7 @@ def test_entries_of_outdated_weights_are_evicted_first(tmp_path: Path, *, listed
     outdated = [make_key(number, weights=old) for number in range(4)]
     present = [make_key(number, weights=new) for number in range(4)]
     others = [make_key(number, model="another", weights=old) for number in range(2)] + [make_key(9)]
-    keys = [*present, *others, *outdated]  # the outdated ones were used last
+    keys = [*present, *others, *outdated]  # the outdated ones are the most recently used
 
     def write(tier: DiskTier, *some: bytes) -> None:
         for key in some:
@@ -872,7 +872,7 @@ class Unseen:
 def test_a_file_that_cannot_be_looked_at_costs_only_itself(
     pool: TierPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: the index was empty then, and files in the folder did not count against the capacity."""
+    """Regression: the index was empty then, and the folder's files did not count against the capacity."""
     keys = [make_key(number, f"tenant {number}") for number in range(3)]
     queue = opened(pool, tmp_path)
     write(queue, keys, extents_of(0, [EXTENT_BYTES] * 3))

@@ -1,4 +1,4 @@
-"""The breaker of a tier that answers some calls and not others, a clear that hangs, and writes that are dropped."""
+"""The breaker of a tier that answers only some calls, clears that hang, and dropped writes."""
 
 import sys
 import threading
@@ -23,7 +23,7 @@ NUM_KEYS = 8
 
 
 class PartlyDeadTier(MemoryTier):
-    """Operations in `hanging` wait until the end, those in `failing` raise; probes are answered."""
+    """Operations in `hanging` wait until `is_over`, those in `failing` raise, and probes are answered."""
 
     batch_entries = 4
 
@@ -64,7 +64,7 @@ class PartlyDeadTier(MemoryTier):
 
 
 class Bench:
-    """That tier, its queue with a deadline of a second, and a clock that moves when told to."""
+    """A `PartlyDeadTier`, its queue with a deadline of 1 s, and a clock that tests set."""
 
     def __init__(self, num_threads: int = 4) -> None:
         self.now = 100.0
@@ -84,7 +84,7 @@ class Bench:
         return self.queue.submit(Job(operation, self.keys[:num_keys], extents_of(0, [4096] * num_keys)))
 
     def hang(self, operation: Operation, seconds: float = 1.1) -> None:
-        """Have a call hang beyond its deadline."""
+        """Make a call hang beyond its deadline."""
         before = self.tier.num_waiting
         assert self.submit(operation)
         wait_until(lambda: self.tier.num_waiting > before)
@@ -93,7 +93,7 @@ class Bench:
         assert self.queue.is_suspended
 
     def probe(self) -> float:
-        """Let the time of the next probe come and the probe end; return how long that time was."""
+        """Advance the clock to the next probe and wait for its end. Return the seconds until that probe."""
         due = self.queue.next_deadline()
         assert due is not None
         pause, self.now = due - self.now, max(due, self.now)
@@ -196,7 +196,7 @@ def test_a_call_of_before_the_probe_says_nothing_about_the_trial(bench: Bench) -
     bench.hang(Operation.READ)
     bench.probe()
     bench.tier.failing = {Operation.READ}
-    bench.tier.is_over.set()  # the call that hung raises now
+    bench.tier.is_over.set()  # the hanging call raises now
     parts: list[Part] = []
     wait_until(lambda: parts.extend(bench.queue.poll()) or parts)
     assert [list(part.outcomes) for part in parts] == [[False]]
@@ -204,7 +204,7 @@ def test_a_call_of_before_the_probe_says_nothing_about_the_trial(bench: Bench) -
 
 
 def test_a_call_that_hangs_opens_the_breaker_though_its_job_was_late_before() -> None:
-    """Regression: it took a thread from a queue that went on as if nothing had happened."""
+    """Regression: it took a thread from the queue, which went on as if nothing had happened."""
     bench = Bench(num_threads=2)
     gate = threading.Event()
     bench.tier.contains = lambda keys: [gate.wait()] * len(keys)  # type: ignore[method-assign]
@@ -229,7 +229,7 @@ def test_a_call_that_hangs_opens_the_breaker_though_its_job_was_late_before() ->
 
 
 class SteppingTier(MemoryTier):
-    """Clears one entry a step, when told to."""
+    """Clears one entry a step, on demand."""
 
     def __init__(self) -> None:
         self.pool = make_pool()
@@ -245,7 +245,7 @@ class SteppingTier(MemoryTier):
 
 
 def test_a_clear_takes_as_long_as_it_takes_while_its_steps_keep_their_deadlines() -> None:
-    """Regression: ten deadlines for all of it, which a store of very many objects overran."""
+    """Regression: the whole clear had ten deadlines, which a store of very many objects overran."""
     now = [100.0]
     tier = SteppingTier()
     queue = TierQueue(tier, tier.pool, "stepping", deadline_seconds=1.0, clock=lambda: now[0])
@@ -330,7 +330,7 @@ def test_writes_are_dropped_in_small_steps_and_others_stay_in_their_order() -> N
 
 
 def test_a_tier_that_cannot_say_what_it_holds_is_shown_as_it_was_last() -> None:
-    """Regression: `kvdepot status` failed, and so did the tiers' turn each second."""
+    """Regression: `kvdepot status` failed, and so did the tiers' turn every second."""
     pool = make_pool()
     tier = MemoryTier(pool, 1 << 20)
     queue = TierQueue(tier, pool, "silent")

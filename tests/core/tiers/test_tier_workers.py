@@ -1,4 +1,4 @@
-"""Threads of a tier: each call is made once, a thread that sleeps is woken, and the loop never waits for a call."""
+"""Threads of a tier: each call runs once, sleeping threads are woken, and the loop never waits for a call."""
 
 import os
 import random
@@ -23,7 +23,7 @@ ROUNDS = 300
 
 @pytest.fixture
 def hasty_interpreter() -> Iterator[None]:
-    """Threads change every few bytecodes."""
+    """Switch threads every few bytecodes."""
     seconds = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
@@ -31,7 +31,7 @@ def hasty_interpreter() -> Iterator[None]:
 
 
 class Notebook:
-    """Makes calls by noting what runs beside what."""
+    """Notes its calls, and which of them run at the same time."""
 
     def __init__(self) -> None:
         self.made: Counter[Call] = Counter()
@@ -79,7 +79,7 @@ def test_every_call_is_made_once_and_nobody_sleeps_beside_work(notebook: Noteboo
         if rng.random() < 0.1:
             workers.dismiss()
             workers.hire()
-        if rng.random() < 0.3:  # else more comes while they are at it
+        if rng.random() < 0.3:  # otherwise more calls come while threads work
             notebook.wait_for(total)
     notebook.wait_for(total)
     assert set(notebook.made.values()) == {1}
@@ -110,7 +110,7 @@ def test_a_call_that_comes_as_a_worker_falls_asleep_is_made(num_threads: int, no
     workers = notebook.hire(num_threads)
     for number in range(1, 10 * ROUNDS):
         workers.hand_in([Call(Job(Operation.READ), 0, 0)])
-        while len(notebook.ended) < number - number % 2:  # every other time the worker is on its way to sleep
+        while len(notebook.ended) < number - number % 2:  # every other time, the worker is about to sleep
             os.sched_yield()
     notebook.wait_for(10 * ROUNDS - 1)
     workers.end()
@@ -119,7 +119,7 @@ def test_a_call_that_comes_as_a_worker_falls_asleep_is_made(num_threads: int, no
 @pytest.mark.usefixtures("hasty_interpreter")
 @pytest.mark.parametrize("num_reads", [0, 1])
 def test_writes_that_waited_for_a_clear_are_made_side_by_side(num_reads: int) -> None:
-    """Also if the thread that made the clear makes a read next."""
+    """Also if the thread of the clear takes a read next."""
     may_end, writers, ended = threading.Event(), threading.Barrier(NUM_THREADS - 1), list[Call]()
 
     def make(call: Call) -> None:

@@ -1,4 +1,4 @@
-"""What goes down to tiers and comes up again, asked through the depot; bytes follow from their keys."""
+"""Demotion and promotion, through requests to the depot. Bytes are derived from keys."""
 
 import errno
 import itertools
@@ -62,7 +62,7 @@ class Clock:
 
 
 class Bench:
-    """A depot with a small pool and tiers in memory that can be made to fail."""
+    """A depot with a small pool, and tiers in memory that can be made to fail."""
 
     def __init__(
         self,
@@ -103,12 +103,12 @@ class Bench:
         )
         self.depot.state.tiering = self.tiering
         self.verify = verify
-        self.time_passes = False  # while something is waited for and a tier hangs
+        self.time_passes = False  # if True, waiting advances the clock while a tier hangs
         self.contexts: list[int] = []
         self.attach(max(ranks, *(group.layers for group in groups if group.heads == 1), 1))
 
     def attach(self, ranks: int, stages: int = 1) -> None:
-        """Have an engine of so many ranks a stage in the place of the one before."""
+        """Replace the engine with one of `ranks` ranks a stage."""
         for context in self.contexts:
             self.ask(m.Unregister(context))
         self.ranks, self.stages = ranks, stages
@@ -123,7 +123,7 @@ class Bench:
         return self.ask(request, session).context
 
     def part(self, group: int, rank: int) -> Part:
-        """Return what a rank has of a group."""
+        """Return a rank's part of a group."""
         shapes: tuple[m.GroupShape, ...] = self.spec.groups
         layers, heads = shapes[group].layers, shapes[group].heads
         if heads == 1:
@@ -135,7 +135,7 @@ class Bench:
         return self.depot.handle(session, Writer(1, 1), request)
 
     def store(self, run: KeyRun, *covered: int) -> None:
-        """Store from every rank."""
+        """Store a run from every rank."""
         covered = covered or (run.num_chunks,) * len(self.spec.groups)
         for context in self.contexts:
             plan = self.ask(m.PrepareStore(context, "r", run.tenant, run.digests, run.first_chunk, run.parent, covered))
@@ -150,7 +150,7 @@ class Bench:
             self.ask(m.CommitStore(context, plan.ticket, checksums))
 
     def store_long(self, run: KeyRun) -> None:
-        """Store what one request may not."""
+        """Store a run that is too long for one request."""
         for start in range(0, run.num_chunks, 8):
             self.store(run.slice(start, min(start + 8, run.num_chunks)))
 
@@ -161,7 +161,7 @@ class Bench:
         return {(table.key_of(record), *table.place_of(record)): table.owner_of(record) for record in records}
 
     def settle(self) -> None:
-        """Let everything that was demoted arrive."""
+        """Wait until all demotions have arrived."""
 
         def is_quiet() -> bool:
             self.tiering.turn()
@@ -171,7 +171,7 @@ class Bench:
         wait_until(is_quiet, what="the end of demotions")
 
     def lookup(self, run: KeyRun, *, wait_seconds: float = 5.0, token_seconds: float = 0.0) -> int:
-        """Return how many chunks are found, all of whose bytes are right."""
+        """Return how many chunks are found. Check all their bytes."""
         reply = self.wait(self.begin_lookup(run, wait_seconds, token_seconds))
         assert reply.num_chunks <= run.num_chunks
         self.check(run.slice(0, reply.num_chunks))
@@ -224,7 +224,7 @@ class Bench:
             self.ask(m.Release(context, (plan.lease,)))
 
     def forget(self) -> None:
-        """Empty the pool, not the tiers."""
+        """Empty the pool, but not the tiers."""
         self.settle()
         sum(commands.clear_pool(self.depot, None))
         assert self.index.extents.used_bytes == 0
@@ -237,7 +237,7 @@ class Bench:
         wait_until(is_quiet, what="the end of promotions")
 
     def audit(self) -> None:
-        """Nothing is left under way or pinned."""
+        """Check that nothing is left under way or pinned."""
         for tier in self.tiers:
             tier.hang = False
         self.settle()
@@ -254,7 +254,7 @@ class Bench:
 
 
 def num_under_way(tiering: Tiering) -> int:
-    """Return the number of calls of tiers, and of entries on their way up."""
+    """Return the number of running calls of tiers and of entries that are being promoted."""
     return sum(queue.num_calls for queue in tiering.queues) + tiering.promotions.num_coming
 
 
@@ -334,7 +334,7 @@ def test_a_prompt_that_engines_of_two_sizes_continued_comes_back_whole(make: Mak
 
 
 def test_of_windows_alone_the_size_whose_prefix_is_longest_comes_back(make: Maker) -> None:
-    """No engine left the beginning of the prompt there, and the reader's own size nothing."""
+    """No size has the beginning of the prompt in the tier, and the reader's own size has no entry there."""
     bench, run = make(HEADS[1:], pages=64), prompt(12)
     bench.store(run.slice(0, 4))
     bench.attach(4)
@@ -388,7 +388,7 @@ def test_a_shorter_and_a_longer_prompt_get_what_they_share(groups: tuple[m.Group
     bench.forget()
     assert bench.lookup(prompt(12)) == 8
     bench.forget()
-    if groups is HYBRID:  # its last states are stored with every chunk here
+    if groups is HYBRID:  # here, every chunk is stored with its states
         assert bench.lookup(prompt(5)) == 5
     assert bench.lookup(prompt(5, name=1)) == 0
 
@@ -473,7 +473,7 @@ def test_a_tier_that_was_slower_than_the_engine_is_not_read_but_tried_now_and_th
     monkeypatch.setattr(tier, "read", slow_read)
     bench.store(run)
     bench.settle()
-    for _ in range(3):  # until it is known what the tier takes: 25 ms a token
+    for _ in range(3):  # until the tier's speed is known: 25 ms a token
         bench.forget()
         assert bench.lookup(run, token_seconds=0.001) == 4
     bench.forget()
@@ -616,7 +616,7 @@ def test_a_lookup_during_a_promotion_waits_for_what_is_on_its_way_and_gets_all_o
     bench.forget()
     bench.tiers[0].hang = True
     first = bench.begin_lookup(prompt(40))
-    for _ in range(num_turns):  # of the promotion, whose questions are answered and whose reads hang
+    for _ in range(num_turns):  # turns of the promotion: its questions are answered, its reads hang
         bench.tiers[0].hang = False
         wait_until(lambda: bench.tiering.queues[0].num_calls == 0 or bench.tiering.queues[0].has_results, what="a call")
         bench.tiers[0].hang = True
@@ -647,7 +647,7 @@ def test_an_engine_that_begins_to_write_during_a_promotion_leaves_no_gap(num_tur
 
 
 def test_nothing_is_read_behind_a_chunk_that_an_engine_is_writing(make: Maker) -> None:
-    """No lookup reaches it before the engine commits, if it ever does."""
+    """No lookup can use those chunks before the engine commits, if it ever does."""
     bench, run = make(), prompt(8)
     bench.store(run)
     bench.forget()
@@ -703,7 +703,7 @@ def test_a_lookup_waits_no_longer_than_it_wants_and_later_chunks_are_kept(make: 
 
 
 def lookup_that_hangs(bench: Bench) -> m.LookupReply:
-    """Look up eight chunks, four of them in the pool, while the tier hangs; return what comes at the deadline."""
+    """Look up eight chunks, four of them in the pool, while the tier hangs. Return the reply at the deadline."""
     bench.store(prompt(8))
     bench.forget()
     bench.store(prompt(4))
@@ -729,7 +729,7 @@ def test_a_tier_that_hangs_costs_one_deadline_and_then_nothing(make: Maker) -> N
 
 
 def hang_reads_of(bench: Bench, run: KeyRun, chunks: set[int]) -> tuple[threading.Event, list[bytes]]:
-    """Have reads of some chunks hang in the first tier until the event is set; return it and the reads that hang."""
+    """Make reads of some chunks hang in the first tier until an event is set. Return it and the hanging reads' keys."""
     tier, end, hung = bench.tiers[0], threading.Event(), list[bytes]()
     tier.batch_entries = 1
     read = tier.read
@@ -753,7 +753,7 @@ def test_a_read_that_hangs_keeps_only_what_it_may_write_to(hanging: set[int], ma
     bench.store_long(run)
     bench.forget()
     end, hung = hang_reads_of(bench, run, hanging)
-    num_hanging = min(len(hanging), 4)  # threads
+    num_hanging = min(len(hanging), 4)  # the tier has four threads
     pending = bench.begin_lookup(run)
 
     def all_else_is_read() -> bool:
@@ -809,7 +809,7 @@ def test_a_clear_that_hangs_is_answered_at_its_deadline(make: Maker) -> None:
 
 @pytest.mark.parametrize("how", ["suspended", "failing"])
 def test_a_clear_says_in_which_tiers_it_was_not_done(how: str, make: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: the reply said done, and the remaining chunks were served again later."""
+    """Regression: the reply said that it was done, but the remaining chunks were served again later."""
     bench = make(num_tiers=2)
     bench.store(prompt(4))
     bench.settle()
@@ -826,7 +826,7 @@ def test_a_clear_says_in_which_tiers_it_was_not_done(how: str, make: Maker, monk
 
 
 class HeldReads:
-    """Lets what reads bring through later, and in another order."""
+    """Holds the results of reads, to release them later and in another order."""
 
     def __init__(self, queue: TierQueue, monkeypatch: pytest.MonkeyPatch) -> None:
         self.held: list[jobs.Part] = []
@@ -846,7 +846,7 @@ class HeldReads:
 
 
 def test_a_promotion_under_way_brings_nothing_after_a_clear(make: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: a promotion under way landed what had been read, in the pool that had been cleared."""
+    """Regression: a promotion under way put the entries that it had read into the cleared pool."""
     bench = make(pages=160)
     for tenant in ("a", "b"):
         bench.store_long(prompt(40, tenant=tenant))
@@ -874,7 +874,7 @@ def test_a_promotion_under_way_brings_nothing_after_a_clear(make: Maker, monkeyp
 def test_lookups_of_one_prompt_wait_for_each_other_in_any_order(
     seed: int, make: Maker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: landing one of them landed the other, which ended the first twice: holds of others were lost."""
+    """Regression: ending one of them ended the other, which ended the first again, and so others' holds were lost."""
     bench = make(pages=160)
     bench.tiers[0].batch_entries = 1
     run, source = prompt(97), random.Random(seed)
@@ -938,7 +938,7 @@ def test_a_tier_that_raises_is_a_miss_and_the_next_tier_is_asked(make: Maker) ->
 def test_without_a_descriptor_nothing_is_read_and_nobody_waits_for_it(
     make: Maker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: the turn failed, again and again, until the lookup's time was over."""
+    """Regression: every turn failed until the lookup's deadline."""
     bench = make()
     run = prompt(4)
     bench.store(run)
@@ -957,7 +957,7 @@ def test_without_a_descriptor_nothing_is_read_and_nobody_waits_for_it(
 
 @pytest.mark.parametrize("error", [OSError("no space left on device"), Refused(ErrorCode.MALFORMED, "too many")])
 def test_a_lookup_whose_tenant_finds_no_name_gets_what_the_pool_has(make: Maker, error: Exception) -> None:
-    """Regression: it failed, as did every lookup of anybody once one name had found no room."""
+    """Regression: the lookup failed, and so did every client's lookup once one name had found no room."""
     disk_is_full = False
 
     def save(_names: Names) -> None:
@@ -1010,13 +1010,13 @@ def test_without_a_worker_nobody_knows_what_to_make_room_for(make: Maker) -> Non
 def test_a_promotion_in_which_a_policy_raises_ends_with_all_that_it_had_begun(
     make: Maker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: the entries that a tier was reading stayed unfinished for ever, and the lookup had no answer."""
+    """Regression: the entries that a tier was reading stayed unfinished for ever, and the lookup got no reply."""
     bench = make(pages=48)
     bench.store_long(prompt(40))
     bench.forget()
     bench.store_long(prompt(24, 1))
     bench.settle()
-    bench.tiers[0].hang = True  # so that the first entries are still on their way
+    bench.tiers[0].hang = True  # so that the first entries are still being read
     asked = bench.begin_lookup(prompt(40))
     assert isinstance(asked, PendingReply)
     with monkeypatch.context() as patch:
@@ -1077,7 +1077,7 @@ def test_a_session_that_ends_while_its_lookup_waits_harms_nobody(make: Maker) ->
 def test_a_server_that_does_not_know_the_entries_of_a_tier_does_not_write_them_again(
     verify: bool, make: Maker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: after a restart the first use of a prefix wrote all of it again, to an object store for example."""
+    """Regression: after a restart, the first use of a prefix wrote all of it again, for example to an object store."""
     bench = make(pages=160, verify=verify)
     bench.store_long(prompt(40))
     bench.settle()
@@ -1115,7 +1115,7 @@ def test_with_reuse_only_entries_used_again_go_down(make: Maker) -> None:
 def test_a_long_prompt_that_is_used_again_goes_down_from_its_beginning(
     groups: tuple[m.GroupShape, ...], demotion: Demotion, make: Maker
 ) -> None:
-    """Regression: only its last 32 chunks did, which nobody can use without the others."""
+    """Regression: only its last 32 chunks were written, which are useless without the others."""
     bench = make(groups, pages=224, demotion=demotion, write_bytes=1 << 30)
     bench.tiers[0].error = OSError("away")
     bench.store_long(prompt(97))
@@ -1130,7 +1130,7 @@ def test_a_long_prompt_that_is_used_again_goes_down_from_its_beginning(
 
 
 def test_a_store_behind_a_gap_in_a_tier_closes_it(make: Maker) -> None:
-    """Regression: chunks that were dropped under pressure stayed out, and the chunks after them were of no use."""
+    """Regression: chunks dropped under pressure were never written, so the chunks after them were useless."""
     bench = make(pages=64, write_bytes=16 * PAGE)
     bench.tiers[0].hang = True
     bench.store(prompt(14))
@@ -1207,7 +1207,7 @@ def test_under_pressure_the_beginning_of_each_prefix_is_kept(make: Maker) -> Non
 
 
 def test_stores_of_one_chunk_are_not_the_first_that_are_dropped(make: Maker) -> None:
-    """Regression: a part of one chunk was rounded down to nothing from half of the queue on."""
+    """Regression: with the queue half full, the allowed share of a chunk was rounded down to none."""
     bench = make(pages=64, write_bytes=16 * PAGE)
     bench.tiers[0].hang = True
     for name in range(16):
@@ -1217,7 +1217,7 @@ def test_stores_of_one_chunk_are_not_the_first_that_are_dropped(make: Maker) -> 
 
 
 def test_a_tier_with_no_room_for_writes_that_wait_is_only_read(make: Maker) -> None:
-    """Regression: `queue=0` divided by zero whenever something was stored."""
+    """Regression: with `queue=0`, every store divided by zero."""
     bench = make()
     bench.store(prompt(4))
     bench.settle()
@@ -1349,7 +1349,7 @@ def test_lookups_that_do_not_wait_do_not_make_a_tier_slow(make: Maker) -> None:
 
 
 def look_up_too_slowly(bench: Bench) -> None:
-    """Look up what a tier brings only after the time of the lookup is over, though before its own deadline."""
+    """Look up chunks that a tier returns after the lookup's deadline, but before the tier's own deadline."""
     bench.tiering.queues[0].deadline_seconds = 100.0
     bench.tiers[0].hang = True
     pending = bench.begin_lookup(prompt(8))
@@ -1371,7 +1371,7 @@ def test_a_tier_that_is_slow_for_every_lookup_is_left_alone(make: Maker) -> None
 
 
 def test_a_tier_that_stays_too_slow_costs_ever_fewer_lookups(make: Maker) -> None:
-    """Regression: its reads ended before its deadline, so it was used again after half a second, for three lookups."""
+    """Regression: its reads ended before its deadline, so it was used again after 0.5 s, for three lookups."""
     bench = make()
     queue, clock = bench.tiering.queues[0], bench.clock
 
@@ -1400,7 +1400,7 @@ def test_a_tier_that_stays_too_slow_costs_ever_fewer_lookups(make: Maker) -> Non
 
 
 def test_a_lookup_for_which_the_pool_has_no_room_does_not_show_that_a_tier_is_quick(make: Maker) -> None:
-    """Regression: nothing was read, at once, and the tier had two more lookups to be late for."""
+    """Regression: such a lookup, which reads nothing, counted as in time, so the tier could be late two more times."""
     bench = make()
     bench.store(prompt(8))
     bench.forget()
@@ -1417,7 +1417,7 @@ def test_a_lookup_for_which_the_pool_has_no_room_does_not_show_that_a_tier_is_qu
 
 
 def test_a_tier_that_brings_something_to_every_lookup_in_time_is_used_on(make: Maker) -> None:
-    """Regression: three long prompts in a row, of which a healthy tier brought a part in time, made it a slow one."""
+    """Regression: three long prompts in a row suspended a healthy tier that brought a part of each in time."""
     bench = make(pages=64)
     run = prompt(40)
     bench.store_long(run)
@@ -1456,7 +1456,7 @@ def test_a_tier_is_asked_again_until_it_was_asked_for_all_of_a_prompt(
 
 @pytest.mark.parametrize("groups", [PLAIN, HYBRID], ids=["plain", "hybrid"])
 def test_promoted_entries_have_their_checksums_again(groups: tuple[m.GroupShape, ...], make: Maker) -> None:
-    """Regression: `--verify all` did not see what came from a tier."""
+    """Regression: `--verify all` did not check entries from a tier."""
     bench = make(groups, pages=128, verify=True)
     run = prompt(30)
     bench.store_long(run)
@@ -1472,7 +1472,7 @@ def test_promoted_entries_have_their_checksums_again(groups: tuple[m.GroupShape,
 @pytest.mark.promise(31)
 @pytest.mark.parametrize("verify", [False, True])
 def test_a_read_that_reports_too_little_costs_what_it_did_not_report(verify: bool, make: Maker) -> None:
-    """Regression: with `--verify` that was never given up, nor was its space."""
+    """Regression: with `--verify`, the unreported entry was never given up, and its space was never freed."""
     bench = make(verify=verify)
     bench.store(prompt(8))
     bench.forget()
@@ -1485,7 +1485,7 @@ def test_a_read_that_reports_too_little_costs_what_it_did_not_report(verify: boo
 
 
 def lose(bench: Bench, run: KeyRun, chunks: Sequence[int]) -> None:
-    """Take chunks out of the first tier, which says nothing of it."""
+    """Remove chunks from the first tier, which does not report it."""
     keys, table = EntryKeys(bench.index, bench.depot.labels.names.__getitem__), bench.index.table
     digests = {run.slice(chunk, chunk + 1).digests for chunk in chunks}
     records = [record.number for record in table.records() if record.state == SEALED and record.key in digests]
@@ -1493,7 +1493,7 @@ def lose(bench: Bench, run: KeyRun, chunks: Sequence[int]) -> None:
 
 
 def test_lookups_and_stores_name_an_entry_its_run_and_its_depth_alike(make: Maker) -> None:
-    """The pool reuses the places of chunks that have left, and stores make names in any order."""
+    """The pool reuses the places of chunks that left, and stores make names in any order."""
     bench, chance = make(pages=160, tier_pages=1024), random.Random(1)
     keys, index = EntryKeys(bench.index, bench.depot.labels.names.__getitem__), bench.index
     for name in range(3):
@@ -1501,7 +1501,7 @@ def test_lookups_and_stores_name_an_entry_its_run_and_its_depth_alike(make: Make
         bench.store_long(run)
         bench.settle()
         records = {record.key: record.number for record in index.table.records() if record.state == SEALED}
-        for chunk in [100, *chance.sample(range(150), 150), 75]:  # the place of the 75th may be the 74th next time
+        for chunk in [100, *chance.sample(range(150), 150), 75]:  # the 75th one's place may be the 74th one's next time
             record = records[digest_at(run.digests, chunk)]
             node, (group, part) = index.entries.node_of(record), index.table.place_of(record)
             place = PartPlace(group, part, index.table.extent(record)[1], index.table.check_of(record))
@@ -1606,7 +1606,7 @@ def test_entries_in_use_stay_in_a_tier_that_evicts_by_use(make: Maker) -> None:
 def test_with_evict_entries_that_a_tier_lost_are_written_when_they_leave(make: Maker) -> None:
     bench = make(pages=24, demotion=Demotion.EVICT)
     bench.store(prompt(4))
-    for name in range(1, 7):  # the first one leaves
+    for name in range(1, 7):  # evicts the first prompt
         bench.store(prompt(4, name=name))
         bench.settle()
     assert bench.lookup(prompt(4)) == 4, "from the tier"
@@ -1623,7 +1623,7 @@ def test_with_evict_entries_that_a_tier_lost_are_written_when_they_leave(make: M
 
 
 def test_entries_in_use_that_a_tier_evicted_are_written_again(make: Maker) -> None:
-    """Regression: nobody noticed a tier's own eviction, and it evicted the chunks of the pool first."""
+    """Regression: a tier's own evictions went unnoticed, and it evicted the chunks that the pool still had first."""
     bench = make(pages=16, tier_pages=16)
     hot = prompt(4)
     bench.store(hot)
@@ -1821,7 +1821,7 @@ def test_a_tier_whose_queue_fails_costs_no_store(monkeypatch: pytest.MonkeyPatch
 
 
 class OtherNode:
-    """Has brought the first `num_here` chunks of `run` to the only tier; counts the questions about them."""
+    """Another node: the only tier shows the first `num_here` chunks of `run`. Counts the questions about them."""
 
     def __init__(self, bench: Bench, run: KeyRun) -> None:
         self.bench = bench
@@ -1841,7 +1841,7 @@ class OtherNode:
         bench.tiers[0].contains = answer  # type: ignore[method-assign]
 
     def wait(self, asked: Any, seconds: float = 1.0) -> Any:
-        """Return the answer to a lookup; None if there is none after these seconds of the clock."""
+        """Return the answer to a lookup, None if there is none after `seconds` of the clock."""
         bench, until = self.bench, self.bench.clock.now + seconds
         bench.depot.background.work()
         while asked.reply is None and bench.clock.now < until:
@@ -1925,7 +1925,7 @@ def test_a_tier_is_asked_as_often_after_many_flights_have_ended(awaited: OtherNo
 
 
 def test_an_engine_of_this_node_that_begins_takes_over(awaited: OtherNode) -> None:
-    """It waits for nobody, and its end is noticed at once."""
+    """That engine does not wait, and its end is noticed at once."""
     asked = awaits(awaited)
     announced = awaited.bench.begin_lookup(prompt(8), name="prefill", joins=True, announces=True)
     assert awaited.wait(announced, 0.02) is not None

@@ -1,4 +1,4 @@
-"""The suite of tiers passes on a tier in memory; then the queue's own rules."""
+"""The suite of tiers on a tier in memory, and the queue's own rules."""
 
 import errno
 from collections.abc import Iterator, Sequence
@@ -42,7 +42,7 @@ class TestMemoryTier(TierSuite):
 
 
 class SwappingTier(MemoryTier):
-    """Reads what was written last, whatever the key."""
+    """Reads the payload that was written last, whatever the key."""
 
     def read(self, keys: Sequence[bytes], extents: Extents) -> list[bytes | None]:
         last = self._sizes.newest() or b""
@@ -79,7 +79,7 @@ def test_a_broken_entry_that_cannot_be_removed_costs_no_other() -> None:
 
 
 def test_each_payload_is_hashed_once_each_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also with `--verify`, whose checksums are those of the trailers."""
+    """Also with `--verify`, which uses the trailers' checksums."""
     bench, num_hashed = faulty_bench(), list[int]()
     expected = [checksum_of(content(key, 4096)) for key in bench.keys[:4]]
 
@@ -208,7 +208,7 @@ def test_bytes_that_lack_their_checksum_are_not_written(bench: FaultyBench) -> N
 
 @pytest.mark.parametrize("checksum", [b"", bytes(16)], ids=["plain", "verified"])
 def test_a_write_that_reports_too_little_is_no_error(bench: FaultyBench, checksum: bytes) -> None:
-    """Regression: it was one where checksums are kept, and the third opened the breaker."""
+    """Regression: with checksums it was an error, and the third one opened the breaker."""
     bench.tier.short = True
     checksums = [checksum and checksum_of(content(key, 4096)) for key in bench.keys[:4]]
     job = Job(Operation.WRITE, bench.keys[:4], extents_of(0, [4096] * 4), checksums)
@@ -255,7 +255,7 @@ def test_passwords_of_a_url_are_not_in_its_name() -> None:
 def test_a_tier_that_lacks_something_is_refused_when_it_is_opened(
     missing: list[str], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: it was opened, and then every store of an engine was refused."""
+    """Regression: the tier was opened, and then every store of an engine was refused."""
     incomplete: type[MemoryTier] = type("Incomplete", (MemoryTier,), dict.fromkeys(missing))
 
     def opener(_url: TierUrl, pool: TierPool) -> MemoryTier:
@@ -273,7 +273,7 @@ def test_a_tier_that_lacks_something_is_refused_when_it_is_opened(
 
 
 def test_a_call_that_a_tier_only_inherits_is_missing_and_the_tier_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: the empty body of the protocol's call counted as the tier's own."""
+    """Regression: the protocol's empty method counted as the tier's own."""
     closed: list[Tier] = []
 
     def close(tier: Tier) -> None:
