@@ -1,4 +1,4 @@
-"""Two unchanged routers over two nodes: they know what each depot holds, after moves, restarts and losses."""
+"""Two unmodified routers over two nodes know what each depot holds, also after moves, restarts and losses."""
 
 import contextlib
 import random
@@ -19,7 +19,7 @@ OPERATIONS = 1000
 
 
 def test_prompts_go_to_the_node_that_holds_them(nodes: list[Node], tmp_path: Path) -> None:
-    """Six prompts, three of which move; a node that loses everything; both routers restarted."""
+    """There are six prompts, and three of them move. A node loses everything. Both routers restart."""
     a, b = nodes
     homes = {f"prompt {number}": nodes[number % 2] for number in range(6)}
     with contextlib.ExitStack() as running:

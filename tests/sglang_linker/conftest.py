@@ -13,7 +13,7 @@ MakeModel = Callable[..., Path]
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
-    """Make a tiny model of a name and, for other weights, a seed."""
+    """Make the tiny model of a name. Another seed gives other weights."""
     directory = tmp_path_factory.mktemp("models")
 
     @cache

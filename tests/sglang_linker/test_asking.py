@@ -1,4 +1,4 @@
-"""How long an answer is repeated for a request that waits, and for which one."""
+"""How long, and for which request, an answer is repeated while the request waits."""
 
 from dataclasses import dataclass, field
 from typing import cast
@@ -79,4 +79,4 @@ def test_a_store_begins_with_what_the_depot_lacks_of_the_device_s_pages(found: i
     engine = Engine(found)
     assert engine.asking.ask("r", key(1, 6), 4) == 0
     assert engine.asking.first_to_store(key(1, 6), 4) == start
-    assert engine.asking.first_to_store(key(1, 6), 4) == 4  # the first store brought them
+    assert engine.asking.first_to_store(key(1, 6), 4) == 4  # the first store sent them

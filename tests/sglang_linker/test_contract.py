@@ -1,4 +1,4 @@
-"""SGLang has all that the linker takes from it, with the parameters that it is called with."""
+"""SGLang has everything that the linker uses, with the parameters of its calls."""
 
 import ast
 from importlib.util import find_spec
@@ -35,7 +35,7 @@ def test_the_installed_sglang_has_all_that_is_used(read: contract.Read) -> None:
     ],
 )  # fmt: skip
 def test_a_change_of_sglang_is_noticed(path: str, before: str, after: str, problem: str, read: contract.Read) -> None:
-    """0.5.22 differs from 0.5.23 in the first of these."""
+    """0.5.22 differs from 0.5.23 in the first of these lines."""
     changed = _plain(read(path)).replace(before, after)
     assert changed != _plain(read(path))
     found = contract.problems(lambda name: changed if name == path else read(name))
@@ -43,5 +43,5 @@ def test_a_change_of_sglang_is_noticed(path: str, before: str, after: str, probl
 
 
 def _plain(source: str) -> str:
-    """Return the source as `ast` writes it, without comments and line breaks."""
+    """Return the source as `ast` formats it, without comments and line breaks."""
     return ast.unparse(ast.parse(source))

@@ -1,4 +1,4 @@
-"""Real SGLang engines on CPU and a real depot: the same tokens as without one, whatever dies."""
+"""Real SGLang engines on CPU with a real depot: the same tokens as without one, whichever process dies."""
 
 import itertools
 import signal
@@ -19,7 +19,7 @@ WANTED = prompts(20, 700, seed=1, shared=320)
 
 @pytest.fixture(scope="module")
 def engines(shared_depot: DepotProcess, model: MakeModel) -> Iterator[tuple[Engine, Engine]]:
-    """Two engines on one depot. A flush empties their own cache and leaves their keys as they are."""
+    """Two engines on one depot. A flush empties their own cache and does not change their keys."""
     settings = linker(shared_depot.url, keep_after_reset=True, lookup_seconds=1.0, deadline_seconds=5.0)
     with Engine(model("gqa"), **settings) as one, Engine(model("gqa"), **settings) as two:
         one.wait_until_ready()
@@ -29,7 +29,7 @@ def engines(shared_depot: DepotProcess, model: MakeModel) -> Iterator[tuple[Engi
 
 @pytest.fixture(scope="module")
 def reference(engines: tuple[Engine, Engine]) -> list[tuple[int, ...]]:
-    """The tokens of an engine that loads nothing: the depot is empty."""
+    """The tokens of an engine with an empty depot, which loads nothing."""
     one, _ = engines
     answers = one.each(WANTED)
     assert not any(each.from_depot for each in answers)
@@ -41,7 +41,7 @@ def whole_pages(wanted: list[Prompt]) -> int:
 
 
 def wait_until_stored(engine: Engine) -> None:
-    engine.flush()  # is refused while stores are under way
+    engine.flush()  # refused while stores are under way
 
 
 def test_an_engine_loads_the_pages_of_another_and_answers_the_same(
@@ -161,7 +161,7 @@ def test_two_ranks_share_with_one(engines: tuple[Engine, Engine], shared_depot: 
 def test_windows_and_latent_attention_are_loaded(
     name: str, plugin: str, said: str, shared_depot: DepotProcess, model: MakeModel
 ) -> None:
-    """Over flush and restart. The modules of the plugins say what they mend in SGLang."""
+    """After a flush and a restart. The docstrings of the plugins say what they fix in SGLang."""
     wanted = prompts(8, 700, seed=4, shared=256)
     settings = linker(shared_depot.url, keep_after_reset=True)
     plain = Engine(model(name), plugin=f"support.sglang.{plugin}")

@@ -30,7 +30,7 @@ def free_port() -> int:
 
 @pytest.mark.slow
 def test_a_prompt_outlives_its_engine_and_the_example_leaves_no_memory(model: Callable[[str], Path]) -> None:
-    with tempfile.TemporaryDirectory(prefix="kvd-") as folder:  # short, as there will be sockets in it
+    with tempfile.TemporaryDirectory(prefix="kvd-") as folder:  # short, as it will contain sockets
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         places = {"PATH": path, "PORT": str(free_port()), "POOL_SIZE": "128MiB", "TMPDIR": folder}
         done = subprocess.run(

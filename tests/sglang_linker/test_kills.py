@@ -1,4 +1,4 @@
-"""A depot that is killed again and again while an engine has many requests in flight: no request notices."""
+"""A depot is killed again and again while an engine has many requests in flight, and no request is affected."""
 
 import itertools
 import threading
@@ -16,7 +16,7 @@ AT_ONCE = 16
 
 @pytest.mark.slow
 def test_kills_of_the_depot_under_many_requests_cost_none(tmp_path: Path, model: Callable[[str], Path]) -> None:
-    """Every request ends with the tokens of an engine without a depot, and hits go on between the kills."""
+    """Every request ends with the tokens of an engine without a depot, and hits continue between the kills."""
     wanted = prompts(4 * AT_ONCE, 200, seed=5, shared=64)
     rounds = [wanted[start : start + AT_ONCE] for start in range(0, len(wanted), AT_ONCE)]
     done, num_kills, num_requests, from_depot = threading.Event(), 0, 0, 0
@@ -25,7 +25,7 @@ def test_kills_of_the_depot_under_many_requests_cost_none(tmp_path: Path, model:
         with Engine(model("eight-heads"), **settings) as engine:
             engine.wait_until_ready()
             depot.kill()
-            expected = [tokens(engine.generate(*each)) for each in rounds]  # nothing to load from
+            expected = [tokens(engine.generate(*each)) for each in rounds]  # the depot is empty
             depot.start()
 
             def kill_and_restart() -> None:

@@ -1,5 +1,5 @@
 # pyright: basic
-"""The linker on a real depot, called as SGLang calls it, with a stand-in for SGLang's classes."""
+"""The linker on a real depot, called as by SGLang, with a stand-in for SGLang's classes."""
 
 import itertools
 import signal
@@ -46,7 +46,7 @@ def depot() -> Iterator[DepotProcess]:
 
 @pytest.fixture
 def engine(depot: DepotProcess) -> Iterator[MakeEngine]:
-    """Make engines that differ in what is given."""
+    """Make engines that differ in the given options."""
     made: list[Any] = []
     with stand_in.installed() as module:
 
@@ -107,11 +107,11 @@ def test_a_tail_is_found_behind_what_the_device_has(engine: MakeEngine) -> None:
     one, names = engine(), names_of(1, 6)
     values = fill(one, one.slots(0, 6), seed=1)
     assert one.store(names[:2], one.slots(0, 2))
-    assert one.store(names, one.slots(0, 6), first=2)  # a node of its own
+    assert one.store(names, one.slots(0, 6), first=2)  # a tree node of its own
     assert one.look_up("r", names, on_device=3) == 3
     assert one.load("r", names[3:], one.slots(20, 3))
     assert equal(held(one, one.slots(20, 3)), [value[3 * PAGE :] for value in values])
-    assert one.look_up("s", names) == 6  # the device has nothing of it, and what it had of "r" is forgotten
+    assert one.look_up("s", names) == 6  # the device has none of it, and its pages of "r" are forgotten
 
 
 def test_each_of_several_nodes_is_offloaded_with_the_pages_before_it(
@@ -141,7 +141,7 @@ def test_no_lease_is_kept_for_what_the_device_has(engine: MakeEngine, depot: Dep
 
 
 def test_a_prompt_that_the_device_has_is_used_in_the_depot_too(engine: MakeEngine, depot: DepotProcess) -> None:
-    """SGLang asks for nothing then. Else the prefixes in greatest use would leave the depot first."""
+    """SGLang does not ask for such a prompt. Otherwise the most used prefixes would leave the depot first."""
     one, names = engine(), names_of(1, 4)
     assert one.store(names, one.slots(0, 4))
     assert [one.look_up("r", names, on_device=4) for _ in range(10)] == [0] * 10
@@ -200,7 +200,7 @@ def test_a_depot_that_dies_costs_misses_only(engine: MakeEngine, depot: DepotPro
     assert one.store(names, one.slots(0, 4))
     assert one.look_up("r", names) == 4
     depot.kill()
-    if one.load("r", names, one.slots(10, 4)):  # the mapping outlives the server, so that this may succeed
+    if one.load("r", names, one.slots(10, 4)):  # the mapping outlives the server, so this may succeed
         assert equal(held(one, one.slots(10, 4)), values)
     assert one.look_up("s", names) == 0
     depot.start()
@@ -319,7 +319,7 @@ def test_replicas_with_the_same_new_weights_share_at_once_and_one_that_is_behind
 
 
 def test_the_last_of_several_updates_names_the_weights(engine: MakeEngine) -> None:
-    """SGLang packs what came after the last one, and a trainer may flush with the first."""
+    """SGLang packs the new weights after the last update, and a trainer may flush with an earlier one."""
     one, two, names = engine(), engine(), names_of(1, 4)
     one.update("a half", flush=True)
     one.update("all", flush=False)
@@ -331,7 +331,7 @@ def test_the_last_of_several_updates_names_the_weights(engine: MakeEngine) -> No
 
 
 def test_an_update_without_a_flush_shares_with_nobody(engine: MakeEngine) -> None:
-    """The device's pages are of the weights before, and those that come of the new ones."""
+    """The device keeps pages of the previous weights and adds pages of the new ones."""
     one, same, before, names = engine(), engine(), engine(), names_of(1, 4)
     assert before.store(names, before.slots(0, 4))
     one.update("new", flush=False)
@@ -394,13 +394,13 @@ def test_a_store_whose_parent_has_left_is_stored_with_its_path(
     assert one.store(names[:4], one.slots(0, 4))
     depot.kill()
     for file in depot.pool_directory.glob("*"):
-        file.unlink()  # the next server begins empty
+        file.unlink()  # the next server starts empty
     depot.start()
     requests = map(str, itertools.count())
     if num_kept:
         wait_until(lambda: one.store(names[:num_kept], one.slots(0, num_kept)))
         wait_until(lambda: one.look_up(next(requests), names[:num_kept]) == num_kept)
-    # The device has four pages and thinks that the depot has them, too.
+    # The device has four pages and believes that the depot has them, too.
     wait_until(
         lambda: one.look_up(next(requests), names, on_device=4) == 0 and one.store(names, one.slots(0, 6), first=4)
     )

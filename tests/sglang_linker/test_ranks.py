@@ -1,4 +1,4 @@
-"""Tensor-parallel ranks take the same branch."""
+"""Tensor-parallel ranks decide alike."""
 
 import subprocess
 import sys
@@ -34,7 +34,7 @@ for content in (1.0, 1.0, 2.0, None):
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
-    """The lines of two ranks."""
+    """The output lines of two ranks."""
     if find_spec("torch") is None:
         pytest.skip("torch is not installed")
     meeting = tmp_path_factory.mktemp("ranks") / "meeting"

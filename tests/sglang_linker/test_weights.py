@@ -1,4 +1,4 @@
-"""Real SGLang engines whose weights change while they run: nothing is stale, and replicas share at once."""
+"""Weights change in running SGLang engines: no stale tokens, and replicas share at once."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +18,7 @@ WANTED = prompts(10, 700, seed=6)
 def replicas(
     shared_depot: DepotProcess, model: MakeModel, request: pytest.FixtureRequest
 ) -> Iterator[tuple[Engine, Engine]]:
-    """Two engines of one rank each, then two of two ranks each."""
+    """Two engines with one rank each, then two with two ranks each."""
     settings = linker(shared_depot.url) | {"tp_size": request.param}
     with Engine(model("gqa"), **settings) as one, Engine(model("gqa"), **settings) as two:
         yield one.wait_until_ready(), two.wait_until_ready()
@@ -29,7 +29,7 @@ def replicas(
 def test_replicas_with_the_same_new_weights_share_at_once_and_find_nothing_of_others(
     way: str, seed: int, replicas: tuple[Engine, Engine], shared_depot: DepotProcess, model: MakeModel
 ) -> None:
-    """The last weights are those that the engines had at start, which have another name then."""
+    """The last weights equal those at the start, but have another name then."""
     one, two = replicas
     before = tokens(one.each(WANTED))
     assert tokens(two.each(WANTED)) == before

@@ -33,7 +33,7 @@ class Outcome:
 
 
 def run_seed(seed: int, num_steps: int = NUM_STEPS) -> Outcome:
-    """Make and run a seed's history, then let everybody leave. Each seed prefers some kinds of events."""
+    """Make and run a seed's history, then let all processes leave. Each seed prefers some kinds of events."""
     rng = random.Random(seed)
     setup = Setup.of_seed(seed)
     mood = _SLOW if setup.is_slow else _ROOMY if setup.is_roomy else rng.choice(_MOODS)

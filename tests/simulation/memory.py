@@ -74,7 +74,7 @@ class CrashingTable(IndexTable):
 
 
 class CrashingNames(NamesFile):
-    """The names file; the server may be killed while it appends a name."""
+    """The names file. The server may be killed while it appends a name."""
 
     fuse: Fuse
 
@@ -90,12 +90,12 @@ class CrashingNames(NamesFile):
 
 
 def num_pages(num_bytes: int) -> int:
-    """Return how many pages so many bytes touch, from the start of a page on."""
+    """Return how many pages `num_bytes` cover from the start of a page."""
     return -(-num_bytes // PAGE)
 
 
 def tags_of(place: Place, num_pages: int) -> list[Tag]:
-    """Return the content of the pages of an entry: cell by cell of its part, as many pages each."""
+    """Return the content of an entry's pages, cell by cell of its part. All cells have the same number of pages."""
     key, group, number = place
     part = Part.of(number)
     cells = [
@@ -128,11 +128,11 @@ class Claim:
 
 
 class Memory:
-    """Table, names and pages, and who may write which page. `close` it."""
+    """Table, names and pages, and which writer may write to which page. Must be closed."""
 
     def __init__(self, num_pages: int, ready_pages: int) -> None:
         self.num_pages = num_pages
-        self.ready_pages = ready_pages  # the first ones: the others have no memory yet
+        self.ready_pages = ready_pages  # the first pages; the others have no memory yet
         self.table = bytearray(table_size_bytes(NUM_RECORDS))
         self.sessions = mmap.mmap(-1, 64 * 1024)
         self.names_fd = os.memfd_create("names")
@@ -155,7 +155,7 @@ class Memory:
             names = CrashingNames.open(Path(f"/proc/self/fd/{self.names_fd}"))
         except PoolError as error:
             raise Violation(f"the names of an earlier server cannot be read: {error}") from error
-        if os.fstat(self.names_fd).st_size > names.size_bytes:  # a shorter name would leave its end behind the new one
+        if os.fstat(self.names_fd).st_size > names.size_bytes:  # a shorter new name would keep the old end
             raise Violation("the names keep a part of a name behind their end")
         names.fuse = fuse
         return names

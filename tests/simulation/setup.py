@@ -1,4 +1,4 @@
-"""The constants of histories: caches, prompts and their texts, and what a seed chooses."""
+"""The constants of histories: caches, prompts and their texts, and each seed's choices."""
 
 import random
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ from kvdepot.wire import messages as m
 from simulation.memory import NUM_RECORDS, PAGE
 
 FULL, WINDOW, STATE = GroupKind.FULL_ATTENTION, GroupKind.SLIDING_WINDOW, GroupKind.RECURRENT
-CHUNK_TOKENS: Final = 256  # as few as single flight waits for
-LETTER_TOKENS: Final = CHUNK_TOKENS // 2  # a prompt's text is a string whose letters stand for so many tokens
+CHUNK_TOKENS: Final = 256  # the fewest tokens that single flight waits for
+LETTER_TOKENS: Final = CHUNK_TOKENS // 2  # each letter of a prompt's text stands for this many tokens
 _FULL: Final = m.GroupShape(FULL, CHUNK_TOKENS)
 _WINDOW: Final = m.GroupShape(WINDOW, CHUNK_TOKENS, 3 * CHUNK_TOKENS)
 SPECS: Final = (
@@ -33,7 +33,7 @@ RANKS: Final = ((1, 0), (2, 0), (2, 1), (4, 2))
 
 
 def _prompt(text: str, tenant: str) -> KeyRun:
-    """Return the chunks of a text; a letter that is left over is a tail, an incomplete last chunk."""
+    """Return the chunks of a text. A leftover letter is a tail, an incomplete last chunk."""
     hasher, letters = PrefixHasher(Namespace("model", tenant=tenant), 2), [ord(letter) for letter in text]
     hasher.extend(letters)
     whole = hasher.run()
@@ -60,7 +60,7 @@ _SEGMENT_ENDS: Final = "cfxgh"
 
 
 def segments_of(text: str, tenant: str) -> bytes:
-    """Return the packed segments of a text: the same letters have the same name wherever they stand."""
+    """Return the packed segments of a text. Equal letters have the same name at any position."""
     packed, first = b"", 0
     for place, letter in enumerate(text, 1):
         if letter in _SEGMENT_ENDS:
@@ -74,12 +74,12 @@ DEMOTIONS: Final = (None, Demotion.STORE, Demotion.STORE, Demotion.REUSE, Demoti
 
 
 def part_of(group: m.GroupShape, worker: int) -> Part:
-    """Return what a worker has of a group."""
+    """Return a worker's part of a group."""
     if group.heads == 1:
         return Part(worker % 2 if group.layers > 1 else 0)
     size, rank = RANKS[worker]
     held = max(1, group.layers // size)
-    size = size * held // group.layers  # of a stage
+    size = size * held // group.layers  # ranks of a stage
     stage, rank = divmod(rank, size)
     return Part(stage * held, held, rank * group.heads // size, max(1, group.heads // size))
 
@@ -90,14 +90,14 @@ class Setup:
 
     spec: m.CacheSpec
     num_pages: int
-    ready_pages: int  # those that have memory when the first server starts
-    entry_bytes: tuple[int, ...]  # by group, of one cell
+    ready_pages: int  # pages that have memory when the first server starts
+    entry_bytes: tuple[int, ...]  # by group, for one cell
     policy: str
     demotion: Demotion | None
     quotas: dict[str, int]
     has_history: bool  # the tier has every chunk from the start
     is_slow: bool  # reads of the tier hang
-    num_prompts: int  # the first ones
+    num_prompts: int  # the first prompts are used
     is_roomy: bool  # several whole prompts stay, so that blends find them
 
     @classmethod
@@ -108,7 +108,7 @@ class Setup:
         spec, num_pages = (SPECS[0], 2 * NUM_RECORDS) if is_roomy else (rng.choice(SPECS), rng.randint(5, 20))
         if spec is SPECS[1] and seed % 2:
             spec = _CUT[seed // 2 % 2]
-        num_prompts = len(PROMPTS) if is_roomy else rng.choice((3, len(PROMPTS)))  # few are found more often
+        num_prompts = len(PROMPTS) if is_roomy else rng.choice((3, len(PROMPTS)))  # with fewer, hits are more frequent
         policy = rng.choice(["lru", "arc", "auto"])
         ready_pages = rng.choice((num_pages, num_pages, rng.randint(0, num_pages)))
         large, small = rng.choice(((2 * PAGE, PAGE), (PAGE + 904, 1000)))  # entries of one and of two pages

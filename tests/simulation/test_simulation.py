@@ -1,4 +1,4 @@
-"""Each test breaks one rule of the server, and some history fails."""
+"""Each test breaks one rule of the server, and some history must fail."""
 
 import logging
 import os

@@ -1,5 +1,5 @@
 # pyright: reportPrivateUsage=false
-"""A simulated tier: storage that is slow, hangs, fails and comes back, under the real queue with its breaker."""
+"""A simulated tier: the real queue with its breaker over storage that is slow, hangs, fails and recovers."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -66,7 +66,7 @@ class Storage(Tier):
         return [self.fill(key, offset, num_bytes) for key, (offset, num_bytes) in zip(keys, extents, strict=True)]
 
     def fill(self, key: bytes, offset: int, num_bytes: int) -> bytes | None:
-        """Copy an entry into its extent; return its trailer, that of no bytes, as this pool has none."""
+        """Copy an entry into its extent. Return its trailer: the one of zero bytes, as this pool has none."""
         tags = self.entries.get(key, [])
         for number, tag in enumerate(tags):
             self.memory.pages[offset // PAGE + number] = tag
@@ -169,7 +169,7 @@ class Threads:
         return call
 
     def let_go(self, call: Call) -> None:
-        """Release the pages of a call, which no longer touches them."""
+        """Release the pages of a call that no longer touches them."""
         for claim in self.claims.pop(id(call), ()):
             self.memory.end(claim)
         self.memory.copied.subtract(self.sources.pop(id(call), ()))

@@ -104,7 +104,7 @@ class Retrieve:
 
 @dataclass(eq=False)
 class Process:
-    """A process of an engine, which is stopped and killed as a whole."""
+    """A process of an engine. It is stopped and killed as a whole."""
 
     writer: Writer
     is_alive: bool = True
@@ -122,12 +122,12 @@ class Lease:
 
 @dataclass(eq=False)
 class Worker:
-    """A worker with a connection of its own, which also acts as the scheduler of its engine."""
+    """A worker with its own connection. It also acts as its engine's scheduler."""
 
-    name: str  # of the engine
+    name: str  # the engine's name
     process: Process
     rank: int
-    epoch: int = 0  # of the server to which it believes it is connected
+    epoch: int = 0  # epoch of the server to which it believes it is connected
     session: int = 0
     context: int = 0
     parts: tuple[Part, ...] = ()
@@ -200,9 +200,9 @@ class World:
         self.server: Server | None = None
         self.lingering: list[tuple[Writer, Any, list[Claim]]] = []  # calls of dead servers that are still in the kernel
         self.dead: list[Writer] = []  # processes whose end was not yet reported to the server
-        self.remembered: set[bytes] = set()  # last prefixes of sessions, of any time
-        self.suspect: set[bytes] = set()  # chunks of which a client reported an entry
-        self.waiting: list[PendingReply] = []  # lookups of the present server without an answer
+        self.remembered: set[bytes] = set()  # all last prefixes that sessions ever had
+        self.suspect: set[bytes] = set()  # chunks with an entry that a client reported as corrupt
+        self.waiting: list[PendingReply] = []  # lookups that the current server has not answered
         processes = [Process(Writer(self._number(), 1)) for _ in set(PROCESS_OF_WORKER)]
         self.workers = [self._new_worker(number, processes[each]) for number, each in enumerate(PROCESS_OF_WORKER)]
         self._events: dict[str, Callable[[int, int, int], str | None]] = {
@@ -227,7 +227,7 @@ class World:
         return self.now
 
     def close(self) -> None:
-        """Close what has a descriptor."""
+        """Close everything that has a descriptor."""
         self.memory.close()
         if self.server is not None:
             self.server.names.close()
@@ -337,7 +337,7 @@ class World:
                 threads.let_go(call)
 
     def on_linger(self, a: int, b: int, c: int) -> str | None:
-        """End a hung read of a killed server; the last one ends the server's process."""
+        """End a hung read of a killed server. The end of the last one ends the server's process."""
         if not self.lingering:
             return None
         writer, call, claims = self.lingering.pop(a % len(self.lingering))
@@ -380,7 +380,7 @@ class World:
         return f"the loop turns at {self.now:.1f} s"
 
     def on_grow(self, a: int, b: int, c: int) -> str | None:
-        """Give more of the pool memory, while the server reads back, too."""
+        """Give more of the pool memory, even while the server reads back."""
         server, memory = self.server, self.memory
         if server is None or memory.ready_pages == memory.num_pages:
             return None
@@ -389,9 +389,9 @@ class World:
         return f"{memory.ready_pages} of {memory.num_pages} pages have memory"
 
     def on_damage(self, a: int, b: int, c: int) -> str | None:
-        """Damage files between two servers: names lose their end, a byte is another, or an entry is there twice.
+        """Damage files between two servers: cut off the end of the names, change a byte, or duplicate an entry.
 
-        Nobody may lose the extent that it writes, so records of unfinished entries stay.
+        No writer may lose its extent, so records of unfinished entries stay.
         """
         if self.server is not None:
             return None
@@ -412,7 +412,7 @@ class World:
         return self._copy_entry(table, number, b)
 
     def _copy_entry(self, table: IndexTable, number: int, b: int) -> str | None:
-        """Give an entry a second record and extent, which a right server never does."""
+        """Give an entry a second record and extent, which a correct server never does."""
         memory, found = self.memory, table.record(number)
         target = next((each for each in range(NUM_RECORDS) if table.state(each) == FREE), None)
         if found is None or found.state != SEALED or target is None:
@@ -464,7 +464,7 @@ class World:
         return worker if is_there else None
 
     def _ask(self, worker: Worker, request: frames.Request) -> Any:
-        """Send a request and return the reply, or None if it was refused or comes later."""
+        """Send a request. Return the reply, or None if it was refused or comes later."""
         server = self.server
         assert server is not None
         try:
@@ -518,7 +518,7 @@ class World:
         return f"{worker.name} unregisters and registers again"
 
     def on_disconnect(self, a: int, b: int, c: int) -> str | None:
-        """Close the connection; the process lives and may continue copying."""
+        """Close the connection. The process lives and may continue copying."""
         worker = self.workers[a % NUM_WORKERS]
         if not worker.process.is_alive or self.server is None or not worker.session:
             return None
@@ -533,7 +533,7 @@ class World:
             self.server.watched.add(worker.process.writer)
 
     def on_kill(self, a: int, b: int, c: int) -> str | None:
-        """Kill a process; another of the same name takes its place."""
+        """Kill a process. Another one with the same name takes its place."""
         process, successor = self.workers[a % NUM_WORKERS].process, Process(Writer(self._number(), 1))
         process.is_alive = False
         for number, worker in enumerate(self.workers):
@@ -623,7 +623,7 @@ class World:
         return f"{worker.name} copies" + (" the last of it" if store.is_copied else " some pages")
 
     def on_end_store(self, a: int, b: int, c: int) -> str | None:
-        """Commit a finished copy; abort a failed one."""
+        """Commit a finished copy, or abort a failed one."""
         worker = self._able(a)
         if worker is None or not worker.stores:
             return None
@@ -644,7 +644,7 @@ class World:
     # --- lookups and retrieves ------------------------------------------------------------------------------------
 
     def on_lookup(self, a: int, b: int, c: int) -> str | None:
-        """Look a prompt up. Some announce it, join those that did, or await what an engine of another node computes."""
+        """Look a prompt up. Some lookups announce it, join an announcement, or await another node's chunks."""
         worker = self._connected(a)
         if worker is None:
             return None
@@ -727,7 +727,7 @@ class World:
         return f"{worker.name} begins to retrieve {plan.num_chunks} chunks from {self._name(run)}"
 
     def _mixed_up(self, plan: m.RetrievePlan, run: KeyRun, b: int) -> m.RetrievePlan:
-        """Return the plan of a server whose index is wrong: an extent is that of another chunk."""
+        """Return the plan of a server with a wrong index, in which an extent belongs to another chunk."""
         assert self.server is not None
         table, extents = self.server.index.table, list(m.EXTENT.iter_unpack(plan.extents))
         place = b % len(extents)
@@ -739,7 +739,7 @@ class World:
         return msgspec.structs.replace(plan, extents=b"".join(m.EXTENT.pack(*extent) for extent in extents))
 
     def on_read(self, a: int, b: int, c: int) -> str | None:
-        """Read the next extents; after the last one, compare as the client does."""
+        """Read the next extents. After the last one, compare as the client does."""
         worker = self._able(a)
         if worker is None or not worker.retrieves:
             return None
@@ -772,7 +772,7 @@ class World:
         return all(group.kind is FULL for group in self.setup.spec.groups)
 
     def on_note(self, a: int, b: int, c: int) -> str | None:
-        """Say what a prompt's chunks hold."""
+        """Note the segments of a prompt's chunks."""
         worker = self._connected(a)
         if worker is None or not self.is_full_attention:
             return None
@@ -782,7 +782,7 @@ class World:
         return f"{worker.name} says what {self._name(run)} hold"
 
     def on_blend(self, a: int, b: int, c: int) -> str | None:
-        """Look for a text anywhere; it must be the text of the chunks that are found."""
+        """Look for a text at any position. The chunks found must have this text."""
         worker = self._connected(a)
         if worker is None or not self.is_full_attention:
             return None
@@ -798,7 +798,7 @@ class World:
                 raise Violation(f"a blend takes chunks with another text than {letters(text, position, length)}")
             self._check_found(
                 self.server.index, PROMPTS[of], first + count, first
-            )  # the chunks before need not be here
+            )  # the chunks before it may be missing
         if reply.lease:
             worker.leases.append(Lease(reply.lease, PROMPTS[number], 0))
         return f"{worker.name} looks for the text {text} and finds {len(reply.runs) // m.BLEND_RUN.size} runs"
@@ -806,7 +806,7 @@ class World:
     # --- lies -----------------------------------------------------------------------------------------------------
 
     def on_lie(self, a: int, b: int, c: int) -> str | None:
-        """Let a client name leases, tickets, contexts and records that are not its own: nothing may change."""
+        """Let a client name leases, tickets, contexts and records of others. Nothing may change."""
         worker = self._connected(a)
         if worker is None:
             return None
@@ -935,7 +935,7 @@ class World:
         reply = self._ask(worker, m.ReportCorrupt(worker.context, ((number, header),)))
         return f"{worker.name} reports record {number} as damaged: {reply.count} removed"
 
-    # --- what always holds ----------------------------------------------------------------------------------------
+    # --- invariants -----------------------------------------------------------------------------------------------
 
     def on_check(self, a: int, b: int, c: int) -> str | None:
         self.check()
@@ -968,7 +968,7 @@ class World:
                     raise Violation(f"{session} of {tenant} leads to a prefix that nobody named")
 
     def _check_leases(self, server: Server) -> None:
-        """Fail unless everything leased is there; with quotas, leases yield to tenants within theirs."""
+        """Fail unless all leased chunks are there. With quotas, leases yield to tenants within their quota."""
         if server.index.quotas.num_shares > 1:
             return
         for worker in self.workers:
@@ -979,7 +979,7 @@ class World:
                     self._check_found(server.index, lease.run, lease.num_chunks)
 
     def finish(self) -> None:
-        """Let everybody leave and die; fail unless nothing is left."""
+        """Let all processes leave and die. Fail if anything is left."""
         for worker in self.workers:
             worker.process.is_stopped = False
         self.storage.is_failing = False
@@ -1029,6 +1029,6 @@ def letters(text: str, first_token: int, num_tokens: int) -> str:
 
 
 def _failed(error: Exception) -> str:
-    """Return the assertion, as one without a message says nothing of itself."""
+    """Return the assertion's source, as an assertion without a message has no text."""
     frames = traceback.extract_tb(error.__traceback__)
     return str(error) or str(frames[-1].line)

@@ -1,4 +1,4 @@
-"""Lists of hot prefixes between depots that share a tier; each depot has a pool of real memory, and a clock to turn."""
+"""Lists of hot prefixes between depots that share a tier. Each depot has a pool of real memory and a fake clock."""
 
 import mmap
 import os
@@ -32,7 +32,7 @@ SPEC = m.CacheSpec(1, (m.GroupShape(GroupKind.FULL_ATTENTION, 1),), "bytes")
 
 
 def prompt(name: str, num_chunks: int, tenant: str = "default", head: int = 0) -> KeyRun:
-    """Return a prompt whose first `head` chunks are those of all others."""
+    """Return a prompt that shares its first `head` chunks with all others."""
     tokens = [*range(head), *random.Random(name).sample(range(1000, 100_000), num_chunks - head)]
     return hash_prefix(Namespace("model", tenant=tenant), 1, tokens)
 
@@ -86,7 +86,7 @@ class Node:
         self.ask(m.Release(self.context, (reply.lease,)))
 
     def holds(self, run: KeyRun) -> int:
-        """Return how many chunks the pool has; their bytes must be right."""
+        """Return how many chunks the pool has. Check their bytes."""
         found, _ = self.index.match(self.index.spaces[0], run.digests)
         for start in range(0, found, 100):
             part = run.slice(start, min(start + 100, found))
@@ -108,7 +108,7 @@ class Node:
         wait_until(lambda: (self.turn(), is_over())[1])
 
     def settle(self) -> None:
-        """Let everything arrive in the tier."""
+        """Wait until everything has arrived in the tier."""
         for _ in range(3):
             self.turn_until(
                 lambda: not any(q.queued_write_bytes for q in self.tiering.queues) and not self.tiering.num_refreshing
@@ -144,7 +144,7 @@ class Fleet:
         return self.nodes[-1]
 
     def write_list(self, node: Node) -> None:
-        """Let a node's moment in the next period come, and its list arrive."""
+        """Advance to a node's time in the next period, and wait for its list."""
         before = node.num_lists
         self.wall += 2 * PERIOD_SECONDS - 1
         node.turn_until(lambda: node.num_lists > before)
@@ -183,7 +183,7 @@ def test_a_new_depot_has_what_others_use_most_before_its_first_request(fleet: Fl
 
 
 def test_lists_of_several_depots_are_taken_and_the_most_used_prefixes_first(fleet: Fleet) -> None:
-    """A quarter of the pool has room for 512 chunks: for two prompts of 200, and half of a third one."""
+    """A quarter of the pool holds 512 chunks: two prompts of 200, and half of a third one."""
     first, second, new = fleet.node(), fleet.node(), fleet.node()
     runs = [prompt(f"{number}", 200) for number in range(4)]
     for node, mine in ((first, runs[:1]), (second, runs[1:])):

@@ -1,4 +1,4 @@
-"""Mooncake as a tier: the suite on a real cluster on loopback, also with processes that die or hang."""
+"""Mooncake as a tier: the suite on a real cluster on loopback, and processes that die or hang."""
 
 import contextlib
 import importlib.util
@@ -57,7 +57,7 @@ needs_sdk = pytest.mark.usefixtures("_sdk")
 
 @pytest.fixture(scope="module")
 def cluster(_sdk: None) -> Iterator[tuple[Master, Node]]:
-    """A master, and a node that keeps what others write."""
+    """A master, and a node that keeps the entries of others."""
     master = Master()
     with contextlib.closing(Node(f"mooncake://{master.address}?segment=64MiB")) as node:
         yield master, node
@@ -66,7 +66,7 @@ def cluster(_sdk: None) -> Iterator[tuple[Master, Node]]:
 
 @pytest.fixture
 def master() -> Iterator[Master]:
-    """A master of one test."""
+    """A master for one test."""
     master = Master()
     yield master
     master.kill()
@@ -74,7 +74,7 @@ def master() -> Iterator[Master]:
 
 @pytest.fixture
 def pool() -> Iterator[TierPool]:
-    """What stands for a pool that another process can map."""
+    """Memory that stands for a pool. Another process can map it."""
     pool = make_shared_pool()
     yield pool
     os.close(pool.fd)
@@ -82,7 +82,7 @@ def pool() -> Iterator[TierPool]:
 
 @pytest.fixture
 def tier(master: Master, pool: TierPool) -> Iterator[MooncakeTier]:
-    """A tier that is the whole cluster."""
+    """A tier that is the only node of its cluster."""
     with contextlib.closing(join(master, pool, "segment=64MiB&timeout=5")) as tier:
         yield tier
 
@@ -96,7 +96,7 @@ def is_dead(pid: int) -> bool:
 
 
 def stat_of(pid: str) -> tuple[str, str, str]:
-    """Return the pid, the state and the parent of a process."""
+    """Return the PID, the state and the parent of a process."""
     try:
         state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
     except (FileNotFoundError, ProcessLookupError):
@@ -453,7 +453,7 @@ def test_stored_chunks_serve_engines_of_other_nodes_and_a_killed_depot_leaves_no
 
 @needs_sdk
 def test_entries_outlive_their_depot_in_the_memory_of_mooncakes_own_client(master: Master) -> None:
-    """As `deploy/kubernetes/mooncake` has it: the client beside the depot, with flags of the same names."""
+    """As in `deploy/kubernetes/mooncake`: the client beside the depot, with flags of the same names."""
     with contextlib.closing(Client(master, 256 << 20)):
         with contextlib.closing(DepotOfCluster(master, "segment=0")) as one:
             assert one.ask("store 1 16") == "16"

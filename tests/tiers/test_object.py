@@ -1,4 +1,4 @@
-"""The tier in object stores passes the suite on files and against a real S3 server, and outlives one that is away."""
+"""The tier in object stores passes the suite on files and on a real S3 server, and survives its absence."""
 
 import contextlib
 import socket
@@ -44,7 +44,7 @@ def open_url(text: str, pool: TierPool) -> ObjectTier:
 
 
 def name_of(key: bytes) -> str:
-    """Return the name of the first object of a chunk's run; a key that names no run is one by itself."""
+    """Return the name of the first object of a chunk's run. A key without a run is a run by itself."""
     return object_name(run_of(key))
 
 
@@ -66,7 +66,7 @@ class ObjectSuite(TierSuite):
         tier = open_url(self.url, make_pool())
         store = tier.store
         stored = bytearray(obstore.get(store, name_of(key)).bytes())
-        if how is Damage.SWAPPED:  # the trailer and the bytes of another chunk under the key of this one
+        if how is Damage.SWAPPED:  # the trailer and the bytes of another chunk under this key
             offset, size, trailer = head_of(stored).chunks[digest_of(key)]
             from_other = bytearray(obstore.get(store, name_of(other)).bytes())
             ((start, _, trailer),) = head_of(from_other).chunks.values()
@@ -100,7 +100,7 @@ class TestS3(ObjectSuite):
 
 
 def test_the_format_of_objects_is_kept(tmp_path: Path) -> None:
-    """Name and bytes of an object as the first version with runs wrote them."""
+    """The first version with runs wrote objects with this name and these bytes."""
     pool, payload = make_pool(), content(KEPT_KEY, 5000)
     digest, place = KEPT_KEY[-DIGEST_BYTES:], (5000).to_bytes(8, "little")
     head = b"KVDRUN\0\1" + (1).to_bytes(8, "little") + digest + (184).to_bytes(8, "little") + place + KEPT_TRAILER
@@ -179,7 +179,7 @@ def test_without_its_bucket_the_probe_fails(server: S3Server) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("reads", [0, 1 << 16])
 def test_a_put_that_times_out_leaves_the_pool_alone_when_it_returns(reads: int) -> None:
-    """The server takes some bytes or none and never answers; afterwards nobody holds the pool's memory."""
+    """The server takes some bytes or none and never answers. Afterwards the pool's memory is not in use."""
     pool, key, is_over = make_pool(16 << 20), make_key(1), threading.Event()
 
     def take_some(connection: socket.socket) -> None:
@@ -195,7 +195,7 @@ def test_a_put_that_times_out_leaves_the_pool_alone_when_it_returns(reads: int) 
             read_from(tier, pool, [key], [(0, 8 << 20)])
         tier.close()
         is_over.set()
-    pool.view.release()  # raises if there is a buffer of it
+    pool.view.release()  # raises if a buffer of it exists
 
 
 def test_one_request_that_fails_does_not_cost_the_others(tmp_path: Path) -> None:
@@ -248,7 +248,7 @@ def test_requests_have_less_time_than_calls_and_background_requests_ten_times_as
 
 
 def test_a_large_copy_lets_other_threads_run() -> None:
-    """Another thread sees a part of it done, which it cannot while one call of C copies all."""
+    """Another thread sees a part of it done, which is impossible while one call of C copies all."""
     num_bytes, before = 64 << 20, sys.getswitchinterval()
     target, source = memoryview(bytearray(num_bytes)), memoryview(bytes([1]) * num_bytes)
     seen, is_over = set[tuple[int, int]](), threading.Event()

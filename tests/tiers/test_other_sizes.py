@@ -1,4 +1,4 @@
-"""What an engine of one rank left in a tier, two ranks find after a restart of the machine, or at another node."""
+"""Two ranks find the tier's entries of an engine of one rank, after a restart of the machine or on another node."""
 
 import contextlib
 from collections.abc import Generator, Iterator
@@ -19,7 +19,7 @@ workers = pytest.importorskip("support.cpu.workers", reason="engines need kvdepo
 pytestmark = pytest.mark.slow
 
 WAIT_SECONDS = 30.0
-HEADS, CHUNKS = 8, 8  # an object store waits two seconds for what follows fewer chunks
+HEADS, CHUNKS = 8, 8  # after fewer chunks, an object store waits two seconds for more
 
 
 def plan_of(size: int, rank: int) -> WorkerPlan:
@@ -46,7 +46,7 @@ class Engine:
         assert all(rank.store(run) for rank in self.ranks)
 
     def retrieve(self, run: KeyRun) -> list[int]:
-        """Return how many chunks each rank retrieves, all of them right."""
+        """Return how many chunks each rank retrieves. Check their bytes."""
         return [rank.retrieve(run) for rank in self.ranks]
 
     def close(self) -> None:
@@ -71,7 +71,7 @@ def s3() -> Generator[str]:
 
 @contextlib.contextmanager
 def mooncake() -> Generator[str]:
-    """A cluster whose memory belongs to no depot, as `deploy/kubernetes/mooncake` has it."""
+    """A cluster whose memory belongs to no depot, as in `deploy/kubernetes/mooncake`."""
     master = Master()
     with contextlib.closing(Client(master, 256 << 20)):
         yield f"mooncake://{master.address}?segment=0"

@@ -1,4 +1,4 @@
-"""Runs in an object store: prompts find what others wrote, whatever they share, with few requests."""
+"""Runs in an object store: prompts find all shared chunks of other prompts, with few requests."""
 
 import contextlib
 import itertools
@@ -41,7 +41,7 @@ PLACE = place_of(b"a spec", 0, 0, 7, SIZE)
 
 
 def keys_of(tokens: Sequence[int], run_chunks: int = 8, weights: str = "", model: str = "b") -> list[bytes]:
-    """Return the keys of a prompt's chunks, a token each, with their runs."""
+    """Return the keys, with runs, of a prompt's chunks of one token."""
     place = place_of(b"a spec", 0, 0, 7, SIZE, mark_of(weights))
     run = hash_prefix(Namespace("model"), 1, tokens)
     return [
@@ -52,7 +52,7 @@ def keys_of(tokens: Sequence[int], run_chunks: int = 8, weights: str = "", model
 
 
 class Node:
-    """A tier over shared files, as a depot uses it: it asks, then writes what is missing."""
+    """A tier over shared files, used as by a depot, which asks and then writes the missing chunks."""
 
     def __init__(self, folder: Path) -> None:
         self.pool: TierPool = make_pool(1 << 20)
@@ -73,7 +73,7 @@ class Node:
             self.write(missing)
 
     def find(self, keys: Sequence[bytes]) -> int:
-        """Return how many leading chunks are found; their bytes are right."""
+        """Return how many leading chunks are found. Check their bytes."""
         there = [*self.tier.contains(keys), False]
         found = there.index(False)
         extents = [(number * 4096, SIZE) for number in range(found)]
@@ -84,7 +84,7 @@ class Node:
         return found
 
     def find_some(self, keys: Sequence[bytes]) -> None:
-        """Read chunks that may leave at any time: the bytes of those that arrive are right."""
+        """Read chunks that may leave at any time. Check the bytes of those that arrive."""
         extents = [(number * 4096, SIZE) for number in range(len(keys))]
         arrived = read_from(self.tier, self.pool, keys, extents)
         for key, (offset, size), is_here in zip(keys, extents, arrived, strict=True):
@@ -217,7 +217,7 @@ def test_gc_removes_by_age_and_by_format_and_leaves_others_alone(
     others = ("notes", f"{old}.copy")
     for name in (old, *others):
         obstore.put(nodes[0].tier.store, name, b"x")
-    being_written = tmp_path / f"{old}#1"  # as obstore names a file until it is whole
+    being_written = tmp_path / f"{old}#1"  # obstore's name of a file until it is complete
     being_written.write_bytes(b"x")
     collect_there(tmp_path)
     assert capsys.readouterr().out.splitlines()[:2] == ["entries: 1 objects, 1 B", "runs: 2 objects, 18.3 KiB"]
@@ -293,7 +293,7 @@ def test_gc_removes_the_weights_of_a_model_that_nobody_keeps(nodes: list[Node], 
 
 
 class Counting:
-    """Passes connections on to a server, and counts the requests by method."""
+    """Forwards connections to a server and counts the requests by method."""
 
     def __init__(self, port: int) -> None:
         self.counts = Counter[bytes]()

@@ -1,4 +1,4 @@
-"""The tier in Valkey passes the suite against a real server, and copes with one that is away, full, or strange."""
+"""The tier in Valkey passes the suite on a real server, and copes with one that is away, full, or misbehaving."""
 
 import contextlib
 import socket
@@ -129,7 +129,7 @@ def test_a_large_payload_goes_in_parts_and_without_one_of_them_it_is_a_miss(serv
 
 
 def test_the_format_of_strings_is_kept(server: ValkeyServer) -> None:
-    """Names and bytes of an entry as the first release wrote them."""
+    """The first release wrote entries with these names and bytes."""
     pool, payload = make_pool(), content(KEPT_KEY, 5000)
     head = KEPT_TRAILER + b"\1\0\0\0"
     ask(server, b"SET", KEPT_NAME, head)
@@ -179,7 +179,7 @@ def test_entries_leave_some_time_after_their_last_use_and_ends_of_prefixes_first
 
 
 def test_a_use_of_an_entry_in_the_pool_is_a_use_of_all_its_strings(own_server: ValkeyServer) -> None:
-    ask(own_server, b"CONFIG", b"SET", b"maxmemory-policy", b"allkeys-lfu")  # the clock of LRU has whole seconds
+    ask(own_server, b"CONFIG", b"SET", b"maxmemory-policy", b"allkeys-lfu")  # LRU's clock counts whole seconds
     pool, key = make_pool(), make_key(1)
     fill(pool, 0, [key], [8192])
     tier = open_url(own_server.url(), pool)
@@ -352,7 +352,7 @@ def test_a_server_that_does_not_answer_is_an_error_in_time_and_holds_no_memory()
             read_from(tier, pool, [make_key(1)], [(0, 16 << 20)])
         tier.close()
         is_over.set()
-    pool.view.release()  # raises if there is a buffer of it
+    pool.view.release()  # raises if a buffer of it exists
 
 
 def test_closing_ends_a_call_that_waits(server: ValkeyServer) -> None:
@@ -469,7 +469,7 @@ def test_a_server_that_came_back_empty_gets_again_what_a_pool_is_asked_for(own_s
 
 
 def usable_and_held(server: ValkeyServer, prompts: Sequence[KeyRun]) -> tuple[int, int]:
-    """Return how many chunks a server has of prompts, of entries of one part: those behind no gap, and all."""
+    """Return how many chunks of prompts a server has: those without a gap before them, and all."""
     names = ask(server, b"KEYS", b"kvdepot:*")
     assert isinstance(names, list)
     strings = Counter(name.split(b":")[3][-2 * DIGEST_BYTES :] for name in names if isinstance(name, bytes))
@@ -484,7 +484,7 @@ def usable_and_held(server: ValkeyServer, prompts: Sequence[KeyRun]) -> tuple[in
 @pytest.mark.slow
 @pytest.mark.promise(78)
 def test_a_full_server_keeps_what_a_pool_is_asked_for_and_evicts_the_ends_of_other_prompts(tmp_path: Path) -> None:
-    """Prompts of 4 MiB come each half second, twice as many as fit."""
+    """Prompts of 4 MiB come every half second, twice as many as fit."""
     options = ("--maxmemory", "50mb", "--maxmemory-policy", "volatile-ttl", "--maxmemory-samples", "64")
     server = ValkeyServer(tmp_path, *options)
     registered = registration(details=(m.GroupDetail(page_sizes_bytes=(16384,), num_blocks=8),))

@@ -14,15 +14,15 @@ MODELS = Path(__file__).parents[1] / "support" / "vllm" / "models.py"
 
 @pytest.fixture(scope="session", autouse=True)
 def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Engines that were killed leave nothing behind."""
-    tmp_path_factory.getbasetemp()  # pytest keeps its own folders where they are
+    """Remove the leftovers of killed engines."""
+    tmp_path_factory.getbasetemp()  # before TMPDIR changes, so that pytest keeps its own folders
     with pytest.MonkeyPatch.context() as monkeypatch, own_places(monkeypatch):
         yield
 
 
 @pytest.fixture(scope="session")
 def nursery() -> Iterator[Nursery]:
-    """Imports vLLM once; torch and vLLM do not belong into the tests' process."""
+    """A process that imports vLLM once, as torch and vLLM do not belong in the tests' process."""
     modules = (
         "transformers",
         "vllm",
@@ -52,7 +52,7 @@ def model(tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) -> MakeMod
 
 @pytest.fixture
 def run_code(tmp_path: Path, nursery: Nursery) -> RunCode:
-    """Run code in a process of its own."""
+    """Run code in its own process."""
 
     def run(code: str, *arguments: str, given: str = "") -> str:
         script = tmp_path / "code.py"

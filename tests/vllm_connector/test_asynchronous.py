@@ -1,4 +1,4 @@
-"""Nothing in the engine waits for a lookup, a load or a store; blocks are held until their copy ends."""
+"""The engine never waits for a lookup, a load or a store, and holds blocks until their copy ends."""
 
 import signal
 import time
@@ -77,7 +77,7 @@ def test_a_lookup_without_an_answer_stops_nobody(depot: DepotProcess, model: Mak
 
 @pytest.mark.promise(48)
 def test_the_engine_asks_once_a_request_however_often_it_is_asked(engine: Engine, depot: DepotProcess) -> None:
-    # four requests fit into the batch; those that wait are asked again in every step
+    # four requests fit into the batch, and vLLM asks for the waiting ones again in every step
     before = depot.status().counters["lookups"]
     engine.ask("submit", requests={f"many-{n}": p for n, p in enumerate(prompts(12, 300, seed=42))}, max_tokens=40)
     engine.ask("drain")

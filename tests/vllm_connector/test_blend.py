@@ -1,4 +1,4 @@
-"""Blend in a real engine: text is reused at any position, and nobody takes blended KV for exact."""
+"""Blend in a real engine: text is reused at any position, and blended KV is never used as exact."""
 
 from collections.abc import Iterator
 from itertools import chain
@@ -17,14 +17,14 @@ MOVED = [*SYSTEM, *chain(*reversed(DOCUMENTS)), *QUESTION]
 
 EXACT: dict[str, Any] = {"kvdepot": {"load": False, "store": False}}  # MOVED itself is never in the depot
 
-SAME = 8  # tokens; later ones may differ, as sums of other batches are rounded otherwise
+SAME = 8  # tokens that must be equal; later ones may differ, as other batches round their sums differently
 
-# A busy machine loads slowly: blends are not to be declined for that.
+# A busy machine loads slowly, but must not decline blends for that.
 PAYS = "import kvdepot_vllm.blend.planning as planning\nplanning._LEAST_GAIN = -1000\nresult = None"
 
 
 def blended(output: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the account that an output gives of its blend."""
+    """Return an output's figures on its blend, None if it was not blended."""
     params: dict[str, dict[str, Any]] = output["params"] or {}
     return params.get("kvdepot", {}).get("blend")
 
@@ -68,7 +68,7 @@ def test_an_exact_request_behind_a_blended_one_is_exact(engine: Engine) -> None:
     assert blended(output) is not None
     exact = engine.generate([MOVED], params=EXACT)
     assert tokens(exact) == [engine.reference[1]]
-    assert cached(exact)[0] <= 128  # nothing behind the system prompt
+    assert cached(exact)[0] <= 128  # nothing after the system prompt
     engine.reset()
     exact = engine.generate([MOVED], params={"kvdepot": {"store": False}})
     assert tokens(exact) == [engine.reference[1]]
@@ -94,7 +94,7 @@ def test_wishes_that_mean_nothing_fail_no_request(engine: Engine, wish: Any) -> 
 
 
 def test_a_depot_that_is_killed_costs_time_and_no_answer(model: MakeModel, engine: Engine, depot: DepotProcess) -> None:
-    """Between lookup and load: the engine computes the prompt."""
+    """If it is killed between lookup and load, the engine computes the prompt."""
     engine.reset()
     engine.execute(
         "import kvdepot_vllm.blend.planning as planning, os\n"
@@ -104,7 +104,7 @@ def test_a_depot_that_is_killed_costs_time_and_no_answer(model: MakeModel, engin
         "planning.Blends.allocated = killed\nresult = None"
     )
     (output,) = engine.generate([MOVED], params={"kvdepot": {"blend": {"policy": "none"}}})
-    depot.kill()  # it is dead
+    depot.kill()  # the process is dead already
     depot.start()
     assert output["tokens"] == engine.reference[1]
     assert blended(output) is None
@@ -113,7 +113,7 @@ def test_a_depot_that_is_killed_costs_time_and_no_answer(model: MakeModel, engin
 def test_two_ranks_choose_and_compute_the_same(model: MakeModel, depot: DepotProcess) -> None:
     with Engine(
         model("gqa"),
-        connector(depot.url, blend="always", namespace="two ranks"),  # what one rank stored would be found
+        connector(depot.url, blend="always", namespace="two ranks"),  # else it would find the entries of one rank
         max_num_seqs=32,
         tensor_parallel_size=2,
         multiprocessing=True,

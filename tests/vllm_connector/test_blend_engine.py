@@ -1,4 +1,4 @@
-"""Blending in real engines on CPU: the self-test of every kind of model, and recomputation against a full prefill."""
+"""Blending in real engines on CPU: the self-test of every kind of model, and recomputation compared with a prefill."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,7 +32,7 @@ TEST = SETUP + "result = tested(blender)"
 
 @pytest.fixture(scope="module")
 def run(model: MakeModel) -> Iterator[Callable[[str], Any]]:
-    """Run code beside the blender of an engine with grouped queries."""
+    """Run code in an engine with grouped queries, with access to its blender."""
     with Engine(model("gqa"), None, max_num_seqs=4, enable_prefix_caching=False) as engine:
         yield lambda code: engine.execute(SETUP + code)
 
@@ -53,7 +53,7 @@ def test_models_whose_kv_depends_on_distances_pass(name: str, options: dict[str,
         found = engine.execute(TEST)
     assert found["ok"], found
     assert found["restored"]
-    assert found["unrotated_error"] > 0.5  # else K would pass without our rotation
+    assert found["unrotated_error"] > 0.5  # otherwise K would pass without our rotation
 
 
 def test_a_model_with_learned_positions_is_refused(model: MakeModel) -> None:
@@ -110,7 +110,7 @@ def divergence(policy, **budget):
 
 def test_recomputing_everything_is_a_full_prefill(run: Callable[[str], Any]) -> None:
     assert run(BLEND + "result = divergence('all')") < 1e-3
-    assert run(BLEND + "result = divergence('none')") > 1e-2  # else nothing is shown
+    assert run(BLEND + "result = divergence('none')") > 1e-2  # otherwise this shows nothing
 
 
 @pytest.mark.parametrize("policy", ["heads", "deviation", "query", "mixkq"])
@@ -131,7 +131,7 @@ result = none, some, chosen.tolist()
 
 
 def test_scattered_tokens_in_many_rows_and_slices_equal_one_prefill(run: Callable[[str], Any]) -> None:
-    """Four rows fit into a batch of this engine, and every third token is a row."""
+    """A batch of this engine has four rows, and every third token is a row."""
     assert (
         run("""
 bench = Bench(blender, 512)

@@ -1,6 +1,6 @@
-"""Two real engines at one depot blend more than a hundred prompts, and whoever asks exactly is answered exactly.
+"""Two real engines at one depot blend more than a hundred prompts, and exact requests get exact answers.
 
-Also after preemptions, behind a restart of the depot, and in the engine that did not blend.
+This holds after preemptions, after a restart of the depot, and in the engine that did not blend.
 """
 
 import random
@@ -17,9 +17,9 @@ DOCUMENTS = prompts(5, 300, seed=90)
 SYSTEM, OTHER = (prompts(1, count, seed=seed)[0] for count, seed in ((20, 91), (25, 92)))
 SOURCE = [*SYSTEM, *chain(*DOCUMENTS), *OTHER]
 NUM_PROMPTS = 30
-SAME = 8  # tokens; later ones may differ, as sums of other batches are rounded otherwise
+SAME = 8  # tokens that must be equal; later ones may differ, as other batches round their sums differently
 
-# Neither a busy machine nor a short prompt is a reason to decline here.
+# Here a blend must not be declined because of a busy machine or a short prompt.
 PAYS = "import kvdepot_vllm.blend.planning as planning\nplanning._LEAST_GAIN = -1000\nresult = None"
 UNTAINTED = "import kvdepot_vllm.blend.planning as planning\nplanning.taint = lambda *_: None\nresult = None"
 
@@ -50,7 +50,7 @@ def serve(requests, max_tokens):
 
 
 def moved() -> list[Prompt]:
-    """Return prompts with four of the documents each, all in different orders, and a question of their own."""
+    """Return prompts that each have four of the documents in an order of their own, and their own question."""
     rng, questions = random.Random(93), prompts(NUM_PROMPTS, 30, seed=94)
     orders: dict[tuple[int, ...], None] = {}
     while len(orders) < NUM_PROMPTS:
@@ -62,7 +62,7 @@ def moved() -> list[Prompt]:
 
 
 class Pair:
-    """Two engines, the prompts, and what they are answered exactly."""
+    """Two engines, the prompts, and their exact answers."""
 
     def __init__(self, engines: tuple[Engine, Engine], answers: list[list[int]]) -> None:
         self.engines, self.prompts, self.answers, self.num_blends = engines, moved(), answers, 0
@@ -70,12 +70,12 @@ class Pair:
     def ask(
         self, engine: Engine, wanted: list[int], wishes: list[dict[str, Any]], max_tokens: int = SAME
     ) -> list[tuple[list[int], bool]]:
-        """Serve prompts side by side, each with a wish; return the tokens of each, and whether it was blended."""
+        """Serve prompts at once, each with a wish. Return the tokens of each, and whether it was blended."""
         requests = [(self.prompts[number], wish) for number, wish in zip(wanted, wishes, strict=True)]
         return engine.execute(SERVE + f"result = serve({requests}, {max_tokens})")
 
     def serve(self, engine: Engine, wanted: list[int], wishes: list[dict[str, Any]], max_tokens: int = SAME) -> None:
-        """Do the same, and fail unless exact requests are answered exactly."""
+        """Do the same, and fail unless exact requests get exact answers."""
         found = self.ask(engine, wanted, wishes, max_tokens)
         for number, wish, (tokens, has_blended) in zip(wanted, wishes, found, strict=True):
             self.num_blends += has_blended
@@ -83,7 +83,7 @@ class Pair:
             assert wish is BLEND or tokens[:SAME] == self.answers[number], number
 
     def blend_then_ask(self) -> None:
-        """Blend every prompt in either engine, and ask for it exactly there at once and in the other one afterwards."""
+        """Blend every prompt in each engine. Ask for it exactly, there at once and later in the other engine."""
         for engine, other in (self.engines, self.engines[::-1]):
             engine.reset()
             engine.generate([SOURCE])
@@ -96,8 +96,8 @@ class Pair:
                 self.serve(other, [number], [EXACT])
 
 
-BLEND: dict[str, Any] = {"blend": {"policy": "none"}}  # what could be wrong, is
-EXACT: dict[str, Any] = {"store": False}  # otherwise the next blend would find all of it
+BLEND: dict[str, Any] = {"blend": {"policy": "none"}}  # without recomputation, so that all KV that could differ does
+EXACT: dict[str, Any] = {"store": False}  # otherwise the next blend would find the whole prompt
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,7 @@ def pair(depot: DepotProcess, model: MakeModel) -> Iterator[Pair]:
 
 @pytest.mark.promise(76)
 def test_exact_requests_are_exact_behind_a_hundred_blends(pair: Pair, depot: DepotProcess) -> None:
-    """Of two engines, some of them preempted, half of them behind a restart of the depot."""
+    """Two engines blend. Some blends are preempted, and half of them come after a restart of the depot."""
     pair.blend_then_ask()
     preempt(pair)
     depot.kill()
@@ -128,13 +128,13 @@ def test_exact_requests_are_exact_behind_a_hundred_blends(pair: Pair, depot: Dep
 
 
 def preempt(pair: Pair) -> None:
-    """Serve three long answers side by side, of which the blended ones are preempted, and ask for each exactly."""
+    """Serve three long answers at once, so that the blended ones are preempted. Then ask for each exactly."""
     for engine in pair.engines:
         engine.reset()
         engine.generate([SOURCE])
         before = pair.num_blends
         for number in range(0, NUM_PROMPTS, 9):
-            three = [number, (number + 1) % NUM_PROMPTS, (number + 2) % NUM_PROMPTS]  # the last ones are preempted
+            three = [number, (number + 1) % NUM_PROMPTS, (number + 2) % NUM_PROMPTS]  # the last two are preempted
             pair.serve(engine, three, [EXACT, BLEND, BLEND], max_tokens=400)
             pair.serve(engine, three, [EXACT] * 3)
         assert pair.num_blends > before
@@ -142,7 +142,7 @@ def preempt(pair: Pair) -> None:
 
 
 def test_without_the_taint_exact_requests_get_what_was_blended(pair: Pair) -> None:
-    """The test before this one can fail."""
+    """This shows that the previous test can fail."""
     engine = pair.engines[0]
     engine.execute(UNTAINTED)
     engine.reset()

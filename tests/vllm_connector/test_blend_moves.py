@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false
-"""K and V in pages of any layout, before and after a move: pretend layers against plain tensors."""
+"""K and V in pages of any layout before and after a move: pretend layers, compared with plain tensors."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -21,12 +21,12 @@ Pack = Callable[[Any], Any]
 
 
 def _tiles(block: Any) -> Any:
-    """Cut K into tiles of 16 tokens in which pairs of dims are neighbours, as AMX multiplies them."""
+    """Cut K into AMX's tiles of 16 tokens, in which pairs of dims are neighbours."""
     return block.reshape(2, 16, HEADS, DIM // 2, 2).permute(2, 0, 3, 1, 4)
 
 
 def _pairs_of_tokens(block: Any) -> Any:
-    """Cut V into tiles of 16 dims in which pairs of tokens are neighbours, as AMX multiplies them."""
+    """Cut V into AMX's tiles of 16 dims, in which pairs of tokens are neighbours."""
     return block.reshape(BLOCK_TOKENS // 2, 2, HEADS, DIM // 16, 16).permute(2, 3, 0, 4, 1)
 
 
@@ -40,7 +40,7 @@ LAYOUTS: dict[str, tuple[Pack, Pack]] = {  # from `(block_tokens, heads, dim)` t
 
 
 class Pages:
-    """Pages that are written as a layout says, as an attention backend would."""
+    """Pages that are written in a layout, as by an attention backend."""
 
     scale = 1.0
 
@@ -66,7 +66,7 @@ class Pages:
 
 
 class Angles:
-    """A rotary embedding that scales K, as YaRN does, and turns the first `2 * pairs` dims."""
+    """A rotary embedding that scales K, as YaRN does, and rotates the first `2 * pairs` dims."""
 
     def __init__(self, pairs: int, *, is_neox_style: bool) -> None:
         self.frequencies = 100.0 ** -(torch.arange(pairs) / pairs)
@@ -77,7 +77,7 @@ class Angles:
         return 1.25 * torch.cat([angles.cos(), angles.sin()], -1)
 
     def turned(self, k: Any, distances: Any) -> Any:
-        """Turn K, `(n, heads, dim)`, pair by pair as complex numbers."""
+        """Rotate K, `(n, heads, dim)`, pair by pair as complex numbers."""
         pairs = len(self.frequencies)
         part = k[..., : 2 * pairs].double()
         part = part.unflatten(-1, (2, pairs)) if self.is_neox_style else part.unflatten(-1, (pairs, 2)).mT
@@ -116,7 +116,7 @@ def test_a_layout_without_a_pattern_is_refused() -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_k_turns_in_place_and_nothing_else_changes(layout: str, pairs: int, is_neox_style: bool) -> None:
     pages, angles = Pages(*LAYOUTS[layout], torch.float32), Angles(pairs, is_neox_style=is_neox_style)
-    slots = torch.arange(20, 170)  # parts of blocks and whole ones
+    slots = torch.arange(20, 170)  # partial and whole blocks
     old = torch.arange(len(slots)) + 300
     distances = torch.where(old < 400, 57, -300)
     layer = pages.layer(Rotation.of(angles, "cpu"))
@@ -189,7 +189,7 @@ def test_the_compiled_move_does_what_torch_does(
     old = torch.arange(len(source)) + 300
     new = torch.where(old < 340, old + 57, torch.where(old < 370, old - 300, old))
     layers = [Pages(*LAYOUTS[layout], dtype).layer(rotation) for _ in range(4)]
-    # In tiles, neighbouring dims that turn together would have to change places.
+    # In tiles, neighbouring dims that rotate together would have to change places.
     assert (token_layout(layers[0]) is None) == (layout != "dims outermost" and pairs > 0 and not is_neox_style)
     move(layers[:2], source, target, old, new, compiled)
     move(layers[2:], source, target, old, new)
@@ -198,13 +198,13 @@ def test_the_compiled_move_does_what_torch_does(
         assert ((k.float() - wanted_k.float()).abs() <= 4 * torch.finfo(dtype).eps).all()  # torch may round once more
         assert torch.equal(k[..., 2 * pairs :], wanted_k[..., 2 * pairs :])
         assert torch.equal(v, wanted_v)
-        if layout != "dims outermost":  # both ways gather
+        if layout != "dims outermost":  # there, both ways gather
             assert torch.equal(got.module.kv_cache, wanted.module.kv_cache)
 
 
 @pytest.mark.parametrize("shift", [0, 1, 21, 48, 128])
 def test_pages_that_amx_multiplies_are_moved_as_torch_does_page_by_page(shift: int) -> None:
-    """The attention kernel of vLLM for AMX writes the pages; writing them needs no AMX, but a build that knows it."""
+    """vLLM's attention kernel for AMX writes the pages. That needs no AMX, but a build that supports it."""
     from vllm import _custom_ops as ops
 
     compiled = native_move_tokens(1)

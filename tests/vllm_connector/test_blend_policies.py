@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false
-"""Which tokens policies choose, for scores made up; and which engines are refused."""
+"""Which tokens policies choose, given made-up scores, and which engines are refused."""
 
 import re
 from collections.abc import Callable
@@ -18,7 +18,7 @@ POSITIONS = torch.cat([torch.arange(begin, end) for begin, end in RUNS])
 
 
 class Made:
-    """Scores that are large around one position each."""
+    """Made-up scores, each of them large around one position."""
 
     def __init__(self, wrong: int = 350, asked: int = 350, question_tokens: int = 20) -> None:
         self.wrong, self.asked, self.question_tokens = wrong, asked, question_tokens

@@ -1,4 +1,4 @@
-"""The share of right answers of blended prompts, in a real engine with a model that knows which document it reads."""
+"""The share of right answers of blended prompts in a real engine, with a model that knows which document it reads."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "blend" / "blend_quality.py"
 
 @pytest.fixture(scope="module")
 def answers(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, float], dict[str, Any]]:
-    """Right answers by policy and share, to 300 prompts of each kind."""
+    """Return the shares of right answers by policy and share, to 300 prompts of each kind."""
     path = tmp_path_factory.mktemp("quality") / "rows.json"
     nursery.run(SCRIPT, "--json", str(path), "--shares", "0.15", "0.3", "--policies", "heads", "deviation", "mixkq")
     return {(row["policy"], row["share"]): row for row in json.loads(path.read_text())["rows"]}
@@ -21,7 +21,7 @@ def answers(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> dict[
 
 def test_reuse_alone_answers_where_position_is_all(answers: dict[tuple[str, float], dict[str, Any]]) -> None:
     assert answers["none", 0.0]["any"] == 1.0
-    assert answers["none", 0.0]["nth"] <= 0.75  # else the other kind of question shows nothing
+    assert answers["none", 0.0]["nth"] <= 0.75  # otherwise the other kind of question shows nothing
 
 
 def test_recomputing_everything_answers_like_a_full_prefill(answers: dict[tuple[str, float], dict[str, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""Agents that branch in a history, on a model with recurrent states, of which vLLM gives away one state a prompt."""
+"""Agents that branch off a history, on a model with recurrent states. VLLM hands out one state per prompt."""
 
 from typing import Any
 
@@ -10,22 +10,22 @@ from support.vllm.engines import Engine, MakeModel, Prompt, cached, connector, p
 pytestmark = pytest.mark.slow
 
 BLOCK = 256  # tokens between two states of this model
-TURNS = (400, 700, 1000, 1300, 1600)  # lengths of a history that grows turn by turn
+TURNS = (400, 700, 1000, 1300, 1600)  # lengths of a growing history, turn by turn
 OPTIONS: dict[str, Any] = {
     "dtype": "bfloat16",
-    "mamba_ssm_cache_dtype": "float32",  # by itself vLLM chooses by the CPU, and with it the size of a block
+    "mamba_ssm_cache_dtype": "float32",  # vLLM's default depends on the CPU, and determines the block size
     "kv_cache_memory_bytes": 256 << 20,
 }
 
 
 def branches_of(history: Prompt, *places: int) -> list[Prompt]:
-    """Return prompts that leave a history at these places, each with an own rest."""
+    """Return prompts that branch off a history at these places. Each ends in its own way."""
     rests = prompts(len(places), 300, seed=91)
     return [history[:place] + rest for place, rest in zip(places, rests, strict=True)]
 
 
 def reused(engine: Engine, wanted: list[Prompt]) -> list[int]:
-    """Compute prompts one after the other, each from the depot alone; their tokens must be right."""
+    """Serve prompts one after the other, each only from the depot. Check their tokens, and return the reused tokens."""
     found: list[int] = []
     for prompt in wanted:
         outputs = engine.generate([prompt])

@@ -1,4 +1,4 @@
-"""vLLM makes both sides; the format goes from the workers to the scheduler, and no failure there breaks the engine."""
+"""vLLM makes both sides. The workers report the format to the scheduler, and no failure there breaks the engine."""
 
 from pathlib import Path
 
@@ -68,7 +68,7 @@ key = KeyRun(bytes(32), 0, bytes(32))
 
 
 def said(output: str) -> list[list[str]]:
-    """Return the lines that the scene printed, in words."""
+    """Return the lines that the scene printed, split into words."""
     return [line.split() for line in output.splitlines() if line.endswith(("True", "False"))]
 
 
@@ -115,7 +115,7 @@ for error in errors:
 
 @pytest.mark.promise(28, 32)
 def test_whatever_is_raised_is_no_depot_or_a_miss_and_the_engine_goes_on(run_code: RunCode, tmp_path: Path) -> None:
-    """At registration, when loads and stores begin, and when the scheduler's side is made."""
+    """Errors at registration, at the start of loads and stores, and when the scheduler's side is made."""
     found = [
         line.split() for line in run_code(FAILURES, str(tmp_path)).splitlines() if line.endswith(("True", "False"))
     ]
@@ -185,7 +185,7 @@ for others, stages, early in (
 
 @pytest.mark.promise(70)
 def test_the_scheduler_looks_up_what_its_workers_register(run_code: RunCode, tmp_path: Path) -> None:
-    """It learns the format when the engine starts; where another connector's word goes first, with the first step."""
+    """It learns the format at the engine's start, or with the first step if another connector's metadata goes first."""
     found = said(run_code(FORMATS, str(tmp_path)))
     assert len(found) == 3 + 5 * 3
     assert [line for line in found if "False" in line] == []
@@ -208,7 +208,7 @@ for value in ("0", "1"):
 
 @pytest.mark.promise(70)
 def test_engines_that_compute_equal_bits_are_told_apart_by_names(run_code: RunCode, tmp_path: Path) -> None:
-    """Another version, attention backend or device writes the same places, but computes other last bits."""
+    """Another version, attention backend or device writes to the same places, but its last bits differ."""
     assert said(run_code(INVARIANT, str(tmp_path))) == [["True", "False"], ["False", "True"]]
 
 

@@ -1,6 +1,6 @@
-"""Each supported version of vLLM has all that the connector touches, with the signatures that it expects.
+"""Each supported version of vLLM has everything that the connector uses, with the expected signatures.
 
-`vllm-VERSION.json` says what a version has: `cd tests; python -m support.vllm.contract TREE_OR_WHEEL`.
+`cd tests; python -m support.vllm.contract TREE_OR_WHEEL` prints a version's `vllm-VERSION.json`.
 """
 
 import json
@@ -51,7 +51,7 @@ def test_every_public_method_is_a_hook_of_some_version() -> None:
 
 
 def test_sleep_takes_the_memory_only_between_the_connector_s_hooks() -> None:
-    """0.32 has no hooks. `support.vllm.sleeper` does what 0.33 does, on CPU."""
+    """0.32 has no hooks. `support.vllm.sleeper` repeats 0.33's calls on CPU."""
     steps = json.loads(VERSIONS["0.33"].read_text())["sleep"]
     core, worker = "vllm.v1.engine.core.EngineCore", "vllm.v1.worker.gpu_worker.Worker"
     assert steps[f"{worker}.sleep"][:2] == ["unregister_kv_caches", "suspend"]

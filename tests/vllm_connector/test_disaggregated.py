@@ -27,7 +27,7 @@ def command(model: Path) -> list[str]:
 
 
 def descendants(pid: int) -> list[int]:
-    """Return the processes that a process started, and those that they started."""
+    """Return all descendants of a process."""
     children = [
         int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
     ]
@@ -35,7 +35,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def engine_at(script: int, port: int) -> int:
-    """Return the engine that listens there, among the processes of the example."""
+    """Return the PID of the example's engine that listens on a port."""
     for pid in descendants(script):
         arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         if b"--kv-transfer-config" in arguments and str(port).encode() in arguments:
@@ -67,7 +67,7 @@ def test_the_example_ends_with_one_line_when_a_worker_of_the_decode_engine_dies(
             os.kill(pid, signal.SIGILL)
         assert script.wait(120) == 1
     finally:
-        script.terminate()  # its trap ends the rest
+        script.terminate()  # its trap ends the other processes
         script.wait(60)
     last = errors.read_text().splitlines()[-1]
     assert re.fullmatch(r"the decode-engine ended with status \d+; the end of its log, \S+, says why", last)
@@ -75,7 +75,7 @@ def test_the_example_ends_with_one_line_when_a_worker_of_the_decode_engine_dies(
 
 
 class Engine(ThreadingHTTPServer):
-    """Stands for an engine: keeps the bodies of its requests, and answers each alike."""
+    """Stands for an engine. It keeps the bodies of its requests and always gives the same answer."""
 
     def __init__(self, answer: dict[str, Any]) -> None:
         self.bodies: list[dict[str, Any]] = []
@@ -83,7 +83,7 @@ class Engine(ThreadingHTTPServer):
 
         class Handler(BaseHTTPRequestHandler):
             def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
-                """Say nothing."""
+                """Log nothing."""
 
             def do_POST(self) -> None:
                 engine.bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))

@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false
-"""The encoding of pages is found by looking: it is equal for kernels that do the same, whatever they are called."""
+"""The encoding of pages is found by probing: kernels that write alike have the same encoding, whatever their names."""
 
 import contextlib
 from collections.abc import Callable
@@ -37,7 +37,7 @@ def values_first(k: Any, v: Any) -> Any:
 
 
 def interleaved(k: Any, v: Any) -> Any:
-    """Neither rows of heads nor heads of rows: elements of all heads are neighbours."""
+    """Pack elements of all heads next to each other: neither rows of heads nor heads of rows."""
     return torch.stack([k.permute(0, 2, 1), v.permute(0, 2, 1)])
 
 
@@ -52,7 +52,7 @@ def odd_tokens_backwards(k: Any, v: Any) -> Any:
 
 
 class Kernel:
-    """Writes each token of a block where `pack` puts it."""
+    """Writes each token of a block to its place in `pack`."""
 
     def __init__(self, pack: Pack, tokens: int = TOKENS) -> None:
         self.pack = pack
@@ -74,7 +74,7 @@ class Kernel:
 
 
 class OtherKernel(Kernel):
-    """Has another name."""
+    """The same kernel with another name."""
 
 
 class Even(Kernel):
@@ -83,7 +83,7 @@ class Even(Kernel):
 
 
 class Rounding(Kernel):
-    """Keeps whole numbers up to 256 as they are."""
+    """Rounds to bfloat16, which keeps integers up to 256."""
 
     def kept(self, values: Any) -> Any:
         return values.bfloat16().to(values.dtype)
@@ -105,14 +105,14 @@ class FirstBlock(Kernel):
 
 
 class InOrder(Kernel):
-    """Writes tokens one behind the other, whatever their slots are."""
+    """Writes tokens in order and ignores the order of their slots."""
 
     def do_kv_cache_update(self, _module: Any, k: Any, v: Any, cache: Any, slots: Any) -> None:
         super().do_kv_cache_update(_module, k, v, cache, slots.sort().values)
 
 
 class Scaling(Kernel):
-    """Writes something of its own behind K and V of a block, unless it is zero."""
+    """Writes a value of its own after K and V of a block if K has negative elements, else 0."""
 
     def do_kv_cache_update(self, _module: Any, k: Any, v: Any, cache: Any, slots: Any) -> None:
         super().do_kv_cache_update(_module, k, v, cache, slots)
@@ -128,7 +128,7 @@ def layer(
     padding: int = 0,
     tokens: int = TOKENS,
 ) -> Any:
-    """Return a layer with so many elements behind K and V of each block."""
+    """Return a layer. Each block has `padding` elements after K and V."""
     cache = torch.arange(BLOCKS * (2 * heads * dim * tokens + padding)).view(BLOCKS, -1).to(dtype)
     return SimpleNamespace(
         impl=kernel(pack, tokens), kv_cache=cache, num_kv_heads=heads, head_size=dim, head_size_v=dim
@@ -136,9 +136,9 @@ def layer(
 
 
 def seen(*layers: Any, heads: int = 2, rows: int = 1, version: str = "0.32.0", **fields: Any) -> str:
-    """Return the format of a cache with one group, of so many heads that can be cut in the whole model; 0: opaque.
+    """Return the format of a cache with one group. `heads` are the whole model's heads that can be cut, 0 if opaque.
 
-    `num_layers` are those of the whole model, if stages can divide them.
+    `num_layers` are the whole model's layers if stages can divide them.
     """
     kind, num_layers = fields.pop("kind", GroupKind.FULL_ATTENTION), fields.pop("num_layers", 0)
     names = fields.pop("names", tuple(str(number) for number in range(len(layers))))

@@ -1,4 +1,4 @@
-"""KV events of a depot as vLLM's own decoder reads them, and those that engines pass on for it."""
+"""KV events of a depot, read with vLLM's own decoder, and the events that engines publish for it."""
 
 import contextlib
 from pathlib import Path
@@ -33,7 +33,7 @@ def test_vllm_s_decoder_reads_a_depot_s_events(run_code: RunCode) -> None:
 
 
 def test_each_engine_announces_what_its_depot_holds(model: MakeModel, tmp_path: Path, context: Context) -> None:
-    """Two engines store; one empties its own cache; the pool is cleared; an engine is restarted."""
+    """Two engines store, one empties its own cache, the pool is cleared, and an engine is restarted."""
     endpoints = [f"ipc://{tmp_path}/{name}" for name in "ab"]
     asked = prompts(6, 300, seed=70)
 
@@ -62,7 +62,7 @@ result = [int.from_bytes(b.block_hash[:-4], "big") & (1 << 64) - 1 for b in pool
         assert set(own) & truth.found, "the engine's own ids"
 
         first.reset()
-        first.generate(prompts(1, 20, seed=72))  # an idle engine publishes nothing of its own
+        first.generate(prompts(1, 20, seed=72))  # an idle engine publishes nothing by itself
         wait_until(lambda: (routers[0].take_all(), routers[0].num_clears)[1], what="that the engine's cache is empty")
         wait_until(lambda: routers[0].holds(truth), what="what the depot still has")
 

@@ -1,4 +1,4 @@
-"""Engines of any tensor-parallel size find what the others stored: the same tokens, and every byte in the pool once."""
+"""Engines of all tensor-parallel sizes share entries: the same tokens, and every byte is in the pool once."""
 
 from typing import Any
 
@@ -47,7 +47,7 @@ def entries_of(status: DepotStatus, before: DepotStatus) -> tuple[int, int]:
 def test_an_engine_of_another_size_loads_every_prompt(
     stored_by: int, loaded_by: int, name: str, depot: DepotProcess, model: MakeModel
 ) -> None:
-    mine = prompts(3, 1500, seed=70 + stored_by)  # the depot has those of other pairs
+    mine = prompts(3, 1500, seed=70 + stored_by)  # the depot already has the prompts of other pairs
     with Engine(model(name), connector(depot.url), **options_of(stored_by)) as engine:
         wait_until_stored(engine, depot, seed=900 + stored_by)
         before = depot.status()
@@ -66,7 +66,7 @@ def test_an_engine_of_another_size_loads_every_prompt(
 def test_stages_of_a_pipeline_load_what_other_stages_stored(
     stored_by: tuple[int, int], loaded_by: tuple[int, int], depot: DepotProcess, model: MakeModel
 ) -> None:
-    """Ranks and stages of both."""
+    """Pairs of (ranks, stages) that store and load."""
     mine = prompts(3, 1500, seed=100 * stored_by[1] + 10 * loaded_by[0])
     with Engine(model("gqa"), connector(depot.url), **options_of(*stored_by)) as engine:
         wait_until_stored(engine, depot, seed=990)
@@ -102,5 +102,5 @@ def test_states_of_another_size_are_a_miss(depot: DepotProcess, model: MakeModel
         generate_until_stored(engine, PROMPTS[:1], depot, 1)
     with Engine(model("recurrent"), connector(depot.url), **options, **options_of(2)) as engine:
         num_chunks = depot.status().num_chunks
-        generate_until_stored(engine, prompts(1, 1500, seed=980), depot, num_chunks + 1)  # it is connected
+        generate_until_stored(engine, prompts(1, 1500, seed=980), depot, num_chunks + 1)  # so it is connected
         assert cached(engine.generate(PROMPTS[:1])) == [0]

@@ -21,7 +21,7 @@ def test_one_engine_and_then_two(depot: DepotProcess, model: MakeModel) -> None:
 def test_a_prompt_outlives_its_engine_and_the_example_leaves_no_memory(model: MakeModel) -> None:
     flags = [f"--{key.replace('_', '-')}={value}" for key, value in OPTIONS.items() if key != "enforce_eager"]
     port = str(free_port())
-    with tempfile.TemporaryDirectory(prefix="kvd-") as folder:  # short, as there will be sockets in it
+    with tempfile.TemporaryDirectory(prefix="kvd-") as folder:  # short, as it will contain sockets
         output = run(
             "bash",
             str(EXAMPLES / "vllm" / "serve.sh"),

@@ -1,4 +1,4 @@
-"""Requests finish with the right tokens, at most one deadline late, and leak nothing while a depot dies or hangs."""
+"""While a depot dies or hangs, requests finish with the right tokens, at most one deadline late, and leak nothing."""
 
 import signal
 import time
@@ -16,7 +16,7 @@ DEADLINE_SECONDS = 1.0
 
 @pytest.fixture(scope="module")
 def engine(depot: DepotProcess, model: MakeModel) -> Iterator[Engine]:
-    """Every prompt is in the depot, none in vLLM's own cache."""
+    """An engine whose prompts are all in the depot and not in vLLM's own cache."""
     config = connector(depot.url, deadline_seconds=DEADLINE_SECONDS)
     with Engine(model("gqa"), config, reference=PROMPTS, enable_prefix_caching=False) as engine:
         yield engine
@@ -30,7 +30,7 @@ def warm(engine: Engine, depot: DepotProcess) -> Engine:
 
 
 def at_rest(engine: Engine) -> dict[str, int]:
-    """Return what is held, once nothing runs."""
+    """Return the engine's state once no work is running."""
     engine.ask("drain")
     return engine.ask("state")
 
@@ -156,7 +156,7 @@ def test_a_load_that_fails_is_recomputed(
     with Engine(model(name), connector(depot.url), reference=wanted, **options) as engine:
         engine.generate(wanted)
         before = at_rest(engine)
-        for num_chunks in (0, 2):  # that come in spite of the failure
+        for num_chunks in (0, 2):  # chunks that arrive before the failure
             engine.ask("fault", kind="fail", num_chunks=num_chunks)
             failed = engine.ask("metrics").get("vllm:kvdepot_failed_loads", 0)
             reset_unless(engine, options)
@@ -188,7 +188,7 @@ def test_the_failure_policy_is_said_at_start(keeps: bool, depot: DepotProcess, m
             assert (output["tokens"], output["reason"]) == ([], "error")
         else:
             assert output["tokens"] == engine.reference[0]
-        if keeps:  # what a failed load left behind was not stored
+        if keeps:  # the failed load's wrong values were not stored
             engine.execute(
                 "from vllm.distributed.kv_transfer import get_kv_transfer_group as g\n"
                 "del g()._worker._context.submit_retrieve"

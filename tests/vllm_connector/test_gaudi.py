@@ -1,6 +1,6 @@
-"""Caches of vllm-gaudi that are odd: registered, or refused in words. Stand-ins follow its source.
+"""Unusual caches of vllm-gaudi are registered, or refused with a reason. Stand-ins follow its source.
 
-`tests/hpu/test_vllm.py` has the common ones, with their bytes.
+`tests/hpu/test_vllm.py` tests the common caches with their bytes.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ NUM_BLOCKS = 8
 
 @dataclass(frozen=True)
 class Tensor:
-    """The part of a tensor that is used. Its address is virtual on a Gaudi, and only compared."""
+    """The used part of a tensor. On a Gaudi its address is virtual, and is only compared."""
 
     address: int
     shape: tuple[int, ...] = (NUM_BLOCKS, 128, 2, 64)

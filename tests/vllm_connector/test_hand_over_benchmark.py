@@ -1,4 +1,4 @@
-"""`benchmarks/engine/hand_over.py` leaves nothing behind when it is ended."""
+"""`benchmarks/engine/hand_over.py` leaves nothing behind when it is terminated."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Two engines that differ in anything that decides the KV never share; two that agree always do."""
+"""Two engines that differ in anything that determines the KV never share. Two that agree always do."""
 
 import json
 import os
@@ -78,7 +78,7 @@ def test_settings_that_do_not_decide_the_kv_do_not_matter(weights: Path) -> None
 def test_the_log_says_how_many_bytes_may_change_unnoticed_and_more_are_noticed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # Regression: 204 neighbouring rows of an embedding were zeroed. The fingerprint was the same, and the log silent.
+    # Regression: 204 neighbouring rows of an embedding were zeroed without a new fingerprint and without a log line.
     rows, row_bytes = 2048, 1024
     embedding = random.Random(6).randbytes(rows * row_bytes)
 
@@ -92,7 +92,7 @@ def test_the_log_says_how_many_bytes_may_change_unnoticed_and_more_are_noticed(
     assert f"at most {format_size(unseen)} in a row" in caplog.text
     assert 0 < unseen < 204 * row_bytes
     assert before not in {known(first, unseen + 1) for first in range(0, len(embedding) - unseen, 97_003)}
-    assert known(1024, unseen - 1) == before  # behind the first sample; the gaps differ by a byte
+    assert known(1024, unseen - 1) == before  # after the first sample; gaps differ by a byte
     assert known(50 * row_bytes, 204 * row_bytes) != before
     (tmp_path / "small").mkdir()
     caplog.clear()
@@ -151,7 +151,7 @@ def test_a_folder_without_weights_is_known_by_its_path(tmp_path: Path, caplog: p
 
 
 def test_weights_in_an_object_store_are_known_by_its_address(weights: Path) -> None:
-    """VLLM loads the configuration into a folder with a new name each time."""
+    """VLLM loads the configuration into a folder with a new name every time."""
     first, same, other = (
         digest(folder, model_weights=address)
         for folder, address in (("/tmp/a", "s3://models/m"), ("/tmp/b", "s3://models/m"), ("/tmp/a", "s3://models/n"))
@@ -173,7 +173,7 @@ def test_equal_weights_under_two_paths_share(weights: Path, tmp_path: Path) -> N
     assert digest(copy, named) != digest(weights, named), "a name says less than the content"
 
 
-# --- what of the configuration decides the values -------------------------------------------------------------------
+# --- the part of the configuration that counts ----------------------------------------------------------------------
 
 LONG: dict[str, Any] = {"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 4096}}
 NESTED: dict[str, Any] = {"text_config": {"rope_scaling": {"type": "su"}, "original_max_position_embeddings": 4096}}
@@ -187,7 +187,7 @@ LLAMA4: dict[str, Any] = {"model_type": "llama4", "text_config": {"model_type": 
 def test_lengths_on_either_side_of_a_switch_never_share(
     config: dict[str, Any], within: int, above: int, weights: Path
 ) -> None:
-    """LongRoPE turns keys by other factors, Llama 4 tunes its attention, by `max_model_len` alone."""
+    """`max_model_len` alone changes the factors by which LongRoPE rotates keys, and Llama 4's tuning of attention."""
     shorter, short, long, longer, fitted = (
         digest(weights, config=config, max_model_len=tokens, original_max_model_len=asked)
         for tokens, asked in ((within - 1, None), (within, None), (above, None), (above + 1, None), (within, -1))
@@ -213,7 +213,7 @@ def drafter(model: Path | str, method: str = "eagle3", **changes: Any) -> Any:
 
 @pytest.mark.promise(70)
 def test_drafters_that_differ_never_share(weights: Path, tmp_path: Path) -> None:
-    """Their layers lie beside the model's in every chunk."""
+    """A drafter's layers are part of every chunk, like the model's."""
     one = safetensors(tmp_path / "one" / "model.safetensors", {"fc": b"1" * 5000}).parent
     two = safetensors(tmp_path / "two" / "model.safetensors", {"fc": b"2" * 5000}).parent
     found = [
@@ -337,7 +337,7 @@ def make_adapter_files(folder: Path, content: bytes) -> Path:
 
 
 def test_an_adapter_is_known_by_its_content_under_any_name_and_path(tmp_path: Path) -> None:
-    """Two pods with the same adapter share; an adapter that took another's place does not share with it."""
+    """Two pods with the same adapter share. An adapter that replaced another one does not share with it."""
     first, copy = (make_adapter_files(tmp_path / name, b"1") for name in ("first", "copy"))
     keys = [
         RequestIdentity().extra_keys(request(lora_request=each))
@@ -358,7 +358,7 @@ def test_an_adapter_that_is_loaded_anew_under_its_old_name_is_read_again(tmp_pat
 
 
 def test_an_adapter_without_a_fingerprint_is_known_by_its_name_and_path(tmp_path: Path) -> None:
-    """Adapters handed over in memory have a path that is not there."""
+    """Adapters passed in memory have a path that does not exist."""
     keys = [
         RequestIdentity().extra_keys(request(lora_request=each))
         for each in (
@@ -380,7 +380,7 @@ def test_prompt_embeddings_are_told_by_their_content() -> None:
 
 
 def test_real_multimodal_requests_have_what_is_read(weights: Path) -> None:
-    # the attributes are vLLM's: a new version that renames them must fail here
+    # if a new vLLM renames these attributes, this test must fail
     inputs: Any = pytest.importorskip("vllm.multimodal.inputs")
     feature = inputs.MultiModalFeatureSpec(
         data=None, modality="image", identifier="x", mm_position=inputs.PlaceholderRange(offset=40, length=40)
@@ -420,7 +420,7 @@ def test_salts_and_adapters_share_with_nobody_but_themselves(
         for way, wanted in zip(ways, expected, strict=True):
             warm = engine.generate(PROMPTS, **way)
             assert (tokens(warm), cached(warm)) == (wanted, [384, 384]), way
-        # The same content under another name and path is the same adapter; other content in its place is another.
+        # The same content under another name and path is the same adapter. Other content under its path is another one.
         one, two = (Path(folder) for _, folder, _ in adapters)
         copy = engine.generate(PROMPTS, adapter=["copy", str(shutil.copytree(one, one.with_name("copy"))), "3"])
         assert (tokens(copy), cached(copy)) == (expected[3], [384, 384])
@@ -460,7 +460,7 @@ Kernels.do_kv_cache_update = lambda self, layer, k, v, *rest: written(self, laye
 def test_equal_weights_share_under_other_paths_and_names_but_not_over_other_pages(
     depot: DepotProcess, model: MakeModel, tmp_path: Path
 ) -> None:
-    """Another minor version, attention backend and instruction set find the pages that theirs would write, too."""
+    """An engine with another minor version, attention backend and instruction set finds pages like its own."""
     wanted = prompts(2, 500, seed=31)
     copy = Path(shutil.copytree(model("gqa"), tmp_path / "copy"))
     with Engine(model("gqa"), connector(depot.url), reference=wanted) as engine:

@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false
-"""Which KV cache layout vLLM is asked for, and that what comes of each of its layouts is understood."""
+"""The KV cache layout that the connector requests from vLLM, and how it handles each of vLLM's layouts."""
 
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ from support.vllm.engines import RunCode
         ("auto", True, 16, "BLNHC"),
         ("auto", True, 64, "BLNHC"),
         ("auto", True, None, "BLNHC"),
-        ("auto", True, 128, None),  # kernels may want smaller blocks, and vLLM cannot cut these
+        ("auto", True, 128, None),  # kernels may need smaller blocks, and vLLM cannot split these
         ("auto", False, 16, None),
         ("engine", True, 16, None),
         ("LBHNC", True, 16, "LBHNC"),
@@ -38,7 +38,7 @@ def test_all_layers_of_a_block_are_wished_together_on_cuda(
 
 @pytest.mark.parametrize(("capability", "expected"), [(8, "BLNHC"), (9, "BLNHC"), (10, "BLHNC"), (12, "BLHNC")])
 def test_where_flashinfer_wants_the_heads_first_vllm_is_asked_for_that(capability: int, expected: str) -> None:
-    """A wish that the attention backend refuses ends in one run a layer."""
+    """If the attention backend refuses the requested layout, blocks have one run per layer."""
     assert wished_layout("auto", is_cuda=True, block_tokens=16, capability=capability) == expected
     assert wished_layout("auto", is_cuda=True, block_tokens=128, capability=capability) is None
     assert wished_layout("LBNHC", is_cuda=True, block_tokens=16, capability=capability) == "LBNHC"
@@ -65,7 +65,7 @@ except Exception as error:
 
 
 def test_vllm_is_asked_on_cuda_only(run_code: RunCode) -> None:
-    """On CPU nothing changes; vLLM has one layout there."""
+    """On CPU nothing changes, as vLLM has only one layout there."""
     assert run_code(WISH).splitlines()[-4:] == ["None LBHNC", "BLNHC None None", "BLHNC BLNHC", "ConfigError"]
 
 
@@ -103,7 +103,7 @@ for layout in KVCacheLayout:
 
 
 def test_each_layout_is_understood_or_refused(run_code: RunCode) -> None:
-    """With vLLM's own views of one allocation. The worker refuses a layout that scatters a page, and says why."""
+    """Uses vLLM's own views of one allocation. The worker refuses a layout that scatters a page, with a reason."""
     found = dict(line.split(" ", 1) for line in run_code(VIEWS).splitlines() if line.split()[0].isupper())
     assert found == {
         "LBHNC": "one run a layer",
@@ -119,7 +119,7 @@ def test_each_layout_is_understood_or_refused(run_code: RunCode) -> None:
 
 
 def backend(*settings: str, capabilities: Sequence[Capability] = (Capability.ASYNCHRONOUS,)) -> Any:
-    """Return the part of a backend that the settings ask."""
+    """Return the part of a backend that the settings use."""
     return SimpleNamespace(settings=frozenset(settings), capabilities=frozenset(capabilities))
 
 
@@ -154,7 +154,7 @@ def test_settings_of_a_backend_that_are_wrong_say_what_is_right(extra: dict[str,
         Settings.parse({f"kvdepot.{name}": value for name, value in extra.items()})
 
 
-# --- the format: how the bytes of a block are packed ------------------------------------------------------------------
+# --- the format: the packing of a block's bytes -----------------------------------------------------------------------
 
 
 def test_all_stages_divide_the_layers_or_none_does() -> None:
@@ -208,7 +208,7 @@ def formatted(device: str, *groups: EngineGroup, version: str = "0.32.0", layout
 
 @pytest.mark.promise(70)
 def test_engines_that_pack_blocks_otherwise_have_other_formats() -> None:
-    """Pages of the same size, of the same model: K packed for AMX is no use to any other device."""
+    """Even if pages have the same size and model: K packed for AMX is useless to other devices."""
     amx, vec = (layer("CPUAttentionBackend", isa) for isa in ("amx", "vec"))
     plain, triton = layer(), layer("TritonAttentionBackend")
     found = [

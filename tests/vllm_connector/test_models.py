@@ -1,4 +1,4 @@
-"""Every kind of KV cache that vLLM has on CPU: the same tokens, and every byte loaded is the byte stored."""
+"""Every kind of KV cache that vLLM has on CPU: the same tokens, and loaded bytes equal stored bytes."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ from support.vllm.leftovers import left_in_shared_memory
 
 PROMPTS = prompts(3, 1500) + prompts(2, 1000, seed=1, shared=600)
 
-# model, options, tokens that a block has, expected reuse of 1500 and 1000 tokens
+# model, options, tokens per block, expected reuse of 1500 and 1000 tokens
 CASES: dict[str, tuple[str, dict[str, Any], int, int]] = {
     "grouped queries": ("gqa", {}, 1408, 896),
     "sliding windows, groups that share addresses": ("windows", {}, 1408, 896),
@@ -71,7 +71,7 @@ def test_a_window_loads_only_what_it_reaches(depot: DepotProcess, model: MakeMod
 
 
 def chunk_tokens_of(depot: DepotProcess) -> int:
-    """Return an engine's chunk: vLLM's backends of latent attention have blocks of 16 or, on a CPU with AMX, of 128."""
+    """Return an engine's chunk size. Blocks of latent attention have 16 tokens in vLLM, or 128 on a CPU with AMX."""
     return next(context.chunk_tokens for context in depot.status().contexts if context.role == "worker")
 
 
@@ -79,7 +79,7 @@ def chunk_tokens_of(depot: DepotProcess) -> int:
 def test_latent_attention_runs_in_a_dtype_of_its_backend(
     has_amx: bool, dtype: str, model: MakeModel, run_code: RunCode
 ) -> None:
-    """Regression: AMX_MLA takes bfloat16 alone, and the tests below ran in float32."""
+    """Regression: AMX_MLA takes only bfloat16, and the tests below ran in float32."""
     code = f"import sys, torch; torch.cpu._is_amx_tile_supported = lambda: {has_amx}\n"
     code += "from support.vllm.engine_child import dtype_of; print(dtype_of(sys.argv[1]))"
     assert run_code(code, str(model("mla"))).split()[-1] == dtype
@@ -93,7 +93,7 @@ def test_latent_attention_by_bytes_and_log_probabilities(depot: DepotProcess, mo
         cold = engine.generate(PROMPTS[:3], together=False, logprobs=1)
         warm = engine.generate(PROMPTS[:3], together=False, logprobs=1)
         chunk_tokens = chunk_tokens_of(depot)
-        num_chunks = 1499 // chunk_tokens  # the last token is computed
+        num_chunks = 1499 // chunk_tokens  # the last token is always computed
         assert cached(warm) == [num_chunks * chunk_tokens] * 3
         watched = engine.execute("result = child.watched")
         assert (watched["wrong"], watched["unknown"]) == (0, 0)
@@ -121,7 +121,7 @@ def test_states_that_are_not_cacheable_are_refused_with_the_way_out(depot: Depot
 @pytest.mark.slow
 @pytest.mark.promise(32)
 def test_a_cache_that_vllm_writes_beyond_its_pages_is_refused(depot: DepotProcess, model: MakeModel) -> None:
-    """On CPU it takes KV quantised per token and head, and its kernels write floats over the int8 pages."""
+    """On CPU vLLM accepts KV quantised per token and head, but its kernels write floats over the int8 pages."""
     with Engine(model("gqa"), connector(depot.url), kv_cache_dtype="int8_per_token_head") as engine:
         for _ in range(2):
             assert cached(engine.generate(PROMPTS[:1])) == [0]
@@ -147,9 +147,9 @@ def test_two_ranks_store_their_shards_or_what_both_hold_once(
         "multiprocessing": True,
         "environment": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
     }
-    if name != "mla":  # there two ranks differ from run to run, without a connector too
+    if name != "mla":  # there two ranks differ from run to run, even without a connector
         options["reference"] = PROMPTS[:2]
-    # In a namespace of its own, as what engines of other sizes stored for the tests before would be found.
+    # In its own namespace, as otherwise it would find entries of the previous tests' engines of other sizes.
     with Engine(model(name), connector(depot.url, namespace=f"two by {ranks}"), **options) as engine:
         wait_until_stored(engine, depot, seed=900)
         before = depot.status()

@@ -1,4 +1,4 @@
-"""Prompts that are not only tokens: images and embeddings are shared by their content, and only then."""
+"""Prompts with images and embeddings share entries if, and only if, these have the same content."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -18,7 +18,7 @@ OPTIONS: dict[str, Any] = {"limit_mm_per_prompt": {"image": 2}, "enable_prompt_e
 
 @pytest.fixture(scope="module")
 def engines(depot: DepotProcess, model: MakeModel) -> Iterator[tuple[Engine, Engine]]:
-    """One with a depot, one without."""
+    """An engine with a depot and one without."""
     path = model("images")
     with Engine(path, connector(depot.url), **OPTIONS) as engine, Engine(path, None, **OPTIONS) as alone:
         yield engine, alone

@@ -1,4 +1,4 @@
-"""People find an engine in the depot's status by its served model, its address and its id."""
+"""The depot's status names an engine by its served model, its address and its id."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -1,4 +1,4 @@
-"""vLLM finds the connector by name and by module, and no mistake in its configuration goes unsaid."""
+"""vLLM finds the connector by name and by module, and every mistake in its configuration is reported."""
 
 import os
 import subprocess
@@ -49,7 +49,7 @@ def test_every_way_to_name_it(way: str, depot: DepotProcess, model: MakeModel) -
     prompt = prompts(1, 400, seed=sum(way.encode()))
     with Engine(model("gqa"), config, environment=environment, expects_depot=way != "in a MultiConnector") as engine:
         if way == "in a MultiConnector":
-            # Regression: the first request of an engine that had just started found nothing, now and then.
+            # Regression: the first request of a newly started engine sometimes found nothing.
             engine.execute(
                 "c = llm.llm_engine.engine_core.engine_core.scheduler.connector._connectors[0]\n"
                 "assert c._scheduler._client.is_connected"
@@ -68,7 +68,7 @@ def test_vllm_s_engine_core_in_its_own_process(depot: DepotProcess, model: MakeM
         wait_until(lambda: depot.status().num_chunks >= before + 3 and depot.status().num_tickets == 0, 60)
         engine.reset()
         assert cached(engine.generate(prompt)) == [384]
-        engine.reset()  # held blocks were given back although nothing was asked of the engine since
+        engine.reset()  # held blocks were freed although the engine got no request since
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The cost of a token of prompt, fitted to steps of an engine whose true cost is known."""
+"""The cost of a prompt token, fitted to steps of an engine whose true cost is known."""
 
 import random
 
@@ -39,7 +39,7 @@ def test_steps_that_overlap_last_from_plan_to_plan() -> None:
     for step in range(20):
         cost.planned(0.1 * step, 1000)
         if step:
-            cost.reported(0.1 * step + 0.01)  # of the one before
+            cost.reported(0.1 * step + 0.01)  # the time of the previous step
     assert cost.token_seconds == pytest.approx(1e-4)
 
 

@@ -1,4 +1,4 @@
-"""Real engines behind a real router, which knows of their depots what the engines announce."""
+"""Real engines behind a real router, which learns about their depots from the engines' announcements."""
 
 import contextlib
 from collections.abc import Iterator
@@ -13,9 +13,9 @@ from support.events import FLAGS, Context, Listener
 from support.routers import HOST_CREDIT, Front, VllmRouter, free_ports
 from support.vllm.engines import Engine, MakeModel, Prompt, cached, connector, prompts
 
-BLOCK = 128  # tokens, and a chunk
-HELD = 5 * BLOCK  # of a prompt of 700 tokens
-DEVICE_BYTES = 8 << 20  # 16 blocks: two prompts, and what the next one needs
+BLOCK = 128  # tokens; a block is a chunk
+HELD = 5 * BLOCK  # tokens that the depot holds of a prompt of 700
+DEVICE_BYTES = 8 << 20  # 16 blocks: room for two prompts and the blocks of the next one
 POOL_CHUNKS = 48
 
 LISTEN_ON_LOOPBACK = """
@@ -25,7 +25,7 @@ ZmqEventPublisher._is_bind_endpoint = staticmethod(lambda endpoint: True)  # it 
 
 
 class Served(Front):
-    """A vLLM engine with its front, which stays when the engine is restarted."""
+    """A vLLM engine with its front, which stays up while the engine restarts."""
 
     def __init__(self, name: str, model: Path, depot: DepotProcess, context: Context) -> None:
         super().__init__(name, self._serve)
@@ -34,11 +34,11 @@ class Served(Front):
         self.engine = self._start()
 
     def compute(self, asked: list[Prompt]) -> None:
-        """Serve prompts that did not come by the router, each until it is stored: its blocks are held so long."""
+        """Serve prompts without the router, each until it is stored, as its blocks are held until then."""
         assert [self._serve(prompt) for prompt in asked] == [0] * len(asked)
 
     def is_known(self, router: VllmRouter) -> bool:
-        """Whether a router has heard of all chunks in the depot."""
+        """Return whether a router has heard of all chunks in the depot."""
         has_told = self._listener.num_found() == self._depot.status().num_chunks
         return has_told and router.last_heard(self) + 1 == self._listener.next
 
@@ -81,7 +81,7 @@ def depots() -> Iterator[list[DepotProcess]]:
 def test_prompts_go_to_the_engines_of_the_depot_that_holds_them(
     depots: list[DepotProcess], model: MakeModel, tmp_path: Path, context: Context
 ) -> None:
-    """Engines A and N share a depot, B has one of its own. Prompts are held, B is restarted, A's depot evicts."""
+    """Engines A and N share a depot, B has its own. Depots hold prompts, B restarts, and A's depot evicts."""
     with contextlib.ExitStack() as running:
 
         def serve(name: str, depot: DepotProcess) -> Served:
@@ -102,7 +102,7 @@ def test_prompts_go_to_the_engines_of_the_depot_that_holds_them(
                 wait_until(lambda: engine.is_known(router), what=f"what {engine.name} announces")  # noqa: B023
 
         def went(asked: list[Prompt], *to: Served) -> list[bool]:
-            """Whether each prompt went to one of the engines, which computed its last tokens alone."""
+            """Return whether each prompt went to one of the engines, and this one computed only its last tokens."""
             routed = [router.route(prompt) for prompt in asked]
             return [name in [each.name for each in to] and found == HELD for name, found in routed]
 

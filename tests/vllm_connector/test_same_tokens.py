@@ -1,4 +1,4 @@
-"""Greedy output with the depot is the output without it, token for token, however a prefix came."""
+"""Greedy output with the depot equals the output without it, wherever a prefix came from."""
 
 from collections.abc import Iterator
 
@@ -13,14 +13,14 @@ WHOLE = [640, 640, 640, 640, 896, 896]  # tokens in whole blocks of 128, less th
 
 @pytest.fixture(scope="module")
 def first(depot: DepotProcess, model: MakeModel) -> Iterator[Engine]:
-    """With vLLM's own prefix cache."""
+    """An engine with vLLM's own prefix cache."""
     with Engine(model("gqa"), connector(depot.url), reference=PROMPTS) as engine:
         yield engine
 
 
 @pytest.fixture(scope="module")
 def second(depot: DepotProcess, model: MakeModel) -> Iterator[Engine]:
-    """Without vLLM's own prefix cache, prefilling in chunks that are no whole blocks."""
+    """An engine without vLLM's own prefix cache that prefills in pieces of partial blocks."""
     with Engine(
         model("gqa"),
         connector(depot.url),
@@ -34,7 +34,7 @@ def second(depot: DepotProcess, model: MakeModel) -> Iterator[Engine]:
 def test_cold_then_warm_then_warm_in_the_other_engine(first: Engine, second: Engine, depot: DepotProcess) -> None:
     cold = first.generate(PROMPTS, together=False)
     assert tokens(cold) == first.reference
-    assert cached(cold) == [0, 0, 0, 0, 0, 512]  # the last by vLLM's own cache
+    assert cached(cold) == [0, 0, 0, 0, 0, 512]  # the last prompt from vLLM's own cache
     first.reset()
     warm = first.generate(PROMPTS, together=False)
     assert tokens(warm) == first.reference
@@ -81,7 +81,7 @@ def test_output_tokens_are_stored_too(second: Engine) -> None:
 
 def test_after_eviction_of_half_the_chunks(model: MakeModel) -> None:
     with (
-        DepotProcess(pool_size="16MiB", new_session=True) as small,  # 32 chunks of 512 KiB, less what alignment takes
+        DepotProcess(pool_size="16MiB", new_session=True) as small,  # 32 chunks of 512 KiB, less the loss to alignment
         Engine(model("gqa"), connector(small.url), reference=PROMPTS, enable_prefix_caching=False) as engine,
     ):
         many = prompts(6, 700, seed=5)
@@ -102,7 +102,7 @@ def test_after_a_restart_of_the_depot(first: Engine, depot: DepotProcess) -> Non
     assert tokens(first.generate(PROMPTS[:2])) == first.reference[:2]
     depot.start()
     wait_until(lambda: len(depot.status().contexts) == num_contexts, 60, "the engines to come back")
-    wait_until_stored(first, depot, seed=90)  # its scheduler is back, too
+    wait_until_stored(first, depot, seed=90)  # its scheduler has also reconnected
     first.reset()
     warm = first.generate(PROMPTS[:4], together=False)
     assert tokens(warm) == first.reference[:4]

@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false
-"""The scheduler's side by itself: its claims, loads, stores and holds, without an engine."""
+"""The scheduler's side without an engine: its claims, loads, stores and holds."""
 
 import contextlib
 import re
@@ -30,7 +30,7 @@ STATE = EngineGroup(2, GroupKind.RECURRENT, 16, 0, ("c",), False, False)
 
 @dataclass
 class Client:
-    """A depot that has the first chunks of everything."""
+    """A depot that has the first `num_chunks` chunks of every prompt."""
 
     num_chunks: int = 0
     answers: bool = True
@@ -41,7 +41,7 @@ class Client:
     cancelled: int = 0
     token_seconds: float = 0.0
     num_pending: int = 0
-    announced: list[int] = field(default_factory=list[int])  # tokens ahead of each lookup that announces
+    announced: list[int] = field(default_factory=list[int])  # tokens ahead of each announcing lookup
     ended: list[str] = field(default_factory=list[str])
     awaited: list[int] = field(default_factory=list[int])  # chunks that each lookup expects of another engine
     handing_over: list[str] = field(default_factory=list[str])
@@ -171,7 +171,7 @@ class Scene:
         return plan
 
     def idle(self) -> StepPlan:
-        """Take a step without a request."""
+        """Take a step without requests."""
         step: Any = SimpleNamespace(num_scheduled_tokens={}, preempted_req_ids=None, kv_connector_block_state=None)
         return self.side.plan_step(step)
 
@@ -282,7 +282,7 @@ def test_a_load_that_does_not_fit_is_reported_as_failed(scene: Callable[..., Sce
     it = scene(FULL, STATE, num_chunks=4)
     request = it.request(100)
     it.side.matched_tokens(request, 0)
-    it.side.allocated(request, (blocks(1, 7), [0, 0, 11, 0]), 40)  # there is no state within a chunk
+    it.side.allocated(request, (blocks(1, 7), [0, 0, 11, 0]), 40)  # a chunk has no state inside
     (load,) = it.step(request, 0, (blocks(1, 7),)).loads
     assert load.key.num_chunks == 0
 
@@ -363,10 +363,10 @@ def test_nothing_of_a_load_that_has_not_come_is_stored_when_the_request_ends(sce
     it.side.matched_tokens(request, 0)
     it.side.allocated(request, (blocks(1, 7),), 64)
     it.step(request, 0, (blocks(1, 7),))
-    request.num_computed_tokens = 64  # vLLM counts what it hopes for
+    request.num_computed_tokens = 64  # vLLM counts the tokens before they are loaded
     it.side.finished(request, (blocks(1, 7),))
     assert it.pool.held() == set()
-    it.report(StepPlan(), finished=["r"])  # its request is gone by then
+    it.report(StepPlan(), finished=["r"])  # by then, its request is gone
 
 
 def test_chunks_that_fill_up_last_are_stored_at_the_end(scene: Callable[..., Scene]) -> None:
@@ -385,7 +385,7 @@ def test_chunks_that_fill_up_last_are_stored_at_the_end(scene: Callable[..., Sce
 
 
 def test_no_more_blocks_are_held_than_allowed(scene: Callable[..., Scene]) -> None:
-    it = scene(max_pinned_share=0.1)  # of 64
+    it = scene(max_pinned_share=0.1)  # of 64 blocks
     request = it.request(200)
     first = it.step(request, 200, (blocks(1, 13),))
     assert [job.key.num_chunks for job in first.stores] == [6]
@@ -395,7 +395,7 @@ def test_no_more_blocks_are_held_than_allowed(scene: Callable[..., Scene]) -> No
 
 
 def test_chunks_without_room_at_the_end_of_their_request_are_stored_later(scene: Callable[..., Scene]) -> None:
-    it = scene(max_pinned_share=0.1)  # of 64
+    it = scene(max_pinned_share=0.1)  # of 64 blocks
     request = it.request(200)
     it.side.matched_tokens(request, 0)
     plans = [it.step(request, 200, (blocks(1, 13),))]
@@ -576,13 +576,13 @@ def raising(error: Exception) -> Callable[..., Any]:
 def test_a_load_that_cannot_be_planned_is_given_to_the_workers_as_failed(
     place: str, error: Exception, scene: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """VLLM waits for every load that it allocated blocks for."""
+    """VLLM waits for every load for which it allocated blocks."""
     it = scene(num_chunks=4)
     request = it.request(100)
     assert it.side.matched_tokens(request, 0) == (64, True)
     target: Any = {"run": PrefixHasher}.get(place, loads)
     monkeypatch.setattr(target, place, raising(error))
-    with contextlib.suppress(type(error)):  # the connector's hooks catch what comes this far
+    with contextlib.suppress(type(error)):  # the connector's hooks would catch it here
         it.side.allocated(request, (blocks(1, 7),), 64)
     (load,) = it.step(request, 0, (blocks(1, 7),)).loads
     assert (load.request_id, load.key.num_chunks) == ("r", 4 if place == "start_span" else 0)
@@ -628,7 +628,7 @@ def test_a_request_whose_last_store_fails_gives_its_lease_back(
     assert len(it.client.released) == 1
 
 
-# --- what others are computing --------------------------------------------------------------------------------------
+# --- computations of other engines ----------------------------------------------------------------------------------
 
 
 def test_a_request_waits_for_what_others_compute_and_no_longer_than_twice_computing_it(
@@ -674,7 +674,7 @@ def test_it_is_done_waiting_when_the_chunks_are_here(scene: Callable[..., Scene]
     request = it.request(100)
     assert it.side.matched_tokens(request, 0) == (None, False)
     it.client.num_chunks, it.client.num_pending = 6, 0
-    it.side.matched_tokens(request, 0)  # the answer to the question before
+    it.side.matched_tokens(request, 0)  # takes the answer to the previous question
     assert it.side.matched_tokens(request, 0) == (96, True)
 
 
@@ -710,7 +710,7 @@ def test_an_announcement_is_withdrawn_after_the_last_store(scene: Callable[..., 
 
 
 def test_the_end_of_an_old_store_does_not_touch_a_new_request_of_the_same_name(scene: Callable[..., Scene]) -> None:
-    """Callers choose request ids, and may choose one again while stores of its first request are under way."""
+    """Callers choose request ids, and may reuse one while stores of its first request are under way."""
     it = scene()
     old = it.request(48)
     it.side.matched_tokens(old, 0)
@@ -796,7 +796,7 @@ def test_a_decode_engine_computes_what_never_comes(scene: Callable[..., Scene]) 
 
 
 def test_the_last_incomplete_chunk_of_a_prompt_is_handed_over(scene: Callable[..., Scene]) -> None:
-    """Chunks of 128 tokens in blocks of 16, a prompt of 300: two chunks, and 44 tokens in three blocks."""
+    """With chunks of 128 tokens and blocks of 16, a prompt of 300 has two chunks, and 44 tokens in three blocks."""
     it = scene(chunk_tokens=128, max_pinned_share=1.0)
     request = it.request(300, "prefill", kv_transfer_params={"do_remote_decode": True})
     assert it.side.matched_tokens(request, 0) == (0, False)
@@ -841,9 +841,9 @@ def test_an_incomplete_chunk_without_room_is_stored_when_another_store_has_ended
 @pytest.mark.parametrize(
     ("prompt_tokens", "told_tokens", "found", "expected"),
     [
-        (256, 256, 2, 255),  # nothing incomplete: the last chunk but one token
-        (300, 256, 2, 256),  # from an engine that hands over whole chunks only
-        (400, 300, 3, 384),  # the prompt goes on behind what was handed over
+        (256, 256, 2, 255),  # no incomplete chunk: the last chunk without its last token
+        (300, 256, 2, 256),  # from an engine that hands over only whole chunks
+        (400, 300, 3, 384),  # the prompt continues after the handed-over part
     ],
 )
 def test_a_decode_engine_takes_whole_chunks_where_no_tail_fits(
@@ -865,7 +865,7 @@ def test_small_chunks_have_no_tail(scene: Callable[..., Scene]) -> None:
 
 
 def test_the_tail_of_a_window_may_need_a_chunk_more(scene: Callable[..., Scene]) -> None:
-    """The window of 150 tokens before token 300 begins in chunk 1; vLLM has a block for each of its tokens."""
+    """The window of 150 tokens before token 300 begins in chunk 1, and vLLM has blocks for all its tokens."""
     window = EngineGroup(1, GroupKind.SLIDING_WINDOW, 16, 150, ("b",), False, False)
     params = {"do_remote_prefill": True, "kvdepot": {"num_tokens": 300}}
     it = scene(FULL, window, chunk_tokens=128, num_chunks=3)
@@ -885,7 +885,7 @@ LARGE_STATE = EngineGroup(1, GroupKind.RECURRENT, 128, 0, ("c",), False, False)
 def test_a_hybrid_hands_over_up_to_the_last_state(
     scene: Callable[..., Scene], prompt_tokens: int, state_tokens: int
 ) -> None:
-    """vLLM keeps a state at a multiple of 32 before the last token; prompts of which that is not a chunk's end."""
+    """vLLM keeps a state at a multiple of 32 before the last token. In these prompts, that is not a chunk's end."""
     full, num_whole = EngineGroup(0, GroupKind.FULL_ATTENTION, 128, 0, ("a",), False, False), state_tokens // 128
     num_blocks = -(-prompt_tokens // 128)
     it = scene(full, LARGE_STATE, chunk_tokens=128, state_step=32, max_pinned_share=1.0)

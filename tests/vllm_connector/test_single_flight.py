@@ -8,13 +8,13 @@ import pytest
 from kvdepot.lab.processes import DepotProcess, wait_until
 from support.vllm.engines import Engine, MakeModel, cached, connector, prompts, tokens, wait_until_stored
 
-LONG = prompts(3, 27 * 128 + 1, seed=70)  # whole blocks, and the token that is always computed
+LONG = prompts(3, 27 * 128 + 1, seed=70)  # whole blocks and the last token, which is always computed
 SHORT = prompts(4, 700, seed=71)
 
 
 @pytest.fixture(scope="module")
 def first(depot: DepotProcess, model: MakeModel) -> Iterator[Engine]:
-    """Its core has a process of its own, which goes on after an answer as a server does."""
+    """An engine whose core has its own process, which continues after an answer like a server's."""
     with Engine(
         model("gqa"), connector(depot.url), reference=LONG + SHORT, max_num_batched_tokens=512, multiprocessing=True
     ) as engine:
@@ -32,7 +32,7 @@ def second(depot: DepotProcess, model: MakeModel) -> Iterator[Engine]:
 def test_a_prompt_that_two_engines_get_at_once_is_computed_once(
     first: Engine, second: Engine, depot: DepotProcess
 ) -> None:
-    computed: list[float] = []  # prompts' worth of tokens
+    computed: list[float] = []  # computed tokens, in units of one prompt
     for number, prompt in enumerate(LONG):
         first.send("generate", prompts=[prompt] * 4, max_tokens=first.max_tokens)
         second.send("generate", prompts=[prompt] * 4, max_tokens=first.max_tokens)
@@ -49,7 +49,7 @@ def test_a_prompt_that_two_engines_get_at_once_is_computed_once(
 def test_a_prompt_of_one_step_is_computed_once_though_a_store_finds_room_for_a_third_of_it(
     multiprocessing: bool, depot: DepotProcess, model: MakeModel
 ) -> None:
-    """VLLM's default: the step that computes the whole prompt is the last one that its request takes part in."""
+    """By VLLM's default, the step that computes the whole prompt is the last one with its request."""
     given = prompts(4, 12 * 128 + 1, seed=81 + multiprocessing)
     config = connector(depot.url, max_pinned_share=0.04)  # of 128 blocks
     options: dict[str, Any] = {"max_tokens": 1, "multiprocessing": multiprocessing}
@@ -71,9 +71,9 @@ def test_a_prompt_of_one_step_is_computed_once_though_a_store_finds_room_for_a_t
 @pytest.mark.parametrize("name", ["short-windows", "recurrent"])
 @pytest.mark.promise(75)
 def test_a_prompt_of_a_hybrid_model_is_computed_once(name: str, depot: DepotProcess, model: MakeModel) -> None:
-    """The last chunk ends at token 1,536, with 128 tokens and with 256.
+    """The last chunk ends at token 1,536, whether chunks have 128 tokens or 256.
 
-    vLLM ends a step at a multiple of 128 even if states are kept at multiples of 256, if its core has its own process.
+    If its core has its own process, vLLM ends a step at a multiple of 128 even if states are kept at multiples of 256.
     """
     given = prompts(3, 1600, seed=76)
     options: dict[str, Any] = {"kv_cache_memory_bytes": 256 << 20, "max_num_batched_tokens": 512}
@@ -102,7 +102,7 @@ def test_an_engine_that_is_asked_right_after_another_finds_every_whole_chunk(fir
 
 
 def test_a_prefill_engine_hands_over_to_a_decode_engine(first: Engine, second: Engine, depot: DepotProcess) -> None:
-    """By the parameters that vLLM's proxies relay: the answer of the one is given to the other."""
+    """By the parameters that vLLM's proxies relay from one engine's answer to the other engine."""
     for prompt in prompts(2, 700, seed=74):
         loaded = depot.status().counters["retrieve_chunks_hit"]
         asked = first.ask("generate", prompts=[prompt], max_tokens=1, params={"do_remote_decode": True})
@@ -117,7 +117,7 @@ def test_a_prefill_engine_hands_over_to_a_decode_engine(first: Engine, second: E
     ("name", "options", "num_tokens"),
     [
         ("windows", {}, 700),
-        # States at multiples of a block, whose size depends on the CPU; the last before a prompt's end at one of 64.
+        # States are at multiples of a block, whose size depends on the CPU. A prompt's last one is at a multiple of 64.
         ("recurrent", {"dtype": "bfloat16", "prefix_match_unit": 64}, 640),
     ],
 )

@@ -1,4 +1,4 @@
-"""Sleep mode takes the cache's memory away: nothing touches it meanwhile, and the depot keeps everything."""
+"""Sleep mode takes the cache's memory away. No access to it happens meanwhile, and the depot keeps everything."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from support.vllm.engines import Engine, MakeModel, cached, connector, prompts, 
 @pytest.mark.slow
 @pytest.mark.promise(18, 29)
 def test_a_hundred_sleeps_with_transfers_under_way() -> None:
-    """Memory that is away cannot be touched without the end of the process."""
+    """Touching memory that is away would end the process."""
     with DepotProcess(pool_size="512MiB") as depot:
         done = subprocess.run(
             [sys.executable, "-m", "support.vllm.sleeper", depot.url, "100"],
@@ -53,7 +53,7 @@ def test_an_engine_has_hits_at_once_after_it_slept(depot: DepotProcess, model: M
             engine.ask("submit", requests=running, max_tokens=16, steps=1 + night)  # loads or decodes
             engine.ask("sleep", level=level, mode=mode)
             wait_until(lambda: not any(each.role == "worker" for each in depot.status().contexts))
-            if level == 2:  # other weights, as trainers do it: in two steps
+            if level == 2:  # other weights, in two steps as trainers do
                 engine.ask("wake_up", tags=["weights"])
                 engine.ask("update_weights", seed=5)
                 engine.ask("wake_up", tags=["kv_cache"])

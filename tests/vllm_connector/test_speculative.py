@@ -8,14 +8,14 @@ from kvdepot.lab.processes import DepotProcess
 from support.vllm.engines import Engine, MakeModel, cached, connector, prompts, tokens
 
 PROMPTS = prompts(4, 1060, seed=60)
-FEW = {"ngram": [*range(100, 108)], "draft_model": None}  # tokens to answer with: among few, n-grams repeat themselves
+FEW = {"ngram": [*range(100, 108)], "draft_model": None}  # allowed answer tokens: with few, n-grams repeat themselves
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])
 @pytest.mark.promise(17)
 def test_drafts_are_accepted_after_a_hit_as_without_a_depot(method: str, depot: DepotProcess, model: MakeModel) -> None:
-    """The drafter has the model's own weights. Without its KV in the depot, it would guess wrong after a hit."""
+    """The drafter has the model's weights. Without its KV in the depot, its guesses after a hit would be wrong."""
     path = model("gqa")
     speculative: dict[str, Any] = {"method": method, "num_speculative_tokens": 3}
     speculative |= {"model": str(path)} if method == "draft_model" else {"prompt_lookup_min": 2, "prompt_lookup_max": 4}

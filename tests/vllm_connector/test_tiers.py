@@ -1,4 +1,4 @@
-"""Prefixes that come from disk: the same tokens, and every byte loaded is the byte stored, for each kind of cache."""
+"""Prefixes from disk, for each kind of cache: the same tokens, and loaded bytes equal stored bytes."""
 
 import json
 import re
@@ -11,13 +11,13 @@ from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.ops.cli import main
 from support.vllm.engines import Engine, MakeModel, cached, connector, prompts, tokens
 
-# Three: from the fourth promotion on, the depot compares the paces of tier and engine, and may rather have it computed.
+# Three: from the fourth promotion on, the depot compares the speeds of tier and engine, and may prefer computation.
 PROMPTS = prompts(1, 1500) + prompts(2, 1000, seed=1, shared=600)
 
 CASES: dict[str, tuple[str, dict[str, Any], list[int], int]] = {  # model, options, cached tokens, chunks of all prompts
     "grouped queries": ("gqa", {}, [1408, 896, 896], 21),
     "sliding windows": ("windows", {}, [1408, 896, 896], 21),
-    # By itself vLLM chooses the type of states by the CPU: without AVX-512 BF16, blocks had 128 tokens instead of 256.
+    # vLLM's default type of states depends on the CPU: without AVX-512 BF16, blocks had 128 tokens instead of 256.
     "recurrent states": (
         "recurrent",
         {"dtype": "bfloat16", "mamba_ssm_cache_dtype": "float32", "kv_cache_memory_bytes": 256 << 20},
@@ -28,7 +28,7 @@ CASES: dict[str, tuple[str, dict[str, Any], list[int], int]] = {  # model, optio
 
 
 def wait_until_in_tier(depot: DepotProcess, num_chunks: int) -> None:
-    """Wait until the depot has all chunks of the prompts, also of stores that had not begun, and wrote them."""
+    """Wait until the depot has all chunks of the prompts, including later stores, and has written them."""
     wait_until(lambda: depot.status().num_chunks == num_chunks and not depot.status().num_tickets, 60)
     wait_until(lambda: not depot.status().tiers[0].queued_write_bytes, 60)
 

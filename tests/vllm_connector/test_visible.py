@@ -1,4 +1,4 @@
-"""Users of vLLM see the depot: in counters, a log line, the source of hits, events for routers."""
+"""Users of vLLM see the depot in counters, a log line, the source of hits, and events for routers."""
 
 import re
 from pathlib import Path
@@ -84,7 +84,7 @@ def listen(depot: DepotProcess, model: MakeModel, tmp_path: Path) -> None:
     }
     with Engine(model("windows"), connector(depot.url), kv_events=events, kv_cache_memory_bytes=128 << 20) as engine:
         engine.execute(LISTEN.format(endpoint=endpoint))
-        for _ in range(50):  # a subscriber may miss what is published before it is known
+        for _ in range(50):  # a subscriber may miss events until the publisher knows it
             engine.generate(prompts(1, 300, seed=61))
             if engine.execute("result = bool(child.events)"):
                 break
@@ -93,7 +93,7 @@ def listen(depot: DepotProcess, model: MakeModel, tmp_path: Path) -> None:
         stored = engine.execute(TAKE)
         by_medium = {medium: [e for e in stored if e["medium"] == medium] for medium in ("GPU", "CPU")}
         device = {digest for event in by_medium["GPU"] for digest in event["hashes"]}
-        by_medium["CPU"] = [event for event in by_medium["CPU"] if device & set(event["hashes"])]  # of this prompt
+        by_medium["CPU"] = [event for event in by_medium["CPU"] if device & set(event["hashes"])]  # only this prompt's
         assert {event["size"] for event in by_medium["CPU"]} == {128}
         groups = {event["group"] for event in by_medium["CPU"]}
         assert sum(len(event["hashes"]) for event in by_medium["CPU"]) == 5 * len(groups)
@@ -112,7 +112,7 @@ def test_an_engine_that_found_no_depot_says_so_once(model: MakeModel, tmp_path: 
 
 
 def test_the_debug_log_says_why_a_request_was_no_hit(depot: DepotProcess, model: MakeModel) -> None:
-    prompt = prompts(1, 700, seed=62)  # that no other test has brought into the depot
+    prompt = prompts(1, 700, seed=62)  # no other test has stored it
     with Engine(model("gqa"), connector(depot.url), environment={"VLLM_LOGGING_LEVEL": "DEBUG"}) as engine:
         engine.generate(prompt)
         engine.reset()

@@ -1,4 +1,4 @@
-"""Weights that are updated in running engines: never stale tokens, and replicas with equal weights share at once."""
+"""Updates of weights in running engines: no stale tokens, and replicas with equal weights share at once."""
 
 from collections.abc import Iterator
 
@@ -20,14 +20,14 @@ def replicas(depot: DepotProcess, model: MakeModel) -> Iterator[tuple[Engine, En
 
 
 def answers(engine: Engine, wanted: list[Prompt]) -> tuple[list[list[int]], list[int]]:
-    """Return the tokens and how many of each prompt came from the depot."""
+    """Serve prompts. Return their tokens, and how many tokens of each prompt came from the depot."""
     outputs = engine.generate(wanted)
     engine.reset()
     return tokens(outputs), cached(outputs)
 
 
 def computed(engine: Engine, wanted: list[Prompt]) -> list[list[int]]:
-    """Return the tokens of the engine's present weights, without the depot."""
+    """Return the tokens of the engine's current weights, computed without the depot."""
     outputs = engine.generate(wanted, params=PRIVATE)
     engine.reset()
     assert cached(outputs) == [0, 0]
@@ -35,7 +35,7 @@ def computed(engine: Engine, wanted: list[Prompt]) -> list[list[int]]:
 
 
 def update(engine: Engine, version: int) -> None:
-    """Write weights, and reset the caches before or after, as trainers do."""
+    """Write weights and, as trainers do, reset the caches before or after that."""
     if version % 2:
         engine.reset(connector=True)
     engine.ask("update_weights", seed=version)

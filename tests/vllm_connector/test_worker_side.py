@@ -1,4 +1,4 @@
-"""The worker's side by itself: an error of its context costs that request alone."""
+"""The worker's side without an engine: an error of its context costs only that request."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +14,7 @@ ERRORS = [RuntimeError("a driver's"), MemoryError(), TypeError("a bug"), KeyErro
 
 
 class Context:
-    """Copies at once, but for the requests that are broken."""
+    """Copies at once, except for broken requests."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error
