@@ -1,4 +1,4 @@
-"""How many processes run the tests, how many examples they draw, and what their children find in the environment."""
+"""The number of the tests' processes, the number of their examples, and the environment of their children."""
 
 import os
 from collections.abc import Iterator
@@ -15,12 +15,12 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
     path for path in (str(Path(__file__).parent), os.environ.get("PYTHONPATH")) if path
 )
 
-# The tests start hundreds of depots. Where nothing compiled is kept, each start takes 1.5 s instead of .85.
+# The tests start hundreds of depots. Without cached bytecode, each start takes 1.5 s instead of .85.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-# `pytest` draws few examples, tox many: `--hypothesis-profile=ci`. Neither has a deadline: 200 ms, the usual one, fails
-# on a busy machine. Tests set no numbers of their own.
-_default = settings.get_profile("default")  # not what Hypothesis chooses by itself where CI is set
+# `pytest` draws few examples, tox many: `--hypothesis-profile=ci`. Neither has a deadline, as the default of 200 ms
+# fails on a busy machine. Tests set no numbers of their own.
+_default = settings.get_profile("default")  # not the profile that Hypothesis chooses if CI is set
 settings.register_profile("few", _default, max_examples=15, deadline=None)
 settings.register_profile("ci", _default, max_examples=100, deadline=None, print_blob=True)
 settings.load_profile("few")
@@ -28,9 +28,9 @@ settings.load_profile("few")
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads it
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Run a plain `pytest` in one process more than there are cores: tests wait for depots half of their time.
+    """Run a plain `pytest` in one more process than there are cores, as tests wait for depots half of their time.
 
-    Tests that are named run in this process; `-n` decides otherwise, `-n 0` for one process.
+    Tests named on the command line run in this process. `-n` overrides both; `-n 0` uses one process.
     """
     is_plain = config.args_source is pytest.Config.ArgsSource.TESTPATHS
     if is_plain and not hasattr(config, "workerinput") and getattr(config.option, "numprocesses", 0) is None:
@@ -39,7 +39,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 @pytest.fixture
 def context() -> "Iterator[Context]":
-    """A ZeroMQ context. It closes the sockets in `support.events.kept` at the end of the test."""
+    """A ZeroMQ context. At the end of the test it closes its sockets, which `support.events.kept` holds until then."""
     import zmq
 
     from support.events import kept

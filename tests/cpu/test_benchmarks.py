@@ -1,4 +1,4 @@
-"""Benchmarks with the engine model run: their figures are for people."""
+"""Benchmarks with the engine model run. Their figures are for people."""
 
 import runpy
 import subprocess

@@ -31,7 +31,7 @@ def run_json(*arguments: str) -> Any:
 
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
-    """Conversations of three turns each, that share a system prompt."""
+    """Conversations of three turns each that share a system prompt."""
     lines: list[str] = []
     for turn in range(1, 4):
         for conversation in range(20):
@@ -127,7 +127,7 @@ def test_a_start_that_fails_leaves_no_file_behind(flag: str, tmp_path: Path) -> 
     assert not pool.exists()
 
 
-# A shell starts what runs in its background with SIGINT ignored, and children inherit that.
+# A shell starts background processes with SIGINT ignored, and children inherit that.
 _HEARING_INTERRUPTS = """
 import os, signal, sys
 signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -146,9 +146,9 @@ def test_ctrl_c_ends_a_command_and_its_children_without_a_word(command: list[str
     ) as process:
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
         wait_until(children.read_text)
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        os.killpg(process.pid, signal.SIGINT)  # like a terminal
         try:
-            _, said = process.communicate(timeout=20)  # the output's end: no child is left
+            _, said = process.communicate(timeout=20)  # the output ends when no child is left
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -171,7 +171,7 @@ def test_the_demo_fits_80_columns_and_says_what_the_depot_saved_and_what_is_next
 
 def pool_of_a_depot_in(directory: str) -> Path:
     for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the process has ended
             arguments = path.read_text().split("\0")
             if "--pool-dir" in arguments and arguments[arguments.index("--dir") + 1].startswith(directory):
                 return Path(arguments[arguments.index("--pool-dir") + 1])

@@ -1,4 +1,4 @@
-"""The copy kernels: every byte of every run in its place, no other byte touched, and the right checksums."""
+"""The copy kernels put every byte of every run in its place, touch no other byte, and return the right checksums."""
 
 import itertools
 
@@ -23,7 +23,7 @@ _SIZES = (1, 127, 1023, 1024, 1500, 4095, 4096, 5000, 8192, 65_536, 65_537, 300_
 
 @pytest.fixture(params=["native", "memcpy"])
 def copy_runs(request: pytest.FixtureRequest) -> CopyRuns:
-    """Each of the two copies."""
+    """Each of the two copy kernels."""
     found = native_copy_runs() if request.param == "native" else memcpy_runs()
     if found is None:
         tool_is_missing("the compiled copy was not built")
@@ -34,7 +34,7 @@ def copy_runs(request: pytest.FixtureRequest) -> CopyRuns:
 def test_runs_of_any_size_and_alignment_arrive_whole(copy_runs: CopyRuns, seed: int) -> None:
     rng = np.random.default_rng(seed)
     count = int(rng.integers(1, 14))
-    sizes = np.append(rng.choice(_SIZES, count), 1 << 20)  # enough together to be streamed
+    sizes = np.append(rng.choice(_SIZES, count), 1 << 20)  # together enough for streaming
     starts = np.concatenate([[0], np.cumsum(sizes + _GAP)])[:-1]
     source = rng.integers(0, 256, int(sizes.sum()) + _GAP * len(sizes), dtype=np.uint8)
     target, expected = np.zeros_like(source), np.zeros_like(source)
@@ -59,7 +59,7 @@ def test_rows_of_any_size_and_step_arrive_whole(seed: int) -> None:
     rng = np.random.default_rng(seed)
     num_pages, num_rows = int(rng.integers(1, 14)), int(rng.integers(2, 20))
     sizes = rng.choice(_SIZES[:9], num_pages)
-    sizes[0] = (1 << 20) // num_rows  # enough together to be streamed
+    sizes[0] = (1 << 20) // num_rows  # together enough for streaming
     room = int((sizes.max() + _GAP) * num_rows)
     source = rng.integers(0, 256, num_pages * room, dtype=np.uint8)
     target, expected = np.zeros_like(source), np.zeros_like(source)
@@ -92,7 +92,7 @@ def test_a_copy_that_makes_checksums_makes_those_of_xxhash(seed: int) -> None:
     sizes, extents = np.concatenate(runs).astype(np.uint64), np.array([each.sum() for each in runs], np.uint64)
     source = rng.integers(0, 256, int(sizes.sum()) + 1, dtype=np.uint8)
     target = np.zeros(int(sizes.sum()) + gap * (len(sizes) + 1), np.uint8)
-    reads = np.cumsum(sizes) - sizes + np.uint64(1)  # the blocks of an engine may lie anywhere
+    reads = np.cumsum(sizes) - sizes + np.uint64(1)  # an engine's blocks may lie anywhere
     writes = np.cumsum(sizes) - sizes + np.arange(len(sizes), dtype=np.uint64) * np.uint64(gap)
     writes += np.uint64(-target.ctypes.data % gap)
     expected = np.zeros_like(target)

@@ -1,4 +1,4 @@
-"""What the docs show works: Python runs as it stands, commands parse, links lead somewhere."""
+"""The docs' examples work: Python code runs unchanged, commands parse, and links have targets."""
 
 import fnmatch
 import os
@@ -17,7 +17,7 @@ from kvdepot.ops.cli import make_parser
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-_NOT_RUN = "<!-- not run: "  # and a reason, in the line before a block that needs what is not here
+_NOT_RUN = "<!-- not run: "  # and a reason, in the line before a block whose requirements are missing here
 
 
 def python_blocks() -> Iterator[tuple[str, str]]:

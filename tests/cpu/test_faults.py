@@ -1,4 +1,4 @@
-"""The CPU backend passes the fault suite of every backend; and what only engines without a device are needed for."""
+"""The CPU backend passes the fault suite of every backend. Further tests need only engines without a device."""
 
 import os
 import signal
@@ -97,7 +97,7 @@ def test_unfinished_chunks_of_a_live_writer_wait_until_it_comes_back_or_dies(dep
 
 
 class Gate:
-    """Stops a copier before it copies, until it is opened."""
+    """Holds a copier before its copy until the gate is opened."""
 
     def __init__(self, context: CpuTransferContext, name: str) -> None:
         self.reached, self.opened = threading.Event(), threading.Event()
@@ -153,7 +153,7 @@ def test_chunks_evicted_during_a_retrieve_are_misses_and_the_others_count(
 def test_a_store_asks_for_the_next_batch_before_it_copies_one(
     depot: DepotProcess, make: Callable[..., CpuTransferContext]
 ) -> None:
-    context = make(depot, batch_bytes=1)  # a chunk
+    context = make(depot, batch_bytes=1)  # one chunk a batch
     gate = Gate(context, "store")
     future = context.submit_store("r", prompt(4), [list(range(16))])
     assert gate.reached.wait(10)

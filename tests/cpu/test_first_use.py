@@ -1,4 +1,4 @@
-"""What a worker does before its first transfer, so that this is as fast as later ones."""
+"""A worker's preparations before its first transfer, which make this as fast as later ones."""
 
 import re
 from pathlib import Path
@@ -12,10 +12,10 @@ from kvdepot_cpu.context import CpuOptions, CpuTransferContext
 
 
 def resident_bytes(folder: Path) -> int:
-    """Return how much of this process's mapping of a pool has its pages."""
+    """Return the resident bytes of this process's mapping of a pool."""
     found = 0
     for block in re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE):
-        if re.search(rf"{folder}/\.?pool", block.partition("\n")[0]):  # a new pool is made under another name
+        if re.search(rf"{folder}/\.?pool", block.partition("\n")[0]):  # a new pool is created under another name
             size = re.search(r"^Rss: +(\d+) kB", block, re.MULTILINE)
             assert size is not None
             found += int(size[1]) * 1024
@@ -32,6 +32,6 @@ def test_a_worker_touches_the_whole_pool_before_it_needs_it() -> None:
             context.wait_until_connected(10)
             wait_until(
                 lambda: resident_bytes(depot.pool_directory) == 64 << 20, 120, "every page of the pool"
-            )  # idle priority
+            )  # the thread has idle priority
         finally:
             context.close()

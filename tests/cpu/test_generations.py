@@ -1,4 +1,4 @@
-"""Generations of weights in a depot with tiers, as a process: what it knows, and what it finds again."""
+"""Generations of weights in a depot process with tiers: its knowledge of them, and their chunks after a restart."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack

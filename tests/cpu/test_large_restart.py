@@ -10,12 +10,12 @@ from kvdepot.keys import Namespace, hash_prefix
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot_cpu.context import CpuOptions, CpuTransferContext
 
-_LAYERS, _BLOCKS, _PAGE = 8, 128, 65536  # 64 MiB, of which each prompt has its own copy in the pool
+_LAYERS, _BLOCKS, _PAGE = 8, 128, 65536  # 64 MiB; each prompt has its own copy in the pool
 _PROMPTS = 66  # two more than fit
 
 
 def has_room(depot: DepotProcess) -> bool:
-    """A new pool gets its space ahead of the stores, and hurries if they come close."""
+    """Return whether the pool is ready 256 MiB ahead of the stores: a new pool gets its memory in the background."""
     status = depot.status()
     return status.pool_ready_bytes >= min(status.pool_size_bytes, status.pool_used_bytes + (256 << 20))
 

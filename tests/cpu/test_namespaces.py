@@ -1,4 +1,4 @@
-"""Containers that share a folder of sockets and nothing else: no PID, IPC or mount namespace, no `/dev/shm`."""
+"""Containers that share only a folder of sockets, but no PID, IPC or mount namespace and no `/dev/shm`."""
 
 import contextlib
 import os
@@ -48,14 +48,14 @@ def spawn(depot: DepotProcess) -> Iterator[Callable[[str], EngineProcess]]:
 
 
 def kill(engine: EngineProcess) -> None:
-    """End the engine itself, and the command that runs it."""
+    """Kill the engine itself and the command that runs it."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(child_of(engine.pid), signal.SIGKILL)
     engine.kill()
 
 
 def stop_in_a_store(engine: EngineProcess, salt: int, num_chunks: int) -> None:
-    """Leave half of the chunks written."""
+    """Stop the engine in a store when half of the chunks are written."""
     engine.expect("armed", "gate store half")
     engine.expect("reached", f"store {salt} {num_chunks}")
 
@@ -113,7 +113,7 @@ def test_a_container_that_comes_back_to_the_next_server_frees_what_it_left(depot
     depot.start()
     engine.expect("missed", "go")
     wait_until(lambda: len(depot.status().contexts) == 2 and not depot.status().recovering)
-    # Regression: the engine kept the pool mapped over its lost connection, until its next transfer.
+    # Regression: after a lost connection, the engine kept the pool mapped until its next transfer.
     wait_until(lambda: depot.status().quarantined_bytes == 0)
     wait_until(lambda: engine.ask("store 1 3") == "3")
     engine.expect("3", "retrieve 1 3")

@@ -1,4 +1,4 @@
-"""Load, random kills and an audit, for a minute; each night runs longer, with another seed."""
+"""Load, random kills and an audit for a minute. The nightly run is longer and has another seed."""
 
 import json
 import subprocess

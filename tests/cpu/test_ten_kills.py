@@ -1,4 +1,4 @@
-"""Ten kills of the depot under load cost work, not the cache: the hit rate ends where it would have been."""
+"""Ten kills of the depot under load cost work, but not the cache: the final hit rate is the same as without them."""
 
 import pytest
 
@@ -12,7 +12,7 @@ _CONVERSATIONS = make_conversations(16)
 
 
 def hit_rate_at_the_end(num_kills: int) -> float:
-    """Serve all turns but the last with kills in between; return the share of the last turns that is not computed."""
+    """Serve all turns but the last with kills in between. Return the share of the last turns that is not computed."""
     total = sum(len(conversation) - 1 for conversation in _CONVERSATIONS)
     served = killed = 0
     reports: list[RequestReport] = []

@@ -1,4 +1,4 @@
-"""Depots with tiers, as processes, and engines that use them: right bytes or a miss, whatever the storage does."""
+"""Depot processes with tiers, and engines: right bytes or a miss, whatever the storage does."""
 
 import itertools
 import json
@@ -23,7 +23,7 @@ from support.cpu.engines import CHUNK, large_engine
 
 pytestmark = pytest.mark.slow
 
-DEADLINE_SECONDS = 1.0  # of lookups that wait for tiers
+DEADLINE_SECONDS = 1.0  # for lookups that wait for tiers
 
 
 class Node:
@@ -45,7 +45,7 @@ class Node:
         wait_until(lambda: not self.tier().queued_write_bytes, what="the end of writes")
 
     def lose_the_pool(self) -> None:
-        """As when the machine was restarted."""
+        """Empty the pool, as by a restart of the machine."""
         self.settle()
         self.depot.kill()
         for path in self.depot.pool_directory.glob("*"):
@@ -80,7 +80,7 @@ def disk(folder: Path) -> str:
 
 
 def find(engine: EngineProcess, salt: int, num_chunks: int) -> int:
-    """Return how many chunks an engine finds and retrieves, all of them right."""
+    """Return how many chunks an engine finds and retrieves. Check their bytes."""
     found = int(engine.ask(f"lookup {salt} {num_chunks}"))
     if found:
         engine.expect(str(found), f"retrieve {salt} {found}")
@@ -198,7 +198,7 @@ def test_damaged_files_are_misses_and_gone(make: MakeNode, tmp_path: Path) -> No
 
 
 def test_a_share_under_two_writers_is_at_its_size_after_each_collection(make: MakeNode, tmp_path: Path) -> None:
-    """Depots write before each pass and during it, and others read; in between the share grows by what they write."""
+    """Depots write before and during each pass, and another one reads. Between passes, writes make the share grow."""
     capacity, url, num_stored, salts = 36 << 20, f"file://{tmp_path}/share", 0, itertools.count()
     writers, reader = [make(url, pool_size="256MiB") for _ in range(2)], make(url, pool_size="8MiB")
     engines, other = [node.spawn(f"writer {number}") for number, node in enumerate(writers)], reader.spawn("reader")
@@ -270,7 +270,7 @@ def open_tier(url, pool):
 
 @pytest.fixture
 def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Install a third party's tier, which hangs as long as a file is there; return the file."""
+    """Install a third party's tier that hangs while a file exists. Return the file."""
     package = tmp_path / "installed"
     information = package / "hanging_tier-1.0.dist-info"
     information.mkdir(parents=True)

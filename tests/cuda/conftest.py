@@ -1,4 +1,4 @@
-"""A depot, the fake device, and workers of this process that copy by themselves."""
+"""A depot, the fake device, and workers in this process that copy by themselves."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -30,7 +30,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
 
 @pytest.fixture
 def depot_with_movers(device: FakeDevice) -> Iterator[DepotProcess]:
-    """One that finds the device's movers, which may be slow here."""
+    """A depot that finds the device's movers, which may be slow here."""
     del device
     with DepotProcess("--move-seconds", "20") as depot:
         yield depot
@@ -43,13 +43,13 @@ def driver() -> FakeDriver:
 
 @pytest.fixture
 def worker_options() -> dict[str, Any]:
-    """The options with which `cache` makes workers, for modules to override."""
+    """The options of the workers that `cache` makes. Modules can override them."""
     return {}
 
 
 @pytest.fixture
 def cache(depot: DepotProcess, driver: FakeDriver, worker_options: dict[str, Any]) -> Iterator[MakeCache]:
-    """Makes connected workers whose pool is registered, as far as the driver lets them: `num_pieces` of it."""
+    """Makes connected workers. `num_pieces` of their pool are registered: all pieces that the driver accepts."""
     made: list[Cache] = []
 
     def make(**given: Any) -> Cache:

@@ -43,7 +43,7 @@ def test_the_table_has_every_way_in_both_directions_and_the_device_is_given_back
 
 
 def test_ways_that_move_wrong_bytes_are_no_figures() -> None:
-    """A kernel that does nothing."""
+    """Tested with a kernel that does nothing."""
     driver = FakeDriver(run_kernel=lambda _table, _num_runs, _num_programs: None)
     for row in measure(driver)["rows"]:
         assert set(row["ways"]) == {"loop", "batch", "merged batch"}

@@ -1,4 +1,4 @@
-"""The CUDA backend passes the suite of every backend in both modes, over a driver without a device."""
+"""The CUDA backend passes the suite of every backend in both modes, with a driver that has no device."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -18,7 +18,7 @@ class _OverTheFakeDriver(BackendSuite):
 
     @pytest.fixture(autouse=True)
     def drivers(self) -> Iterator[None]:
-        """All that a test made was used as a device may be used, and everything was given back."""
+        """Check that a test used its drivers correctly and released all resources."""
         self.made: list[FakeDriver] = []
         yield
         for driver in self.made:
@@ -39,7 +39,7 @@ class TestWithBatches(_OverTheFakeDriver):
 
 @pytest.mark.slow
 class TestWithAPoolThatCannotBeRegistered(_OverTheFakeDriver):
-    """Single copies, as for drivers that know no batches."""
+    """Uses single copies, as with drivers that have no batches."""
 
     has_batch_copy = False
     failing = ("register_host",)
@@ -47,7 +47,7 @@ class TestWithAPoolThatCannotBeRegistered(_OverTheFakeDriver):
 
 @pytest.mark.slow
 class TestByAMover(BackendSuite):
-    """Each worker's copies are made by a process of the depot, which has opened its memory."""
+    """A process of the depot opens each worker's memory and copies for it."""
 
     @pytest.fixture(autouse=True)
     def device(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
@@ -57,7 +57,7 @@ class TestByAMover(BackendSuite):
 
     @pytest.fixture
     def depot(self, device: FakeDevice) -> Iterator[DepotProcess]:
-        """A depot that is there after the workers have left shows that no mover was left over."""
+        """A depot that outlives its workers, to show that no mover is left over."""
         del device
         with DepotProcess() as depot:
             yield depot

@@ -1,4 +1,4 @@
-"""The suites of `test_on_device.py` and `test_order_on_device.py` work over the fake driver."""
+"""The suites of `test_on_device.py` and `test_order_on_device.py` work with the fake driver."""
 
 import sys
 import threading
@@ -28,7 +28,7 @@ WAIT_SECONDS = 30.0
 
 
 class SharedDriver(FakeDriver):
-    """Opened twice: by whom the memory is, and by the context."""
+    """A driver that is opened twice: by the memory's owner and by the context."""
 
     num_open = 2
 
@@ -53,7 +53,7 @@ class TestByAMover(ByAMover):
 
 
 class TestFaults(FaultSuite):
-    """Workers that copy by themselves, and depots."""
+    """Faults of workers that copy by themselves, and of depots."""
 
     @pytest.fixture(autouse=True)
     def node(self, device: FakeDevice) -> Iterator[None]:
@@ -68,7 +68,7 @@ class TestFaults(FaultSuite):
 
 
 class FakeEngine:
-    """Its streams do nothing before somebody waits for them, and its work waits for `let_go`, too. It has no graphs."""
+    """An engine whose streams run only when waited for. Its work also waits for `let_go`. It has no graphs."""
 
     def __init__(self, url: str, mode: str, kind: str, driver: FakeDriver) -> None:
         self._driver = driver

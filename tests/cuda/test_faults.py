@@ -1,4 +1,4 @@
-"""A refusal or failure of the driver is a miss, once. The registration of the pool is undone."""
+"""A refusal or failure of the driver costs one miss. The pool's registration is undone."""
 
 import logging
 
@@ -33,7 +33,7 @@ def test_a_call_that_fails_is_a_miss_and_the_next_transfer_works(
     depot: DepotProcess,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Each of the two is one line in the log, without a traceback."""
+    """Each of the two failures is one line in the log, without a traceback."""
     worker = cache()
     driver.fail(store_call, "CUDA_ERROR_UNKNOWN (999)", times=1)
     assert not worker.store(prompt(4))
@@ -50,7 +50,7 @@ def test_a_call_that_fails_is_a_miss_and_the_next_transfer_works(
 
 
 def test_a_copy_that_fails_half_way_is_a_miss_after_the_others_are_done(cache: MakeCache, driver: FakeDriver) -> None:
-    """The fake says so if a stream still writes when the extents are given back."""
+    """The fake reports a stream that still writes when the extents are returned."""
     driver.has_batch_copy = False
     worker = cache()
     driver.fail("copy", "CUDA_ERROR_INVALID_VALUE (1)", after=5, times=1)
@@ -80,7 +80,7 @@ def test_a_driver_whose_batches_fail_is_asked_for_single_copies(
 def test_a_device_that_is_lost_is_misses_for_ever_one_line_and_closes(
     is_first_seen_by: str, cache: MakeCache, driver: FakeDriver, depot: DepotProcess, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is not asked again, and nothing says twice that it is gone."""
+    """The device is not called again, and its loss is logged only once."""
     worker = cache()
     assert worker.store(prompt(2))
     for call in ("synchronize_stream", "copy", "copy_batch", "wait_for_event"):
@@ -136,7 +136,7 @@ def test_the_pool_is_registered_in_pieces_and_given_back(cache: MakeCache, drive
 def test_memory_that_cannot_be_registered_is_copied_all_the_same(
     after: int, times: int, refused: int, cache: MakeCache, driver: FakeDriver, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One warning, pageable copies there, batches elsewhere."""
+    """One warning is logged. Copies are pageable there, and batches elsewhere."""
     driver.fail("register_host", "CUDA_ERROR_OUT_OF_MEMORY (2)", after=after, times=times)
     worker = cache(plan="large pages", num_pieces=NUM_PIECES - refused)
     wait_until(lambda: "cannot register" in caplog.text)
@@ -174,7 +174,7 @@ def test_ten_restarts_of_the_depot_leave_one_registration(
 
 
 def test_transfers_do_not_wait_for_the_registration(driver: FakeDriver, depot: DepotProcess) -> None:
-    """A worker that is closed while its pool is being registered gives everything back, too."""
+    """A worker that is closed while its pool is being registered also releases everything."""
     worker = FakeWorker(depot.url, PLANS["one group"], driver=driver, piece_bytes=16384)
     cache = Cache(worker, PLANS["one group"])
     worker.wait_until_connected(WAIT_SECONDS)

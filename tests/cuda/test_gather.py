@@ -1,6 +1,6 @@
-"""The kernel's part of a retrieve, over a driver without a device: the choice, the addresses, the steps down.
+"""The kernel's part of a retrieve, with a driver that has no device: the choice of runs, the addresses, the fallbacks.
 
-The kernel itself runs and compiles in `tests/kernels`; here the fake driver does its work.
+The kernel itself runs and compiles in `tests/kernels`. Here, the fake driver does its work.
 """
 
 import logging
@@ -32,7 +32,7 @@ def columns(*runs: tuple[int, int, int]) -> list[Any]:
 
 @pytest.mark.parametrize("missing", [0, 1])
 def test_small_runs_go_by_the_kernel_if_there_are_enough_of_them(missing: int) -> None:
-    """Behind them: a larger one, one in a piece that the device does not know, and two that are not aligned."""
+    """After them come a larger run, one in a piece that the device does not know, and two that are not aligned."""
     small = [(4096 * (number + 1), (number + 1) << 40, MOST_RUN_BYTES) for number in range(LEAST_RUNS - missing)]
     runs = columns(
         *small,
@@ -46,12 +46,12 @@ def test_small_runs_go_by_the_kernel_if_there_are_enough_of_them(missing: int) -
 
 @pytest.fixture
 def every_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the kernel copy single runs, and large ones."""
+    """Make the kernel copy also single and large runs."""
     monkeypatch.setattr("kvdepot_cuda.gather.MOST_RUN_BYTES", 1 << 20)
     monkeypatch.setattr("kvdepot_cuda.gather.LEAST_RUNS", 1)
 
 
-# --- the whole way ----------------------------------------------------------------------------------------------------
+# --- whole transfers --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -120,7 +120,7 @@ def test_retrieves_of_large_or_few_pages_are_batches(
 
 
 def test_runs_that_do_not_suit_the_kernel_are_copied_beside_it(cache: MakeCache, driver: FakeDriver) -> None:
-    """Pages of 1000, 8 and 4104 bytes: few lie at multiples of 16."""
+    """With pages of 1000, 8 and 4104 bytes, few lie at multiples of 16."""
     worker = cache(plan="odd page sizes")
     assert worker.store(prompt(6))
     batches = driver.calls["copy_batch"]
@@ -140,7 +140,7 @@ def test_no_launch_has_more_runs_than_its_table(cache: MakeCache, driver: FakeDr
 def test_the_kernel_gets_no_run_that_it_cannot_reach(
     call: str, after: int, cache: MakeCache, driver: FakeDriver
 ) -> None:
-    """Its own table is registered first; after that, pieces fail: the fake ends a launch that touches them."""
+    """The kernel's table is registered first, then pieces fail. The fake fails a launch that touches them."""
     driver.fail(call, "CUDA_ERROR_NOT_SUPPORTED (801)", after=after + (call == "register_host"), times=1 << 30)
     worker = cache(num_pieces=after if call == "register_host" else NUM_PIECES)
     for salt in range(6):
@@ -148,7 +148,7 @@ def test_the_kernel_gets_no_run_that_it_cannot_reach(
         assert worker.retrieve(prompt(8, salt=salt)) == 8
 
 
-# --- steps down -------------------------------------------------------------------------------------------------------
+# --- fallbacks --------------------------------------------------------------------------------------------------------
 
 
 def refuse(_capability: int) -> GatherImage:

@@ -1,4 +1,4 @@
-"""`benchmarks/devices/cuda_gpu.py`, the plan for a GPU, without a device: every phase ends, and finds no fault."""
+"""`benchmarks/devices/cuda_gpu.py`, the plan for a GPU, without a device: every phase ends without finding a fault."""
 
 import json
 import subprocess

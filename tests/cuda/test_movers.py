@@ -1,6 +1,6 @@
-"""Mode `ipc`: real processes on a fake device, each of them killed or stopped when it hurts.
+"""Mode `ipc`: real processes on a fake device are killed or stopped at the worst moments.
 
-Right bytes or a miss is what every test ends with; and nobody but the living holds the device's memory.
+Every test ends with right bytes or a miss, and only living processes hold the device's memory.
 """
 
 import os
@@ -45,7 +45,7 @@ def depot(depot_with_movers: DepotProcess) -> DepotProcess:
 
 @pytest.fixture
 def cache(device: FakeDevice, depot: DepotProcess) -> Iterator[MakeCache]:
-    """Makes workers of this process, whose movers are ready."""
+    """Makes workers in this process whose movers are ready."""
     made: list[Cache] = []
 
     def make(instance: str = "engine", *, url: str = depot.url, wait: bool = True, **options: Any) -> Cache:
@@ -74,7 +74,7 @@ def mode_of(worker: Cache) -> str:
 
 
 class TestWhoIsKilled(MoverFaultSuite):
-    """Nobody but the living holds the device's memory."""
+    """Checks that only living processes hold the device's memory."""
 
     @pytest.fixture(autouse=True)
     def node(self, device: FakeDevice) -> Iterator[None]:
@@ -125,7 +125,7 @@ def test_a_mover_that_is_stopped_is_a_miss_at_its_deadline_and_is_replaced(devic
 def test_a_depot_that_is_stopped_during_a_copy_is_a_miss_and_the_mover_is_dead_before(
     what: str, device: FakeDevice
 ) -> None:
-    """Else it could write into blocks that are somebody else's by then."""
+    """Otherwise the mover could write into blocks that belong to others by then."""
     with DepotProcess("--move-seconds", "2") as depot:
         worker = Cache(device.worker(depot.url, PLAN, deadline_seconds=1.0), PLAN)
         worker.context.wait_until_connected(WAIT_SECONDS)
@@ -157,7 +157,7 @@ def test_a_depot_that_is_stopped_during_a_copy_is_a_miss_and_the_mover_is_dead_b
 def test_memory_that_a_mover_was_copying_when_its_depot_was_killed_is_free_when_it_is_dead(
     what: str, device: FakeDevice, depot: DepotProcess, cache: MakeCache
 ) -> None:
-    """Blocks on the worker's side, extents on that of the next depot."""
+    """Blocks on the worker's side, extents on the next depot's side."""
     other, worker = cache("other"), cache(mover="stubborn")
     assert other.store(prompt(3))
     run = prompt(3, salt=int(what == "store"))
@@ -182,7 +182,7 @@ def test_memory_that_a_mover_was_copying_when_its_depot_was_killed_is_free_when_
 
 @pytest.mark.parametrize("is_stopped", [False, True])
 def test_after_a_worker_was_closed_nobody_has_its_memory(is_stopped: bool, device: FakeDevice) -> None:
-    """Not a moment later: a driver does not say what becomes of memory that is freed while others have it open."""
+    """At once: drivers do not define what happens to memory that is freed while other processes have it open."""
     with DepotProcess() as depot:
         worker = Cache(device.worker(depot.url, PLAN), PLAN)
         worker.context.wait_until_connected(WAIT_SECONDS)
@@ -197,7 +197,7 @@ def test_after_a_worker_was_closed_nobody_has_its_memory(is_stopped: bool, devic
 def test_an_engine_that_sleeps_gives_its_memory_up_each_time_and_has_a_mover_again(
     device: FakeDevice, depot: DepotProcess
 ) -> None:
-    """Sleep mode closes the context before the memory goes, and makes another one when it is back."""
+    """Sleep mode closes the context before the memory goes, and makes a new one when the memory is back."""
     for night in range(4):
         worker = Cache(device.worker(depot.url, PLAN), PLAN)
         worker.context.wait_until_connected(WAIT_SECONDS)
@@ -212,7 +212,7 @@ def test_an_engine_that_sleeps_gives_its_memory_up_each_time_and_has_a_mover_aga
 def test_a_mover_of_an_earlier_depot_that_lives_on_is_dead_when_its_worker_is_closed(
     device: FakeDevice, depot: DepotProcess, cache: MakeCache
 ) -> None:
-    """It is stopped, and the kernel was told to let it live; the depots after that have movers of their own."""
+    """The mover is stopped and has no parent-death signal. The later depots have movers of their own."""
     worker = cache(mover="stubborn")
     movers = [wait_for_mover(depot)]
     os.kill(movers[0], signal.SIGSTOP)
@@ -280,7 +280,7 @@ def _is_process_1() -> bool:
 
 @pytest.mark.skipif(not _is_process_1(), reason="needs PID namespaces")
 def test_workers_with_equal_pids_are_two(device: FakeDevice, depot: DepotProcess) -> None:
-    """As in two containers, where each engine is process 1."""
+    """As in two containers where each engine is process 1."""
     one, two = (EngineProcess([*NEW_NAMESPACE, *engine_command(depot.url, "engine", device)]) for _ in range(2))
     one.expect("3", "store 1 3")
     two.expect("3", "retrieve 1 3")
@@ -301,7 +301,7 @@ def test_workers_with_equal_pids_are_two(device: FakeDevice, depot: DepotProcess
 
 
 def fell_back(depot: DepotProcess) -> str:
-    """Wait until the worker copies by itself and return why, as an operator reads it."""
+    """Wait until the worker copies by itself. Return the reason in the status."""
 
     def is_direct() -> bool:
         return [context.transfer_mode for context in depot.status().contexts] == ["direct"]
@@ -339,7 +339,7 @@ def test_a_mover_that_is_lost_twice_makes_the_worker_copy_by_itself(
 def test_a_worker_that_fell_back_lets_go_of_the_pool_of_the_depot_that_had_its_mover(
     depot: DepotProcess, cache: MakeCache
 ) -> None:
-    """It keeps a session with movers until these are dead, and not for ever."""
+    """The worker keeps a session with movers only until these are dead."""
     worker = cache()
     assert worker.store(prompt(3))
     made: Any = worker.context
@@ -353,10 +353,10 @@ def test_a_worker_that_fell_back_lets_go_of_the_pool_of_the_depot_that_had_its_m
         assert worker.store(prompt(3, salt=salt + 1))
         assert (
             worker.retrieve(prompt(3, salt=salt + 1)) == 3
-        )  # each direction has a channel of the session before until then
+        )  # until then, each direction has a channel of the previous session
 
     def num_mapped() -> int:
-        return Path("/proc/self/maps").read_text().count(f"{depot.pool_directory}/index")  # beside each pool
+        return Path("/proc/self/maps").read_text().count(f"{depot.pool_directory}/index")  # there is one for each pool
 
     wait_until(lambda: num_mapped() == 1, WAIT_SECONDS, "the pools of earlier depots to be let go")
 
@@ -416,7 +416,7 @@ def test_a_handle_that_opens_the_second_time_is_no_fallback(
 
 
 class Boasting(FakeDriver):
-    """Says that allocations are larger than they are."""
+    """Reports allocations larger than they are."""
 
     def tensor(self, num_blocks: int, page_size_bytes: int, padding_bytes: int = 0) -> FakeTensor:
         made = super().tensor(num_blocks // 2, page_size_bytes, padding_bytes)
@@ -463,7 +463,7 @@ def test_an_error_of_the_device_is_a_miss_and_a_new_mover(
 def test_a_worker_knows_when_the_copying_process_has_the_pool_registered(
     mode: str, device: FakeDevice, depot: DepotProcess, cache: MakeCache
 ) -> None:
-    """A mover that takes the place of another has not."""
+    """A mover that replaces another one does not have it registered yet."""
     worker = cache(mode=mode)
     made: Any = worker.context
     assert worker.store(prompt(4))
@@ -484,7 +484,7 @@ def test_a_worker_knows_when_the_copying_process_has_the_pool_registered(
         wait_until(lambda: worker.retrieve(prompt(4)) == 4 and made.is_settled, WAIT_SECONDS)
 
 
-# --- what a message can make it do ------------------------------------------------------------------------------------
+# --- bounds of messages -----------------------------------------------------------------------------------------------
 
 
 def packed(*block_ids: int) -> bytes:
@@ -551,7 +551,7 @@ def test_a_message_cannot_make_a_mover_touch_anything_else(
 def test_a_store_comes_after_the_kernel_that_writes_its_blocks(
     with_event: bool, device: FakeDevice, cache: MakeCache
 ) -> None:
-    """The worker waits for the event before it asks for anything."""
+    """The worker waits for the event before it sends a request."""
     driver = FakeDriver(root=device.memory)
     writer, reader = cache(driver=driver), cache("other")
     run = prompt(3)
@@ -596,7 +596,7 @@ def test_a_retrieve_comes_after_what_the_engine_still_does_to_its_blocks(device:
 
 
 def test_one_handle_for_all_tensors_of_an_allocation(device: FakeDevice, depot: DepotProcess) -> None:
-    """As with torch, where layers share segments."""
+    """As in torch, where layers share segments."""
 
     class OneAllocation(FakeDriver):
         def tensor(self, num_blocks: int, page_size_bytes: int, padding_bytes: int = 0) -> FakeTensor:

@@ -1,7 +1,7 @@
-"""`CudaDriver` without a device: what it does with answers and errors, and the contents of batches.
+"""`CudaDriver` without a device: its handling of answers and errors, and the contents of batches.
 
 A stand-in for `cuda.bindings.driver` answers the calls. `test_stub_library.py` shows that every value arrives in C.
-Only a GPU can tell how NVIDIA's driver takes them.
+Only a GPU can show how NVIDIA's driver handles them.
 """
 
 import ctypes
@@ -32,7 +32,7 @@ ANSWERS: dict[str, tuple[Any, ...]] = {
     "cuCtxPopCurrent": (70,),
     "cuDeviceGetUuid": (types.SimpleNamespace(bytes=bytes(range(16))),),
     "cuPointerGetAttribute": (True,),
-    "cuMemGetAddressRange": (REAL.CUdeviceptr(4096), 8192),  # where `export_memory` looks
+    "cuMemGetAddressRange": (REAL.CUdeviceptr(4096), 8192),  # for `export_memory`
     "cuIpcOpenMemHandle": (REAL.CUdeviceptr(1 << 40),),
     "cuDeviceGetAttribute": (9,),
     "cuMemHostGetDevicePointer": (4097,),
@@ -53,7 +53,7 @@ ANSWERS["cuIpcGetMemHandle"] = (ipc_handle(),)
 
 
 class StandIn(types.SimpleNamespace):
-    """Records calls, each with as many arguments as the real one takes."""
+    """Records calls, and checks that each has as many arguments as the real function takes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ def test_an_image_without_the_kernel_is_unloaded(cuda: StandIn) -> None:
 
 
 def test_errors_after_which_nothing_works_are_known_by_the_names_that_the_bindings_have(cuda: StandIn) -> None:
-    """All that the bindings' documentation calls so, and no name that they do not have."""
+    """They include all errors that the bindings document as permanent, and only names that the bindings have."""
     del cuda
     final = re.compile(r"inconsistent\s+state|must\s+be\s+terminated\s+and\s+relaunched")
     documented = {code.name for code in REAL.CUresult if final.search(code.__doc__ or "")}
@@ -199,7 +199,7 @@ def test_a_handle_is_opened_with_its_64_bytes_and_its_size_asked_for(
 
 
 def test_a_handle_that_opens_inside_an_allocation_is_refused(cuda: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its end would be taken for the end of the opened memory, which lies further on."""
+    """Otherwise the allocation's end would be mistaken for the end of the opened memory, which lies elsewhere."""
     del cuda
     monkeypatch.setitem(ANSWERS, "cuMemGetAddressRange", (REAL.CUdeviceptr((1 << 40) - 512), 8192))
     with pytest.raises(DriverError, match="512 bytes behind the base"):

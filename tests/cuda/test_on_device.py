@@ -1,9 +1,8 @@
-"""The suites of every backend with NVIDIA's driver and a real device: by the worker, with and without the
-kernel, and by a mover; and workers, movers and depots that are killed.
+"""The suites of every backend with NVIDIA's driver and a real device. Copies are made by the worker, with and without
+the kernel, or by a mover. Workers, movers and depots are killed.
 
-Skipped where there is no device; with KVDEPOT_REQUIRE_CUDA set, as on machines that have one, that is a failure. Needs
-no torch: the tensors are memory that the driver allocates. `test_device_suites.py` runs these classes over the fake
-driver.
+Skipped if there is no device. If KVDEPOT_REQUIRE_CUDA is set, as on machines with one, that is a failure. Needs no
+torch: the driver allocates the tensors' memory. `test_device_suites.py` runs these classes with the fake driver.
 """
 
 import importlib.util
@@ -39,7 +38,7 @@ class TestByTheWorkerWithTheKernel(Workers, BackendSuite):
 
     @pytest.fixture(autouse=True)
     def every_run(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Have the kernel copy single runs, too: calls of these plans are small."""
+        """Make the kernel copy even single runs, as calls of these plans are small."""
         monkeypatch.setattr("kvdepot_cuda.gather.LEAST_RUNS", 1)
 
 
@@ -48,7 +47,7 @@ class TestByAMover(ByAMover, BackendSuite):
 
 
 class TestSmallAllocations(ByAMover):
-    """Memory as no engine has it: a failure here says how drivers place small allocations, nothing about engines."""
+    """Memory unlike any engine's: a failure shows how drivers place small allocations, and nothing about engines."""
 
     def test_each_is_opened_by_its_own_handle(self, depot: DepotProcess) -> None:
         worker = self.make_worker(depot.url, PLANS["several block sizes"], small_allocations=True)
@@ -70,7 +69,7 @@ class TestWorkerMoverAndDepotKilled(Workers, MoverFaultSuite):
         return [sys.executable, "-m", "support.cuda.engine_child", url, instance, "ipc"]
 
     def test_memory_of_a_worker_that_was_closed_can_be_freed_at_once(self, depot: DepotProcess) -> None:
-        """No mover has it open; another worker gets the same memory and its own bytes."""
+        """No mover has it open. Another worker gets the same memory and its own bytes."""
         for number in range(4):
             plan = replace(PLAN, instance=f"engine-{number}")
             worker = self.make_worker(depot.url, plan)

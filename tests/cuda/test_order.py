@@ -1,6 +1,6 @@
-"""Nothing is read too early or reported too early.
+"""No bytes are read too early, and no transfer is reported too early.
 
-The fake device does nothing that nobody waits for, so a missing wait is wrong bytes every time, not now and then.
+The fake device does only the work that is waited for, so a missing wait causes wrong bytes every time.
 """
 
 import sys
@@ -29,7 +29,7 @@ def cache(depot: DepotProcess) -> Iterator[MakeCache]:
         worker = FakeWorker(depot.url, PLAN, driver=driver, **options)
         made.append(Cache(worker, PLAN))
         worker.wait_until_connected(WAIT_SECONDS)
-        wait_until(lambda: worker.context.is_settled, WAIT_SECONDS)  # pageable copies are waited for by the fake itself
+        wait_until(lambda: worker.context.is_settled, WAIT_SECONDS)  # the fake itself waits for pageable copies
         return made[-1]
 
     yield make
@@ -38,13 +38,13 @@ def cache(depot: DepotProcess) -> Iterator[MakeCache]:
 
 
 def store_of_what_a_kernel_writes(writer: Cache, driver: FakeDriver, *, with_event: bool) -> None:
-    """Have a kernel of the engine write the blocks, late, and store them."""
+    """Queue a late kernel of the engine that writes the blocks, and store them."""
     run = prompt(3)
     block_ids = writer.blocks(run)
     stream = 0
     if with_event:
         with driver.activated():
-            stream = driver.create_stream()  # not the one that the context was told of
+            stream = driver.create_stream()  # not the stream that the context knows
     driver.launch(lambda: writer.fill(run, block_ids), stream)
     ready = FakeEvent(driver, stream) if with_event else None
     future = writer.context.submit_store("request", run, block_ids, ready)
@@ -53,7 +53,7 @@ def store_of_what_a_kernel_writes(writer: Cache, driver: FakeDriver, *, with_eve
 
 @pytest.mark.parametrize("with_event", [True, False])
 def test_a_store_comes_after_the_kernel_that_writes_its_blocks(with_event: bool, cache: MakeCache) -> None:
-    """After the event that is handed in; without one, after the engine's stream."""
+    """It comes after the given event, or without one after the work in the engine's stream."""
     driver = FakeDriver()
     writer = cache(driver)
     store_of_what_a_kernel_writes(writer, driver, with_event=with_event)
@@ -61,7 +61,7 @@ def test_a_store_comes_after_the_kernel_that_writes_its_blocks(with_event: bool,
 
 
 def retrieve_into_blocks_that_a_kernel_clears(cache: Cache, driver: FakeDriver) -> bool:
-    """Have a kernel of the engine clear the blocks, late, and fill them; return whether the bytes are right."""
+    """Queue a late kernel of the engine that clears blocks. Retrieve into them and return whether they are right."""
     run = prompt(3)
     assert cache.store(run)
     wanted = cache.blocks(run, rotate=1)
@@ -99,7 +99,7 @@ def test_a_future_is_not_done_while_the_kernel_runs_and_submitting_does_not_wait
 
 
 class Logs(FakeDriver):
-    """Notes the calls of retrieves that queue copies and that wait for them."""
+    """Logs the calls of retrieves that queue copies or wait for them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class Logs(FakeDriver):
 
 def test_a_retrieve_queues_a_batch_before_it_waits_for_the_one_before(cache: MakeCache) -> None:
     driver = Logs()
-    worker = cache(driver, batch_bytes=1)  # of one chunk
+    worker = cache(driver, batch_bytes=1)  # one chunk a batch
     assert worker.store(prompt(4))
     assert worker.retrieve(prompt(4)) == 4
     assert driver.log == ["queue", "queue", "wait", "queue", "wait", "queue", "wait", "wait"]
@@ -131,12 +131,12 @@ def test_a_batch_that_fails_leaves_none_behind_it_in_the_device(call: str, cache
     driver.fail(call, "CUDA_ERROR_ILLEGAL_ADDRESS (700)", after=1, times=1)
     assert worker.retrieve(prompt(4)) < 4
     worker.context.close()
-    assert driver.violations == []  # the fake notes a stream that is destroyed with copies in it
+    assert driver.violations == []  # the fake notes the destruction of a stream with copies in it
     assert driver.left_over == {}
 
 
 def test_a_retrieve_does_not_wait_for_a_store(cache: MakeCache) -> None:
-    """Each direction has its stream."""
+    """Each direction has its own stream."""
     driver = FakeDriver()
     worker = cache(driver, stream=None)
     assert worker.store(prompt(3))
@@ -205,5 +205,5 @@ def test_events_of_the_engines_stream_are_used_again(cache: MakeCache) -> None:
     for salt in range(20):
         assert worker.store(prompt(1, salt=salt))
         assert worker.retrieve(prompt(1, salt=salt)) == 1
-    assert driver.calls["record_event"] == 60  # two for a retrieve: the engine's stream, its own end
+    assert driver.calls["record_event"] == 60  # two per retrieve: the engine's stream and its own end
     assert driver.calls["create_event"] <= 4

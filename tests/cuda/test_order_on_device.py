@@ -1,6 +1,6 @@
-"""Order of copies and of the engine's work on a real device, with torch's streams, events and graphs.
+"""The order of copies and the engine's work on a real device, with torch's streams, events and graphs.
 
-Skipped as `test_on_device.py` is. `test_device_suites.py` runs its suite over the fake driver.
+Skipped under the same conditions as `test_on_device.py`. `test_device_suites.py` runs its suite with the fake driver.
 """
 
 import importlib
@@ -26,7 +26,7 @@ pytestmark = [
     ),
     pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="streams and graphs need torch"),
 ]
-SLEEP_CYCLES = int(1e9)  # of the device: half a second to a second
+SLEEP_CYCLES = int(1e9)  # cycles of the device: half a second to a second
 
 
 class TorchEngine:

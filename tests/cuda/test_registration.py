@@ -1,4 +1,4 @@
-"""What of the pool is registered when the driver refuses some of it: as much as it takes, in halves of pieces."""
+"""If the driver refuses a part of the pool, as much as possible is registered, by halving pieces."""
 
 import ctypes
 import gc
@@ -26,7 +26,7 @@ POOL_BYTES = 11 * MIB + 8192  # pieces of 4 MiB, the last one shorter; units of 
 
 
 class FullDevice(FakeDriver):
-    """Refuses what has one of some grains of the pool in it; the pool is what is registered first."""
+    """Refuses to register ranges that contain certain grains of the pool. The pool is registered first."""
 
     def __init__(
         self, refused: set[int], code: str = "CUDA_ERROR_OUT_OF_MEMORY (2)", *, grain_bytes: int = MIB
@@ -37,7 +37,7 @@ class FullDevice(FakeDriver):
         self.tried: list[tuple[int, int]] = []  # first and last grain
 
     def register_host(self, address: int, num_bytes: int) -> None:
-        if num_bytes < self.grain_bytes and not self.base:  # the kernel's table
+        if num_bytes < self.grain_bytes and not self.base:  # this is the kernel's table
             super().register_host(address, num_bytes)
             return
         self.base = self.base or address
@@ -68,7 +68,7 @@ def registered(driver: FullDevice, pool: PoolMemory) -> PoolRegistration:
 
 
 def offsets() -> Addresses:
-    """The first and the last byte of every MiB."""
+    """Return the offsets of the first and the last byte of every MiB."""
     starts = np.arange(0, POOL_BYTES, MIB, dtype=np.uint64)
     return np.concatenate([starts, np.minimum(starts + np.uint64(MIB), np.uint64(POOL_BYTES)) - np.uint64(1)])
 
@@ -90,14 +90,14 @@ def offsets() -> Addresses:
 def test_only_memory_that_is_really_refused_stays_pageable(
     refused: set[int], num_ranges: int, pool: PoolMemory, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One warning names the bytes and the reason; the kernel finds what is registered, and nothing else."""
+    """One warning names the bytes and the reason. The kernel gets the registered memory and no other."""
     driver = FullDevice(refused)
     made = registered(driver, pool)
     expected = [offset // MIB not in refused for offset in offsets().tolist()]
     assert made.covers(offsets()).tolist() == expected
     for offset, found in zip(offsets().tolist(), made.device_addresses(offsets()).tolist(), strict=True):
         assert (found != 0) == (offset // MIB not in refused)
-        if found:  # the second mapping of the same memory
+        if found:  # it is the second mapping of the same memory
             pool.pool[offset] = 1 + offset % 250
             assert ctypes.c_uint8.from_address(found).value == 1 + offset % 250
     assert made.num_registered == num_ranges
@@ -126,7 +126,7 @@ def test_only_memory_that_is_really_refused_stays_pageable(
 def test_a_driver_that_refuses_everything_is_not_asked_for_every_half(
     refused: set[int], code: str, tried: int, pool: PoolMemory
 ) -> None:
-    """After a piece of which nothing is taken the next ones are tried whole; a device that is lost is not asked."""
+    """After a piece that is refused entirely, the next ones are tried only whole. A lost device is not called."""
     driver = FullDevice(refused, code)
     made = registered(driver, pool)
     assert len(driver.tried) == tried
@@ -136,7 +136,7 @@ def test_a_driver_that_refuses_everything_is_not_asked_for_every_half(
 
 @pytest.mark.parametrize("times", [0, 1, 3])
 def test_a_mapping_that_stays_registered_stays_mapped(times: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the driver would have pages registered at addresses that are somebody else's by then."""
+    """Otherwise the driver would have pages registered at addresses that others use by then."""
     monkeypatch.setattr(registration, "_still_registered", list[PoolMemory]())
     monkeypatch.setattr(registration.logger, "disabled", True)  # records keep errors, whose frames keep the mapping
     fd = os.memfd_create("pool")
@@ -183,10 +183,10 @@ def test_units_are_whole_pages_and_pieces_whole_units(piece_bytes: int, unit_byt
 
 
 class TestAWorker:
-    """Half of every other piece of its pool is refused, and its pages of 64 KiB cross all of them."""
+    """The driver refuses half of every other piece of its pool, and its pages of 64 KiB cross all of them."""
 
     UNIT_BYTES = 5 * 4096
-    NUM_PIECES = WORKER_S_POOL_BYTES // (2 * UNIT_BYTES)  # and a refused rest
+    NUM_PIECES = WORKER_S_POOL_BYTES // (2 * UNIT_BYTES)  # and a refused remainder
 
     @pytest.fixture
     def driver(self, monkeypatch: pytest.MonkeyPatch) -> FullDevice:
@@ -202,7 +202,7 @@ class TestAWorker:
     def test_no_copy_crosses_the_end_of_what_is_registered(
         self, has_kernel: bool, cache: MakeCache, driver: FullDevice, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """The fake refuses one that does, as drivers do."""
+        """Like real drivers, the fake refuses such a copy."""
         monkeypatch.setattr("kvdepot_cuda.gather.MOST_RUN_BYTES", 1 << 20)
         worker = cache(compile_gather=fake_gather, gather_kernel=has_kernel)
         for salt in range(4):

@@ -1,4 +1,4 @@
-"""Runs: merged, cut and turned into addresses, they move the bytes that a plain loop would move."""
+"""Runs that are merged, cut and turned into addresses move the same bytes as a plain loop."""
 
 import itertools
 from typing import cast
@@ -22,9 +22,7 @@ NUM_BLOCKS = 12
 
 
 def batch(extents: bytes, block_ids: list[list[int]], first: tuple[int, ...], skip: tuple[int, ...]) -> CopyBatch:
-    return CopyBatch(
-        cast("PoolMapping", None), extents, block_ids, first, skip
-    )  # where the pool is mapped is added later
+    return CopyBatch(cast("PoolMapping", None), extents, block_ids, first, skip)  # the pool's address is added later
 
 
 def columns(*runs: tuple[int, int, int]) -> Runs:
@@ -37,13 +35,13 @@ def rows(runs: Runs) -> list[tuple[int, int, int]]:
 
 
 def bytes_moved(runs: Runs) -> list[tuple[int, int]]:
-    """Return for every byte where it comes from and where it goes."""
+    """Return the source and the target of every byte."""
     return sorted((block + i, offset + i) for block, offset, size in rows(runs) for i in range(size))
 
 
 @st.composite
 def some_runs(draw: st.DrawFn) -> Runs:
-    """Runs some of which continue the one before on one side, the other, both or none."""
+    """Return runs that continue the previous run on one side, on the other side, on both or on none."""
     made: list[tuple[int, int, int]] = []
     block, offset = draw(st.integers(0, 100)), draw(st.integers(0, 100))
     for _ in range(draw(st.integers(1, 12))):
@@ -81,7 +79,7 @@ def test_runs_that_continue_on_one_side_only_stay_two() -> None:
 def test_no_merged_run_crosses_a_start_and_nothing_else_is_kept_apart(runs: Runs, starts: set[int]) -> None:
     merged = merge(runs, np.array(sorted(starts), np.uint64))
     assert bytes_moved(merged) == bytes_moved(runs)
-    begins = {block for block, _, _ in rows(runs)}  # a start within a run cannot be: runs are of one tensor
+    begins = {block for block, _, _ in rows(runs)}  # no start lies within a run, as a run belongs to one tensor
     assert not any(block < start < block + size for block, _, size in rows(merged) for start in starts & begins)
     for one, two in itertools.pairwise(rows(merged)):
         continues = one[0] + one[2] == two[0] and one[1] + one[2] == two[1]
@@ -90,7 +88,7 @@ def test_no_merged_run_crosses_a_start_and_nothing_else_is_kept_apart(runs: Runs
 
 @pytest.mark.parametrize("is_mover", [False, True])
 def test_no_run_goes_on_from_one_allocation_into_the_next(is_mover: bool) -> None:
-    """Two layers, each an allocation of its own, the second right behind the first."""
+    """Two layers, each in its own allocation, the second right after the first."""
     starts = [1024, 1024 + 4 * PAGE]
     layers = tuple(PageLayout(start, 4, PAGE, PAGE) for start in starts)
     layout = CacheLayout((LayerGroup(GroupKind.FULL_ATTENTION, 32, layers),), 64, "bytes", "")
@@ -105,7 +103,7 @@ def test_no_run_goes_on_from_one_allocation_into_the_next(is_mover: bool) -> Non
 
 
 def test_layers_that_lie_in_one_another_begin_once() -> None:
-    """The block outermost; two groups with the same addresses; and a tensor of its own behind them."""
+    """Blocks are outermost. Two groups have the same addresses, and a separate tensor follows them."""
     within = [PageLayout(1000 + PAGE * layer, NUM_BLOCKS, PAGE, PAGE * 4) for layer in (2, 0, 1, 3)]
     end = 1000 + PAGE * 4 * NUM_BLOCKS
     groups = (
@@ -117,7 +115,7 @@ def test_layers_that_lie_in_one_another_begin_once() -> None:
 
 @pytest.mark.promise(51)
 def test_a_block_with_all_its_layers_in_one_place_is_one_run() -> None:
-    """The block outermost, one block a chunk: layers follow each other on the device as they do in the pool."""
+    """Blocks are outermost, with one block a chunk: layers have the same order on the device as in the pool."""
     layers = tuple(PageLayout(1000 + PAGE * layer, NUM_BLOCKS, PAGE, PAGE * 4) for layer in range(4))
     layout = CacheLayout((LayerGroup(GroupKind.FULL_ATTENTION, 64, layers),), 64, "bytes", "")
     extents = b"".join(EXTENT.pack(chunk, 0, 0, 0, 0, 0, 4096 * chunk, 4 * PAGE) for chunk in range(3))
@@ -140,7 +138,7 @@ def test_a_block_with_all_its_layers_in_one_place_is_one_run() -> None:
 def test_any_block_ids_become_the_bytes_of_a_plain_loop(
     ids: list[int], skip: int, left_out: int, window_chunks: int, layers: int, padding: int
 ) -> None:
-    """A full group and a window, two blocks a chunk, skipped blocks and blocks that are not wanted."""
+    """A full group and a window, two blocks a chunk, skipped blocks and unwanted blocks."""
     ids = [NO_BLOCK if place == left_out else block for place, block in enumerate(ids)]
     num_chunks = len(ids) // 2
     window = list(range(NUM_BLOCKS - 2 * window_chunks, NUM_BLOCKS))
@@ -178,7 +176,7 @@ def test_any_block_ids_become_the_bytes_of_a_plain_loop(
         (Part(0, 1, 0, 4), 4 * PAGE, 1),
         (Part(0, 1, 2, 1), PAGE, 1),
         (Part(0, 1, 1, 2), 2 * PAGE, 1),
-        (Part(0, 1, 0, 4), 2 * PAGE, 0),  # not its size
+        (Part(0, 1, 0, 4), 2 * PAGE, 0),  # the wrong size
         (Part(0, 1, 3, 1), PAGE, 0),  # none of its heads
         (Part(1, 1, 1, 2), 2 * PAGE, 0),  # another layer
         (Part(0, 1, 2, 4), 4 * PAGE, 0),  # beyond the plane
@@ -201,4 +199,4 @@ def test_pages_are_cut_where_a_row_has_several_tokens_or_the_kernel_copies() -> 
     assert not backend.cuts_pages(1)
     assert not backend.cuts_pages(1, mode="direct", batch_runs=512)
     assert backend.cuts_pages(1, gather_kernel=True)
-    assert not backend.cuts_pages(1, gather_kernel=True, mode="ipc")  # a mover has none
+    assert not backend.cuts_pages(1, gather_kernel=True, mode="ipc")  # a mover has no kernel

@@ -1,6 +1,6 @@
-"""`CudaDriver` through the real bindings down to C: over a stub of NVIDIA's library, built here, every value arrives.
+"""`CudaDriver` through the real bindings down to C: every value arrives in a stub of NVIDIA's library, built here.
 
-Runs with the newest bindings and, in the environment `lowest`, with the oldest. It shows nothing of NVIDIA's driver.
+Runs with the newest bindings and, in the environment `lowest`, with the oldest. It shows nothing about NVIDIA's driver.
 """
 
 import os
@@ -55,7 +55,7 @@ stub: cuStreamDestroy 0x100
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], list[str]]:
-    """The output of the child, and the calls that the library got."""
+    """The child's output, and the calls that reached the library."""
     folder = tmp_path_factory.mktemp("stub")
     library = folder / "libcuda.so.1"
     subprocess.run(
@@ -72,7 +72,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], list[str
     )
     assert done.returncode == 0, done.stderr
     said = [line for line in done.stderr.splitlines() if line.startswith("stub: ")]
-    return done.stdout.splitlines(), said[said.index("stub: cuInit 0") :]  # before, the bindings look up what they need
+    return done.stdout.splitlines(), said[said.index("stub: cuInit 0") :]  # after the bindings' own look-ups
 
 
 def test_every_call_arrives_with_its_values(found: tuple[list[str], list[str]]) -> None:
@@ -91,7 +91,7 @@ def test_the_answers_of_the_driver_come_back(found: tuple[list[str], list[str]])
 
 
 def test_a_code_that_the_bindings_do_not_know_is_an_error_of_the_driver(found: tuple[list[str], list[str]]) -> None:
-    """`KeyError` in 12.9 and 13.0, `ValueError` in 13.5, and a plain number where the bindings are not between."""
+    """`KeyError` in 12.9 and 13.0, `ValueError` in 13.5, and a plain number in calls that bypass the bindings."""
     (copy,) = [line for line in found[0] if line.startswith("copy cuMemcpy")]
     assert re.fullmatch(r"copy cuMemcpyHtoDAsync: a code that the bindings do not know: .*99999.*", copy)
     assert "batch cuMemcpyBatchAsync: error 99999 (run 0 of 1)" in found[0]

@@ -1,4 +1,4 @@
-"""Without a device the backend says so. It refuses what cannot work, and gives the device back."""
+"""Without a device the backend says so. It refuses impossible options, and releases the device."""
 
 import ctypes
 import subprocess
@@ -21,7 +21,7 @@ from kvdepot_cuda.driver import DriverError
 from kvdepot_cuda.nvidia import CudaDriver
 from support.cuda.fake import FakeDriver
 
-NEW = "sys.exit(any(name.split('.')[0] in {0} for name in {{*sys.modules}} - before))"  # bindings may bring a .pth
+NEW = "sys.exit(any(name.split('.')[0] in {0} for name in {{*sys.modules}} - before))"  # bindings may have a .pth file
 HAS_DEVICE = any(Path("/dev").glob("nvidia[0-9]*"))
 without_a_device = pytest.mark.skipif(HAS_DEVICE, reason="there is a device here")
 

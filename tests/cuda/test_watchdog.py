@@ -1,6 +1,6 @@
-"""A copy that hangs in the driver: the engine's other transfers end, nothing is reported too early, and it closes.
+"""A copy hangs in the driver: other transfers end, no transfer is reported too early, and the worker can be closed.
 
-And when the pool is registered: not while the engine captures its graphs.
+The pool is not registered while the engine captures its graphs.
 """
 
 import logging
@@ -25,7 +25,7 @@ WAIT_SECONDS = 20.0
 
 
 class HangingDriver(FakeDriver):
-    """Its batches in one direction do not return until `gate` is set."""
+    """A driver whose batches in one direction do not return until `gate` is set."""
 
     hangs: CopyKind | None = None
 
@@ -79,7 +79,7 @@ def test_a_copy_that_hangs_leaves_no_other_transfer_waiting(
     assert [future.result(WAIT_SECONDS) for future in behind] == [False, False]
     assert not context.submit_store("r", prompt(1, salt=9), [list(range(4))]).result(WAIT_SECONDS)
     assert not context.submit_retrieve("r", prompt(1), [list(range(4))], 0).result(WAIT_SECONDS)
-    if is_store:  # its blocks are only read, and what is read is not kept
+    if is_store:  # its blocks are only read, and the read bytes are dropped
         assert first.result(WAIT_SECONDS) is False
         assert depot.status().num_tickets == 1  # the driver may still write there
     else:
@@ -141,7 +141,7 @@ def test_a_copy_goes_on_only_when_its_end_was_reported() -> None:
 
 @pytest.mark.parametrize("how", ["by a copy", "by the engine"])
 def test_the_pool_is_registered_when_the_engine_serves(how: str, depot: DepotProcess) -> None:
-    """Until then nothing of the device is asked that a capture beside it may not bear."""
+    """Until then, the worker makes no call to the device that could break a concurrent capture."""
     driver = FakeDriver()
     worker = FakeWorker(depot.url, PLAN, driver=driver, register_when_asked=True)
     worker.wait_until_connected(WAIT_SECONDS)

@@ -1,4 +1,4 @@
-"""`deploy/` and `.github/workflows/` are what their readers take them for; nothing of them is built or run here."""
+"""`deploy/` and `.github/workflows/` are valid and fit the code. Nothing of them is built or run here."""
 
 import json
 import re
@@ -25,7 +25,7 @@ from support.tools import needs_tool
 DEPLOY = Path(__file__).parents[2] / "deploy"
 WORKFLOWS = sorted((DEPLOY.parent / ".github" / "workflows").glob("*.yml"))
 KUBERNETES = DEPLOY / "kubernetes"
-OVERLAYS = ("base", "mooncake", "router", "two-sockets", "monitoring", "tier-gc")  # those that a user applies
+OVERLAYS = ("base", "mooncake", "router", "two-sockets", "monitoring", "tier-gc")  # the overlays that users apply
 needs_kubectl = needs_tool(shutil.which("kubectl"), "needs kubectl 1.22 or later (Debian: kubernetes-client)")
 COMPOSE: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
 
@@ -45,7 +45,7 @@ def run(*command: str) -> None:
 
 @cache
 def rendered(overlay: str) -> str:
-    """Return what `kubectl apply -k` would send."""
+    """Return the YAML that `kubectl apply -k` would send."""
     done = subprocess.run(
         ["kubectl", "kustomize", str(KUBERNETES / overlay)], capture_output=True, text=True, timeout=100, check=False
     )
@@ -109,7 +109,7 @@ def test_policies_budgets_services_and_monitors_select_pods_that_are_there(overl
 
 @needs_kubectl
 def test_a_tier_of_mooncake_keeps_its_memory_outside_the_depot() -> None:
-    """`tests/tiers/test_mooncake.py` starts the same programs with the same flags."""
+    """`tests/tiers/test_mooncake.py` runs the same programs with the same flags."""
     pods = workloads("mooncake")
     (url,) = (each for each in pods["kvdepot"]["containers"][0]["args"] if each.startswith("--tier="))
     tier = TierUrl.parse(url.removeprefix("--tier="))
@@ -200,7 +200,7 @@ def test_the_depot_is_started_with_flags_that_it_has() -> None:
 
 @needs_kubectl
 def test_probes_and_prometheus_ask_what_a_depot_answers_them(depot: DepotProcess, tmp_path: Path) -> None:
-    """Each unit's HTTP, with its own way to a token; kubelets and Prometheus ask by address."""
+    """Tests the HTTP of each unit with its own way to a token. Kubelets and Prometheus ask by address."""
     pod = workloads()["kvdepot"]["containers"][0]
     for command in (command_of_the_unit(), pod["args"]):
         options, _ = read_configs(vars(make_parser().parse_args(command)), {})

@@ -1,8 +1,8 @@
-"""Coverage-guided fuzzing: `python -m fuzz [TARGET ...] --seconds N`; all targets, 60 s in all by default.
+"""Coverage-guided fuzzing: `python -m fuzz [TARGET ...] --seconds N`. By default, all targets, 60 s in total.
 
-An input that crashes a target is left in its folder of the corpus, so that it is replayed by the tests from then on:
-fix the bug, give the file a name that says what it was, commit both. `--keep` adds the inputs that reached new lines.
-Coverage is that of Python code: what msgspec does in C guides nothing, so messages are also mutated by value.
+An input that crashes a target stays in its folder of the corpus, and the tests replay it from then on. Fix the bug,
+name the file after it, and commit both. `--keep` adds the inputs that reached new lines. Only Python code counts as
+covered. As msgspec's C code gives no guidance, messages are also mutated by value.
 """
 
 import argparse
@@ -20,7 +20,7 @@ _GUIDED = ("kvdepot", "kvdepot_vllm")
 
 
 def main() -> int:
-    """Fuzz one target in this process, several in one process each."""
+    """Fuzz one target in this process, or several targets in one process each."""
     parser = argparse.ArgumentParser(prog="python -m fuzz", description="fuzz what takes bytes from others")
     parser.add_argument("targets", nargs="*", metavar="TARGET")
     parser.add_argument("--seconds", type=int, default=60, help="for all targets together (default 60)")
@@ -43,7 +43,7 @@ def main() -> int:
 
 
 def run_apart(target: str, seconds: int, *, keep: bool) -> bool:
-    """Fuzz one target in a process of its own; return whether nothing failed."""
+    """Fuzz one target in its own process. Return whether it passed."""
     from fuzz.corpus import keep_smallest
 
     started = time.monotonic()
@@ -60,7 +60,7 @@ def run_apart(target: str, seconds: int, *, keep: bool) -> bool:
 def fuzz(target: str, seconds: int, folder: Path) -> int:
     """Fuzz in this process, which libFuzzer ends."""
     try:
-        atheris: Any = import_module("atheris")  # has no types
+        atheris: Any = import_module("atheris")  # without types
     except ModuleNotFoundError:
         print("Done 0 runs: atheris has no wheel for this Python or machine, so nothing is searched", file=sys.stderr)
         return replay(target)
@@ -99,7 +99,7 @@ def fuzz(target: str, seconds: int, folder: Path) -> int:
 
 
 def replay(target: str) -> int:
-    """Run what is kept and what fuzzing starts from."""
+    """Run the corpus and the seeds."""
     from fuzz.targets import TARGETS, kept_inputs
 
     for data in [*TARGETS[target].seeds(), *(path.read_bytes() for path in kept_inputs(target))]:

@@ -1,7 +1,7 @@
-"""The control socket as a target: clients that send any bytes in any pieces, stop reading, and hang up.
+"""The control socket as a target: clients send any bytes in any pieces, stop reading, and hang up.
 
-Every whole frame of a connection is served once and in order until the connection breaks the framing. When all have
-left, the table holds nothing.
+Every whole frame of a connection is served once and in order until the connection breaks the framing. When all clients
+have left, the table holds nothing.
 """
 
 import os
@@ -26,7 +26,7 @@ TOKEN: Final = bytes(range(frames.TOKEN_BYTES))
 _CLIENTS: Final = 3
 _FOLDER: Final = tempfile.TemporaryDirectory(prefix="kvdepot-fuzz-")
 _PATH: Final = Path(_FOLDER.name, "control.sock")
-_SMALL_BOUNDS: Final = {  # so that an input of some hundred bytes reaches them
+_SMALL_BOUNDS: Final = {  # small, so that an input of some hundred bytes reaches them
     "MAXIMUM_OF_OWNER": 2,
     "MAXIMUM_HELD_BYTES": 40_000,
     "MAXIMUM_HELD_BY_ONE_BYTES": 10_000,
@@ -36,9 +36,9 @@ _SMALL_BOUNDS: Final = {  # so that an input of some hundred bytes reaches them
 
 
 def frames_in(sent: bytes) -> list[bytes] | None:
-    """Return the whole frames behind the greeting, up to a length that is too large.
+    """Return the whole frames after the greeting, up to a length that is too large.
 
-    None without a greeting, and for one that opens a session: that connection leaves the table.
+    Return None if there is no greeting, or if it opens a session, as that connection leaves the table.
     """
     length = int.from_bytes(sent[:4], "little")
     if len(sent) < 4 or length > frames.MAXIMUM_GREETING_BYTES or len(sent) < 4 + length:
@@ -68,20 +68,20 @@ class Client:
     answers: bytearray = field(default_factory=bytearray)
 
     def receive(self) -> None:
-        with suppress(OSError):  # nothing is there, or it is closed
+        with suppress(OSError):  # no data, or the socket is closed
             while data := self.socket.recv(1 << 20):
                 self.answers += data
 
 
 class Peers:
-    """A table of connections, and what an input does to it."""
+    """A table of connections, and the actions of an input on it."""
 
     def __init__(self, source: Bytes) -> None:
         self.source = source
         self.clients: list[Client] = []
-        self.served: dict[int, list[bytes]] = {}  # by the server's connection
+        self.served: dict[int, list[bytes]] = {}  # by id of the server's connection
         self.held: list[tuple[Connection, bytes]] = []
-        self.connections: list[Connection] = []  # all that were served, so that no id comes again
+        self.connections: list[Connection] = []  # all served ones, so that no id is reused
         self.ended: set[bytes] = set()
         _PATH.unlink(missing_ok=True)
         self.table = ConnectionTable(
@@ -141,7 +141,7 @@ class Peers:
         return self.clients[self.source.byte() % len(self.clients)] if self.clients else None
 
     def connect(self) -> None:
-        """Connect, mostly with a greeting: it joins the session or opens one, or is an operator's or a stranger's."""
+        """Connect, mostly with a greeting that joins or opens a session, or is an operator's or a stranger's."""
         choice = self.source.byte()
         if len([each for each in self.clients if each.socket.fileno() >= 0]) >= _CLIENTS:
             return
@@ -156,7 +156,7 @@ class Peers:
             self.send_bytes(self.clients[-1], greeting[: None if choice < 0xD0 else choice & 15])
 
     def send(self) -> None:
-        """Send the next bytes of the input as they are."""
+        """Send the next bytes of the input unchanged."""
         client, data = self.client(), self.source.take(self.source.below(32))
         if client is not None:
             self.send_bytes(client, data)
@@ -185,19 +185,19 @@ class Peers:
             client.socket.close()
 
     def release(self) -> None:
-        """Answer a request that was held."""
+        """Answer a held request."""
         if self.held:
             connection, data = self.held.pop(self.source.byte() % len(self.held))
             self.table.release(connection, len(data))
             self.table.send(connection, data)
 
     def sweep(self) -> None:
-        """Let the silence of some clients become too long."""
+        """Let some clients be silent for too long."""
         later = time.monotonic() + module.SILENCE_SECONDS + 1
         with patch("time.monotonic", lambda: later):
             self.table.sweep(lambda: True)
 
-    # --- what always holds ----------------------------------------------------------------------------------------
+    # --- invariants -----------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
         is_moving = True
@@ -223,7 +223,7 @@ class Peers:
 
 
 def talk(data: bytes) -> None:
-    """Run one input against a table with small bounds."""
+    """Run one input on a table with small bounds."""
     before = len(os.listdir("/proc/self/fd"))
     with ExitStack() as bounds:
         for name, bound in _SMALL_BOUNDS.items():

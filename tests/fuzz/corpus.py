@@ -1,4 +1,4 @@
-"""The inputs that are kept: as few and as small as reach every line that any of them reached."""
+"""Keeps the corpus minimal: the fewest and smallest inputs that together reach all lines that any input reached."""
 
 import hashlib
 import os
@@ -18,7 +18,7 @@ Step = tuple[str, int, int]  # file, line, next line
 
 
 def steps_of(target: str, data: bytes) -> set[Step]:
-    """Return the steps from line to line that an input takes."""
+    """Return the steps between lines that an input takes."""
     found: set[Step] = set()
     last: dict[int, int] = {}
 
@@ -42,9 +42,9 @@ def steps_of(target: str, data: bytes) -> set[Step]:
 
 
 def keep_smallest(target: str, found: Path) -> int:
-    """Keep of what was found and of the corpus the smallest inputs that take new steps; return how many.
+    """Keep the smallest inputs of the corpus and of `found` that take new steps. Return the number of kept inputs.
 
-    Inputs with a name of their own (what once crashed) stay as they are.
+    Inputs with their own names, which once crashed, stay unchanged.
     """
     folder = CORPUS / target
     named = [path for path in folder.iterdir() if not _KEPT_NAME.fullmatch(path.name)]

@@ -1,5 +1,5 @@
 # pyright: reportPrivateUsage=false
-"""The stateful target: bytes become requests and events of a depot without sockets, whose state must always add up."""
+"""The stateful target: bytes become requests and events of a depot without sockets. Its state must stay consistent."""
 
 import itertools
 from collections import Counter
@@ -48,7 +48,7 @@ NUM_SESSIONS = 3
 
 @dataclass
 class Bytes:
-    """Numbers out of the input; zeros after its end."""
+    """Numbers from the input, and zeros after its end."""
 
     data: bytes
     place: int = 0
@@ -70,13 +70,13 @@ class Bytes:
 
 
 def spec_of(setting: int) -> int:
-    """Return the number of the spec that a life begins with."""
+    """Return the number of the spec with which a life begins."""
     return 4 + (setting >> 2 & 1) if setting & 16 else setting >> 2 & 3
 
 
 @dataclass
 class Life:
-    """A depot, three processes with a session each, and the requests that an input spells."""
+    """A depot, three processes with one session each, and the requests that an input encodes."""
 
     source: Bytes
     now: float = 0.0
@@ -85,7 +85,7 @@ class Life:
     next_number: int = NUM_SESSIONS + 1
     waiting: list[tuple[float, PendingReply]] = field(
         default_factory=list[tuple[float, PendingReply]]
-    )  # until when, and what
+    )  # deadlines and replies
 
     def __post_init__(self) -> None:
         setting = self.source.byte()
@@ -99,13 +99,13 @@ class Life:
             self.join(who)
 
     def start(self) -> None:
-        """Make an empty depot over the table."""
+        """Make an empty depot on the table."""
         size = self.pages * PAGE
         index = ChunkIndex(
             ExtentAllocator(size), IndexTable(self.memory, NUM_RECORDS), self.policy, QuotaTable(size, self.quotas)
         )
         self.depot = Depot(index, epoch=1, lease_seconds=LEASE_SECONDS, clock=lambda: self.now)
-        self.depot.stores.ticket_seconds = LEASE_SECONDS  # an input is too short for more
+        self.depot.stores.ticket_seconds = LEASE_SECONDS  # inputs are too short for longer
 
     def steps(self) -> list[Callable[[], None]]:
         return [
@@ -134,7 +134,7 @@ class Life:
         ]
 
     def run(self) -> None:
-        """Do what the input says; after every eighth step the depot is consistent, at the end nothing is left."""
+        """Run the input. Every eighth step, check that the depot is consistent; at the end, that nothing is left."""
         steps = self.steps()
         for number in itertools.count(1):
             if self.source.is_over:
@@ -146,7 +146,7 @@ class Life:
         self.finish()
 
     def ask(self, request: frames.Request, who: int) -> frames.Reply | None:
-        """Send a request; one that is refused changes nothing."""
+        """Send a request. Check that a refused one changes nothing."""
         before = self.state()
         try:
             reply = self.depot.handle(self.sessions[who], self.writers[who], request)
@@ -181,13 +181,13 @@ class Life:
             len(depot.blends.contents),
         )
 
-    # --- what the input can choose from ---------------------------------------------------------------------------
+    # --- choices of the input -------------------------------------------------------------------------------------
 
     def who(self) -> int:
         return self.source.below(NUM_SESSIONS)
 
     def context(self, who: int) -> int:
-        """Return mostly a context of that session; now and then anybody's, or none."""
+        """Return mostly a context of the session, sometimes another one's or an unknown number."""
         choice = self.source.byte()
         own = [c.number for c in self.depot.contexts.by_number.values() if c.session == self.sessions[who]]
         return own[choice % len(own)] if own and choice < 0xF0 else choice & 0xF
@@ -202,7 +202,7 @@ class Life:
         return "abc"[self.source.below(3)]
 
     def run_of_chunks(self) -> tuple[bytes, int, bytes, str]:
-        """Return digests, first chunk, parent and tenant: mostly of a true prompt, else of a forged one."""
+        """Return digests, first chunk, parent and tenant, mostly of a real prompt, else of a forged one."""
         prompt, choice = PROMPTS[self.source.below(4)], self.source.byte()
         start, length = (choice & 7), (choice >> 3) % 8 + 1
         run = prompt.slice(start, min(8, start + length))
@@ -216,9 +216,9 @@ class Life:
     # --- requests -------------------------------------------------------------------------------------------------
 
     def join(self, who: int) -> None:
-        """Register a worker as its engine would: two have shard 0, one has shard 1.
+        """Register a worker as its engine would: two workers have shard 0, one has shard 1.
 
-        Where heads are cut, the first process is an engine of one rank, the others are the ranks of another one.
+        If heads are cut, the first process is an engine of one rank, and the others are the ranks of another one.
         """
         if SPECS[self.spec].groups[0].heads > 1:
             self.register_part(who, *((1, 0), (2, 0), (2, 1))[who])
@@ -234,7 +234,7 @@ class Life:
             self.register(who, choice)
 
     def register_part(self, who: int, ranks: int, rank: int, *, is_odd: bool = False) -> None:
-        """Register a rank of an engine, of eight of which two have equal heads; `is_odd` has pages of another size."""
+        """Register a rank of an engine. Of eight ranks, two share each head. With `is_odd`, pages have another size."""
         parts = [Part(0, 1, rank * group.heads // ranks, max(1, group.heads // ranks)) for group in self.groups]
         size = PAGE // 4 + is_odd
         details = tuple(m.GroupDetail((size * part.num_heads,), 8, part=part.number) for part in parts)
@@ -294,7 +294,7 @@ class Life:
         assert reply is None or (isinstance(reply, m.LookupReply) and bool(reply.num_chunks) == bool(reply.lease))
 
     def segments(self) -> bytes:
-        """Return some segments, ascending or as they come."""
+        """Return some segments, in ascending or any order."""
         packed, place = b"", 0
         for _ in range(self.source.below(6)):
             name, length = self.source.byte(), self.source.byte()
@@ -321,7 +321,7 @@ class Life:
         self.ask(request, who)
 
     def session(self) -> None:
-        """Operators name sessions, known or not."""
+        """Let an operator name a session, known or unknown."""
         flags = self.source.byte()
         session, tenant = f"agent-{flags & 1}", f"tenant-{flags >> 1 & 1}"
         with suppress(Refused):
@@ -421,7 +421,7 @@ class Life:
         self.ask(m.ReportCorrupt(context, ((number, header), (number, header))), who)
 
     def frame(self) -> None:
-        """Decode the next bytes as a frame, as the loop does."""
+        """Decode the next bytes as a frame, like the loop."""
         who = self.who()
         frame = bytes(8) + self.source.take(self.source.byte())
         try:
@@ -443,7 +443,7 @@ class Life:
         self.depot.background.work()
 
     def connection_closes(self) -> None:
-        """The same process connects again."""
+        """Close a connection. The same process connects again."""
         who = self.who()
         self.depot.end_session(self.sessions[who])
         self.sessions[who] = self.next_number
@@ -451,7 +451,7 @@ class Life:
         self.join(who)
 
     def process_dies(self) -> None:
-        """Another takes its place."""
+        """Kill a process. Another one takes its place."""
         who = self.who()
         self.depot.end_session(self.sessions[who])
         self.depot.end_process(self.writers[who])
@@ -463,7 +463,7 @@ class Life:
         self.depot.state.accepts_stores = not self.depot.state.accepts_stores
 
     def restart(self) -> None:
-        """The server is killed; the next one reads the table. Unfinished work waits, as in its loop."""
+        """Kill the server. The next one reads the table, and unfinished work waits as in its loop."""
         specs = [space.spec for space in self.depot.index.spaces]
         labels = self.depot.labels.names
         sealed = {r.key: r for r in self.depot.index.table.records() if r.state == SEALED}
@@ -485,7 +485,7 @@ class Life:
         for who in range(NUM_SESSIONS):
             self.join(who)
 
-    # --- what always holds ----------------------------------------------------------------------------------------
+    # --- invariants -----------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         depot, index = self.depot, self.depot.index
@@ -523,7 +523,7 @@ class Life:
     def finish(self) -> None:
         for who in range(NUM_SESSIONS):
             self.depot.end_session(self.sessions[who])
-        self.depot.background.work()  # flights that end answer their lookups in steps
+        self.depot.background.work()  # ending flights answer their lookups in steps
         assert all(deferred.reply for until, deferred in self.waiting if until < MOVE_SECONDS), "never answered"
         assert not len(self.depot.flights)
         for quarantine in list(self.depot.quarantine.held):
@@ -540,6 +540,6 @@ class Life:
 
 
 def live(data: bytes) -> None:
-    """Run one input, at most 400 bytes of it: longer ones find nothing that shorter ones do not."""
+    """Run the first 400 bytes of an input: longer inputs find nothing more."""
     with patch.object(flights, "_LEAST_TOKENS", 2):  # chunks have one token here
         Life(Bytes(data[:400])).run()

@@ -1,4 +1,4 @@
-"""HTTP as a fuzz target: a request given by bytes, straight into the application."""
+"""HTTP as a target: bytes become a request directly to the application."""
 
 import asyncio
 from typing import Any, Final
@@ -43,9 +43,9 @@ _STATUS: Final = msgspec.structs.replace(EMPTY_STATUS, tenants={_TENANT: {"used_
 
 
 def call(data: bytes) -> None:
-    """Byte 0 chooses the path, byte 1 method, token and host; the rest is a header's value and the body.
+    """Make a call: byte 0 chooses the path, byte 1 method, token and host; the rest is a header's value and the body.
 
-    The answer is one that is promised. Without the token nothing is changed and no tenant named.
+    The answer must have a documented status. Without the token, nothing may change and no tenant be named.
     """
     choice, flags, *_ = data[:2] + bytes(2)
     value, _, body = data[2:].partition(b"\0")

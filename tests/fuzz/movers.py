@@ -1,5 +1,5 @@
 # pyright: reportPrivateUsage=false
-"""The stateful target with movers: extents under copy belong to nobody else until it ends or its mover is dead."""
+"""The stateful target with movers: extents being copied have no other owner until the copy or its mover ends."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -33,7 +33,7 @@ class Process:
 
 
 class Movers:
-    """A `MoverTable` whose processes do what the input says; those that were killed die when it says so."""
+    """A `MoverTable` whose processes follow the input. Killed processes die when the input says so."""
 
     move_seconds = 1.0
 
@@ -78,7 +78,7 @@ class Movers:
 
 
 class LifeWithMovers(Life):
-    """Half of the workers offer their memory."""
+    """A life in which half of the workers offer their memory."""
 
     def start(self) -> None:
         super().start()
@@ -114,7 +114,7 @@ class LifeWithMovers(Life):
             on_end(MoveOutcome.FAILED if choice & 0x80 else MoveOutcome.DONE, "")
 
     def mover_dies(self) -> None:
-        """One that was killed; else one that was not, and another takes its place."""
+        """End a killed mover. If there is none, end a living one, and another one takes its place."""
         processes = self.movers.dying or list(self.movers.living.values())
         if processes:
             process = processes[self.source.byte() % len(processes)]
@@ -153,6 +153,6 @@ class LifeWithMovers(Life):
 
 
 def live_with_movers(data: bytes) -> None:
-    """Run one input, at most 400 bytes of it."""
+    """Run the first 400 bytes of an input."""
     with patch.object(flights, "_LEAST_TOKENS", 2):
         LifeWithMovers(Bytes(data[:400])).run()

@@ -1,5 +1,5 @@
 # pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
-"""Mutations of msgpack that stay msgpack: bytes flipped at random hardly ever get past the first field."""
+"""Mutations of msgpack that stay msgpack, as randomly flipped bytes hardly ever get past the first field."""
 
 import random
 from typing import Any
@@ -44,7 +44,7 @@ _INTERESTING: list[Any] = [
 
 
 def mutate_message(body: bytes, rng: random.Random) -> bytes | None:
-    """Return a message with one value or the length of one array changed; None if `body` is no message."""
+    """Return a message with one value or the length of one array changed, None if `body` is not a message."""
     try:
         value = msgspec.msgpack.decode(body)
         return msgspec.msgpack.encode(_mutated(value, rng))

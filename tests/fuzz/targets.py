@@ -1,7 +1,7 @@
 # pyright: reportPrivateUsage=false
-"""The targets: functions of bytes that fail on any error but the promised ones, and inputs to start from.
+"""The targets: functions of bytes that fail on all errors except the documented ones, and their seeds.
 
-Nothing here needs atheris: `tests/core/test_fuzz_corpus.py` calls the same functions with every input that is kept.
+Nothing here needs atheris: `tests/core/test_fuzz_corpus.py` calls the same functions with every input of the corpus.
 """
 
 import io
@@ -55,7 +55,7 @@ CORPUS: Final = Path(__file__).with_name("corpus")
 _SEQUENCE: Final = bytes(range(8))
 _VERSION: Final = m.PROTOCOL_VERSION
 _POOL_ID: Final = bytes(range(16))
-_CRC: Final = 116  # within a record
+_CRC: Final = 116  # offset in a record
 _NUM_RECORDS: Final = 32
 _NUM_LABELS: Final = 2
 _SEGMENTS: Final = m.SEGMENT.pack(bytes(16), 0, 20) + m.SEGMENT.pack(bytes(range(16)), 20, 1)
@@ -65,7 +65,7 @@ _SEGMENTS: Final = m.SEGMENT.pack(bytes(16), 0, 20) + m.SEGMENT.pack(bytes(range
 
 
 def request(data: bytes) -> None:
-    """A frame on the control socket: a request that is the same when it is sent again, or a typed error."""
+    """A frame on the control socket: a request that survives another round trip, or a typed error."""
     frames.sequence_of(data)
     try:
         decoded = frames.decode_request(data)
@@ -77,7 +77,7 @@ def request(data: bytes) -> None:
 
 
 def reply(data: bytes) -> None:
-    """A frame that comes from a server."""
+    """A frame from a server."""
     try:
         frames.decode_reply(data)
     except frames.FrameError:
@@ -85,7 +85,7 @@ def reply(data: bytes) -> None:
 
 
 def session(data: bytes) -> None:
-    """The first message of a connection, and its answer."""
+    """The first message of a connection, or its answer."""
     for decode in (frames.decode_greeting, frames.decode_session_reply):
         try:
             decoded = decode(data)
@@ -150,7 +150,7 @@ def _reply_seeds() -> list[bytes]:
 
 
 def answer(data: bytes) -> None:
-    """Answers of a mover: they encode to the same bytes again, or are a `MoverError`."""
+    """Answers of a mover: they survive another round trip, or are a `MoverError`."""
     received = bytearray(data)
     with suppress(MoverError):
         for found in take_answers(received):
@@ -173,11 +173,11 @@ def _session_seeds() -> list[bytes]:
     return [frames.encode_greeting(message)[4:] for message in messages]
 
 
-# --- what a server finds when it starts -----------------------------------------------------------------------------
+# --- files at the start of a server ---------------------------------------------------------------------------------
 
 
 def sessions(data: bytes) -> None:
-    """The file of sessions, whose magic is right: prefixes that a server can start with, and replace."""
+    """The file of sessions with the right magic: prefixes with which a server can start, and that it can replace."""
     memory = mmap.mmap(-1, max(2, 2 + len(data) // 1024) * 1024)
     memory[1024 : 1024 + len(data)] = data
     file = PrefixFile(memory)
@@ -194,7 +194,7 @@ def sessions(data: bytes) -> None:
 
 
 def names(data: bytes) -> None:
-    """The names file, as it is and as a frame of a right one: `PoolError`, or names that a server can start with."""
+    """The names file, raw and as a frame of a correct one: `PoolError`, or names with which a server can start."""
     frame = len(data).to_bytes(4, "little") + zlib.crc32(data).to_bytes(4, "little") + data
     for raw in (data, MAGIC + frame, MAGIC + encode_names(Names(labels=[Label("a", "b")])) + frame + data):
         try:
@@ -211,7 +211,7 @@ def names(data: bytes) -> None:
 
 
 def header(data: bytes) -> None:
-    """The index table's file: 52 bytes of header, then by how much the file is longer or shorter than it says."""
+    """The index table's file: 52 bytes of header, then the difference between the file's length and the header's."""
     source = Bytes(data)
     fixes, fields, extra = source.byte(), source.take(52), int.from_bytes(source.take(2), "little", signed=True)
     if fixes & 1 and len(fields) == 52:
@@ -231,9 +231,9 @@ def header(data: bytes) -> None:
 
 
 def records(data: bytes) -> None:
-    """The index table's records, with right and with random checksums. A record that is believed can be used.
+    """The index table's records, with right and with random checksums. Accepted records must be usable.
 
-    Space adds up, what is restored can be found, all of it can leave, and the pool is as good as new.
+    Space adds up, restored entries are found, all of them can leave, and afterwards the pool is like new.
     """
     body = data[1 : 1 + _NUM_RECORDS * RECORD_BYTES]
     memory = bytearray(table_size_bytes(_NUM_RECORDS))
@@ -298,7 +298,7 @@ def _header_seeds() -> list[bytes]:
 
 
 def _records_seeds() -> list[bytes]:
-    """Return tables as random lives leave them."""
+    """Return tables that random lives leave behind."""
     seeds: list[bytes] = []
     for spec, setting in enumerate((0, 4, 8, 12, 16, 20)):
         life = Life(Bytes(bytes([setting, 20]) + random.Random(spec).randbytes(200)))
@@ -329,7 +329,7 @@ def trace(data: bytes) -> None:
 
 
 def settings(data: bytes) -> None:
-    """Sizes, quotas and URLs that users write."""
+    """Sizes, quotas and URLs from users."""
     text = data.decode(errors="replace")
     with suppress(ConfigError):
         assert parse_size(text) >= 0
@@ -412,12 +412,12 @@ def _movers_seeds() -> list[bytes]:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A function to call with bytes, where to start, and how many bytes are enough."""
+    """A function to call with bytes, its seeds, and its maximum number of bytes."""
 
     run: Callable[[bytes], None]
     seeds: Callable[[], list[bytes]]
     maximum_bytes: int = 1000
-    is_message: bool = False  # msgpack, behind `prefix` bytes
+    is_message: bool = False  # msgpack, after `prefix` bytes
     prefix: int = 0
 
 
@@ -451,5 +451,5 @@ if find_spec("starlette") and find_spec("prometheus_client") and find_spec("uvic
 
 
 def kept_inputs(target: str) -> list[Path]:
-    """Return the kept inputs of a target: offspring of seeds that reached new code, and inputs that crashed."""
+    """Return a target's corpus: inputs that reached new code, and inputs that crashed."""
     return sorted((CORPUS / target).iterdir())

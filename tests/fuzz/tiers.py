@@ -1,6 +1,6 @@
-"""What comes back from tiers as targets: files on a disk, replies of Valkey, messages of Mooncake's process.
+"""Data from tiers as targets: files on a disk, replies of Valkey, messages of Mooncake's process.
 
-A tier may always miss. It never gives other bytes than were written, and fails with the errors that its queue expects.
+A tier may always miss. It never returns other bytes than were written, and raises only errors that its queue expects.
 """
 
 import atexit
@@ -58,16 +58,16 @@ def _folder() -> Path:
 
 
 def disk(data: bytes) -> None:
-    """A folder that is not as the tier left it: files changed, cut, swapped, renamed, and files of others.
+    """A folder that was modified behind the tier's back: files changed, cut, swapped, renamed, and foreign files.
 
-    An entry is read as it was written or not at all, and a file of somebody else stays.
+    An entry is read as it was written or not at all, and foreign files stay.
     """
     source, pool, folder = Bytes(data), _shared_pool(), _folder() / "tier"
     shutil.rmtree(folder, ignore_errors=True)
     tier = DiskTier(pool, folder, 1 << 20, num_threads=2)
     fill(pool, 0, _KEYS, _SIZES)
     assert write_to(tier, pool, _KEYS, extents_of(0, _SIZES)) == [True] * len(_KEYS)
-    if source.byte() & 1:  # another depot finds the folder
+    if source.byte() & 1:  # another depot opens the folder
         tier.close()
         foreign = _change(source, folder)
         tier = DiskTier(pool, folder, 1 << 20, num_threads=2)
@@ -81,7 +81,7 @@ def disk(data: bytes) -> None:
                 if read_from(tier, pool, [key], extents)[0]:
                     offset = extents[0][0]
                     assert pool.view[offset : offset + size] == content(key, size), "other bytes"
-        with contextlib.suppress(OSError):  # a folder lies in the place of a file: it says so
+        with contextlib.suppress(OSError):  # raised if a folder lies in the place of a file
             list(tier.clear(None, None))
         usage = tier.usage()
         assert (usage.num_entries, usage.used_bytes) == (0, 0)
@@ -91,14 +91,14 @@ def disk(data: bytes) -> None:
 
 
 def _change(source: Bytes, folder: Path) -> list[Path]:
-    """Change files as the input says; return those that are nobody's entries."""
+    """Change files as the input says. Return the foreign files, which are not entries."""
     foreign: list[Path] = []
     paths = [folder / name_of(key) for key in _KEYS]
     while not source.is_over:
         choice, path = source.byte(), paths[source.below(len(paths))]
         with contextlib.suppress(OSError):
             match choice % 6:
-                case 0:  # bytes within
+                case 0:  # overwrite bytes
                     place = int.from_bytes(source.take(2), "little")
                     with path.open("r+b") as file:
                         file.seek(place)
@@ -127,7 +127,7 @@ def _change(source: Bytes, folder: Path) -> list[Path]:
 
 
 def disk_seeds() -> list[bytes]:
-    """Return one change of each kind, seen by the tier that wrote and by the next one."""
+    """Return one change of each kind, for the tier that wrote and for the next one."""
     changes = [
         bytes([0, 0, 0, 0, 3]) + b"abcd",
         bytes([0, 1, 0, 16, 8]) + b"123456789",
@@ -148,7 +148,7 @@ def disk_seeds() -> list[bytes]:
 
 
 def resp(data: bytes) -> None:
-    """Replies of a server of Valkey or Redis: values, or an `OSError`, and never more bytes than came."""
+    """Replies of a server of Valkey or Redis: values, or an `OSError`, and never more bytes than were received."""
     target = memoryview(bytearray(5))
     reader = cast("Any", BufferedReader(cast("Any", BytesIO(data))))
     try:
@@ -163,7 +163,7 @@ def resp(data: bytes) -> None:
 
 
 def resp_seeds() -> list[bytes]:
-    """Return every kind of reply, nested and broken ones."""
+    """Return every kind of reply, including nested and broken ones."""
     scan = b"*2\r\n$2\r\n17\r\n*2\r\n$3\r\nabc\r\n$-1\r\n"
     return [
         b"+OK\r\n",
@@ -187,9 +187,9 @@ def resp_seeds() -> list[bytes]:
 
 
 def valkey(data: bytes) -> None:
-    """A server that sends these bytes whatever it is asked: as many outcomes as keys, or an `OSError`.
+    """A server that answers every request with these bytes: as many outcomes as keys, or an `OSError`.
 
-    It never has an entry, as none was written.
+    No entry may be found, as none was written.
     """
     pool, keys, extents = _shared_pool(), _KEYS[1:3], extents_of(0, _SIZES[1:3])
     pool.view[: 2 * EXTENT_BYTES] = bytes(2 * EXTENT_BYTES)
@@ -223,7 +223,7 @@ def valkey(data: bytes) -> None:
 
 
 def valkey_seeds() -> list[bytes]:
-    """Return replies to each question, behind that to the password: right ones, heads without parts, and refusals."""
+    """Return replies to each question, after the reply to the password: right ones, heads without parts, refusals."""
     parts = [b"$%d\r\n%b\r\n" % (size, bytes(size)) for size in _SIZES[1:3]]
     heads = [
         make_trailer(key, size, checksum_of(b"something else")) + (1).to_bytes(4, "little")
@@ -247,7 +247,7 @@ def valkey_seeds() -> list[bytes]:
 
 
 class _Child:
-    """Stands for Mooncake's process: it answers with one packet whatever is asked."""
+    """Stands for Mooncake's process. It answers every request with the same packet."""
 
     pid = 0
 
@@ -266,7 +266,7 @@ class _Child:
 
 
 class _Answered(MooncakeTier):
-    """The tier with that process."""
+    """A tier with a `_Child` as its process."""
 
     def __init__(self, packet: bytes) -> None:
         self._packet = packet
@@ -277,7 +277,7 @@ class _Answered(MooncakeTier):
 
 
 def mooncake_replies(data: bytes) -> None:
-    """Replies of Mooncake's process: outcomes for as many keys as were asked for, or `MooncakeUnavailable`."""
+    """Replies of Mooncake's process: as many outcomes as keys, or `MooncakeUnavailable`."""
     tier, pool, keys, extents = _Answered(data), _shared_pool(), _KEYS[:2], extents_of(0, _SIZES[:2])
     pool.view[: 2 * EXTENT_BYTES] = bytes(2 * EXTENT_BYTES)
     for ask in (
@@ -293,7 +293,7 @@ def mooncake_replies(data: bytes) -> None:
 
 
 def mooncake_seeds() -> list[bytes]:
-    """Return a reply of each kind, with too few and too many outcomes."""
+    """Return a reply of each kind, including too few and too many outcomes."""
     here, miss = mooncake.Outcome.HERE, mooncake.Outcome.MISS
     trailer = make_trailer(_KEYS[0], _SIZES[0], checksum_of(b"something else"))
     replies = [

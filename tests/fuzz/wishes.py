@@ -1,5 +1,5 @@
 # pyright: reportPrivateUsage=false
-"""What users write for vLLM as a target: the connector's settings, and `kv_transfer_params` of requests."""
+"""Users' input for vLLM as a target: the connector's settings, and `kv_transfer_params` of requests."""
 
 import json
 from contextlib import suppress
@@ -26,9 +26,9 @@ _NAMER: Final = SegmentNamer(Namespace("model"))
 
 
 def parse(data: bytes) -> None:
-    """Two objects in JSON: `kv_connector_extra_config`, a `ConfigError` if it is wrong, and `kv_transfer_params`.
+    """Two objects in JSON: `kv_connector_extra_config`, which raises only `ConfigError`, and `kv_transfer_params`.
 
-    No request fails because of its parameters: a wrong value is as good as none.
+    No request fails because of its parameters: a wrong value counts as missing.
     """
     config, _, params = data.partition(b"\0")
     with suppress(ConfigError):
@@ -60,7 +60,7 @@ def parse(data: bytes) -> None:
 
 
 class _Request:
-    """A request of vLLM, as far as its wishes go."""
+    """The part of vLLM's request that has its wishes."""
 
     kv_hints = None
     session_id = None

@@ -1,4 +1,4 @@
-"""The device of these tests: a Gaudi where there is one, else the pretend one. See `support.staged.pretend`."""
+"""The device for these tests: a Gaudi if there is one, else the pretend one. See `support.staged.pretend`."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ _found = Found("hpu", _is_real, "KVDEPOT_REQUIRE_GAUDI")
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
-    """The pretend device, in eager mode."""
+    """The pretend device in eager mode."""
     yield from _found.pretended(monkeypatch)
 
 
@@ -34,7 +34,7 @@ def lazy(fake: FakeDevice) -> FakeDevice:
 
 @pytest.fixture
 def hpu(request: pytest.FixtureRequest) -> None:
-    """A device is there, pretended or real."""
+    """A device, pretend or real. Without one, the test is skipped."""
     _found.need()
     if _found.fake is not None:
         request.getfixturevalue("fake")

@@ -1,4 +1,4 @@
-"""The HPU backend passes the suite of every backend, on a Gaudi where there is one, else on the pretend device."""
+"""The HPU backend passes the suite of every backend, on a Gaudi if there is one, else on the pretend device."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from support.staged.device import FakeDevice
 
 
 class TestEager(BackendSuite):
-    """In small moves, many a batch, so that the staging slots take turns."""
+    """Uses small moves, many a batch, so that the staging slots take turns."""
 
     @pytest.fixture(autouse=True)
     def _mode(self, hpu: None) -> None: ...

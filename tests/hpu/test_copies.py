@@ -1,4 +1,4 @@
-"""Bytes, shapes, order among streams and refusals of the copier itself."""
+"""The copier itself: bytes, shapes, order among streams, and refusals."""
 
 from typing import Any
 
@@ -40,7 +40,7 @@ def test_no_new_shape_is_met_in_service(mode: str, fake: FakeDevice) -> None:
     assert fake.stats.graphs == known
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- refusals ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("hpu")

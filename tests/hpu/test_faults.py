@@ -1,4 +1,4 @@
-"""The HPU backend passes the fault suite of every backend, in both modes of a pretended Gaudi."""
+"""The HPU backend passes the fault suite of every backend, in both modes of a pretend Gaudi."""
 
 import sys
 from collections.abc import Sequence

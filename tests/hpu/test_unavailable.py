@@ -1,4 +1,4 @@
-"""Without a Gaudi the backend says so and what to do; finding it loads nothing of the device."""
+"""Without a Gaudi, the backend says so and what to do. Discovering it loads no module of the device."""
 
 import importlib
 import importlib.machinery

@@ -1,4 +1,4 @@
-"""What vllm-gaudi hands over goes through the connector's registration into the backend, and its bytes come back."""
+"""Caches of vllm-gaudi pass the connector's registration into the backend, and their bytes survive a round trip."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -27,7 +27,7 @@ def depot() -> Iterator[DepotProcess]:
 
 @pytest.fixture(autouse=True)
 def _addresses(fake: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors of a Gaudi have virtual addresses, which the connector compares."""
+    """Give tensors virtual addresses, as on a Gaudi. The connector compares them."""
     monkeypatch.setattr(fake, "has_addresses", True)
 
 

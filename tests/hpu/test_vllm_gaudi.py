@@ -1,4 +1,4 @@
-"""Engines of vllm-gaudi that cannot use a depot are refused in words."""
+"""Engines of vllm-gaudi that cannot use a depot are refused with a reason."""
 
 import pytest
 

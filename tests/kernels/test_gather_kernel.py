@@ -1,8 +1,8 @@
 # pyright: basic
-"""The gather kernel: its bytes in Triton's interpreter, and that it compiles for the devices it is meant for.
+"""The gather kernel copies the right bytes in Triton's interpreter, and compiles for its devices.
 
-The interpreter is chosen when Triton is imported, for the whole process, so each side runs in a child of its own. What
-neither shows: races, addresses of host memory on a device, speed.
+The import of Triton chooses the interpreter for the whole process, so each of the two runs in its own child. Neither
+shows races, addresses of host memory on a device, or speed.
 """
 
 import importlib.util
@@ -40,7 +40,7 @@ def test_every_byte_is_right_for_any_size_and_alignment() -> None:
 
 
 def test_a_worker_s_retrieves_by_the_interpreted_kernel_are_right() -> None:
-    """A depot, the copy engine and the fake driver around it, whose launches run the kernel."""
+    """Around it are a depot, the copy engine and the fake driver, whose launches run the kernel."""
     assert "retrieves are right" in run("interpret", "worker", TRITON_INTERPRET="1")
 
 

@@ -1,4 +1,4 @@
-"""The six wheels agree with each other and bring nothing heavy."""
+"""The six wheels agree with each other and require nothing heavy."""
 
 import re
 import subprocess
@@ -29,13 +29,13 @@ def metadata(wheel: Path) -> Message:
 
 
 def requirements(wheel: Path, extra: str = "") -> dict[str, Requirement]:
-    """Return what a wheel asks for, without an extra or with one."""
+    """Return a wheel's requirements, without an extra or with one."""
     found = [Requirement(text) for text in metadata(wheel).get_all("Requires-Dist", [])]
     return {r.name: r for r in found if r.marker is None or r.marker.evaluate({"extra": extra})}
 
 
 def install(wheels: set[Path], environment: Path) -> Path:
-    """Make an environment that holds these wheels and what they ask for, and return its Python."""
+    """Make an environment with wheels and their requirements. Return its Python."""
     subprocess.run(["uv", "venv", "--quiet", "--python", sys.executable, str(environment)], check=True)
     python = environment / "bin" / "python"
     subprocess.run(["uv", "pip", "install", "--quiet", "--python", str(python), *map(str, wheels)], check=True)

@@ -1,6 +1,6 @@
 """Load, random kills and an audit: `python -m soak --seconds N --seed S`, in the folder `tests`.
 
-Prints how it goes on standard error and the numbers as JSON on standard output. Exits with 1 if the audit found
+Prints its progress on standard error and the numbers as JSON on standard output. Exits with 1 if the audit found
 something wrong, late or left over.
 """
 

@@ -1,8 +1,8 @@
-"""Engines under load while processes are killed and stopped at random, then an audit.
+"""Load on engines while processes are killed and stopped at random, then an audit.
 
-Engines serve prompts that share prefixes and verify every byte that they retrieve. A seeded hand kills and stops
-engines and the depot, abandons requests, clears the cache, and damages files of a tier on disk. At the end nothing may
-be wrong, late or left over.
+Engines serve prompts that share prefixes and verify every byte that they retrieve. From a seed, the soak kills and
+stops engines and the depot, abandons requests, clears the cache, and damages files of a tier on disk. At the end
+nothing may be wrong, late or left over.
 """
 
 import contextlib
@@ -23,20 +23,20 @@ from kvdepot.lab.fleet import EngineProcess, EngineSettings, Prompt, start_engin
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.wire import operations as o
 
-_DEADLINE_SECONDS: Final = 2.0  # of the engines: the clients' default
+_DEADLINE_SECONDS: Final = 2.0  # the engines': the clients' default
 _SLACK_SECONDS: Final = 3.0  # for a machine whose cores are all busy
 _HANG_SECONDS: Final = 30.0
 _GEOMETRY: Final = Geometry("8B GQA, 2 of 32 layers", 2, GEOMETRY_8B.num_kv_heads, GEOMETRY_8B.head_dim)
 _NUM_CONVERSATIONS: Final = 24
 _MAXIMUM_TURNS: Final = 6
-_POOL_BYTES: Final = 192 << 20  # holds about half of all conversations: there is always eviction
-_DISK_BYTES: Final = 320 << 20  # holds most of them, so that it evicts, too
+_POOL_BYTES: Final = 192 << 20  # holds about half of all conversations, so that it always evicts
+_DISK_BYTES: Final = 320 << 20  # holds most conversations, so that it also evicts
 _ENGINE_CACHE_BYTES: Final = 48 << 20
 _LEAKED_MEMORY_BYTES: Final = 64 << 20
 
 
 class _Driver:
-    """Keeps one engine busy, and starts another in its place when it is killed."""
+    """Keeps one engine busy, and replaces it when it is killed."""
 
     def __init__(self, soak: "Soak", number: int) -> None:
         self._soak = soak
@@ -78,7 +78,7 @@ class _Driver:
             engine.close()
 
     def close(self) -> None:
-        """Let the engine leave as it should."""
+        """Let the engine leave in order."""
         self._drop()
 
 
@@ -86,12 +86,12 @@ class Soak:
     """One run.
 
     Args:
-        seconds: how long the load lasts; the audit comes after it.
-        num_engines: processes, each with a scheduler and a worker.
-        seed: of prompts and kills.
-        verify: as `kvdepot serve --verify`.
-        disk: a folder for a tier below the pool, which then holds a third of the requested prompts.
-        say: is told how it goes.
+        seconds: duration of the load, without the audit after it.
+        num_engines: number of engine processes, each with a scheduler and a worker.
+        seed: seed of prompts and kills.
+        verify: value of `kvdepot serve --verify`.
+        disk: folder of a tier below the pool. The pool then holds a third of the requested prompts.
+        say: receives lines about the progress.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Soak:
         return start_engines([EngineSettings(instance, self._depot.url, _GEOMETRY, num_blocks)])[0]
 
     def prompt(self, rng: random.Random, request_id: str) -> Prompt:
-        """Return a turn of a conversation; one in ten is abandoned after its lookup."""
+        """Return a turn of a conversation. One in ten is abandoned after its lookup."""
         return _prompt(
             rng.randrange(_NUM_CONVERSATIONS), rng.randint(1, _MAXIMUM_TURNS), request_id, rng.random() < 0.1
         )
@@ -135,7 +135,7 @@ class Soak:
             self._counts[name] += amount
 
     def take(self, report: RequestReport, *, timed: bool) -> None:
-        """Add up a request; `timed` if its engine was not stopped in the meantime."""
+        """Count a request. `timed` says that its engine was not stopped in the meantime."""
         waits = (report.lookup_seconds, report.retrieve_seconds, report.store_seconds)
         with self._lock:
             self._counts["requests"] += 1
@@ -148,7 +148,7 @@ class Soak:
                 self._counts["waits_over_a_deadline"] += sum(w > _DEADLINE_SECONDS + _SLACK_SECONDS for w in waits)
 
     def run(self) -> dict[str, Any]:
-        """Run it and return the numbers; `failures` names what should be 0 and is not."""
+        """Run the soak and return the numbers. `failures` names those that should be 0 and are not."""
         try:
             started = time.monotonic()
             for driver in self._drivers:
@@ -175,7 +175,7 @@ class Soak:
                 driver.close()
             self._depot.close()
 
-    # --- disturbing -----------------------------------------------------------------------------------------------
+    # --- disturbances ---------------------------------------------------------------------------------------------
 
     def _disturb(self) -> None:
         what = self._random.choices(
@@ -212,7 +212,7 @@ class Soak:
                     os.kill(engine.pid, signal.SIGCONT)
 
     def _damage(self) -> None:
-        """Flip a bit of a random entry on disk, or cut it short."""
+        """Flip a bit of a random entry on disk, or truncate it."""
         assert self._disk is not None
         files = [path for path in self._disk.glob("*/*/*/*") if path.suffix != ".tmp"]
         with contextlib.suppress(OSError, IndexError):
@@ -253,10 +253,10 @@ class Soak:
         with contextlib.suppress(AssertionError):
             wait_until(lambda: self._is_at_rest(), 15, "the depot to come to rest")
         status = self._depot.status()
-        with contextlib.suppress(RemoteError):  # entries that a suspended tier keeps are counted
+        with contextlib.suppress(RemoteError):  # the audit counts entries that a suspended tier keeps
             ask_depot(o.Clear(), self._depot.url, _HANG_SECONDS)
         cleared = self._depot.status()
-        with contextlib.suppress(AssertionError):  # the depot sees a moment later that a command has hung up
+        with contextlib.suppress(AssertionError):  # the depot notices the end of a command with a delay
             wait_until(lambda: _resources(self._depot.pid)[0] <= self._fresh_descriptors, 5, "descriptors to be closed")
         descriptors, memory = _resources(self._depot.pid)
         must_be_zero = {
@@ -303,14 +303,14 @@ class Soak:
 
 
 def _prompt(conversation: int, num_turns: int, request_id: str, abandon: bool = False) -> Prompt:
-    """Return a conversation so far: one of three system prompts, then turns; the same always has the same tokens."""
+    """Return a conversation so far: one of three system prompts, then turns. A conversation's tokens never change."""
     sizes = random.Random(conversation)
     turns = [(1000 + conversation * 10 + turn, sizes.randrange(100, 500)) for turn in range(_MAXIMUM_TURNS)]
     return Prompt(request_id, ((conversation % 3, 640), *turns[:num_turns]), abandon)
 
 
 def _resources(pid: int) -> tuple[int, int]:
-    """Return open descriptors and resident bytes, shared memory left out, of a process."""
+    """Return the open descriptors of a process, and its resident bytes without shared memory."""
     status = Path(f"/proc/{pid}/status").read_text()
     fields = {line.split(":")[0]: line.split()[1] for line in status.splitlines() if line.startswith("RssAnon")}
     return len(os.listdir(f"/proc/{pid}/fd")), int(fields["RssAnon"]) * 1024

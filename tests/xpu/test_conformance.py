@@ -9,7 +9,7 @@ from support.xpu.workers import XpuWorker
 
 
 class TestPinned(BackendSuite):
-    """In small moves, many a batch, so that the staging slots take turns."""
+    """Uses small moves, many a batch, so that the staging slots take turns."""
 
     @pytest.fixture(autouse=True)
     def _device(self, device: None) -> None: ...

@@ -1,4 +1,4 @@
-"""Bytes, order and what is left behind, on the copiers themselves."""
+"""The copiers themselves: bytes, order and leftovers."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Without an Intel GPU the backend says so and what to do; finding it loads nothing of the device."""
+"""Without an Intel GPU, the backend says so and what to do. Discovering it loads no module of the device."""
 
 import importlib.util
 import subprocess
