@@ -453,7 +453,7 @@ def test_an_error_of_the_device_is_a_miss_and_a_new_mover(
         assert not worker.store(prompt(3, salt=1))
     else:
         assert worker.retrieve(prompt(3)) == 0
-    wait_until(lambda: context_of(depot).mover == "unavailable", WAIT_SECONDS)  # the second in a row
+    wait_until(lambda: context_of(depot).mover == "unavailable", WAIT_SECONDS)  # after the second failure in a row
     assert "CUDA_ERROR_ILLEGAL_ADDRESS (700)" in context_of(depot).why_no_mover
     wait_until_nothing_is_held(depot)
     assert depot.status().num_entries == 3

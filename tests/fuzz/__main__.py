@@ -25,7 +25,7 @@ def main() -> int:
     parser.add_argument("targets", nargs="*", metavar="TARGET")
     parser.add_argument("--seconds", type=int, default=60, help="for all targets together (default 60)")
     parser.add_argument("--keep", action="store_true", help="add what reached new lines to the corpus, make it minimal")
-    parser.add_argument("--only", help=argparse.SUPPRESS)  # fuzz this one here
+    parser.add_argument("--only", help=argparse.SUPPRESS)  # fuzz this target in this process
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     logging.disable(logging.CRITICAL)

@@ -23,13 +23,13 @@ SPECS: Final = (
     m.CacheSpec(CHUNK_TOKENS, (_FULL, _WINDOW, m.GroupShape(STATE, CHUNK_TOKENS)), "hybrid"),
     m.CacheSpec(CHUNK_TOKENS, (_WINDOW,), "only a window"),
 )
-_CUT: Final = (  # each in place of a quarter of the second
+_CUT: Final = (  # each replaces the second of `SPECS` in a quarter of its histories
     m.CacheSpec(CHUNK_TOKENS, (structs.replace(_FULL, heads=4),), "heads"),
     m.CacheSpec(CHUNK_TOKENS, (structs.replace(_FULL, layers=2, heads=2),), "layers and heads"),
 )
 NUM_CHUNKS: Final = 4
 RANKS: Final = ((1, 0), (2, 0), (2, 1), (4, 2))
-"""Of each worker of a cache that is cut: the ranks of its engine, and its own. Two of them are stages of two layers."""
+"""The number of ranks and the own rank of each worker of a cut cache. Two workers are stages of two layers."""
 
 
 def _prompt(text: str, tenant: str) -> KeyRun:
@@ -41,7 +41,7 @@ def _prompt(text: str, tenant: str) -> KeyRun:
     return KeyRun(whole.digests + tail, 0, whole.parent, tenant)
 
 
-# Two tenants have the same texts. They differ from the third chunk on, and two have the last one in common.
+# Two tenants have the same texts. Texts differ from the third chunk on, and two have the last chunk in common.
 TEXTS: Final = ("abcdefgh", "abcdefgh", "abcdwxgh", "abcdwxgh", "abcdefg", "abcdefg", "abyzefgh")
 PROMPTS: Final = tuple(_prompt(text, f"tenant-{number % 2}") for number, text in enumerate(TEXTS))
 NAMES: Final = {

@@ -351,7 +351,7 @@ class World:
         return f"a read of the dead server {writer.pid} ends in the kernel"
 
     def await_death(self, writer: Writer) -> bool:
-        """Replace the session table: watch a process that may be alive."""
+        """Stand in for the session table: watch a process, and return whether it is alive."""
         assert self.server is not None
         is_alive = any(worker.process.writer == writer and worker.process.is_alive for worker in self.workers) or any(
             other == writer for other, _, _ in self.lingering

@@ -61,7 +61,7 @@ class View:
     def apply(self, batches: list[Batch]) -> None:
         for number, events in batches:
             if number < self.next:
-                continue  # it came by replay
+                continue  # known from a replay
             self.next = number + 1
             for event in events:
                 self.take(event)

@@ -1,8 +1,8 @@
 """A stand-in for llm-d's router: subscribes, decodes and indexes by the rules of its adapter for vLLM.
 
 The rules are those of llm-d-kv-cache, `pkg/kvevents` (read 2026-11): it subscribes to `kv@`, takes pod and model from
-a topic of three parts, cuts tokens into blocks of its own size, and hashes each with its parent's key. Blocks behind
-a parent that it does not know, and removals of blocks that it does not know, are dropped. It has no replay.
+a topic of three parts, cuts tokens into blocks of its own size, and hashes each with its parent's key. It drops blocks
+with an unknown parent, and removals of unknown blocks. It has no replay.
 """
 
 from collections import defaultdict

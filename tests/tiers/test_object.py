@@ -199,7 +199,7 @@ def test_a_put_that_times_out_leaves_the_pool_alone_when_it_returns(reads: int) 
 
 
 def test_one_request_that_fails_does_not_cost_the_others(tmp_path: Path) -> None:
-    pool, keys = make_pool(), [make_key(1), make_key(1 << 56)]  # in other folders
+    pool, keys = make_pool(), [make_key(1), make_key(1 << 56)]  # in different folders
     tier = open_url(f"file://{tmp_path}", pool)
     fill(pool, 0, keys, [8192] * 2)
     in_the_way = (tmp_path / name_of(keys[0])).parent

@@ -11,7 +11,7 @@ from support.vllm.models import IMAGE_TOKEN
 
 TEXT = prompts(1, 400)[0]
 PROMPT: Prompt = [*TEXT[:150], IMAGE_TOKEN, *TEXT[150:250], IMAGE_TOKEN, *TEXT[250:]]
-"""The first image lies in the second block of 128 tokens, the other one in the third."""
+"""The first image lies in the second block of 128 tokens, the other image in the third."""
 PAIRS = [[1, 2], [1, 3], [3, 2]]
 OPTIONS: dict[str, Any] = {"limit_mm_per_prompt": {"image": 2}, "enable_prompt_embeds": True, "max_model_len": 1024}
 

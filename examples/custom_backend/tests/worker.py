@@ -1,4 +1,4 @@
-"""What the suites need from a backend: a worker, with access to its device's memory."""
+"""The part of a backend that the suites need: a worker with access to its device's memory."""
 
 from typing import Any
 

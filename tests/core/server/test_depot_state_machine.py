@@ -499,5 +499,5 @@ class DepotMachine(RuleBasedStateMachine):
         assert set(self.index.quotas.tenant_bytes) <= {0}
 
 
-DepotMachine.TestCase.settings = settings(max_examples=2 * settings().max_examples)  # the judge of every redesign
+DepotMachine.TestCase.settings = settings(max_examples=2 * settings().max_examples)  # every redesign relies on it
 TestDepot = DepotMachine.TestCase

@@ -164,7 +164,7 @@ def change_record(table: bytearray, place: int, value: int) -> None:
     ids=["a writer whose number no process has", "a tenant without a name", "a space without a layout"],
 )
 def test_a_record_that_no_server_wrote_stops_no_server(place: int, value: int, depot: DepotProcess) -> None:
-    """Regression: the first ended the new server, the second failed every status."""
+    """Regression: the first record ended the new server, and the second one made every status fail."""
     peer = Peer(depot)
     peer.prepare(prompt(1))
     depot.kill()
@@ -217,7 +217,7 @@ def frame(body: bytes) -> bytes:
     ],
 )
 def test_names_that_no_server_wrote_are_a_cold_start(raw: bytes, depot: DepotProcess) -> None:
-    """Regression: the first two ended the new server."""
+    """Regression: the first two files ended the new server."""
     peer = Peer(depot)
     peer.store(prompt(2))
     peer.close()

@@ -60,7 +60,7 @@ def test_a_tier_that_mixes_keys_up_serves_nothing_wrong() -> None:
 
 
 class KeepingTier(MemoryTier):
-    """Never removes anything."""
+    """Never removes an entry."""
 
     def remove(self, keys: Sequence[bytes]) -> None:
         raise OSError(errno.EROFS, "Read-only file system")

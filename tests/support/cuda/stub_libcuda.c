@@ -1,4 +1,4 @@
-/* A libcuda.so.1 without a device, for the real cuda-bindings: writes each call to stderr as C received it.
+/* A libcuda.so.1 without a device for the real cuda-bindings. It writes each call to stderr as C received it.
 
    Calls that wait or that move memory sleep for 0.3 s, so that a test can see whether the GIL is held meanwhile. A copy
    of 13 bytes returns a code that no binding knows. */
@@ -22,7 +22,7 @@ typedef struct {
 #define OPENED 0x7f0000200000ULL
 #define UNKNOWN_CODE 99999
 
-/* Both names of a call that has a second version. */
+/* Defines both names of a call that has a second version. */
 #define ALIAS(name, ...) Result name##_v2 __VA_ARGS__ __attribute__((alias(#name)));
 
 static void linger(void) { usleep(300000); }

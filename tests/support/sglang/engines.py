@@ -98,7 +98,7 @@ class Engine:
         return self
 
     def generate(self, *wanted: Prompt, max_tokens: int = 8, **request: Any) -> list[Answer]:
-        """Serve prompts at once."""
+        """Serve prompts at the same time."""
         self._send({"do": "generate", "prompts": list(wanted), "max_tokens": max_tokens, **request})
         answers = self._receive(ANSWER_SECONDS)["answers"]
         return [Answer(tokens=tuple(each.pop("tokens")), **each) for each in answers]

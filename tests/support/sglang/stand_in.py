@@ -146,7 +146,7 @@ class _ModelConfig:
 
 @contextlib.contextmanager
 def installed(*, is_hooked: bool = True) -> Iterator[types.ModuleType]:
-    """Let `kvdepot_sglang.linker` be imported over the stand-in, and return it."""
+    """Import `kvdepot_sglang.linker` with the stand-in in SGLang's place. Yield the module."""
     before = dict(sys.modules)
     for name in [name for name in sys.modules if name.partition(".")[0] == "sglang" or name == "kvdepot_sglang.linker"]:
         del sys.modules[name]

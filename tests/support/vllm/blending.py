@@ -51,7 +51,7 @@ class Bench:
             return blender.model.compute_logits(hidden).float()
 
     def store(self, tokens: list[int]) -> None:
-        """Compute a source."""
+        """Compute the KV of a source."""
         self.blender.recompute(torch.tensor(tokens), torch.arange(len(tokens)), self.source)
 
     def blend(self, tokens: list[int], pieces: list[Piece], question: int, policy: str, budget: Budget) -> Any:

@@ -32,7 +32,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 measure = CPUWorker.determine_available_memory
 CPUWorker.determine_available_memory = lambda worker: worker.model_runner.profile_run() or measure(worker)
 """
-"""Has vLLM on CPU make the buffers of a pipeline's stages: without compilation it leaves this run out, and fails."""
+"""Makes vLLM on CPU create the buffers of a pipeline's stages. Without compilation it skips this run, and fails."""
 
 
 class MakeModel(Protocol):
