@@ -1,10 +1,10 @@
 """Times operations on one session among very many: `python benchmarks/depot/session_operations.py`.
 
-A depot over a disk tier knows `--sessions` sessions of 31 chunks. One of them has its chunks in the pool. Like `kvdepot
-session` and HTTP, each operation on it uses a new connection. Prints the median and the 99th percentile of the round
-trips in milliseconds, and the mean of the server's part, from the request to the reply. In the first row, the depot
-knows only this session. `prefetch` has nothing to promote. `bring up` is a prefetch with all chunks in the tier, and is
-bound by the tier's speed.
+A depot over a disk tier knows `--sessions` sessions of 31 chunks. One of them has its chunks in the pool. Every
+operation on it uses a new connection, like `kvdepot session` and HTTP. Prints the median and the 99th percentile of the
+round trips in milliseconds, and the mean of the server's part, from the request to the reply. In the first row, the
+depot knows only this session. `prefetch` has nothing to promote. `bring up` is a prefetch with all chunks in the tier,
+and is bound by the tier's speed.
 """
 
 import argparse

@@ -3,7 +3,7 @@
 An engine of one rank and an engine of two ranks share a depot. Each computes and stores every second prompt. Then both
 empty their own prefix caches and load all prompts, so half of the hits come from an engine of the same size. Both
 engines run at the same time and serve one request at a time. For each engine, prints medians of the time to the first
-token for hits of the same and of the other size, and their ratio, other to same.
+token for hits in entries of the same size ("same") and of the other size ("cross"), and their ratio, cross to same.
 """
 
 import argparse

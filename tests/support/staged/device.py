@@ -234,10 +234,7 @@ class FakeDevice:
         if function is aten._to_copy.default:
             return self._to_copy(args[0], **kwargs)
         strangers = [t for t in tensors if not self._is_here(t) and t.dim() > 0]
-        if strangers and function not in (
-            aten.index.Tensor,
-            aten.index_put_.default,
-        ):  # which torch itself accepts
+        if strangers and function not in (aten.index.Tensor, aten.index_put_.default):  # torch itself accepts those
             raise RuntimeError(f"expected all tensors on {self.name}, found one on cpu: {function}")
         plain_args, plain_kwargs = self._pytree.tree_map(self._plain, (args, kwargs))
         if "device" in plain_kwargs:

@@ -1,7 +1,7 @@
 """Removes the sockets, files and shared memory that a killed vLLM leaves behind. The tests kill most engines.
 
-A test session gives its engines a folder, and their shared memory a prefix, and removes both at its end. By default
-vLLM draws all names at random, which would not differ from those of engines that run beside the tests.
+A test session gives its engines a folder, and their shared memory a prefix, and removes both at its end. vLLM draws all
+other names at random, so they could belong to engines that run beside the tests.
 """
 
 import os

@@ -58,7 +58,7 @@ class XpuWorker:
 
 
 class XpuBench(Bench):
-    """A staged copier, made like the context makes it."""
+    """A staged copier, made as by the context."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(load_bridge(), **options)
