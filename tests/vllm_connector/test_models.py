@@ -1,5 +1,6 @@
 """Every kind of KV cache that vLLM has on CPU: the same tokens, and loaded bytes equal stored bytes."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,11 @@ from support.vllm.leftovers import left_in_shared_memory
 
 PROMPTS = prompts(3, 1500) + prompts(2, 1000, seed=1, shared=600)
 
+needs_quantised_caches = pytest.mark.skipif(
+    not {"avx512f", "amx_tile"} & set(Path("/proc/cpuinfo").read_text().split()),
+    reason="vLLM has quantised KV caches on CPUs with AVX-512 or AMX only",
+)
+
 # model, options, tokens per block, expected reuse of 1500 and 1000 tokens
 CASES: dict[str, tuple[str, dict[str, Any], int, int]] = {
     "grouped queries": ("gqa", {}, 1408, 896),
@@ -37,7 +43,9 @@ CASES: dict[str, tuple[str, dict[str, Any], int, int]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[needs_quantised_caches] if case == "fp8" else []) for case in CASES]
+)
 @pytest.mark.promise(17, 29, 32)
 def test_cold_warm_and_batched(case: str, depot: DepotProcess, model: MakeModel) -> None:
     name, options, whole_long, whole_short = CASES[case]
@@ -119,6 +127,7 @@ def test_states_that_are_not_cacheable_are_refused_with_the_way_out(depot: Depot
 
 
 @pytest.mark.slow
+@needs_quantised_caches
 @pytest.mark.promise(32)
 def test_a_cache_that_vllm_writes_beyond_its_pages_is_refused(depot: DepotProcess, model: MakeModel) -> None:
     """On CPU vLLM accepts KV quantised per token and head, but its kernels write floats over the int8 pages."""
