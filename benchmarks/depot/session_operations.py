@@ -24,6 +24,7 @@ from kvdepot.wire.status import DepotStatus
 GEOMETRY = Geometry("small", num_layers=4, num_kv_heads=2, head_dim=128)  # 4 KiB a token
 CHUNK_TOKENS = 64
 NUM_CHUNKS = 31
+_HINTS_AT_ONCE = 1000  # 1 MB: a client drops hints behind 16 MiB that the depot has not read
 
 
 def measure(depot: DepotProcess, engine: EngineModel, key: KeyRun, rounds: int) -> dict[str, list[float]]:
@@ -94,10 +95,12 @@ def main() -> None:
             blocks = list(range(NUM_CHUNKS * engine.blocks_per_chunk))
             assert engine.context.submit_store("agent", key, [blocks]).result()
             for num_sessions in (1, options.sessions):
-                while (known := depot.status().num_agent_sessions) < num_sessions - 1:
-                    for number in range(known, min(known + 2000, num_sessions - 1)):
+                for first in range(0, num_sessions - 1, _HINTS_AT_ONCE):
+                    end = min(first + _HINTS_AT_ONCE, num_sessions - 1)
+                    for number in range(first, end):
                         digests = os.urandom(NUM_CHUNKS * DIGEST_BYTES)
                         engine.scheduler.hint(KeyRun(digests, 0, bytes(DIGEST_BYTES)), session=f"other {number}")
+                    wait_until(lambda end=end: depot.status().num_agent_sessions >= end)
                 if num_sessions == 1:
                     remember(depot, engine, key)
                 before = depot.status()
