@@ -17,7 +17,7 @@ from kvdepot.keys import DIGEST_BYTES
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.testing.tier import Damage, TierSuite, content, extents_of, fill, make_key, make_pool, read_from, write_to
 from kvdepot.tiers.base import Tier, TierPool
-from kvdepot.tiers.keys import digest_of, run_of
+from kvdepot.tiers.keys import RUN_BYTES, digest_of, run_of
 from kvdepot.tiers.object import ObjectTier, copy
 from kvdepot.tiers.runs import RunHead, make_head, object_name
 from kvdepot.tiers.trailer import TRAILER_BYTES
@@ -28,6 +28,8 @@ from support.tiers.kept import KEPT_KEY, KEPT_TRAILER
 from support.tiers.servers import S3Server, listening
 
 KEPT_NAME = "86d97ba414bf826f/7fcccec0361f0442/00/616f187d46f5724f328844808b151a4100000000000000070000000000000000"
+DIGESTS_416 = (bytes(DIGEST_BYTES), bytes.fromhex("0000000000000416").ljust(DIGEST_BYTES, b"\0"))
+A_DATE = b"Thu, 01 Jan 2026 00:00:00 GMT"
 
 
 @pytest.fixture(autouse=True)
@@ -229,6 +231,50 @@ def test_a_request_that_stalls_ends_before_the_deadline_and_costs_only_itself() 
         assert tier.usage().counters["request_errors"] == 1
         tier.close()
         is_over.set()
+
+
+@pytest.mark.parametrize("words", ["", "InvalidRange"])
+def test_an_object_stays_if_the_store_fails_with_words_that_resemble_an_empty_object(words: str) -> None:
+    """The URL in the client's error text ends in `0416`."""
+    key, second = (make_key(1)[:-DIGEST_BYTES] + digest + bytes(RUN_BYTES) for digest in DIGESTS_416)
+    head = make_head([digest_of(key)], [0], [bytes(TRAILER_BYTES)])
+    requests = list[bytes]()
+
+    def answer(connection: socket.socket) -> None:
+        while request := connection.recv(1 << 16):
+            requests.append(request.partition(b" HTTP")[0])
+            if request.startswith(b"HEAD"):
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\nLast-Modified: %s\r\n\r\n" % A_DATE)
+            elif requests[-1].endswith(b"0416"):
+                connection.sendall(b"HTTP/1.1 503 Busy\r\nContent-Length: %d\r\n\r\n%s" % (len(words), words.encode()))
+            else:
+                place = b"bytes 0-%d/%d" % (len(head) - 1, len(head))
+                connection.sendall(
+                    b"HTTP/1.1 206 Partial\r\nContent-Range: %s\r\nContent-Length: %d\r\nLast-Modified: %s\r\n\r\n"
+                    % (place, len(head), A_DATE)
+                    + head
+                )
+
+    with listening(answer) as port:
+        tier = open_url(f"s3://bucket?endpoint=http://127.0.0.1:{port}&deadline=8", make_pool())
+        assert tier.contains([key]) == [True]
+        with pytest.raises(OSError, match="503"):
+            tier.contains([key, second])
+        tier.close()
+    assert requests[-1].endswith(b"0416")
+    assert {request.split()[0] for request in requests} <= {b"GET", b"HEAD"}
+
+
+def test_an_empty_object_does_not_block_its_name(tmp_path: Path, server: S3Server) -> None:
+    for url in (f"file://{tmp_path}", server.url(f"empty/{uuid4()}", "&deadline=20")):
+        pool, key = make_pool(), make_key(1)
+        fill(pool, 0, [key], [8192])
+        tier = open_url(url, pool)
+        obstore.put(tier.store, name_of(key), b"")
+        assert tier.contains([key]) == [False]
+        assert write_to(tier, pool, [key], extents_of(0, [8192])) == [True]
+        assert read_from(tier, pool, [key], extents_of(1, [8192])) == [True]
+        tier.close()
 
 
 @pytest.mark.parametrize(
