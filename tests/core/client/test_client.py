@@ -80,6 +80,17 @@ def test_one_outage_is_one_line_in_the_log(depot: DepotProcess, caplog: pytest.L
     assert line == f"no depot in {depot.url} (the connection was lost): the engine runs without it until it is back"
 
 
+def test_requests_that_end_while_the_depot_is_away_write_nothing_to_the_log(
+    client: SchedulerClient, depot: DepotProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    lease = client.lookup("r", prompt(3))
+    depot.kill()
+    wait_until(lambda: "no depot in" in caplog.text)
+    client.release(lease)
+    client.end_request("r")
+    assert not [record for record in caplog.records if record.name == "kvdepot.client.scheduler"]
+
+
 @pytest.mark.promise(10)
 def test_a_lookup_pins_until_the_request_ends(client: SchedulerClient, depot: DepotProcess) -> None:
     lease = client.lookup("r", prompt(5))

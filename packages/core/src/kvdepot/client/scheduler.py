@@ -425,10 +425,13 @@ class SchedulerClient:
         return self._channel
 
     def _post(self, session: Session, request: frames.Request) -> None:
-        """Send over the channel of a session, even of a suspended one: a hung depot gets the request later."""
+        """Send over the channel of a session, even of a suspended one: a hung depot gets the request later.
+
+        The end of the session releases its leases and withdraws its announcements, so a lost one gets nothing.
+        """
         with self._lock:
             channel = self._channel
-            if channel is None or channel.session is not session:
+            if channel is None or channel.session is not session or not session.mark_lost.alive:
                 return
             try:
                 channel.post(request)
