@@ -12,6 +12,7 @@ import pytest
 
 from kvdepot import SchedulerClient
 from kvdepot.client.connection import Connection
+from kvdepot.client.session import Session
 from kvdepot.errors import DepotUnavailable, ErrorCode, KVDepotError, RemoteError
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.wire import messages as m
@@ -186,6 +187,25 @@ def test_a_depot_that_restarts_while_one_connects_is_tried_again_at_once(
     monkeypatch.setattr(Connection, "_open", open_after_a_refusal)
     make_client(depot.url).wait_until_connected(3)
     assert not refusals
+
+
+def test_a_session_that_cannot_be_used_is_lost_and_another_one_follows(
+    depot: DepotProcess, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("kvdepot.client.connection._REFUSED_RETRY_SECONDS", 0.01)
+    opened: list[Session] = []
+
+    def on_open(session: Session) -> None:
+        opened.append(session)
+        if len(opened) == 1:
+            raise RuntimeError("can't start new thread")
+
+    connection = Connection(depot.url, "engine", registration(), maps_pool=False, on_open=on_open)
+    wait_until(lambda: len(opened) == 2)
+    assert connection.wait_until_open(5) is opened[1]
+    assert not opened[0].mark_lost.alive
+    assert "can't start new thread" in caplog.text
+    connection.close()
 
 
 @pytest.mark.promise(25)

@@ -195,16 +195,21 @@ class Connection:
                 self._session = session
                 self._changed.notify_all()
             logger.info("connected to the depot in %s (epoch %d)", self.directory, session.epoch)
-            self._on_open(session)
+            why, pause = "the connection was lost", 0.0
             try:
+                self._on_open(session)
                 self._watch(connection, session)
+            except Exception:  # `_on_open` starts a thread, which fails while the machine has none left
+                logger.exception("the session with the depot in %s cannot be used", self.directory)
+                why, pause = "the session could not be used", _REFUSED_RETRY_SECONDS
             finally:
                 with self._changed:
                     self._session = None
                 session.mark_lost()
                 connection.close()
             if not self._closing.is_set():
-                self._say_why("the connection was lost", logging.WARNING)
+                self._say_why(why, logging.WARNING)
+                self._closing.wait(pause)
 
     def _say_why(self, why: str, level: int) -> None:
         """Log one line per outage, and one per reason of a refusal."""
