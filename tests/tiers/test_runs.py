@@ -22,11 +22,25 @@ from kvdepot.keys import DIGEST_BYTES, KeyRun, Namespace, digest_at, hash_prefix
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.layout import GroupKind
 from kvdepot.ops.cli import main
-from kvdepot.testing.tier import content, make_pool, read_from, write_to
+from kvdepot.testing.tier import contains, content, make_pool, read, read_from, write_to
 from kvdepot.tiers.base import TierPool
 from kvdepot.tiers.collecting import collect
-from kvdepot.tiers.keys import KEY_BYTES, RUN_BYTES, chunks_a_run, digest_of, mark_of, name_hash, place_of, tier_key
+from kvdepot.tiers.keys import (
+    DEPTH_BYTES,
+    KEY_BYTES,
+    RUN_BYTES,
+    chunks_a_run,
+    digest_of,
+    mark_of,
+    name_hash,
+    place_of,
+    run_of,
+    tier_key,
+)
+from kvdepot.tiers.names import by_run
 from kvdepot.tiers.object import ObjectTier
+from kvdepot.tiers.queue import TierQueue
+from kvdepot.tiers.runs import object_name
 from kvdepot.tiers.url import TierUrl, open_tier
 from kvdepot.wire import messages as m
 from support.peer import Peer, find, registration
@@ -41,12 +55,13 @@ PLACE = place_of(b"a spec", 0, 0, 7, SIZE)
 
 
 def keys_of(tokens: Sequence[int], run_chunks: int = 8, weights: str = "", model: str = "b") -> list[bytes]:
-    """Return the keys, with runs, of a prompt's chunks of one token."""
+    """Return the keys, with runs and depths, of a prompt's chunks of one token."""
     place = place_of(b"a spec", 0, 0, 7, SIZE, mark_of(weights))
     run = hash_prefix(Namespace("model"), 1, tokens)
     return [
         tier_key(name_hash("a"), name_hash(model), place, digest_at(run.digests, chunk))
         + digest_at(run.digests, chunk - chunk % run_chunks)[:RUN_BYTES]
+        + chunk.to_bytes(DEPTH_BYTES, "big")
         for chunk in range(run.num_chunks)
     ]
 
@@ -165,6 +180,47 @@ def test_random_prompts_are_found_as_far_as_anybody_wrote_them(seed: int, nodes:
         if chance.random() < 0.7:
             node.store(keys)
             written.update(keys)
+
+
+def test_a_corrupt_chunk_in_a_later_object_of_a_run_leaves_and_is_stored_again(nodes: list[Node]) -> None:
+    one, two = nodes
+    keys, store = keys_of(range(8)), one.tier.store
+    one.store(keys[:3])
+    one.store(keys)
+    name = object_name(run_of(keys[3]), digest_of(keys[3])[:RUN_BYTES])
+    data = bytearray(bytes(obstore.get(store, name).bytes()))
+    data[-1] ^= 1
+    obstore.put(store, name, bytes(data))
+    with contextlib.closing(TierQueue(two.tier, two.pool, "shared files")) as queue:
+        assert contains(queue, keys) == [True] * 8
+        assert read(queue, keys, [(number * 4096, SIZE) for number in range(8)]) == [True] * 7 + [False]
+        assert queue.counters["corrupt"] == 1
+        assert contains(queue, keys) == [True] * 3 + [False] * 5
+        one.store(keys)
+        assert one.find(keys) == 8
+
+
+def test_a_run_is_read_from_its_middle_after_many_questions(nodes: list[Node]) -> None:
+    one, two = nodes
+    keys = keys_of(range(8))
+    one.store(keys[:3])
+    one.store(keys)
+    assert two.tier.contains(keys) == [True] * 8
+    others = [keys_of(range(100 * first, 100 * first + 3)) for first in range(300)]
+    for other in others:
+        one.store(other)
+        assert two.tier.contains(other) == [True] * 3
+    assert read_from(two.tier, two.pool, keys[5:], [(number * 4096, SIZE) for number in range(3)]) == [True] * 3
+
+
+def test_a_question_that_skips_chunks_is_put_in_their_order(nodes: list[Node]) -> None:
+    one, two = nodes
+    keys = keys_of(range(16))
+    for num_chunks in (3, 5, 16):
+        one.store(keys[:num_chunks])
+    in_pool = [*keys[:3], keys[4], *keys[8:11]]
+    asked = [*in_pool, *(key for key in keys if key not in in_pool)]
+    assert two.tier.contains([asked[number] for number in by_run(asked)]) == [True] * 16
 
 
 def test_a_run_has_a_power_of_two_of_chunks_and_at_most_16_mib() -> None:

@@ -8,7 +8,17 @@ from kvdepot.index.index import ChunkIndex
 from kvdepot.index.space import Space
 from kvdepot.keys import DIGEST_BYTES, digest_at
 from kvdepot.pool.names import Label
-from kvdepot.tiers.keys import DEPTH_BYTES, KEY_BYTES, RUN_BYTES, chunks_a_run, mark_of, name_hash, place_of, tier_key
+from kvdepot.tiers.keys import (
+    DEPTH_BYTES,
+    KEY_BYTES,
+    RUN_BYTES,
+    chunks_a_run,
+    depth_of,
+    mark_of,
+    name_hash,
+    place_of,
+    tier_key,
+)
 
 
 class EntryKeys:
@@ -94,7 +104,9 @@ def chunks_of_run(space: Space, group: int, num_bytes: int) -> int:
 
 def by_run(keys: Sequence[bytes]) -> list[int]:
     """Return the positions of keys, grouped by run and in the order of the prefix."""
-    return sorted(range(len(keys)), key=lambda number: keys[number][: KEY_BYTES - DIGEST_BYTES])
+    return sorted(
+        range(len(keys)), key=lambda number: (keys[number][: KEY_BYTES - DIGEST_BYTES], depth_of(keys[number]))
+    )
 
 
 def name_hashes(tenant: str | None, model: str | None) -> tuple[bytes | None, bytes | None]:

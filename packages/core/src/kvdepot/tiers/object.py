@@ -30,7 +30,7 @@ from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, C
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 import obstore
 from obstore.exceptions import AlreadyExistsError
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig
 
 T = TypeVar("T")
+_Found: TypeAlias = tuple[str, tuple[int, int, bytes]]  # an object; offset, size and trailer of a chunk in it
 
 NAME: Final = re.compile(r"[0-9a-f]{16}/[0-9a-f]{16}/[0-9a-f]{2}/(?:[0-9a-f]{64}|[0-9a-f]{94})")
 """The name of an object of this format, or of the first format, which had one object per chunk."""
@@ -57,8 +58,7 @@ _NOTHING: Final = "kvdepot-probe"  # a prefix without objects
 _QUESTIONS_AT_ONCE: Final = 64  # concurrent requests per call
 _MOST_STEPS: Final = 32  # objects per walk
 _MOST_TRIES: Final = 4  # attempts to add an object at the end of a walk while others add there
-_MOST_KNOWN: Final = 256  # cached runs
-_KNOWN_SECONDS: Final = 10.0  # another depot may have extended the run since
+_MOST_KNOWN: Final = 1 << 15  # cached places of chunks, 15 MB: eight of the largest questions
 _COPIED_AT_ONCE: Final = 1 << 20  # bytes: about a tenth of a millisecond
 _DELETES_A_REQUEST: Final = 250  # Azure allows 256 per request, S3 1,000
 _CLOSE_SECONDS: Final = 1.8  # below the limit of TierQueue
@@ -73,9 +73,8 @@ class _Walk:
 
     objects: Sequence[tuple[str, RunHead]]
     next_name: str | None
-    began: float
 
-    def find(self, key: bytes) -> tuple[str, tuple[int, int, bytes]] | None:
+    def find(self, key: bytes) -> _Found | None:
         """Return the object with a chunk, and the chunk's offset, size and trailer there."""
         digest = digest_of(key)
         return next(((name, head.chunks[digest]) for name, head in self.objects if digest in head.chunks), None)
@@ -96,9 +95,9 @@ class ObjectTier(Tier):
 
     def __init__(self, pool: TierPool, store: ObjectStore, patient: ObjectStore | None = None) -> None:
         self._pool = pool
-        self._known: dict[
-            bytes, _Walk
-        ] = {}  # by run: where the last questions found their chunks; used on the loop's thread
+        # The places of chunks, by key, as the last questions found them; used on the loop's thread. A walk with only
+        # the last chunks of a run, which a read or a removal has, may not find them again.
+        self._known: dict[bytes, _Found] = {}
         self.store = store
         self.patient = patient or store
         self._counters = Counts()
@@ -195,7 +194,7 @@ class ObjectTier(Tier):
     async def _walk(self, places: Sequence[int], keys: Sequence[bytes]) -> _Walk:
         """Find the objects of a run that have chunks of a prefix. `places` are the positions of its keys."""
         run, left, first = run_of(keys[places[0]]), [digest_of(keys[place]) for place in places], NO_CHUNK
-        objects, began = list[tuple[str, RunHead]](), time.monotonic()
+        objects = list[tuple[str, RunHead]]()
         name: str | None = None
         for _ in range(_MOST_STEPS):
             name = object_name(run, first)
@@ -209,12 +208,20 @@ class ObjectTier(Tier):
             first = left[0][:RUN_BYTES]
         else:
             name = None
-        walk = _Walk(objects, name, began)
-        self._known.pop(run, None)
-        self._known[run] = walk
-        if len(self._known) > _MOST_KNOWN:
+        walk = _Walk(objects, name)
+        for place in places:
+            found = walk.find(keys[place])
+            if found is not None:
+                self._known.pop(keys[place], None)
+                self._known[keys[place]] = found
+        while len(self._known) > _MOST_KNOWN:
             del self._known[next(iter(self._known))]
         return walk
+
+    async def _look_up(self, places: Sequence[int], keys: Sequence[bytes]) -> None:
+        """Walk for the chunks of a run, unless the places of all are known."""
+        if not all(keys[place] in self._known for place in places):
+            await self._walk(places, keys)
 
     async def _head(self, name: str) -> RunHead | None:
         """Return the head of an object, None if there is none.
@@ -245,10 +252,9 @@ class ObjectTier(Tier):
             return memoryview(b"")
 
     async def _remove(self, keys: Sequence[bytes]) -> None:
-        names = dict[str, None]()
         for places in _by_run(keys):
-            walk = await self._walk(places, keys)
-            names |= {found[0]: None for place in places if (found := walk.find(keys[place]))}
+            await self._look_up(places, keys)
+        names = {found[0] for key in keys if (found := self._known.pop(key, None))}
         if names:
             await self._delete(self.store, list(names))
 
@@ -306,13 +312,11 @@ class ObjectTier(Tier):
 
     async def _get_run(self, places: Sequence[int], keys: Sequence[bytes], extents: Extents) -> dict[int, bytes | None]:
         """Fill extents with chunks of a run. Return their trailers by position, b"" for a chunk of another size."""
-        walk, trailers = self._known.get(run_of(keys[places[0]])), dict[int, bytes | None]()
-        is_old = walk is None or time.monotonic() - walk.began > _KNOWN_SECONDS
-        if walk is None or is_old or any(walk.find(keys[place]) is None for place in places):
-            walk = await self._walk(places, keys)
+        await self._look_up(places, keys)
+        trailers: dict[int, bytes | None] = {}
         by_object: dict[str, list[tuple[int, int, int]]] = {}  # (offset, size, position)
         for place in places:
-            found = walk.find(keys[place])
+            found = self._known.get(keys[place])
             if found is None:
                 continue
             name, (offset, size, trailer) = found
