@@ -335,6 +335,24 @@ def test_a_chunk_of_another_size_than_the_one_that_is_read_is_none(nodes: list[N
     assert trailers[3] == b"", "the depot removes it"
 
 
+def test_a_head_with_chunks_far_apart_is_not_followed(nodes: list[Node], tmp_path: Path) -> None:
+    """The object is sparse: fetching it from the first chunk to the last one would take a GiB of memory."""
+    (node, _), keys = nodes, keys_of(range(2))
+    node.store(keys)
+    (name,) = node.names()
+    with (tmp_path / name).open("r+b") as file:
+        data = file.read()
+        offset = data.index(digest_of(keys[1])) + DIGEST_BYTES
+        file.seek(offset)
+        file.write((1 << 30).to_bytes(8, "little"))
+        file.seek(1 << 30)
+        file.write(data[-SIZE:])
+    with contextlib.closing(TierQueue(node.tier, node.pool, "shared files")) as queue:
+        assert read(queue, keys, [(0, SIZE), (4096, SIZE)]) == [False] * 2
+        assert queue.counters["corrupt"] == 2
+        assert contains(queue, keys) == [False] * 2
+
+
 def test_gc_removes_the_weights_of_a_model_that_nobody_keeps(nodes: list[Node], tmp_path: Path) -> None:
     prompts = {name: keys_of(range(8), weights=f"lineage {name}") for name in ("7 abc", "8 def", "9 abc", "")}
     prompts["another model's"] = keys_of(range(8), weights="lineage 7 abc", model="c")

@@ -21,7 +21,7 @@ DEPTH_BYTES: Final = 4  # after the run: the number of the chunk in its prefix
 _RUN: Final = slice(KEY_BYTES, KEY_BYTES + RUN_BYTES)
 _MARK: Final = slice(2 * NAME_HASH_BYTES + PLACE_BYTES - MARK_BYTES, 2 * NAME_HASH_BYTES + PLACE_BYTES)
 MOST_CHUNKS_A_RUN: Final = 128  # 2,048 tokens in chunks of 16
-_MOST_BYTES_A_RUN: Final = 16 << 20  # 16 ms at 1 GB/s, so that the overhead of a request is small
+MOST_BYTES_A_RUN: Final = 16 << 20  # 16 ms at 1 GB/s, so that the overhead of a request is small
 
 
 def name_hash(name: str) -> bytes:
@@ -60,7 +60,7 @@ def place_of(space: bytes, group: int, part: int, check: int, num_bytes: int, ma
 
 def chunks_a_run(num_bytes: int) -> int:
     """Return the chunks per run for payloads of this size: a power of two, so that runs of all lengths align."""
-    return min(MOST_CHUNKS_A_RUN, 1 << max(1, _MOST_BYTES_A_RUN // max(1, num_bytes)).bit_length() - 1)
+    return min(MOST_CHUNKS_A_RUN, 1 << max(1, MOST_BYTES_A_RUN // max(1, num_bytes)).bit_length() - 1)
 
 
 def tier_key(tenant: bytes, model: bytes, place: bytes, chunk: bytes) -> bytes:

@@ -39,7 +39,7 @@ from obstore.store import AzureStore, GCSStore, LocalStore, ObjectStore, S3Store
 from kvdepot.counting import Counts, tier_counter
 from kvdepot.errors import ConfigError
 from kvdepot.tiers.base import Extents, Tier, TierPool, TierUsage
-from kvdepot.tiers.keys import MOST_CHUNKS_A_RUN, RUN_BYTES, begins_run, digest_of, run_of
+from kvdepot.tiers.keys import MOST_BYTES_A_RUN, MOST_CHUNKS_A_RUN, RUN_BYTES, begins_run, digest_of, run_of
 from kvdepot.tiers.runs import HEAD_BYTES, NO_CHUNK, RunHead, make_head, object_name
 from kvdepot.tiers.url import PATIENCE, TierUrl
 
@@ -334,6 +334,8 @@ class ObjectTier(Tier):
     ) -> dict[int, bytes | None]:
         """Fill extents with chunks of one object. Return None or b"" by position for those that did not arrive."""
         start, stop = min(offset for offset, _, _ in chunks), max(offset + size for offset, size, _ in chunks)
+        if stop - start > max(MOST_BYTES_A_RUN, *(size for _, size, _ in chunks)):  # a forged head
+            return dict.fromkeys((place for _, _, place in chunks), b"")
         try:
             data = await self._get_range(name, start, stop)
         except FileNotFoundError:
