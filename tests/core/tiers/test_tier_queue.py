@@ -32,6 +32,7 @@ class PartlyDeadTier(MemoryTier):
         super().__init__(self.pool, 64 * EXTENT_BYTES)
         self.hanging: set[Operation] = set()
         self.failing: set[Operation] = set()
+        self.error: BaseException = OSError(5, "Input/output error")
         self.num_waiting = 0
         self.is_over = threading.Event()
 
@@ -40,7 +41,7 @@ class PartlyDeadTier(MemoryTier):
             self.num_waiting += 1
             self.is_over.wait()
         if operation in self.failing:
-            raise OSError(5, "Input/output error")
+            raise self.error
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         self._suffer(Operation.CONTAINS)
@@ -326,6 +327,33 @@ def test_writes_are_dropped_in_small_steps_and_others_stay_in_their_order() -> N
     bench.tier.is_over.set()
     wait_until(lambda: written.extend(part.job for part in bench.queue.poll()) or len(written) > 3000)
     assert written[1:] == jobs[1::2]
+    bench.queue.close()
+
+
+class Panic(BaseException):
+    """An error that is no `Exception`, such as a panic of a library in Rust."""
+
+
+def test_calls_and_probes_that_panic_are_reported_and_end_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(num_threads=2)
+
+    def panic() -> None:
+        raise Panic
+
+    bench.tier.error, bench.tier.failing = Panic(), {Operation.CONTAINS, Operation.WRITE}
+    monkeypatch.setattr(bench.tier, "probe", panic)
+    assert contains(bench.queue, bench.keys) == [False] * NUM_KEYS
+    assert write(bench.queue, bench.keys[:1], extents_of(0, [4096])) == [False]
+    assert contains(bench.queue, bench.keys) == [False] * NUM_KEYS
+    assert (bench.queue.counters["errors"], bench.queue.queued_write_bytes) == (3, 0)
+    assert bench.queue.is_suspended
+    bench.probe()
+    assert bench.queue.status().why_open.startswith("Panic")
+    monkeypatch.undo()
+    bench.tier.failing = set()
+    bench.probe()
+    assert write(bench.queue, bench.keys, extents_of(0, [4096] * NUM_KEYS)) == [True] * NUM_KEYS
+    assert contains(bench.queue, bench.keys) == [True] * NUM_KEYS
     bench.queue.close()
 
 

@@ -83,7 +83,7 @@ class Breaker:
         self._probe_started_at: float | None = None
         self._probe_number = 0  # of the current or the last probe
         self._num_hung_probes = 0
-        self._probed: deque[tuple[int, Exception | None]] = deque()
+        self._probed: deque[tuple[int, BaseException | None]] = deque()
 
     def begin(self) -> None:
         """Schedule a first probe, so that a tier that does not work is suspended before it is used."""
@@ -177,15 +177,15 @@ class Breaker:
         ).start()
 
     def _make_probe(self, number: int) -> None:
-        error: Exception | None = None
+        error: BaseException | None = None
         try:
             self._tier.probe()
-        except Exception as caught:
+        except BaseException as caught:  # as in `TierQueue`
             error = caught
         self._probed.append((number, error))
         self._wake()
 
-    def _end_probe(self, error: Exception | None, deadline_seconds: float) -> None:
+    def _end_probe(self, error: BaseException | None, deadline_seconds: float) -> None:
         assert self._probe_started_at is not None
         seconds = self._clock() - self._probe_started_at
         self._probe_started_at = None

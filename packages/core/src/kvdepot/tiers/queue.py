@@ -317,7 +317,7 @@ class TierQueue:
                 case Operation.OUTDATE:
                     self.tier.outdate(call.job.generations)
                     call.outcomes = ()
-        except Exception as error:
+        except BaseException as error:  # a panic of a library in Rust is no `Exception`
             level = logging.WARNING if self.breaker.num_errors < ERRORS_TO_SUSPEND else logging.DEBUG
             logger.log(level, "tier %s: a %s failed: %r", self.name, call.operation.name.lower(), error)
             self.counters[_ERRORS] += 1
