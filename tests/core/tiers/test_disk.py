@@ -839,6 +839,30 @@ def test_an_entry_that_leaves_while_the_folder_is_listed_does_not_come_back(
     tier.close()
 
 
+def test_entries_are_used_while_the_index_is_built_from_a_listing() -> None:
+    """Regression: reads waited for the index of 500,000 files, became late, and the tier was suspended."""
+    entries, threads = listing.Entries(), list[threading.Thread]()
+
+    class Watched(bytes):
+        """A key whose use in the index takes as long as another thread needs for an entry."""
+
+        __slots__ = ()
+
+        def __hash__(self) -> int:
+            if not threads:
+                threads.append(beside(lambda: entries.put(written, FILE_BYTES), 1.0))
+                was_blocked.append(threads[0].is_alive())
+            return super().__hash__()
+
+    was_blocked = list[bool]()
+    old, written = [Watched(make_key(number)) for number in range(3)], make_key(1)
+    assert entries.add_found((float(number), key, 2 * FILE_BYTES) for number, key in enumerate(old))
+    threads[0].join()
+    assert was_blocked == [False]
+    assert entries.oldest(9) == [old[0], old[2], written]
+    assert entries.used_bytes == 5 * FILE_BYTES
+
+
 def test_a_folder_that_cannot_be_listed_costs_only_what_is_in_it(pool: TierPool, tmp_path: Path) -> None:
     keys = [make_key(number, f"tenant {number}") for number in range(3)]
     queue = opened(pool, tmp_path)

@@ -109,16 +109,20 @@ class Entries:
         found: list[list[File]] = []
         while some := sorted(islice(files, _SORTED_AT_ONCE), reverse=True):
             found.append(some)
+        sizes, used_bytes = LruSizes(), 0
+        for _, key, size in heapq.merge(*map(_taken_from_end, found)):
+            sizes.put(key, size)
+            used_bytes += size
+        # Reads and writes wait for the lock, so only the entries that changed meanwhile are handled under it.
         with self._lock:
-            sizes = LruSizes()
-            for _, key, size in heapq.merge(*map(_taken_from_end, found)):
-                if key not in self._sizes and key not in self._gone:
-                    sizes.put(key, size)
-                    self.used_bytes += size
+            for key in self._gone:
+                used_bytes -= sizes.pop(key)
             # Entries written meanwhile are newer than all of them.
-            for key in self._sizes.oldest(len(self._sizes)):
+            for key in self._sizes:
+                used_bytes -= sizes.pop(key)
                 sizes.put(key, self._sizes.get(key) or 0)
             self._sizes = sizes
+            self.used_bytes += used_bytes
             while self._outdated:
                 sizes.outdate(self._outdated.pop())
             self._gone.clear()
