@@ -249,8 +249,12 @@ def test_passwords_of_a_url_are_not_in_its_name() -> None:
 
 @pytest.mark.parametrize(
     ("missing", "said"),
-    [(["read"], r"does not define read\(\)"), (["probe", "writer_pid"], r"does not define probe\(\), writer_pid")],
-    ids=["a call", "a call and an attribute"],
+    [
+        (["read"], r"does not define read\(\)"),
+        (["probe", "writer_pid"], r"does not define probe\(\), writer_pid"),
+        (["touch", "outdate"], r"does not define touch\(\), outdate\(\)"),
+    ],
+    ids=["a call", "a call and an attribute", "calls that Tier has"],
 )
 def test_a_tier_that_lacks_something_is_refused_when_it_is_opened(
     missing: list[str], said: str, monkeypatch: pytest.MonkeyPatch

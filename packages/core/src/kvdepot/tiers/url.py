@@ -152,7 +152,7 @@ def check_shape(tier: object, name: str) -> None:
     # The empty bodies of `Tier`.
     inherited = [each for each in calls if getattr(type(tier), each, None) is getattr(Tier, each)]
     missing = [f"{each}()" for each in calls if each in inherited or not callable(getattr(tier, each, None))]
-    missing += [] if callable(getattr(tier, "touch", None)) else ["touch()"]
+    missing += [f"{each}()" for each in ("touch", "outdate") if not callable(getattr(tier, each, None))]
     missing += [each for each in ("batch_entries", "writer_pid") if not isinstance(getattr(tier, each, None), int)]
     if missing:
         raise ConfigError(
