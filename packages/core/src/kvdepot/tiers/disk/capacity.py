@@ -25,8 +25,7 @@ _FILE_SYSTEM_FULL: Final = tier_counter(
 _NO_SPACE: Final = tier_counter("no_space", "Entries not written because the storage had no space")
 _NOT_EVICTED: Final = tier_counter("not_evicted", "Entries that could not be removed to make room")
 
-HIGH_WATERMARK: Final = 1.0  # share of the capacity above which entries are evicted
-LOW_WATERMARK: Final = 0.9  # evict down to this share, so that most writes need no eviction
+_LOW_WATERMARK: Final = 0.9  # evict down to this share of the capacity, so that most writes need no eviction
 _PATIENCE_SECONDS: Final = 10.0  # before the next attempt, after evictions freed no space in the file system
 _QUIET_SECONDS: Final = 60.0  # between two log lines about declined writes
 _VICTIMS_AT_ONCE: Final = 64  # files; then other threads get the lock
@@ -85,7 +84,7 @@ class Capacity:
                 "that stay free"
             )
         elif self._is_too_much(size):
-            self._evict(int(LOW_WATERMARK * self.capacity_bytes) - self._coming_bytes - size)
+            self._evict(int(_LOW_WATERMARK * self.capacity_bytes) - self._coming_bytes - size)
         if missing > 0 or self._is_too_much(size):
             return False
         with self._coming_lock:
@@ -115,7 +114,7 @@ class Capacity:
         """
         if self._entries.used_bytes > self.capacity_bytes:
             with self.lock:
-                self._evict(int(LOW_WATERMARK * self.capacity_bytes))
+                self._evict(int(_LOW_WATERMARK * self.capacity_bytes))
 
     def decline(self, why: str) -> None:
         """Log that writes are declined, but only once until a write succeeds."""
@@ -132,7 +131,7 @@ class Capacity:
             logger.warning("%s: accepting writes again", self._folder.path)
 
     def _is_too_much(self, size: int) -> bool:
-        return self._entries.used_bytes + self._coming_bytes + size > HIGH_WATERMARK * self.capacity_bytes
+        return self._entries.used_bytes + self._coming_bytes + size > self.capacity_bytes
 
     def _evict(self, target_bytes: int) -> None:
         """Remove entries until at most `target_bytes` are left. The caller holds `lock`.
