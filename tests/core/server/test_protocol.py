@@ -4,6 +4,8 @@ import os
 import random
 import socket
 from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
 
 import pytest
 
@@ -112,7 +114,6 @@ def test_a_handler_that_raises_gives_an_error_reply(depot: DepotProcess, raw: Ra
     assert isinstance(reply, m.HelloReply)
     # No known input makes a handler raise, so a server in this process gets a handler that does.
     import threading
-    from pathlib import Path
     from tempfile import TemporaryDirectory
 
     from kvdepot.config import ServerConfig
@@ -129,6 +130,16 @@ def test_a_handler_that_raises_gives_an_error_reply(depot: DepotProcess, raw: Ra
         assert isinstance(ask_depot(m.Hello(m.PROTOCOL_VERSION), directory, 1.0), m.HelloReply)
         server.stop()
         thread.join(10)
+
+
+@pytest.mark.promise(1)
+def test_a_reply_that_cannot_be_encoded_becomes_an_error_reply(tmp_path: Path) -> None:
+    pool = tmp_path / os.fsdecode(b"pool\xff")
+    with DepotProcess("--pool-dir", str(pool), "--ephemeral") as depot, closing(Peer(depot)) as peer:
+        with pytest.raises(RemoteError, match="UnicodeEncodeError") as caught:
+            ask_depot(o.Configuration(), depot.url)
+        assert caught.value.code is ErrorCode.INTERNAL
+        assert peer.store(prompt(3)) == peer.find(prompt(3)).num_chunks == 3
 
 
 @pytest.mark.parametrize(

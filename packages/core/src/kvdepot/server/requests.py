@@ -1,6 +1,6 @@
 """Answers frames: each becomes one request, and each request gets one reply, now or later.
 
-An exception of a handler becomes an error reply with a code.
+An exception of a handler, or a reply that cannot be encoded, becomes an error reply with a code.
 """
 
 import time
@@ -56,10 +56,16 @@ class Requests:
             def send(late: frames.Reply) -> None:
                 pending.on_reply = None  # one request, one reply
                 connections.release(connection, num_bytes)
-                connections.send(connection, frames.encode_frame(sequence, late))
+                connections.send(connection, self._encode(sequence, late))
                 self.latencies[kind].add(time.monotonic() - began)
 
             pending.on_reply = send
         else:
-            connections.send(connection, frames.encode_frame(sequence, reply))
+            connections.send(connection, self._encode(sequence, reply))
             self.latencies[kind].add(time.monotonic() - began)
+
+    def _encode(self, sequence: int, reply: frames.Reply) -> bytearray:
+        try:
+            return frames.encode_frame(sequence, reply)
+        except Exception as error:  # for example, the path of the pool is not UTF-8
+            return frames.encode_frame(sequence, self._depot.state.fail(error))
