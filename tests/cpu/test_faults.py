@@ -181,6 +181,30 @@ def test_a_copy_that_fails_is_a_miss_and_gives_its_space_back(
     assert context.submit_store("r", prompt(4), [list(range(16))]).result(10)
 
 
+def test_a_store_that_fails_counts_no_unconfirmed_chunk_and_keeps_no_reply(
+    depot: DepotProcess, make: Callable[..., CpuTransferContext], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = make(depot, batch_bytes=1)  # one chunk a batch
+    copy, copied = PageCopier.store, list[CopyBatch]()
+
+    def fail_later(copier: PageCopier, batch: CopyBatch) -> None:
+        copied.append(batch)
+        if len(copied) == 3:
+            raise OSError("the device is on fire")
+        copy(copier, batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PageCopier, "store", fail_later)
+        future = context.submit_store("r", prompt(4), [list(range(16))])
+        assert future.result(10) is False
+    assert future.num_chunks == 0
+    assert context.submit_store("r", prompt(4), [list(range(16))]).result(10)
+    channel = context._queues[0]._channel  # pyright: ignore[reportPrivateUsage]  # noqa: SLF001
+    assert channel is not None
+    assert not channel._replies  # pyright: ignore[reportPrivateUsage]  # noqa: SLF001
+    assert context.submit_retrieve("r", prompt(4), [list(range(16, 32))]).result(10)
+
+
 @pytest.mark.slow
 @pytest.mark.promise(27)
 def test_ten_restarts_leave_no_descriptor_mapping_or_thread_in_a_worker(

@@ -91,9 +91,16 @@ class Exchange:
         """Store a run. Return whether the depot stored all of it."""
         if job.ready is not None:
             self._copy_route.copier.wait_for(Direction.STORE, job.ready)
-        commits: list[tuple[int, int]] = []
+        commits: collections.deque[tuple[int, int]] = collections.deque()  # not confirmed: sequence, first chunk
         complete = True
+
+        def abandon_commits() -> None:
+            for sequence, start in commits:
+                job.transfer.num_chunks = min(job.transfer.num_chunks, start)
+                channel.abandon(sequence)
+
         with contextlib.ExitStack() as undo:
+            undo.callback(abandon_commits)
             for batch, sequence in self._ask_ahead(Direction.STORE, connection, channel, job, 0, undo):
                 plan = self._wait(connection, channel, sequence, _abort)
                 if not isinstance(plan, m.StorePlan):
@@ -116,12 +123,13 @@ class Exchange:
                     complete = False
                     break
                 job.transfer.num_chunks = batch.start + batch.key.num_chunks
-        for sequence, start in commits:
-            try:
-                channel.wait(sequence, connection.deadline_seconds)
-            except KVDepotError:
-                job.transfer.num_chunks = min(job.transfer.num_chunks, start)
-                raise
+            while commits:
+                sequence, start = commits.popleft()
+                try:
+                    channel.wait(sequence, connection.deadline_seconds)
+                except KVDepotError:
+                    job.transfer.num_chunks = min(job.transfer.num_chunks, start)
+                    raise
         return complete
 
     def retrieve(self, connection: Connection, channel: Channel, job: TransferJob) -> bool:
