@@ -1,5 +1,7 @@
 """Waiting schedulers are told which chunks came and left."""
 
+import pytest
+
 from kvdepot.operators.holdings import Holdings
 from kvdepot.server.replies import PendingReply
 from kvdepot.wire import messages as m
@@ -43,3 +45,17 @@ def test_a_scheduler_that_waits_for_one_model_is_told_after_the_news_of_another(
         bench.now += 0.02
         bench.depot.state.timers.expire(bench.now)
         assert [each.reply is not None for each in waiting] == [True, number > 0]
+
+
+@pytest.mark.parametrize("from_start", [True, False])
+def test_a_scheduler_that_gave_up_waiting_and_asks_again_is_told_everything_from_the_start(from_start: bool) -> None:
+    bench = Bench(holdings=Holdings())
+    scheduler = Scheduler(bench, bench.worker(), "model")
+    abandoned = scheduler.wait()
+    scheduler.describe(1)
+    request = m.AwaitNews(scheduler.context, NAMESPACE, 0 if from_start else scheduler.position, 60.0)
+    reply = scheduler.worker.ask(request)
+    assert isinstance(abandoned.reply, m.News)
+    assert not abandoned.reply.is_start
+    assert reply.is_start
+    assert reply.has_more, "the chunks follow"

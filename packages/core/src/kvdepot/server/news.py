@@ -123,9 +123,10 @@ class NewsDesk:
         if listener is None or listener.reader.namespace != request.namespace:
             self.end_context(context.number)
             listener = self._listeners[context.number] = _Listener(Reader(holdings, shelf, request.namespace))
+        # Answer an earlier request of the scheduler first: nobody reads its reply, which must not begin the list.
+        self._resume(listener)
         if request.position != listener.position or not request.position:
             listener.reader.restart()
-        self._resume(listener)  # an earlier request of the same scheduler
         return self._news(listener) if listener.reader.has_more else self._awaiting(listener, request.wait_seconds)
 
     def _awaiting(self, listener: _Listener, wait_seconds: float) -> Steps:
