@@ -1,6 +1,7 @@
 """KV events at a router: they announce exactly the chunks that lookups find."""
 
 import random
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -431,6 +432,48 @@ def test_subscribers_that_come_again_and_again_leave_each_snapshot_its_end(
     kinds = [event["type"] for event in events]
     assert kinds == ["AllBlocksCleared", *["BlockStored"] * 5] * 2
     assert publisher.due == float("inf")
+
+
+def test_no_message_of_a_stranger_unsubscribes_others(context: Context, tmp_path: Path) -> None:
+    """Regression: ZeroMQ does not say who sent an unsubscription, and passes other messages on, too."""
+    holdings, now = Holdings(), [100.0]
+    bench = Bench(pages=20, num_records=24, holdings=holdings)
+    publisher = EventPublisher(context, holdings, f"ipc://{tmp_path}/events", None, lambda: now[0])
+    subscriber = context.socket(zmq.SUB)
+    kept.extend((publisher, subscriber))
+    subscriber.subscribe(b"")
+    subscriber.connect(publisher.endpoint)
+
+    def serve_all() -> None:
+        now[0] += 10.0
+        while publisher.has_news:
+            publisher.serve()
+
+    wait_until(lambda: publisher.socket.poll(0))
+    serve_all()
+    stranger = socket.socket(socket.AF_UNIX)
+    stranger.settimeout(10)
+    stranger.connect(f"{tmp_path}/events")
+    greeting = b"\xff".ljust(9, b"\0") + b"\x7f\3\0" + b"NULL".ljust(52, b"\0")  # ZMTP 3.0
+    ready, answer = b"\5READY\x0bSocket-Type\0\0\0\3SUB", b""
+    stranger.sendall(greeting)
+    while not answer.endswith(b"XPUB"):
+        answer += stranger.recv(100)
+    stranger.sendall(b"\4" + bytes([len(ready)]) + ready)
+    for message in (b"\0", b"\2"):
+        frame = b"\0" + bytes([len(message)]) + message
+        wait_until(lambda: (stranger.sendall(frame), publisher.socket.poll(10))[1])  # noqa: B023
+        serve_all()
+    run = chunks(1, 1)
+    bench.worker().store(run)
+    (request,) = description(run, 1).requests(0, run)
+    describe(bench, holdings, request)
+    serve_all()
+    kinds: list[str] = []
+    while "BlockStored" not in kinds:
+        assert subscriber.poll(10_000)
+        kinds += [event["type"] for event in events_of(subscriber.recv_multipart()[2])]
+    stranger.close()
 
 
 @pytest.mark.slow

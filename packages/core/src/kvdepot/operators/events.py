@@ -8,8 +8,9 @@ of the depot. A ROUTER socket resends recent batches from a given number on, and
 A new subscriber causes a snapshot: each topic publishes that all blocks are cleared, then all blocks that the pool
 holds. All topics begin at the same time, because llm-d applies the event to the whole node. A new topic also causes a
 snapshot, and so does a subscriber that asks for batches that are no longer kept. All subscribers receive it, as ZeroMQ
-cannot send to a single one. Everything runs on the depot's loop, one batch per turn. Without a subscriber, nothing is
-encoded.
+cannot send to a single one. Everything runs on the depot's loop, one batch per turn. Nothing is encoded until somebody
+subscribes. From then on all topics are published, even if all subscribers leave: ZeroMQ does not tell who unsubscribes,
+so a stranger could unsubscribe for all others.
 """
 
 import time
@@ -36,14 +37,13 @@ _BATCH_TOKENS: Final = 8192  # 0.4 ms to encode
 _QUEUED_MESSAGES: Final = _KEPT_BATCHES + 1  # per subscriber before messages are lost: a whole replay and its end
 _MOST_QUESTIONS: Final = 16  # unread requests per subscriber
 _MOST_NOTICES: Final = 64  # subscriptions read per turn
-_MOST_SUBSCRIPTIONS: Final = 4096  # different prefixes of topics
 _HANDSHAKE_MILLISECONDS: Final = 2000  # a silent connection is closed
 _REPLAY_STEP: Final = 64  # batches per step
 _MOST_WAITING: Final = 1024  # subscribers waiting for a replay
 # Between the starts of two snapshots. Subscribers that connect at about the same time after a restart share one, and
 # the blocks that it clears are published again within a second. Encoding a snapshot of a million tokens takes 50 ms.
 _SNAPSHOT_SECONDS: Final = 0.25
-_SUBSCRIBED: Final = 1
+_SUBSCRIBED: Final = b"\1"
 
 
 class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True):
@@ -99,7 +99,7 @@ class EventPublisher:
         self._streams: dict[str, _Stream] = {}
         self._wants_snapshot = False
         self._began_at = float("-inf")  # start of the last snapshot
-        self._prefixes: dict[bytes, int] = {}  # number of subscriptions by prefix of topics
+        self._has_listeners = False  # whether anybody has subscribed so far
         self._kept_bytes = 0
         self._asked: dict[bytes, int] = {}  # first wanted batch, by subscriber waiting for a replay
         self._is_replaying = False
@@ -146,35 +146,29 @@ class EventPublisher:
                 notice = self.socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            kind, prefix = notice[:1], notice[1:]
-            count = self._prefixes.get(prefix, 0)
-            if kind and kind[0] == _SUBSCRIBED:
-                if count or len(self._prefixes) < _MOST_SUBSCRIPTIONS:
-                    self._prefixes[prefix] = count + 1
-                self._wants_snapshot = True
-            elif count > 1:
-                self._prefixes[prefix] = count - 1
-            else:
-                self._prefixes.pop(prefix, None)
+            if notice[:1] == _SUBSCRIBED:
+                self._has_listeners = self._wants_snapshot = True
 
     def _publish(self) -> None:
-        """Publish one batch of each topic that has one and has subscribers."""
+        """Publish one batch of each topic that has one, once somebody has subscribed."""
         self._seen_changes, self.has_work = self.holdings.num_changes, False
         for topic, shelf in self.holdings.shelves.items():
             if topic not in self._streams:
                 number = time.time_ns() // 1000
                 self._streams[topic] = _Stream(topic.encode(), Reader(self.holdings, shelf), number)
                 self._wants_snapshot = True
+        if not self._has_listeners:
+            return
         is_beginning = self._wants_snapshot and self._may_begin()
         if is_beginning:
             self._wants_snapshot, self._began_at = False, self._clock()
         self.due = self._began_at + _SNAPSHOT_SECONDS if self._wants_snapshot else float("inf")
         for stream in self._streams.values():
-            reader, is_heard = stream.reader, any(map(stream.topic.startswith, self._prefixes))
-            if is_beginning or not is_heard:
+            reader = stream.reader
+            if is_beginning:
                 reader.restart()
-            if not is_heard or (reader.is_starting and not is_beginning):
-                continue  # nothing to publish, or a snapshot follows soon
+            elif reader.is_starting:
+                continue  # a snapshot follows soon
             events = reader.take(_BATCH_TOKENS) if reader.has_more else []
             if events:
                 self._send(stream, events)
@@ -269,7 +263,7 @@ def _listen(
     bound.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MILLISECONDS)
     bound.setsockopt(zmq.SNDHWM, _QUEUED_MESSAGES)  # before `bind`, as it applies only to later connections
     if kind == zmq.XPUB:
-        bound.setsockopt(zmq.XPUB_VERBOSER, 1)  # report each subscriber, not only the first
+        bound.setsockopt(zmq.XPUB_VERBOSE, 1)  # report each subscriber, not only the first
     try:
         return bound, Listener(bound, endpoint)
     except zmq.ZMQError as error:
