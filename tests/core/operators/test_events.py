@@ -434,6 +434,45 @@ def test_subscribers_that_come_again_and_again_leave_each_snapshot_its_end(
     assert publisher.due == float("inf")
 
 
+def test_a_topic_that_fell_behind_lists_all_topics_again(
+    context: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: it cleared its topic alone, and llm-d drops the blocks of all topics of the node then."""
+    monkeypatch.setattr("kvdepot.operators.holdings._LONGEST_LOG", 4)
+    holdings, now = Holdings("{model}"), [100.0]
+    bench = Bench(pages=20, num_records=24, holdings=holdings)
+    publisher = EventPublisher(context, holdings, f"ipc://{tmp_path}/events", None, lambda: now[0])
+    router = context.socket(zmq.SUB)
+    kept.extend((publisher, router))
+    router.subscribe(b"")
+    router.connect(publisher.endpoint)
+
+    def store(model: str, run: KeyRun) -> None:
+        bench.worker().store(run)
+        (request,) = description(run, 1).requests(0, run)
+        space = bench.index.spaces[0]
+        holdings.describe(space, model, request, bench.index.visibility.find_run(space, request.digests, 0))
+
+    def told() -> list[tuple[bytes, str]]:
+        now[0] += 10.0
+        while publisher.has_news:
+            publisher.serve()
+        events: list[tuple[bytes, str]] = []
+        while router.poll(1000):
+            topic, _, payload = router.recv_multipart()
+            events += ((topic, event["type"]) for event in events_of(payload))
+        return events
+
+    store("one", chunks(1, 1))
+    store("two", chunks(1, 2))
+    wait_until(lambda: publisher.socket.poll(0))
+    first = told()
+    store("two", chunks(10, 2))
+    for events in (first, told()):
+        assert events[:2] == [(b"one", "AllBlocksCleared"), (b"two", "AllBlocksCleared")]
+        assert sorted(events[2:]) == [(b"one", "BlockStored"), (b"two", "BlockStored")]
+
+
 def test_no_message_of_a_stranger_unsubscribes_others(context: Context, tmp_path: Path) -> None:
     """Regression: ZeroMQ does not say who sent an unsubscription, and passes other messages on, too."""
     holdings, now = Holdings(), [100.0]

@@ -7,10 +7,11 @@ of the depot. A ROUTER socket resends recent batches from a given number on, and
 
 A new subscriber causes a snapshot: each topic publishes that all blocks are cleared, then all blocks that the pool
 holds. All topics begin at the same time, because llm-d applies the event to the whole node. A new topic also causes a
-snapshot, and so does a subscriber that asks for batches that are no longer kept. All subscribers receive it, as ZeroMQ
-cannot send to a single one. Everything runs on the depot's loop, one batch per turn. Nothing is encoded until somebody
-subscribes. From then on all topics are published, even if all subscribers leave: ZeroMQ does not tell who unsubscribes,
-so a stranger could unsubscribe for all others.
+snapshot, and so does a topic whose log lacks changes that were not published yet, and a subscriber that asks for
+batches that are no longer kept. All subscribers receive it, as ZeroMQ cannot send to a single one. Everything runs on
+the depot's loop, one batch per turn. Nothing is encoded until somebody subscribes. From then on all topics are
+published, even if all subscribers leave: ZeroMQ does not tell who unsubscribes, so a stranger could unsubscribe for all
+others.
 """
 
 import time
@@ -159,6 +160,7 @@ class EventPublisher:
                 self._wants_snapshot = True
         if not self._has_listeners:
             return
+        self._wants_snapshot |= any(stream.reader.is_behind for stream in self._streams.values())
         is_beginning = self._wants_snapshot and self._may_begin()
         if is_beginning:
             self._wants_snapshot, self._began_at = False, self._clock()
@@ -167,7 +169,7 @@ class EventPublisher:
             reader = stream.reader
             if is_beginning:
                 reader.restart()
-            elif reader.is_starting:
+            elif reader.is_starting or reader.is_behind:
                 continue  # a snapshot follows soon
             events = reader.take(_BATCH_TOKENS) if reader.has_more else []
             if events:

@@ -405,6 +405,11 @@ class Reader:
         return self._scan is not None
 
     @property
+    def is_behind(self) -> bool:
+        """Whether the log lacks changes that it needs, so that it must list everything again."""
+        return self._scan is None and not self.is_starting and self.position < self.shelf.first
+
+    @property
     def has_more(self) -> bool:
         """Whether `take` has events."""
         return self.is_starting or self._scan is not None or self.position < self.shelf.end
@@ -415,7 +420,7 @@ class Reader:
         The first event, which voids all earlier ones, comes alone.
         """
         told = _Telling()
-        if self.is_starting or (self._scan is None and self.position < self.shelf.first):
+        if self.is_starting or self.is_behind:
             self.is_starting = False
             self.position = self.shelf.end
             self._scan = self.holdings.scan(self.shelf, self._is_wanted)
