@@ -43,6 +43,7 @@ from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.runs import object_name
 from kvdepot.tiers.url import TierUrl, open_tier
 from kvdepot.wire import messages as m
+from kvdepot.wire import operations as o
 from support.peer import Peer, find, registration
 from support.tiers.servers import S3Server
 
@@ -364,6 +365,60 @@ def test_gc_removes_the_weights_of_a_model_that_nobody_keeps(nodes: list[Node], 
         with pytest.raises(SystemExit) as ended:
             main(["tier", "gc", f"file://{tmp_path}", *wrong])
         assert ended.value.code
+
+
+RUN_SPEC = m.CacheSpec(16, (m.GroupShape(GroupKind.FULL_ATTENTION, 16),), "bytes")
+REGISTERED = registration(RUN_SPEC, details=(m.GroupDetail(page_sizes_bytes=(32768,), num_blocks=8),))
+
+
+def run_of_chunks(num_chunks: int, name: int = 0) -> KeyRun:
+    return hash_prefix(Namespace("model"), 16, range(10000 * name, 10000 * name + 16 * num_chunks))
+
+
+def settle(depot: DepotProcess) -> None:
+    """Wait until no tier writes and no chunk leaves any more."""
+    seen = list[object]()
+
+    def is_quiet() -> bool:
+        status = depot.status()
+        seen.append((status.pool_used_bytes, [tier.counters for tier in status.tiers]))
+        return len(seen) > 20 and seen[-20] == seen[-1] and not any(tier.queued_write_bytes for tier in status.tiers)
+
+    wait_until(is_quiet, what="the end of writes")
+
+
+def test_prompts_that_the_pool_evicts_are_found_in_runs(tmp_path: Path) -> None:
+    with (
+        DepotProcess("--tier", f"file://{tmp_path}", "--demote", "evict", pool_size="8MiB") as depot,
+        DepotProcess("--tier", f"file://{tmp_path}") as other,
+        contextlib.closing(Peer(depot, REGISTERED)) as peer,
+        contextlib.closing(Peer(other, REGISTERED)) as reader,
+    ):
+        for name in range(6):  # the pool has room for four of them
+            for chunk in range(0, 60, 10):
+                peer.store(run_of_chunks(60, name).slice(chunk, chunk + 10))
+                if name > 2:
+                    settle(depot)  # a reserve of 12 chunks is free again
+        assert [find(reader, run_of_chunks(60, name)) for name in range(2)] == [60, 60]
+
+
+@pytest.mark.parametrize(("demotion", "num_chunks"), [("reuse", 70), ("evict", 70), ("store", 48)])
+def test_a_session_that_is_demoted_is_found_in_runs(demotion: str, num_chunks: int, tmp_path: Path) -> None:
+    run = run_of_chunks(num_chunks)
+    with (
+        DepotProcess("--tier", f"file://{tmp_path}", "--demote", demotion) as depot,
+        contextlib.closing(Peer(depot, REGISTERED)) as peer,
+    ):
+        for chunk in range(0, num_chunks - 8, 20):
+            peer.store(run.slice(chunk, min(chunk + 20, num_chunks - 8)))
+        settle(depot)
+        peer.store(run.slice(num_chunks - 8, num_chunks))  # with `store`, it waits for a continuation
+        peer.ask(m.Hint(peer.context, run.tenant, run.digests, session="agent"))
+        reply = peer.ask(o.DemoteSession("agent", run.tenant))
+        assert isinstance(reply, m.Done)
+        assert reply.count == num_chunks
+        wait_until(lambda: not depot.status().pool_used_bytes, what="the session to leave")
+        assert find(peer, run) == num_chunks
 
 
 class Counting:

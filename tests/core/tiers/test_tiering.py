@@ -32,7 +32,7 @@ from kvdepot.testing.tier import NUM_THREADS, PATIENCE_SECONDS, FaultyTier, make
 from kvdepot.tiers import checked, jobs, promotion, reading
 from kvdepot.tiers.base import Extents
 from kvdepot.tiers.jobs import Operation
-from kvdepot.tiers.keys import KEY_BYTES, RUN_BYTES, depth_of
+from kvdepot.tiers.keys import KEY_BYTES, RUN_BYTES, depth_of, digest_of
 from kvdepot.tiers.memory import MemoryTier
 from kvdepot.tiers.names import EntryKeys
 from kvdepot.tiers.queue import TierQueue
@@ -1709,6 +1709,44 @@ def test_a_chunk_that_no_tier_takes_stays(make: Maker) -> None:
     bench.wait(operate(bench.depot, o.DemoteSession("agent", run.tenant)))
     bench.settle()
     assert bench.index.match(bench.index.spaces[0], run.digests)[0] == 8
+
+
+@pytest.mark.parametrize("declined", [range(92, 100), range(20, 28)], ids=["the end", "a gap"])
+def test_all_of_a_long_session_leaves_though_a_tier_declined_a_part_of_it(
+    make: Maker, declined: range, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench, run = make(pages=128), prompt(100)
+    storage, write = bench.tiers[0].inner, bench.tiers[0].inner.write
+    digests = {digest_at(run.digests, chunk) for chunk in declined}
+
+    def decline(keys: Sequence[bytes], *rest: Any) -> list[bool]:
+        write(keys, *rest)
+        storage.remove([key for key in keys if digest_of(key) in digests])
+        return list(storage.contains(keys))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "write", decline)
+        bench.store_long(run)
+        bench.settle()
+    assert storage.usage().num_entries == 92
+    remembered(bench, run)
+    assert bench.wait(operate(bench.depot, o.DemoteSession("agent", run.tenant))).count == 100
+    bench.settle()
+    assert bench.index.match(bench.index.spaces[0], run.digests)[0] == 0
+    assert bench.lookup(run) == 100
+
+
+def test_a_session_that_is_being_written_leaves_when_it_is_demoted(make: Maker) -> None:
+    bench, run = make(pages=32), prompt(8)
+    bench.tiers[0].hang = True
+    bench.store(run)
+    remembered(bench, run)
+    assert bench.wait(operate(bench.depot, o.DemoteSession("agent", run.tenant))).count == 8
+    assert bench.index.match(bench.index.spaces[0], run.digests)[0] == 8
+    bench.tiers[0].hang = False
+    bench.settle()
+    assert bench.index.match(bench.index.spaces[0], run.digests)[0] == 0
+    assert bench.lookup(run) == 8
 
 
 def test_without_a_tier_in_use_nothing_is_demoted(make: Maker) -> None:

@@ -377,6 +377,10 @@ class Entries:
         """Keep the extent of a sealed entry while it is being copied to a tier."""
         self._readers[record] = self._readers.get(record, 0) + 1
 
+    def is_reading(self, record: int) -> bool:
+        """Return whether an entry is being copied to a tier."""
+        return record in self._readers
+
     def end_reading(self, record: int) -> None:
         """Undo one `begin_reading`. If the entry was removed meanwhile, free its extent."""
         self._readers[record] -= 1

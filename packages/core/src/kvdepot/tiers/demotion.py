@@ -5,9 +5,9 @@ more and more of the end of each prefix. Entries that are handed over to an engi
 whatever the rule, and are dropped only when the queue is full.
 """
 
-import enum
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
@@ -33,12 +33,14 @@ _PRESSURE_BEGINS: Final = 0.5  # share of the bytes that may wait to be written
 _RESERVE_SHARE: Final = 0.05  # share of the pool that `--demote evict` keeps free
 
 
-class Leaves(enum.Enum):
-    """When to evict entries that have been written to a tier."""
+@dataclass(frozen=True, slots=True)
+class _Leaving:
+    """The end of a prefix that is evicted once tiers have it."""
 
-    NEVER = enum.auto()
-    WRITTEN = enum.auto()  # once a tier has them, if their session has ended
-    ANYWAY = enum.auto()
+    key: bytes
+    is_forced: bool  # whether to evict it even if no tier takes it; otherwise only while it has ENDED
+    num_bytes: int = 0  # that its eviction makes free
+    held: Sequence[tuple[int, int]] = ()  # (record, node) to hold until the tiers have been asked for the prefix
 
 
 class Demotions:
@@ -78,12 +80,16 @@ class Demotions:
         self.lacks_victims = False  # whether the reserve needs room but no chunk can be evicted
         self._is_cut = False  # whether the last turn ended before the reserve had enough room
         self._gathering = Gathering(index.nodes)
-        self.refresher = Refresher(index, keys, self._write_lost, clock, writes_used=rule is not Demotion.EVICT)
+        self.refresher = Refresher(
+            index, keys, self._write_lost, self._go_on, clock, writes_used=rule is not Demotion.EVICT
+        )
+        self._leaving: dict[int, _Leaving] = {}  # by node
+        self._going_on: dict[int, None] = {}  # nodes of `_leaving` that may be evictable now, in order
 
     @property
     def has_work(self) -> bool:
         """Whether `turn` has work to do now."""
-        return self._is_cut or self.refresher.has_work
+        return self._is_cut or bool(self._going_on) or self.refresher.has_work
 
     def stored(self, records: Sequence[int], *, is_first: bool = False) -> None:
         """Write newly sealed entries, in the order of their chunks, if `is_first` or the rule demands it."""
@@ -96,31 +102,29 @@ class Demotions:
             return
         first, last = index.entries.node_of(records[0]), index.entries.node_of(records[-1])
         before = index.nodes.parent_of(first)
-        in_runs = [tier for tier in self._tiers if tier.queue.keeps_runs]
-        others = [tier for tier in self._tiers if not tier.queue.keeps_runs] if in_runs else self._tiers
+        in_runs, others = self._by_kind()
         if in_runs:
             run_chunks = chunks_a_run(index.table.extent(records[-1])[1])
             if not self._gathering.adds(before, last, run_chunks, self._clock(), is_first=is_first):
-                self._refresh(last, in_runs, is_first=is_first)
+                self._refresh(last, in_runs, _reason(is_first=is_first))
         if before != NO_NODE and self._is_missing(before, others):
             # In a tier, they are useless without the chunks before them.
-            self._refresh(last, others, is_first=is_first)
+            self._refresh(last, others, _reason(is_first=is_first))
         else:
-            self._write(records, others, is_first=is_first)
+            self._write(records, others, _reason(is_first=is_first))
 
     def used(self, node: int) -> None:
         """After a lookup found the prefix that ends here, ask the tiers for it and write the missing entries."""
         if self._is_wanted(node):
-            for tier in self._tiers:
-                self.refresher.begin(tier, node, Reason.USED)
+            self._refresh(node, self._tiers, Reason.USED)
 
     def leave(self, node: int, is_own: Callable[[int], bool]) -> Iterator[int]:
         """Evict the chunks that only this prefix needs and whose label `is_own`, from its end on.
 
         Evict chunks that a tier has already at once: ranking them first (`Priorities.end_session`) would take a third
-        more time. From the first chunk that no tier has, rank and write the chunks, and evict each once a tier has it.
-        A chunk that no tier takes stays. Yield the number of changed chunks after each step. Between steps, the index
-        may be used freely.
+        more time. From the first chunk that no tier has, rank the chunks, write them, and evict them once a tier has
+        them. A chunk that no tier takes stays, and so do those before it. Yield the number of changed chunks after each
+        step. Between steps, the index may be used freely.
         """
         index, nodes, count = self._index, self._index.nodes, 0
         while node != NO_NODE and is_own(nodes.label_of(node)) and self.holds(node):
@@ -138,54 +142,73 @@ class Demotions:
         if node != NO_NODE:
             key = nodes.key_of(node)
             yield from index.priorities.end_session(node, is_own)
-            if nodes.tree.keys[node] == key:
-                yield from self._write_ended(node)
+            if nodes.tree.keys[node] == key and self._has_ended(node):
+                self._let_leave(node, self._tiers)
         yield count % _CHUNKS_A_STEP
-
-    def _write_ended(self, node: int) -> Iterator[int]:
-        """Write ended chunks to the tiers that lack them, from this one up to the first that has not ended.
-
-        Each is evicted once a tier has it.
-        """
-        index, nodes = self._index, self._index.nodes.space_of(node).nodes
-        while self._has_ended(node):
-            path = list[int]()
-            while len(path) < _CHUNKS_A_STEP and self._has_ended(node):
-                path.append(node)
-                node = index.nodes.parent_of(node)
-            key = index.nodes.key_of(node) if node != NO_NODE else b""
-            missing = [
-                record
-                for each in path
-                for record in index.entries.sealed(each)
-                if not self._is_written(record, self._tiers)
-            ]
-            if missing:
-                self._write(missing, self._tiers, leaves=Leaves.WRITTEN)
-            self._evict_ended(path[0])
-            yield 0
-            if nodes.get(key) != node:
-                return
 
     def _has_ended(self, node: int) -> bool:
         return node != NO_NODE and self._index.nodes.tree.priority[node] == ENDED
 
-    def _evict_ended(self, node: int) -> None:
-        """Evict ended chunks that a tier has, from this one up to the first that cannot be evicted."""
-        for _ in range(_CHUNKS_A_STEP):
-            if not self._has_ended(node) or not self.holds(node):
-                break
-            above = self._index.nodes.parent_of(node)
-            if not self._index.evict(node):
-                break
+    def _let_leave(self, node: int, tiers: Sequence[TierState], *, is_forced: bool = False, num_bytes: int = 0) -> None:
+        """Write the prefix that ends here to the tiers that lack its end, then evict that end.
+
+        All of the prefix that a tier lacks is written, as runs are found only by the chunks before them.
+        """
+        index = self._index
+        earlier = self._leaving.pop(node, None)
+        held = [(record, index.begin_reading(record)) for record in index.entries.sealed(node)[:1]]
+        self._leaving[node] = _Leaving(index.nodes.key_of(node), is_forced, num_bytes, held)
+        if earlier is not None:
+            self._release(earlier)
+        self._refresh(node, tiers, Reason.LEAVING)
+        self._go_on(node)
+
+    def _release(self, leaving: _Leaving) -> None:
+        for record, node in leaving.held:
+            self._index.end_reading(record, node)
+
+    def _go_on(self, node: int) -> None:
+        """Let `turn` evict the end of a prefix, if it leaves: it has been written, or its refresh has ended."""
+        if node in self._leaving:
+            self._going_on[node] = None
+
+    def _evict_leaving(self, node: int) -> None:
+        """Evict the end of a prefix that leaves: at most `_CHUNKS_A_STEP` chunks, up to the first that is in use."""
+        if node not in self._leaving or self.refresher.is_refreshing(node):
+            return  # the end of the refresh calls again
+        index, leaving = self._index, self._leaving.pop(node)
+        self._release(leaving)
+        if index.nodes.tree.keys[node] != leaving.key:
+            return  # it was evicted
+        for number in range(_CHUNKS_A_STEP):
+            if node == NO_NODE or not (leaving.is_forced or self._has_ended(node)):
+                return
+            if not (leaving.is_forced or self.holds(node)):
+                if number:  # a gap: each question follows an eviction, so a tier that takes nothing is asked once
+                    self._let_leave(node, self._tiers)
+                return
+            above, key = index.nodes.parent_of(node), index.nodes.key_of(node)
+            if not index.evict(node):
+                is_coming = any(map(index.entries.is_reading, index.entries.sealed(node)))
+                if is_coming and not (leaving.is_forced and number):
+                    self._leaving[node] = _Leaving(key, leaving.is_forced)  # the end of the write calls again
+                return
             node = above
+        if node != NO_NODE and not leaving.is_forced:
+            self._leaving[node] = _Leaving(index.nodes.key_of(node), is_forced=False)
+            self._go_on(node)
 
     def turn(self, is_over: Callable[[], bool]) -> None:
         """Do at least one step of each kind of work, then continue until `is_over`."""
         while (stored := self._gathering.next_over(self._clock())) is not None:
-            in_runs = [tier for tier in self._tiers if tier.queue.keeps_runs]
-            self._refresh(stored.last, in_runs, is_first=stored.is_first)
+            self._refresh(stored.last, self._by_kind()[0], _reason(is_first=stored.is_first))
         self.refresher.turn(is_over)
+        while self._going_on:
+            node = next(iter(self._going_on))
+            del self._going_on[node]
+            self._evict_leaving(node)
+            if is_over():
+                break
         if self._rule is Demotion.EVICT:
             self._make_reserve(is_over)
 
@@ -194,10 +217,15 @@ class Demotions:
         """The time by which `turn` must be called if it has no work now."""
         return self._gathering.next_deadline
 
-    def _refresh(self, node: int, tiers: Sequence[TierState], *, is_first: bool) -> None:
-        """Write the newly stored end of a prefix, after asking the tiers for it."""
+    def _by_kind(self) -> tuple[list[TierState], list[TierState]]:
+        """Return the tiers that keep runs, and the others."""
+        in_runs = [tier for tier in self._tiers if tier.queue.keeps_runs]
+        return in_runs, [tier for tier in self._tiers if not tier.queue.keeps_runs]
+
+    def _refresh(self, node: int, tiers: Sequence[TierState], reason: Reason) -> None:
+        """Ask tiers for the prefix that ends here, and write its missing chunks."""
         for tier in tiers:
-            self.refresher.begin(tier, node, Reason.HANDED_OVER if is_first else Reason.STORED)
+            self.refresher.begin(tier, node, reason)
 
     def _is_missing(self, node: int, tiers: Sequence[TierState]) -> bool:
         return any(not self._is_written(record, tiers) for record in self._index.entries.sealed(node))
@@ -223,20 +251,21 @@ class Demotions:
         self,
         records: Sequence[int],
         tiers: Sequence[TierState],
+        reason: Reason,
         *,
-        leaves: Leaves = Leaves.NEVER,
-        is_first: bool = False,
+        leaves: bool = False,
     ) -> bool:
         """Write entries in order to each tier that lacks them. Return False if no tier takes any.
 
-        `leaves` decides whether to evict them afterwards. With `is_first`, write them before waiting entries.
+        With `leaves`, evict them afterwards.
         """
         index, table, is_taken = self._index, self._index.table, False
         for tier in tiers:
             if tier.queue.is_suspended:
                 continue
             missing = [record for record in records if not tier.has(record, table.header(record))]
-            num_kept = len(missing) if is_first else _num_taken(tier.queue, len(missing))
+            takes_all = reason in (Reason.HANDED_OVER, Reason.LEAVING)
+            num_kept = len(missing) if takes_all else _num_taken(tier.queue, len(missing))
             self._counters[_DEMOTIONS_DROPPED] += len(missing) - num_kept
             missing = missing[:num_kept]
             if not missing:
@@ -249,7 +278,7 @@ class Demotions:
                 [keys[number] for number in order],
                 [table.extent(record) for record in missing],
                 [table.owner_of(record) for record in missing],
-                is_first=is_first,
+                is_first=reason is Reason.HANDED_OVER,
             )
             if not tier.queue.submit(job):
                 self._counters[_DEMOTIONS_DROPPED] += len(missing)
@@ -261,13 +290,13 @@ class Demotions:
                 tier.expect(record, header)
         return is_taken
 
-    def _write_lost(self, tier: TierState, records: Sequence[int], is_first: bool) -> bool:
+    def _write_lost(self, tier: TierState, records: Sequence[int], reason: Reason) -> bool:
         """Write entries that a tier lacks. Return False if one was dropped."""
         num_dropped = self._counters[_DEMOTIONS_DROPPED]
-        self._write(records, [tier], is_first=is_first)
+        self._write(records, [tier], reason)
         return self._counters[_DEMOTIONS_DROPPED] == num_dropped
 
-    def _wrote(self, tier: TierState, entries: Sequence[tuple[int, int, int]], leaves: Leaves, part: Part) -> None:
+    def _wrote(self, tier: TierState, entries: Sequence[tuple[int, int, int]], leaves: bool, part: Part) -> None:
         """Handle the outcomes of some entries of a job. `entries` has record, header and node of each."""
         now = self._clock()
         for (record, header, node), ok in zip(entries[part.first :], part.outcomes, strict=False):
@@ -276,10 +305,9 @@ class Demotions:
             elif tier.has(record, header):
                 tier.mark(record, header, now)
             self._index.end_reading(record, node)
-            if leaves is Leaves.ANYWAY:
+            if leaves:
                 self._index.evict(node)
-            elif leaves is Leaves.WRITTEN and ok:
-                self._evict_ended(node)
+            self._go_on(node)
         for place in part.corrupt:
             record, header, _ = entries[place]
             self._on_corrupt(record, header)
@@ -288,7 +316,9 @@ class Demotions:
         """Write and evict the entries that leave next, until the reserve is free or `is_over`."""
         index = self._index
         reserve = int(index.extents.ready_bytes * _RESERVE_SHARE)
+        in_runs, others = self._by_kind()
         leaving = sum(tier.queue.queued_write_bytes for tier in self._tiers)
+        leaving += sum(each.num_bytes for each in self._leaving.values())
         self.lacks_victims = self._is_cut = False
         for number in itertools.count():
             if index.extents.free_bytes + leaving >= reserve:
@@ -309,18 +339,25 @@ class Demotions:
             ):
                 nodes.append(node)
                 records += index.entries.sealed(node)
-            records = [record for record in records if not self._is_written(record, self._tiers)]
-            if (
-                not self._is_wanted(nodes[0])
-                or not records
-                or not self._write(records, self._tiers, leaves=Leaves.ANYWAY)
-            ):
-                for leaf in nodes:
-                    leaving += sum(index.table.extent(record)[1] for record in index.entries.sealed(leaf))
-                    if not index.evict(leaf):
-                        break
+            missing = [record for record in records if not self._is_written(record, self._tiers)]
+            num_bytes = sum(index.table.extent(record)[1] for record in missing)
+            is_taken = False
+            if missing and self._is_wanted(nodes[0]):
+                if not all(self._is_written(record, in_runs) for record in missing):
+                    self._let_leave(nodes[0], in_runs, is_forced=True, num_bytes=num_bytes)
+                    is_taken = True
+                is_taken |= self._write(missing, others, Reason.STORED, leaves=True)
+            if is_taken:
+                leaving += num_bytes
                 continue
-            leaving += sum(index.table.extent(record)[1] for record in records)
+            for leaf in nodes:
+                leaving += sum(index.table.extent(record)[1] for record in index.entries.sealed(leaf))
+                if not index.evict(leaf):
+                    break
+
+
+def _reason(*, is_first: bool) -> Reason:
+    return Reason.HANDED_OVER if is_first else Reason.STORED
 
 
 def _num_taken(queue: TierQueue, num_entries: int) -> int:

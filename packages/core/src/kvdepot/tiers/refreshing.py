@@ -24,10 +24,6 @@ _CHUNKS_A_STEP: Final = 32  # chunks of a prefix per step
 _KEYS_A_QUESTION: Final = 512  # a multiple of the longest run
 _MOST_PREFIXES: Final = 256  # being refreshed at one time
 
-Steps: TypeAlias = Generator[Pause, None, None]
-Write: TypeAlias = Callable[[TierState, Sequence[int], bool], bool]
-_Asked: TypeAlias = tuple[int, int, bool]  # record, header, whether the tier was believed to have it
-
 
 class Reason(Enum):
     """The reason to refresh a prefix."""
@@ -35,6 +31,12 @@ class Reason(Enum):
     USED = 0  # a lookup found it
     STORED = 1  # its end is new: ask only for entries that the tier was never known to have
     HANDED_OVER = 2  # like STORED, and an engine of another node waits for it
+    LEAVING = 3  # like STORED, and the pool evicts its end afterwards
+
+
+Steps: TypeAlias = Generator[Pause, None, None]
+Write: TypeAlias = Callable[[TierState, Sequence[int], Reason], bool]
+_Asked: TypeAlias = tuple[int, int, bool]  # record, header, whether the tier was believed to have it
 
 
 class Refresher:
@@ -43,8 +45,9 @@ class Refresher:
     Args:
         index: the index of the pool.
         keys: makes the keys of entries.
-        write: writes entries in order to a tier, before others if the third argument is true. It returns False if one
-            was dropped, as the entries after it are useless then.
+        write: writes entries in order to a tier. It returns False if one was dropped, as the entries after it are
+            useless then.
+        on_end: called with the last node of a prefix when its refresh in one tier ends.
         writes_used: whether to write the missing entries of used prefixes.
         clock: returns monotonic seconds.
     """
@@ -54,6 +57,7 @@ class Refresher:
         index: ChunkIndex,
         keys: EntryKeys,
         write: Write,
+        on_end: Callable[[int], object],
         clock: Callable[[], float],
         *,
         writes_used: bool,
@@ -61,6 +65,7 @@ class Refresher:
         self._index = index
         self._keys = keys
         self._write = write
+        self._on_end = on_end
         self._clock = clock
         self._writes_used = writes_used
         self._ready: dict[tuple[TierState, int], Steps] = {}  # by tier and last node, in order
@@ -75,16 +80,23 @@ class Refresher:
         """Whether `turn` has work to do now."""
         return bool(self._ready)
 
+    def is_refreshing(self, node: int) -> bool:
+        """Whether the prefix that ends with this chunk is being refreshed in any tier."""
+        return any(last == node for keys in (self._ready, self._asking, self._again) for _, last in keys)
+
     def begin(self, tier: TierState, node: int, reason: Reason) -> None:
-        """Refresh the prefix that ends with this chunk, unless it is fresh or too many others wait."""
-        key = tier, node
-        if tier.queue.is_suspended or len(self) >= _MOST_PREFIXES or not self._is_stale(tier, node, reason):
+        """Refresh the prefix that ends with this chunk, unless it is fresh or too many others wait.
+
+        The number of prefixes that leave is not limited here.
+        """
+        key, is_full = (tier, node), len(self) >= _MOST_PREFIXES and reason is not Reason.LEAVING
+        if tier.queue.is_suspended or is_full or not self._is_stale(tier, node, reason):
             return
         if key in self._ready or key in self._asking:
             if reason is not Reason.USED:
                 self._again[key] = reason
             return
-        self._ready[key] = self._refresh(key, reason)
+        self._ready[key] = self._steps(key, reason)
 
     def turn(self, is_over: Callable[[], bool]) -> None:
         """Do one step, then more until `is_over`."""
@@ -97,7 +109,7 @@ class Refresher:
             elif pause is Pause.WAIT:
                 self._asking[key] = steps
             elif key in self._again:
-                self._ready[key] = self._refresh(key, self._again.pop(key))
+                self._ready[key] = self._steps(key, self._again.pop(key))
             if is_over():
                 break
 
@@ -113,6 +125,12 @@ class Refresher:
         if tier.has(record, self._index.table.header(record)):
             return reason is Reason.USED and tier.is_stale(record, self._clock())
         return reason is not Reason.USED or self._writes_used
+
+    def _steps(self, key: tuple[TierState, int], reason: Reason) -> Steps:
+        try:
+            yield from self._refresh(key, reason)
+        finally:
+            self._on_end(key[1])
 
     def _refresh(self, key: tuple[TierState, int], reason: Reason) -> Steps:
         tier, node = key
@@ -194,11 +212,10 @@ class Refresher:
         table = self._index.table
         if reason is Reason.USED and not self._writes_used:
             return True
-        is_first = reason is Reason.HANDED_OVER
         for start in range(0, len(lost), MOST_CHUNKS_A_RUN):
             some = lost[start : start + MOST_CHUNKS_A_RUN]
             records = [record for record, header, _ in some if table.header(record) == header]
-            if records and not self._write(tier, records, is_first):
+            if records and not self._write(tier, records, reason):
                 return False
             yield Pause.STEP
         return True

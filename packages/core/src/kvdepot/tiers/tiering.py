@@ -218,8 +218,8 @@ class Tiering:
 
     def leave(self, node: int, is_own: Callable[[int], bool]) -> Iterator[int]:
         """Evict the chunks that only a prefix needs as soon as a tier has them: see `Demotions.leave`."""
+        yield from self._demotions.leave(node, is_own)
         self.due = 0.0
-        return self._demotions.leave(node, is_own)
 
     def holds(self, node: int) -> bool:
         """Return whether a working tier has all entries of a chunk, or they are on their way there."""
