@@ -460,6 +460,23 @@ def test_extents_of_a_lost_session_wait_for_its_process_or_its_return() -> None:
         assert bench.index.extents.used_bytes == 0
 
 
+def test_a_worker_that_returned_before_its_lost_session_ended_leaves_no_extents_behind() -> None:
+    bench = Bench(pages=4)
+    lost, other = bench.worker(name="engine"), bench.worker()
+    lost.prepare(prompt(2))
+    other.prepare(prompt(2, 1))
+    returned = bench.worker(writer=lost.writer, name="engine")
+    for session in (other.session, lost.session):
+        bench.depot.end_session(session)
+    bench.depot.background.work()
+    assert bench.depot.status.fields()["quarantined_bytes"] == 2 * PAGE, "those of the worker that is away"
+    assert bench.depot.status.fields()["events"][-1][1] == "engine left"
+    returned.store(prompt(2))
+    assert returned.lookup(prompt(2)).num_chunks == 2
+    bench.depot.end_session(returned.session)
+    bench.drain()
+
+
 def test_a_draining_depot_declines_stores_and_goes_on_serving() -> None:
     bench = Bench()
     worker = bench.worker()

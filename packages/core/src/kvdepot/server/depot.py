@@ -200,22 +200,26 @@ class Depot:
 
     def end_session(self, session: int) -> None:
         """End the contexts of a session: leases now, unfinished entries as soon as their writer is known to be gone."""
+        # A worker that renews its session may register before the loop sees its earlier session end.
+        renewed = {each.fence for each in self.contexts.by_number.values() if each.session > session}
         for context in self.contexts.of_session(session):
             self.news.end_context(context.number)
             self.flights.end_context(context)
             mover = self.contexts.remove(context)
             self.flights.end_stranded()
             # Identifies the process that may still be writing.
-            fence = context.fence if mover is None else (mover, context.owner)
+            fence = (mover or context.writer, context.owner)
+            if fence in renewed:
+                fence = None
             count = self.stores.end_context(context.number, fence)
             self.state.note(
-                f"{context.instance} left" + (", its unfinished stores wait for its process" if count else "")
+                f"{context.instance} left" + (", its unfinished stores wait for its process" if count and fence else "")
             )
             logger.info(
                 "%s (context %d) left%s",
                 context.instance,
                 context.number,
-                f", {count} unfinished entries wait for process {fence[0].pid}" if count else "",
+                f", {count} unfinished entries wait for process {fence[0].pid}" if count and fence else "",
             )
 
     def end_process(self, writer: Writer) -> None:
