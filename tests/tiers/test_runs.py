@@ -421,6 +421,23 @@ def test_a_session_that_is_demoted_is_found_in_runs(demotion: str, num_chunks: i
         assert find(peer, run) == num_chunks
 
 
+@pytest.mark.parametrize("is_drained", [True, False])
+def test_stores_that_wait_for_more_are_written_before_a_depot_stops(is_drained: bool, tmp_path: Path) -> None:
+    run, url = run_of_chunks(12), f"file://{tmp_path}"
+    with DepotProcess("--tier", url) as depot, contextlib.closing(Peer(depot, REGISTERED)) as peer:
+        for chunk in range(0, 12, 4):  # each would wait for two seconds
+            peer.store(run.slice(chunk, chunk + 4))
+        if is_drained:
+            with pytest.raises(SystemExit) as ended:
+                main(["drain", "--url", depot.url])
+            assert ended.value.code == 0
+            depot.kill()
+        else:
+            assert depot.terminate() == 0
+    with DepotProcess("--tier", url) as depot, contextlib.closing(Peer(depot, REGISTERED)) as peer:
+        assert find(peer, run) == 12
+
+
 class Counting:
     """Forwards connections to a server and counts the requests by method."""
 

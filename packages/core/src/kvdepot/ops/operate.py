@@ -214,13 +214,13 @@ def _drain(options: argparse.Namespace) -> int:
     while True:
         status = _ask(options, o.Status()).status
         waiting = sum(tier.queued_write_bytes for tier in status.tiers)
-        if not status.num_tickets and not waiting:
+        if not status.num_tickets and not status.num_unwritten and not waiting:
             print("drained: no store is in progress, nothing waits to be written")
             return 0
         if time.monotonic() >= end:
             print(
                 f"not drained within {options.wait:g} s: {counted(status.num_tickets, 'store')} in progress,"
-                f" {format_size(waiting)} waiting to be written",
+                f" {counted(status.num_unwritten, 'stored prompt')} and {format_size(waiting)} waiting to be written",
                 file=sys.stderr,
             )
             return 1

@@ -248,13 +248,15 @@ class DepotServer:
             self.close()
 
     def stop(self) -> None:
-        """Tell the loop to end: decline new stores and finish those under way.
+        """Tell the loop to end: decline new stores, finish those under way, and write them to the tiers.
 
         Any thread or signal handler may call this.
         """
         if self._stopping_at is None:
             self._stopping_at = time.monotonic() + _DRAIN_SECONDS
             self.depot.state.accepts_stores = False
+            if self.depot.state.tiering is not None:
+                self.depot.state.tiering.gather(waits=False)
             self.loop.end()
         self._waker.wake()
 
@@ -265,7 +267,9 @@ class DepotServer:
 
     def _is_over(self) -> bool:
         has_time = self._stopping_at is None or time.monotonic() < self._stopping_at
-        return not self.depot.stores.tickets or not has_time
+        tiering = self.depot.state.tiering
+        is_writing = bool(self.depot.stores.tickets) or (tiering is not None and tiering.num_unwritten > 0)
+        return not is_writing or not has_time
 
     def close(self) -> None:
         """Close sockets and files. Remove the pool if it is ephemeral; otherwise it stays for the next server."""

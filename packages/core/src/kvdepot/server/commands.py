@@ -363,6 +363,8 @@ def drain(depot: Depot, request: o.Drain, _who: Who) -> m.Done:
     if depot.state.is_draining != is_draining:
         _note(depot, "draining: stores are declined" if is_draining else "stores are accepted again")
     depot.state.is_draining = is_draining
+    if depot.state.tiering is not None:
+        depot.state.tiering.gather(waits=not is_draining)
     depot.flights.end_stranded()
     return m.Done(depot.state.epoch, len(depot.stores.tickets))
 

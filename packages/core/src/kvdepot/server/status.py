@@ -71,6 +71,7 @@ class StatusReport:
             "num_agent_sessions": len(self._agents.prefixes),
             "draining": state.is_draining,
             "num_tickets": len(self._stores.tickets),
+            "num_unwritten": state.tiering.num_unwritten if state.tiering else 0,
             "num_flights": len(self._flights),
             "num_segments": len(self._contents),
             "prefill_seconds_saved": usage.saved_seconds,

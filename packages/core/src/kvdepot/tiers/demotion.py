@@ -91,6 +91,15 @@ class Demotions:
         """Whether `turn` has work to do now."""
         return self._is_cut or bool(self._going_on) or self.refresher.has_work
 
+    @property
+    def num_unwritten(self) -> int:
+        """The number of stored prefixes whose writes are still to be submitted."""
+        return len(self._gathering) + self.refresher.num_unwritten
+
+    def gather(self, *, waits: bool) -> None:
+        """Let newly stored chunks wait for those after them, or write them at once."""
+        self._gathering.waits = waits
+
     def stored(self, records: Sequence[int], *, is_first: bool = False) -> None:
         """Write newly sealed entries, in the order of their chunks, if `is_first` or the rule demands it."""
         index = self._index

@@ -3,7 +3,7 @@
 Engines store a long prompt in many pieces, and a chunk or two in each step of decoding. So chunks wait for the stores
 that continue them: 0.05 seconds if another node waits for them, otherwise 0.25 seconds, or 2 seconds if they are few.
 They wait ten seconds at most, and no longer than one second once a run is complete. If the prefix is used meanwhile, it
-is written at once.
+is written at once. A depot that drains or stops does not wait.
 """
 
 import math
@@ -17,7 +17,7 @@ _FEW_CHUNKS: Final = 8  # fewer chunks wait longest: later chunks of the prompt 
 _IDLE_SECONDS: Final = (0.05, 0.25, 2.0)  # if another node waits; otherwise; for few chunks
 _LEAST_SECONDS: Final = 1.0  # before a complete run is written: each run is a separate question
 _MOST_SECONDS: Final = 10.0  # then an incomplete run is written, too
-_MOST_WAITING: Final = 1024  # chunks; with more, no run waits, as waiting chunks are pinned in the pool
+_MOST_WAITING: Final = 1024  # stores; with more, none waits, as the pool may evict waiting chunks unwritten
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +35,19 @@ class Gathering:
     """The waiting stores, by the node of their last chunk."""
 
     def __init__(self, nodes: Nodes) -> None:
+        self.waits = True  # if False, all stores are over
         self._nodes = nodes
         # Ordered by the end of the wait.
         self._waiting: tuple[dict[int, Gathered], ...] = tuple({} for _ in _IDLE_SECONDS)
 
+    def __len__(self) -> int:
+        return sum(map(len, self._waiting))
+
     @property
     def next_deadline(self) -> float:
         """The time by which `next_over` must be called."""
+        if not self.waits and self:
+            return 0.0
         return min((next(iter(waiting.values())).until for waiting in self._waiting if waiting), default=math.inf)
 
     def adds(self, before: int, last: int, run_chunks: int, now: float, *, is_first: bool) -> bool:
@@ -65,7 +71,7 @@ class Gathering:
         num_chunks = depth - (nodes.depth_of(before) if before != NO_NODE else -1)
         has_waited = is_first or now - began >= _LEAST_SECONDS
         is_over = now - began >= _MOST_SECONDS or (has_waited and (depth + 1) % run_chunks == 0)
-        if is_over or sum(map(len, self._waiting)) >= _MOST_WAITING:
+        if is_over or not self.waits or len(self) >= _MOST_WAITING:
             return False
         kind = 0 if is_first else 2 if num_chunks < _FEW_CHUNKS else 1
         self._waiting[kind][last] = Gathered(last, nodes.key_of(last), is_first, began, now + _IDLE_SECONDS[kind])
@@ -76,7 +82,7 @@ class Gathering:
         for waiting in self._waiting:
             while waiting:
                 last, gathered = next(iter(waiting.items()))
-                if now < gathered.until:
+                if self.waits and now < gathered.until:
                     break
                 del waiting[last]
                 if self._nodes.tree.keys[last] == gathered.key:

@@ -71,9 +71,15 @@ class Refresher:
         self._ready: dict[tuple[TierState, int], Steps] = {}  # by tier and last node, in order
         self._asking: dict[tuple[TierState, int], Steps] = {}  # steps that wait for a tier
         self._again: dict[tuple[TierState, int], Reason] = {}  # prefixes of which another worker stored more meanwhile
+        self._unwritten: set[tuple[TierState, int]] = set()  # prefixes with another reason than their use
 
     def __len__(self) -> int:
         return len(self._ready) + len(self._asking)
+
+    @property
+    def num_unwritten(self) -> int:
+        """The number of prefixes with newly stored chunks."""
+        return len(self._unwritten)
 
     @property
     def has_work(self) -> bool:
@@ -92,6 +98,8 @@ class Refresher:
         key, is_full = (tier, node), len(self) >= _MOST_PREFIXES and reason is not Reason.LEAVING
         if tier.queue.is_suspended or is_full or not self._is_stale(tier, node, reason):
             return
+        if reason is not Reason.USED:
+            self._unwritten.add(key)
         if key in self._ready or key in self._asking:
             if reason is not Reason.USED:
                 self._again[key] = reason
@@ -130,6 +138,8 @@ class Refresher:
         try:
             yield from self._refresh(key, reason)
         finally:
+            if key not in self._again:
+                self._unwritten.discard(key)
             self._on_end(key[1])
 
     def _refresh(self, key: tuple[TierState, int], reason: Reason) -> Steps:

@@ -130,6 +130,16 @@ class Tiering:
         """The number of used prefixes that tiers are being asked for."""
         return len(self._demotions.refresher)
 
+    @property
+    def num_unwritten(self) -> int:
+        """The number of stored prefixes whose writes are still to be submitted."""
+        return self._demotions.num_unwritten
+
+    def gather(self, *, waits: bool) -> None:
+        """Let newly stored chunks wait for those after them, or write them at once."""
+        self._demotions.gather(waits=waits)
+        self.due = 0.0
+
     def status(self) -> list[TierStatus]:
         """Return the state of each tier for operators."""
         return [queue.status() for queue in self.queues if not queue.is_retired]

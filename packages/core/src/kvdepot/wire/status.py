@@ -122,6 +122,7 @@ class DepotStatus(Struct, frozen=True, kw_only=True):
     num_pins: int = 0  # agent sessions whose prefix is pinned
     num_agent_sessions: int = 0  # agent sessions whose last prefix is known
     num_tickets: int
+    num_unwritten: int = 0  # stored prefixes that are gathered, or that a tier is asked for, before they are written
     num_flights: int = 0  # prefixes that a lookup announced as being computed
     num_segments: int = 0  # names in the index of contents, for blends
     prefill_seconds_saved: float = 0.0  # time to compute the retrieved tokens, without subtracting the retrieves
