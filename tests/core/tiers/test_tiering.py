@@ -858,6 +858,7 @@ def test_a_promotion_under_way_brings_nothing_after_a_clear(make: Maker, monkeyp
     bench.depot.background.work()
 
     def are_answered() -> bool:
+        bench.depot.background.work()
         bench.tiering.turn()
         reads.release(reads.held)
         reads.held.clear()
@@ -1315,6 +1316,51 @@ def test_a_waiting_write_does_not_come_back_after_a_clear(make: Maker) -> None:
     bench.forget()
     assert bench.lookup(prompt(16, tenant="a")) == 0
     assert bench.lookup(prompt(2, tenant="b")) == 2
+
+
+def test_clear_waits_for_a_write_under_way(make: Maker) -> None:
+    bench, run = make(), prompt(8)
+    bench.tiers[0].hang = True
+    bench.store(run)
+    wait_until(lambda: bench.tiers[0].num_calls, what="a write")
+    deferred = operate(bench.depot, o.Clear())
+    for _ in range(3):
+        bench.depot.background.work()
+        bench.tiering.turn()
+    assert isinstance(deferred, PendingReply)
+    assert deferred.reply is None
+    bench.tiers[0].hang = False
+    assert bench.wait(deferred).count == 16
+    assert bench.index.extents.used_bytes == 0
+    assert bench.lookup(run) == 0
+
+
+def test_clear_removes_chunks_that_are_promoted_meanwhile(make: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, run = make(), prompt(8)
+    bench.store(run)
+    bench.forget()
+    storage = bench.tiers[0].inner
+    clear, looked_up, is_clear = storage.clear, threading.Event(), threading.Event()
+
+    def clear_later(*names: Any) -> Iterator[int]:
+        is_clear.set()
+        looked_up.wait(30.0)
+        yield from clear(*names)
+
+    monkeypatch.setattr(storage, "clear", clear_later)
+    deferred = operate(bench.depot, o.Clear())
+
+    def has_begun() -> bool:
+        bench.depot.background.work()
+        bench.tiering.turn()
+        return is_clear.is_set()
+
+    wait_until(has_begun, what="the clear of the tier")
+    assert bench.lookup(run) == 8
+    looked_up.set()
+    assert bench.wait(deferred).count == 16
+    assert bench.index.extents.used_bytes == 0
+    assert bench.lookup(run) == 0
 
 
 @pytest.mark.promise(31)

@@ -155,14 +155,19 @@ def clear(depot: Depot, request: o.Clear, who: Who) -> Steps:
         _note_clear(depot, "a prefix", removed, asker)
         return m.Done(depot.state.epoch, removed)
     tenant, model = request.tenant, request.model
-    tiering = depot.state.tiering
-    if tiering is not None:
-        for _ in tiering.stop(tenant, model):
-            yield turns.again
-    removed = yield from turns.total(clear_pool(depot, tenant, model))
-    problems: list[str] = []
-    tiering = depot.state.tiering  # a tier may have been added since
-    if tiering is not None:
+    removed, problems = 0, list[str]()
+    for is_again in (False, True):  # again, as entries may have been written or promoted until the tiers were clear
+        tiering = depot.state.tiering
+        if tiering is not None:
+            stopped = Outcome[()]()
+            for _ in tiering.stop(tenant, model, stopped.set):
+                yield turns.again
+            yield from stopped.wait()
+        in_pool = yield from turns.total(clear_pool(depot, tenant, model))
+        removed += in_pool
+        tiering = depot.state.tiering  # a tier may have been added since
+        if tiering is None or (is_again and not in_pool):
+            break
         cleared = Outcome[int, list[str]]()
         tiering.clear(tenant, model, cleared.set)
         in_tiers, problems = yield from cleared.wait()

@@ -83,6 +83,7 @@ class Demotions:
         self.refresher = Refresher(
             index, keys, self._write_lost, self._go_on, clock, writes_used=rule is not Demotion.EVICT
         )
+        self.writing: set[Job] = set()  # jobs with outcomes to come
         self._leaving: dict[int, _Leaving] = {}  # by node
         self._going_on: dict[int, None] = {}  # nodes of `_leaving` that may be evictable now, in order
 
@@ -294,6 +295,7 @@ class Demotions:
                 continue
             entries = [(record, table.header(record), index.begin_reading(record)) for record in missing]
             job.on_part = partial(self._wrote, tier, entries, leaves)
+            self.writing.add(job)
             is_taken = True
             for record, header, _ in entries:
                 tier.expect(record, header)
@@ -308,6 +310,8 @@ class Demotions:
     def _wrote(self, tier: TierState, entries: Sequence[tuple[int, int, int]], leaves: bool, part: Part) -> None:
         """Handle the outcomes of some entries of a job. `entries` has record, header and node of each."""
         now = self._clock()
+        if part.is_last:
+            self.writing.discard(part.job)
         for (record, header, node), ok in zip(entries[part.first :], part.outcomes, strict=False):
             if not ok:
                 tier.unmark(record, header)

@@ -25,6 +25,7 @@ from kvdepot.keys import num_digests
 from kvdepot.pool.names import Label
 from kvdepot.tiers.demotion import Demotions
 from kvdepot.tiers.jobs import Job, Operation, Part
+from kvdepot.tiers.keys import has_names
 from kvdepot.tiers.names import EntryKeys, name_hashes
 from kvdepot.tiers.promotion import Promotions, Waiter
 from kvdepot.tiers.queue import TierQueue
@@ -113,6 +114,7 @@ class Tiering:
             index, self._keys, self.counters, clock, settings.promotion_seconds, end_store
         )
         self.promotions = Promotions(self.promotion_context, self._tiers)
+        self._awaiting: list[tuple[Sequence[Job], Callable[[], None]]] = []  # see `stop`
         self.due = 0.0  # the time, by `clock`, by which `turn` must be called
 
     @property
@@ -169,8 +171,11 @@ class Tiering:
                 return True
         return False
 
-    def stop(self, tenant: str | None, model: str | None) -> Iterator[int]:
-        """Stop the promotions of a tenant or a model, and drop its waiting writes, in steps like `drop_writes`."""
+    def stop(self, tenant: str | None, model: str | None, on_done: Callable[[], None]) -> Iterator[int]:
+        """Stop the promotions of a tenant or a model, and drop its waiting writes, in steps like `drop_writes`.
+
+        Call `on_done` once its running writes have ended, or are late.
+        """
         hashes = name_hashes(tenant, model)
 
         def is_meant(owner: int) -> bool:
@@ -182,6 +187,9 @@ class Tiering:
         yield 0
         for queue in self.queues:
             yield from queue.drop_writes(*hashes)
+        jobs = [job for job in self._demotions.writing if has_names(job.keys[0], *hashes)]
+        self._awaiting.append((jobs, on_done))
+        self.due = 0.0
 
     def clear(self, tenant: str | None, model: str | None, on_done: Callable[[int, list[str]], None]) -> None:
         """Remove a tenant's or a model's entries from all tiers.
@@ -308,6 +316,12 @@ class Tiering:
                     part.job.on_part(part)
                 if is_over():
                     break
+        awaiting, self._awaiting = self._awaiting, []
+        for jobs, on_done in awaiting:
+            if any(job.num_left and not job.is_late for job in jobs):
+                self._awaiting.append((jobs, on_done))
+            else:
+                on_done()
         self.promotions.turn(is_over)
         self._demote(self._demotions.turn, is_over)
         if self._demotions.lacks_victims:
