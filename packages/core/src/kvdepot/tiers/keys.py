@@ -5,6 +5,7 @@ salt), the layer group, the part and the page sizes. It begins with hashes of th
 their entries can be found without an index. For weights that a trainer wrote, the place ends with their mark.
 """
 
+from functools import lru_cache
 from typing import Final
 
 import msgspec
@@ -43,6 +44,7 @@ def generation_of(key: bytes) -> bytes:
     return key[NAME_HASH_BYTES : 2 * NAME_HASH_BYTES] + key[_MARK]
 
 
+@lru_cache(1024)  # weights in training have new marks all the time
 def place_of(space: bytes, group: int, part: int, check: int, num_bytes: int, mark: bytes = b"") -> bytes:
     """Return the place: the section of a key that all entries of one part of one layer group share.
 

@@ -34,7 +34,6 @@ class EntryKeys:
         self._names_of = names_of
         self._hashes: dict[int, tuple[bytes, bytes]] = {}
         self._marks: dict[int, bytes] = {}  # by owner
-        self._places: dict[tuple[int, int, int, int, int, bytes], bytes] = {}
         self._last_runs: dict[int, tuple[int, bytes, bytes]] = {}  # (node, its key, its run), by chunks per run
 
     def hashes(self, owner: int) -> tuple[bytes, bytes]:
@@ -63,12 +62,7 @@ class EntryKeys:
 
     def _key(self, owner: int, space: Space, place: PartPlace, digest: bytes) -> bytes:
         hashes, mark = self.hashes(owner), self._marks[owner]
-        number = space.number, place.group, place.part, place.check, place.num_bytes, mark
-        packed = self._places.get(number)
-        if packed is None:
-            packed = self._places[number] = place_of(
-                space.digest, place.group, place.part, place.check, place.num_bytes, mark
-            )
+        packed = place_of(space.digest, place.group, place.part, place.check, place.num_bytes, mark)
         return tier_key(*hashes, packed, digest)
 
     def key_of(self, record: int) -> bytes:
