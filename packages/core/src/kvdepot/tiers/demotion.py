@@ -184,7 +184,7 @@ class Demotions:
 
     def _evict_leaving(self, node: int) -> None:
         """Evict the end of a prefix that leaves: at most `_CHUNKS_A_STEP` chunks, up to the first that is in use."""
-        if node not in self._leaving or self.refresher.is_refreshing(node):
+        if node not in self._leaving or any(self.refresher.is_refreshing(tier, node) for tier in self._tiers):
             return  # the end of the refresh calls again
         index, leaving = self._index, self._leaving.pop(node)
         self._release(leaving)

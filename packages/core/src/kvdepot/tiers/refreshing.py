@@ -86,9 +86,9 @@ class Refresher:
         """Whether `turn` has work to do now."""
         return bool(self._ready)
 
-    def is_refreshing(self, node: int) -> bool:
-        """Whether the prefix that ends with this chunk is being refreshed in any tier."""
-        return any(last == node for keys in (self._ready, self._asking, self._again) for _, last in keys)
+    def is_refreshing(self, tier: TierState, node: int) -> bool:
+        """Return whether the prefix that ends with this chunk is being refreshed."""
+        return any((tier, node) in keys for keys in (self._ready, self._asking, self._again))
 
     def begin(self, tier: TierState, node: int, reason: Reason) -> None:
         """Refresh the prefix that ends with this chunk, unless it is fresh or too many others wait.
