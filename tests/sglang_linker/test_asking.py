@@ -74,6 +74,17 @@ def test_no_more_pages_are_promised_than_were_found_behind_the_device_s() -> Non
     assert engine.asking.key_of("r", 1) is None
 
 
+@pytest.mark.parametrize(("found", "seconds"), [(4, 10.0), (0, 0.2)])
+def test_answers_of_requests_that_never_load_are_not_kept_beyond_their_leases(found: int, seconds: float) -> None:
+    engine = Engine(found)
+    engine.asking.ask("left", key(1), 0)
+    for number, now in enumerate((seconds * 0.9, seconds * 1.1)):
+        engine.now = now
+        engine.asking.ask(f"later {number}", key(2), 0)
+        assert (engine.asking.key_of("left", found) is not None) == (number == 0)
+    assert engine.client.released == ([1] if found else [])
+
+
 @pytest.mark.parametrize(("found", "start"), [(4, 4), (2, 2), (0, 0)])
 def test_a_store_begins_with_what_the_depot_lacks_of_the_device_s_pages(found: int, start: int) -> None:
     engine = Engine(found)

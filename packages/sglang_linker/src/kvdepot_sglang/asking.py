@@ -65,6 +65,7 @@ class Asking:
             if (known.first, known.key.digests) == (first, key.digests) and now < known.until:
                 return known.found
             self.drop(request_id)
+        self._drop_ended(now)
         lease = self._client.submit_lookup(request_id, key, wait_seconds=self._tier_seconds).result()
         found = max(0, lease.num_chunks - first)
         seconds = lease.lease_seconds / 2 if lease.num_chunks else _MISS_SECONDS
@@ -106,6 +107,17 @@ class Asking:
         answer = self._answers.pop(request_id, None)
         if answer is not None and answer.lease.num_chunks:
             self._client.release(answer.lease)
+
+    def _drop_ended(self, now: float) -> None:
+        """Forget the oldest answers whose leases have ended, and misses: requests that never load leave them behind.
+
+        An answer is not dropped at its `until`, because its request may load in the step that began before.
+        """
+        while self._answers:
+            request_id, answer = next(iter(self._answers.items()))
+            if now < answer.until + answer.lease.lease_seconds / 2:
+                return
+            self.drop(request_id)
 
     def drop_all(self) -> None:
         """Forget all answers, and release their leases."""
