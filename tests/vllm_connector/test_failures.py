@@ -145,8 +145,13 @@ def test_a_request_aborted_while_it_loads_from_a_depot_that_dies(warm: Engine, d
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("gqa", {}), ("gqa", {"enable_prefix_caching": False}), ("windows", {"kv_cache_memory_bytes": 128 << 20})],
-    ids=["one group", "one group without vLLM's own cache", "several groups"],
+    [
+        ("gqa", {}),
+        ("gqa", {"enable_prefix_caching": False}),
+        ("windows", {"kv_cache_memory_bytes": 128 << 20}),
+        ("only-windows", {}),
+    ],
+    ids=["one group", "one group without vLLM's own cache", "several groups", "one group of windows"],
 )
 @pytest.mark.promise(32)
 def test_a_load_that_fails_is_recomputed(

@@ -118,6 +118,9 @@ def _configurations() -> dict[str, Any]:
             layer_types=["sliding_attention"] * 5 + ["full_attention"],
             **_SMALL,
         ),
+        "only-windows": lambda: t.MistralConfig(
+            intermediate_size=512, num_hidden_layers=4, head_dim=64, sliding_window=512, **_SMALL
+        ),
         "short-windows": lambda: t.GptOssConfig(
             intermediate_size=256,
             num_hidden_layers=4,

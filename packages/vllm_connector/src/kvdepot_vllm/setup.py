@@ -146,8 +146,9 @@ class Start:
         # Only after a sleep does it matter whether the weights are those that were loaded.
         can_sleep = bool(getattr(self.vllm_config.model_config, "enable_sleep_mode", False))
         loaded = tell_weights() if can_sleep else (rank, "")
+        # vLLM computes a prompt again from an invalid block on. It has the blocks before with full attention alone.
         only = cache.groups[0] if cache.num_groups == 1 else None
-        block_tokens = only.block_tokens if only is not None and only.kind is not GroupKind.RECURRENT else 0
+        block_tokens = only.block_tokens if only is not None and only.kind is GroupKind.FULL_ATTENTION else 0
         blends, text = None, ""
         if self.settings.blend != "off":
             from kvdepot_vllm.blend.setup import start_blending

@@ -88,7 +88,7 @@ class WorkerSide:
     Args:
         context: copies the bytes. None if this worker uses no depot: every load fails, and every store ends at once.
         chunk_tokens: tokens of one chunk.
-        block_tokens: tokens of a block, for one layer group; 0 for several groups, with failures reported by request.
+        block_tokens: tokens of a block, for one group of full attention; else 0, with failures reported by request.
         blends: this worker's side of blends; None if it does not blend.
         open_context: creates another context after the engine has reallocated the cache's memory.
         tell_weights: returns this worker's number and a digest of its weights, "" if there is none.

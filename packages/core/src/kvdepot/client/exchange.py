@@ -92,7 +92,8 @@ class Exchange:
         if job.ready is not None:
             self._copy_route.copier.wait_for(Direction.STORE, job.ready)
         commits: collections.deque[tuple[int, int]] = collections.deque()  # not confirmed: sequence, first chunk
-        complete = True
+        complete, first = True, job.first_covered
+        job.transfer.num_chunks = first
 
         def abandon_commits() -> None:
             for sequence, start in commits:
@@ -101,7 +102,7 @@ class Exchange:
 
         with contextlib.ExitStack() as undo:
             undo.callback(abandon_commits)
-            for batch, sequence in self._ask_ahead(Direction.STORE, connection, channel, job, 0, undo):
+            for batch, sequence in self._ask_ahead(Direction.STORE, connection, channel, job, first, undo):
                 plan = self._wait(connection, channel, sequence, _abort)
                 if not isinstance(plan, m.StorePlan):
                     raise DepotUnavailable(f"it answered a store with {type(plan).__name__}")
@@ -139,7 +140,7 @@ class Exchange:
         """
         if job.ready is not None:
             self._copy_route.copier.wait_for(Direction.RETRIEVE, job.ready)
-        first = job.skip_tokens // self._layout.chunk_tokens
+        first = max(job.skip_tokens // self._layout.chunk_tokens, job.first_covered)
         job.transfer.num_chunks = first
         with contextlib.ExitStack() as undo:
             begun: collections.deque[_Retrieval] = collections.deque()

@@ -48,3 +48,8 @@ class TransferJob:
     covered: tuple[int, ...]  # per group, the number of chunks at the end of the run that its block ids cover
     ready: ReadyEvent | None = None
     skip_tokens: int = 0
+
+    @property
+    def first_covered(self) -> int:
+        """The first chunk that a group covers. Without full attention, the depot may have no chunk before it."""
+        return self.key.num_chunks - max(self.covered)

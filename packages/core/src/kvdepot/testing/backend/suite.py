@@ -136,6 +136,22 @@ class BackendSuite:
         assert reader.holds(run, wanted)
         assert reader.untouched(wanted)
 
+    @pytest.mark.parametrize(("name", "covered"), [("only a window", 2), ("only states", 1), ("window and full", 15)])
+    def test_batches_before_the_window_do_not_end_a_retrieve(self, name: str, covered: int, cache: MakeCache) -> None:
+        """Regression: without full attention, the depot has nothing of the chunks before the window."""
+        plan = replace(PLANS[name], num_blocks=64)
+        writer = cache(plan, batch_bytes=2 * plan.chunk_size_bytes(0))
+        run = prompt(15)
+        ends = (covered, 2)[: len(plan.groups)]
+        stored, wanted = (writer.blocks(run, rotate=rotate, covered=ends) for rotate in (0, 1))
+        writer.fill(run, stored)
+        assert writer.context.submit_store("request", run, stored).result(WAIT_SECONDS)
+        writer.wipe()
+        future = writer.context.submit_retrieve("request", run, wanted)
+        assert (future.result(WAIT_SECONDS), future.num_chunks) == (True, 15)
+        assert writer.holds(run, wanted)
+        assert writer.untouched(wanted)
+
     def test_blocks_before_the_window_are_left_out(self, cache: MakeCache) -> None:
         """`NO_BLOCK` in the first chunk that a window reaches: its other blocks are filled, nothing else is written."""
         plan = PLANS["window and full"]
