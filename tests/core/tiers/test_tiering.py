@@ -1968,6 +1968,18 @@ def test_it_waits_for_the_chunks_that_are_handed_over_and_no_others(awaited: Oth
 
 
 @pytest.mark.promise(77)
+def test_chunks_that_are_handed_over_come_however_few_they_are(make: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flights, "_LEAST_TOKENS", 2)
+    node = OtherNode(make(promotion_least_tokens=100), prompt(8))
+    asked = awaits(node, 7)
+    node.num_here = 6
+    assert node.wait(asked, 0.1) is None
+    node.num_here = 8
+    assert node.wait(asked, 0.1).num_chunks == 7
+    assert node.bench.lookup(prompt(8)) == 7, "the last one is not handed over"
+
+
+@pytest.mark.promise(77)
 @pytest.mark.parametrize("num_here", [0, 3])
 def test_at_its_deadline_it_says_whether_more_is_to_be_expected(num_here: int, awaited: OtherNode) -> None:
     asked = awaits(awaited, wait_seconds=0.5)

@@ -164,6 +164,7 @@ class Lookups:
             on_answer=on_answer,
             token_seconds=request.token_seconds,
             request_id=request.request_id,
+            is_awaited=query.found < request.awaits,
         )
 
     def _observe(self, digests: bytes, space: Space) -> None:

@@ -264,6 +264,7 @@ class Tiering:
         on_answer: Callable[[], None],
         token_seconds: float = 0.0,
         request_id: str = "",
+        is_awaited: bool = False,
     ) -> bool:
         """Promote the part of a prefix that the pool lacks.
 
@@ -278,12 +279,13 @@ class Tiering:
             on_answer: called once, when no more entries can arrive or the time is up.
             token_seconds: the engine's time to compute a token, 0 for unknown. Slower tiers are not read.
             request_id: the request id of the lookup, for the log.
+            is_awaited: whether another engine hands over missing chunks. Then tiers are asked however few they are.
 
         Returns:
             False if no tier can be asked, or too many lookups wait. Then `on_answer` is never called.
         """
         missing_tokens = (num_digests(digests) - found) * space.spec.chunk_tokens
-        is_worth_it = missing_tokens >= self.settings.promotion_least_tokens
+        is_worth_it = is_awaited or missing_tokens >= self.settings.promotion_least_tokens
         if not places or not is_worth_it or all(tier.queue.is_suspended for tier in self._tiers):
             return False
         if self.promotions.is_full:
