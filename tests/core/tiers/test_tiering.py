@@ -1218,16 +1218,21 @@ def test_stores_of_one_chunk_are_not_the_first_that_are_dropped(make: Maker) -> 
 
 
 def test_a_tier_with_no_room_for_writes_that_wait_is_only_read(make: Maker) -> None:
-    """Regression: with `queue=0`, every store divided by zero."""
+    """Regression: with `queue=0`, every store divided by zero, and every use of its prefix asked the tier again."""
     bench = make()
     bench.store(prompt(4))
     bench.settle()
     bench.tiering.queues[0].write_bytes = 0
     bench.store(prompt(4, name=1))
+    before = bench.tiers[0].num_calls
+    for _ in range(5):
+        assert bench.lookup(prompt(4, name=1)) == 4
+        bench.settle()
+    assert bench.tiers[0].num_calls == before + 1
     bench.forget()
     assert bench.lookup(prompt(4)) == 4
     assert bench.lookup(prompt(4, name=1)) == 0
-    assert bench.tiering.counters["demotions_dropped"] == 4
+    assert bench.tiering.counters["demotions_dropped"] == 0
 
 
 def test_a_failed_write_is_tried_again_when_the_prefix_is_used(make: Maker) -> None:
@@ -1237,9 +1242,23 @@ def test_a_failed_write_is_tried_again_when_the_prefix_is_used(make: Maker) -> N
     bench.settle()
     assert bench.tiers[0].usage().num_entries == 0
     bench.tiers[0].error = None
+    bench.clock.now += 1.0
     bench.lookup(prompt(4))
     bench.settle()
     assert bench.tiers[0].usage().num_entries == 4
+
+
+def test_a_tier_that_declines_entries_is_asked_for_them_once_a_second(make: Maker) -> None:
+    bench = make(tier_pages=0)
+    bench.store(prompt(4))
+    bench.settle()
+    for _ in range(3):
+        before = bench.tiers[0].num_calls
+        bench.clock.now += 1.0
+        for _ in range(5):
+            bench.lookup(prompt(4))
+            bench.settle()
+        assert bench.tiers[0].num_calls == before + 2, "a question and a write"
 
 
 def test_promoted_entries_are_not_written_again(make: Maker) -> None:

@@ -255,7 +255,7 @@ class Demotions:
 
     def _is_written(self, record: int, tiers: Sequence[TierState]) -> bool:
         header = self._index.table.header(record)
-        return all(tier.queue.is_suspended or tier.has(record, header) for tier in tiers)
+        return all(not tier.takes_writes or tier.has(record, header) for tier in tiers)
 
     def _write(
         self,
@@ -271,7 +271,7 @@ class Demotions:
         """
         index, table, is_taken = self._index, self._index.table, False
         for tier in tiers:
-            if tier.queue.is_suspended:
+            if not tier.takes_writes:
                 continue
             missing = [record for record in records if not tier.has(record, table.header(record))]
             takes_all = reason in (Reason.HANDED_OVER, Reason.LEAVING)
@@ -313,10 +313,8 @@ class Demotions:
         if part.is_last:
             self.writing.discard(part.job)
         for (record, header, node), ok in zip(entries[part.first :], part.outcomes, strict=False):
-            if not ok:
-                tier.unmark(record, header)
-            elif tier.has(record, header):
-                tier.mark(record, header, now)
+            if tier.has(record, header):
+                (tier.mark if ok else tier.unmark)(record, header, now)
             self._index.end_reading(record, node)
             if leaves:
                 self._index.evict(node)

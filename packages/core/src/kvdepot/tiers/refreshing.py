@@ -130,9 +130,11 @@ class Refresher:
         return any(self._is_asked_for(tier, record, reason) for record in self._index.entries.sealed(node))
 
     def _is_asked_for(self, tier: TierState, record: int, reason: Reason) -> bool:
-        if tier.has(record, self._index.table.header(record)):
-            return reason is Reason.USED and tier.is_stale(record, self._clock())
-        return reason is not Reason.USED or self._writes_used
+        header = self._index.table.header(record)
+        is_there = tier.has(record, header)
+        if reason is Reason.USED:
+            return (is_there or self._writes_used) and tier.is_stale(record, header, self._clock())
+        return not is_there and tier.takes_writes
 
     def _steps(self, key: tuple[TierState, int], reason: Reason) -> Steps:
         try:
@@ -212,8 +214,8 @@ class Refresher:
             if is_there:
                 tier.mark(record, header, now)
             # Others are on their way, or were asked for by another question.
-            elif not was_marked or tier.is_stale(record, now):
-                tier.unmark(record, header)
+            elif not was_marked or tier.is_stale(record, header, now):
+                tier.unmark(record, header, now)
                 lost.append(each)
         return lost
 

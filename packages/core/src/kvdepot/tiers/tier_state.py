@@ -13,6 +13,7 @@ _TRY_ANYWAY: Final = 16  # one in this many promotions reads from a slow tier an
 _TICKS: Final = 8  # per second
 _FRESH_TICKS: Final = 8  # a prefix in use is asked for at most once in this time
 _IN_FLIGHT: Final = 0xFFFFFFFF
+_LACKED: Final = 1  # changes the state in a header, so that it is no sealed entry's
 
 
 class TierState:
@@ -29,12 +30,17 @@ class TierState:
     def __init__(self, queue: TierQueue, num_records: int) -> None:
         self.queue = queue
         self.knows_outdated = False  # whether it was, or is about to be, told which weights are outdated
-        # By record: the header of an entry that is in the tier or on its way there, 0 if unknown; and the time at which
-        # the tier last got it or was asked for it.
+        # By record: the header of an entry that is in the tier or on its way there, changed by `_LACKED` if the tier
+        # lacked it, 0 if unknown; and the time at which the tier last got it, failed to take it, or was asked for it.
         self._headers = make_column("Q", num_records)
         self._asked_at = make_column("I", num_records)
         self._paces = deque[float](maxlen=_PACES)  # seconds per byte
         self._num_skipped = 0
+
+    @property
+    def takes_writes(self) -> bool:
+        """Whether the tier takes entries now."""
+        return self.queue.write_bytes > 0 and not self.queue.is_suspended
 
     def has(self, record: int, header: int) -> bool:
         """Return whether the tier is known to have an entry, or the entry is on its way there."""
@@ -50,14 +56,14 @@ class TierState:
         self._headers[record] = header
         self._asked_at[record] = int(now * _TICKS)
 
-    def unmark(self, record: int, header: int) -> None:
-        """Note that the tier lacks an entry, unless the record was reused meanwhile."""
-        if self._headers[record] == header:
-            self._headers[record] = 0
+    def unmark(self, record: int, header: int, now: float) -> None:
+        """Note that the tier lacks an entry."""
+        self.mark(record, header ^ _LACKED, now)
 
-    def is_stale(self, record: int, now: float) -> bool:
+    def is_stale(self, record: int, header: int, now: float) -> bool:
         """Return whether the tier has neither got an entry nor been asked for it within the last second."""
-        return int(now * _TICKS) - self._asked_at[record] >= _FRESH_TICKS
+        is_known = self._headers[record] in (header, header ^ _LACKED)
+        return not is_known or int(now * _TICKS) - self._asked_at[record] >= _FRESH_TICKS
 
     def forget_entries(self) -> None:
         """Forget which entries the tier has."""
