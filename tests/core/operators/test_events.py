@@ -434,6 +434,49 @@ def test_subscribers_that_come_again_and_again_leave_each_snapshot_its_end(
     assert publisher.due == float("inf")
 
 
+def test_a_busy_topic_leaves_room_to_keep_batches_of_others(
+    context: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: once one topic held all bytes, the others kept none, and each replay of theirs caused a snapshot."""
+    monkeypatch.setattr("kvdepot.operators.events._KEPT_BYTES", 400)  # two batches
+    holdings, now = Holdings("{model}"), [100.0]
+    bench = Bench(pages=20, num_records=24, holdings=holdings)
+    endpoints = f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay"
+    publisher = EventPublisher(context, holdings, *endpoints, lambda: now[0])
+    router, asking = context.socket(zmq.SUB), context.socket(zmq.DEALER)
+    kept.extend((publisher, router, asking))
+    router.subscribe(b"")
+    router.connect(publisher.endpoint)
+    asking.connect(publisher.replay_endpoint)
+
+    def store(model: str, run: KeyRun) -> None:
+        bench.worker().store(run)
+        (request,) = description(run, 1).requests(0, run)
+        space = bench.index.spaces[0]
+        holdings.describe(space, model, request, bench.index.visibility.find_run(space, request.digests, 0))
+        while publisher.has_news:
+            publisher.serve()
+
+    wait_until(lambda: publisher.socket.poll(0))
+    store("busy", chunks(1, 100))
+    store("quiet", chunks(1, 101))
+    for number in range(16):
+        now[0] += 1.0
+        store("busy", chunks(1, number))
+    store("quiet", chunks(1, 102))
+    numbers: dict[bytes, int] = {}
+    while b"quiet" not in numbers or router.poll(1000):
+        topic, number, _ = router.recv_multipart()
+        numbers[topic] = int.from_bytes(number, "big")
+    asking.send_multipart([b"", numbers[b"quiet"].to_bytes(8, "big")])
+    wait_until(lambda: (sum(publisher.serve() or ()), asking.poll(10))[1])
+    told: list[tuple[bytes, int]] = []
+    while asking.poll(1000):
+        _, topic, number, _ = asking.recv_multipart()
+        told.append((topic, int.from_bytes(number, "big")))
+    assert (b"quiet", numbers[b"quiet"]) in told
+
+
 def test_a_topic_that_fell_behind_lists_all_topics_again(
     context: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,7 @@ others.
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 import msgspec
@@ -32,7 +32,7 @@ from kvdepot.operators.zeromq import Listener, MessageReader
 END: Final = (-1).to_bytes(8, "big", signed=True)
 
 EVENT_BATCHES: Final = depot_counter("event_batches", "Batches of KV events published")
-_KEPT_BATCHES: Final = 4095  # a whole replay and its end fit into one queue of 4,096
+_KEPT_BATCHES: Final = 4095  # of all topics: a whole replay and its end fit into one queue of 4,096
 _KEPT_BYTES: Final = 32 << 20  # long prompts reach this limit with fewer batches
 _BATCH_TOKENS: Final = 8192  # 0.4 ms to encode
 _QUEUED_MESSAGES: Final = _KEPT_BATCHES + 1  # per subscriber before messages are lost: a whole replay and its end
@@ -62,7 +62,7 @@ class _Stream:
     topic: bytes
     reader: Reader
     number: int  # sequence number of the next batch
-    kept: deque[tuple[int, bytes]] = field(default_factory=deque[tuple[int, bytes]])
+    oldest: int  # sequence number of the first batch that is kept, or of the next batch
 
 
 class EventPublisher:
@@ -101,6 +101,7 @@ class EventPublisher:
         self._wants_snapshot = False
         self._began_at = float("-inf")  # start of the last snapshot
         self._has_listeners = False  # whether anybody has subscribed so far
+        self._kept = deque[tuple[_Stream, int, bytes]]()  # batches with their numbers, the oldest of all topics first
         self._kept_bytes = 0
         self._asked: dict[bytes, int] = {}  # first wanted batch, by subscriber waiting for a replay
         self._is_replaying = False
@@ -156,7 +157,7 @@ class EventPublisher:
         for topic, shelf in self.holdings.shelves.items():
             if topic not in self._streams:
                 number = time.time_ns() // 1000
-                self._streams[topic] = _Stream(topic.encode(), Reader(self.holdings, shelf), number)
+                self._streams[topic] = _Stream(topic.encode(), Reader(self.holdings, shelf), number, number)
                 self._wants_snapshot = True
         if not self._has_listeners:
             return
@@ -190,10 +191,12 @@ class EventPublisher:
         stream.number += 1
         self.num_batches += 1
         _send(self.socket, (stream.topic, number.to_bytes(8, "big"), payload))
-        stream.kept.append((number, payload))
+        self._kept.append((stream, number, payload))
         self._kept_bytes += len(payload)
-        while len(stream.kept) > _KEPT_BATCHES or (self._kept_bytes > _KEPT_BYTES and stream.kept):
-            self._kept_bytes -= len(stream.kept.popleft()[1])
+        while len(self._kept) > _KEPT_BATCHES or self._kept_bytes > _KEPT_BYTES:
+            stream, number, payload = self._kept.popleft()
+            self._kept_bytes -= len(payload)
+            stream.oldest = number + 1
 
     # --- replays --------------------------------------------------------------------------------------------------
 
@@ -227,16 +230,14 @@ class EventPublisher:
     def _replay_from(self, client: bytes, first: int) -> Iterator[int]:
         """Resend the kept batches from a number on. If some are no longer kept, schedule a snapshot."""
         assert self.replay is not None
-        count = 0
-        for stream in list(self._streams.values()):
-            oldest = stream.kept[0][0] if stream.kept else stream.number
-            if first < oldest and self._clock() >= self._began_at + _SNAPSHOT_SECONDS:
-                self._wants_snapshot = self.has_work = True
-            for number, payload in [kept for kept in stream.kept if kept[0] >= first]:
-                _send(self.replay, (client, b"", stream.topic, number.to_bytes(8, "big"), payload))
-                count += 1
-                if count % _REPLAY_STEP == 0:
-                    yield 0
+        is_gone = any(first < stream.oldest for stream in self._streams.values())
+        if is_gone and self._clock() >= self._began_at + _SNAPSHOT_SECONDS:
+            self._wants_snapshot = self.has_work = True
+        wanted = [kept for kept in self._kept if kept[1] >= first]
+        for count, (stream, number, payload) in enumerate(wanted, 1):
+            _send(self.replay, (client, b"", stream.topic, number.to_bytes(8, "big"), payload))
+            if count % _REPLAY_STEP == 0:
+                yield 0
         _send(self.replay, (client, b"", b"", END, b""))
         yield 0
 
