@@ -50,9 +50,9 @@ class TransferQueue:
         self._thread.start()
 
     def put(self, job: TransferJob) -> None:
-        """Queue a job for the thread."""
+        """Queue a job for the thread. It is a miss if the thread has ended."""
         self._jobs.put(job)
-        if self._is_lost:
+        if self._is_lost or not self._thread.is_alive():
             self._drop()
 
     def run(self, job: TransferJob) -> None:
@@ -94,6 +94,7 @@ class TransferQueue:
                 return
             if self._is_lost:
                 self._jobs.put(None)  # `lose` may have dropped the first one
+        self._drop()  # jobs queued while the thread ended
         if self._channel is not None:
             self._channel.close()
 
@@ -109,10 +110,10 @@ class TransferQueue:
             job = self._jobs.get()
             if job is not None:
                 self.run(job)
-            elif self._stopping and self._jobs.empty():
-                return
-            else:
+            elif not self._stopping:
                 self._drain()
+            if self._stopping and self._jobs.empty():  # also after a job that was queued behind the last wake-up
+                return
 
     def _drain(self) -> None:
         channel = self._channel

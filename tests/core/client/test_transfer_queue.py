@@ -1,0 +1,39 @@
+"""The queue of a worker's transfers: jobs that are queued while it stops neither delay its end nor stay unresolved."""
+
+import threading
+from typing import cast
+
+from kvdepot.client.channel import Channel
+from kvdepot.client.jobs import Transfer, TransferJob
+from kvdepot.client.session import Session
+from kvdepot.client.transfer_queue import TransferQueue
+from kvdepot.lab.processes import wait_until
+from support.peer import prompt
+
+
+def job() -> TransferJob:
+    return TransferJob(Transfer(), cast("Session", None), "r", prompt(1), [[0]], (1,))
+
+
+def test_a_job_queued_while_the_queue_stops_does_not_keep_it_from_ending() -> None:
+    begun, gate = threading.Event(), threading.Event()
+
+    def run_job(channel: Channel | None, job: TransferJob) -> Channel | None:
+        begun.set()
+        gate.wait()
+        job.transfer.resolve(True)
+        return channel
+
+    queue, jobs = TransferQueue(run_job, "test"), [job() for _ in range(3)]
+    queue.start()
+    queue.put(jobs[0])
+    assert begun.wait(10)
+    stopping = threading.Thread(target=queue.stop, daemon=True)
+    stopping.start()
+    wait_until(lambda: not queue._jobs.empty())  # pyright: ignore[reportPrivateUsage]  # noqa: SLF001
+    queue.put(jobs[1])
+    gate.set()
+    stopping.join(10)
+    assert not stopping.is_alive()
+    queue.put(jobs[2])
+    assert [each.transfer.result(0) for each in jobs] == [True, True, False]
