@@ -326,6 +326,34 @@ def test_only_a_session_may_be_silent_and_only_between_its_frames(
         assert table.ended == ([TOKEN] if is_closed and data.startswith(JOINED) else [])
 
 
+@pytest.mark.parametrize(("data", "is_closed"), [(b"", False), (framed(b"x")[:-1], True)])
+def test_a_session_that_was_not_read_for_a_while_may_be_silent_between_its_frames(
+    data: bytes, is_closed: bool, table: Table, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reply = bytes(4 << 20)
+    table.answer = lambda _data: reply
+    with table.connect() as client:
+        client.sendall(JOINED + framed(b"x") + data)
+        table.serve_until(1)
+        (served,) = table.table
+        monkeypatch.setattr(module, "MAXIMUM_HELD_BYTES", 1000)
+        table.table.held_bytes += 2000  # others hold too much
+        received = 0
+        while received < frames.LENGTH.size + len(reply):
+            table.serve_all()
+            received += len(client.recv(1 << 20))
+        table.serve_all()
+        assert served.is_parked
+        table.table.held_bytes -= 2000
+        table.table.has_work = True
+        table.serve_all()
+        assert not served.is_parked
+        later = SimpleNamespace(monotonic=lambda: time.monotonic() + SILENCE_SECONDS + 0.01)
+        monkeypatch.setattr(module, "time", later)
+        table.table.sweep(lambda: False)
+        assert table.ended == ([TOKEN] if is_closed else [])
+
+
 def test_a_client_that_waits_for_the_depot_is_not_silent(table: Table, monkeypatch: pytest.MonkeyPatch) -> None:
     table.answer = lambda _data: None
     with table.connect() as waiting, table.connect() as unread:

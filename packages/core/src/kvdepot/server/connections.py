@@ -400,7 +400,8 @@ class ConnectionTable:
     def _unpark(self, connection: Connection) -> None:
         connection.is_parked = False
         if connection.is_open:
-            self._expect(connection)
+            if connection.received or not connection.owner:  # a session may be silent between its frames
+                self._expect(connection)
             self._update(connection)
             self._requeue(connection)
 
