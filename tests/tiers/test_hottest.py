@@ -250,6 +250,30 @@ def test_nothing_is_listed_without_a_use(fleet: Fleet) -> None:
     assert node.num_lists == 0
 
 
+def test_a_depot_with_a_read_only_tier_writes_no_list_and_takes_those_of_others(fleet: Fleet) -> None:
+    old, new = fleet.node(), fleet.node()
+    (queue,) = new.tiering.queues
+    queue.write_bytes = 0
+    hot, mine = prompt("hot", 40), prompt("mine", 20)
+    old.attach()
+    old.store(hot)
+    old.settle()
+    old.use(hot)
+    fleet.write_list(old)
+    new.attach()
+    new.turn_until(lambda: new.num_promoted >= 40)
+    new.turn_until(new.is_idle)
+    assert new.holds(hot) == 40
+    new.store(mine)
+    new.use(mine)
+    used_bytes = new.index.extents.used_bytes
+    for _ in range(4):
+        fleet.wall += PERIOD_SECONDS
+        for _ in range(20):
+            new.turn()
+    assert (new.num_lists, new.index.extents.used_bytes) == (0, used_bytes)
+
+
 @pytest.mark.parametrize(
     "listing",
     [

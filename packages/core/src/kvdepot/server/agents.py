@@ -119,7 +119,7 @@ class Agents:
             Refused: no tier is in use.
         """
         tiering = self._state.tiering
-        if tiering is None or not tiering.can_write:
+        if tiering is None or not tiering.is_usable:
             raise Refused(ErrorCode.TIER_UNAVAILABLE, "no tier is in use: nothing was changed")
         return (yield from self._end(named, digests, tiering.leave))
 

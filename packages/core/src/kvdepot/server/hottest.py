@@ -1,8 +1,9 @@
 """Shares the hottest prefixes of a fleet: depots list theirs in a shared tier, and a new depot promotes listed ones.
 
 A list is an entry like any other, in a space of its own: tiers write it, check it and evict it. Its key names the space
-of the listed chunks and a period of the clock. If several depots write in one period, the first one's list stays. So a
-reader takes the lists of several periods, which mostly come from several depots.
+of the listed chunks and a period of the clock. If several depots write in one period, one list stays: the first in
+tiers that never overwrite entries, the last in others. So a reader takes the lists of several periods, which mostly
+come from several depots.
 """
 
 import logging
@@ -92,7 +93,7 @@ class Hottest:
         state.timers.call_at(state.clock() + _LOOK_SECONDS, self._look)
         if self._is_busy or state.is_restoring or not state.accepts_stores:
             return
-        if state.tiering is None or not state.tiering.can_write:
+        if state.tiering is None or not state.tiering.is_usable:
             return
         new = [
             space for space in state.index.spaces if space.number not in self._seen and self._contexts.places(space)[0]
@@ -100,7 +101,7 @@ class Hottest:
         if new:
             self._seen.update(space.number for space in new)
             run(self._doing(self._promote_all(new)), state.fail)
-        elif self._wall_clock() >= self._write_at:
+        elif state.tiering.takes_writes and self._wall_clock() >= self._write_at:
             self._period = self._period_now() + 1
             self._write_at = self._moment_in_period()
             run(self._doing(self._write_all()), state.fail)
@@ -109,7 +110,7 @@ class Hottest:
         return int(self._wall_clock() // PERIOD_SECONDS)
 
     def _moment_in_period(self) -> float:
-        """Return a random moment, so that each depot of a fleet is sometimes the first."""
+        """Return a random moment, so that the list of each depot of a fleet sometimes stays."""
         return (self._period + random.random()) * PERIOD_SECONDS
 
     def _doing(self, work: Generator[Wait, bool, int]) -> Steps:

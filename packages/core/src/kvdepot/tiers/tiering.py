@@ -230,9 +230,14 @@ class Tiering:
             self.due = 0.0
 
     @property
-    def can_write(self) -> bool:
-        """Whether any tier takes entries now."""
+    def is_usable(self) -> bool:
+        """Whether any tier works now."""
         return any(not queue.is_suspended for queue in self.queues)
+
+    @property
+    def takes_writes(self) -> bool:
+        """Whether any tier takes entries now."""
+        return any(tier.takes_writes for tier in self._tiers)
 
     def leave(self, node: int, is_own: Callable[[int], bool]) -> Iterator[int]:
         """Evict the chunks that only a prefix needs as soon as a tier has them: see `Demotions.leave`."""
