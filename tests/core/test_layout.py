@@ -43,13 +43,6 @@ def test_a_window_needs_exactly_the_chunks_that_its_next_token_sees(window: int,
     assert window_chunks(window, chunk_tokens) == max(1, len(seen))
 
 
-@given(st.integers(0, 100), st.integers(1, 20), st.integers(1, 50), st.integers(0, 30))
-def test_blocks_of_a_sound_layout_never_overlap(address: int, num_blocks: int, page: int, padding: int) -> None:
-    layout = PageLayout(address, num_blocks, page, page + padding)
-    spans = [layout.span(block) for block in range(num_blocks)]
-    assert all(a + size <= b for (a, size), (b, _) in itertools.pairwise(spans))
-
-
 @pytest.mark.parametrize("values", [(0, 8, 64, 63), (0, 0, 64, 64), (0, 8, 0, 64), (-1, 8, 64, 64)])
 def test_a_page_layout_that_cannot_be_is_refused(values: tuple[int, int, int, int]) -> None:
     with pytest.raises(LayoutError):
@@ -142,7 +135,6 @@ def test_chunks_are_whole_blocks_of_every_group() -> None:
 def test_a_recurrent_group_keeps_one_block_a_chunk_whatever_its_size() -> None:
     layout = CacheLayout((LayerGroup(GroupKind.RECURRENT, 1000, (PAGE, PAGE)),), 64, "bytes")
     assert layout.chunk_sizes_bytes == (128,)
-    assert layout.bytes_per_token == 0
 
 
 @given(st.lists(st.integers(-2, 9), max_size=12), st.integers(0, 3))

@@ -162,7 +162,7 @@ def test_any_block_ids_become_the_bytes_of_a_plain_loop(
                 for nth in range(2):
                     block = block_ids[number][(chunk - covered) * 2 + nth]
                     if block != NO_BLOCK and (chunk or nth >= skip):
-                        start, target = page.span(block)[0], place + (layer * 2 + nth) * PAGE
+                        start, target = page.address + block * page.stride_bytes, place + (layer * 2 + nth) * PAGE
                         expected += [(start + byte, target + byte) for byte in range(PAGE)]
     layout = CacheLayout(groups, 64, "bytes", "")
     runs = BatchRuns(layout).of(batch(extents, block_ids, first_covered, (skip, skip)))

@@ -108,10 +108,6 @@ class PageLayout:
         if self.stride_bytes < self.page_size_bytes:
             raise LayoutError(f"stride {self.stride_bytes} < page {self.page_size_bytes}: blocks overlap")
 
-    def span(self, block_id: int) -> tuple[int, int]:
-        """Return the address and the size in bytes of one block."""
-        return self.address + block_id * self.stride_bytes, self.page_size_bytes
-
 
 def strided_pages(address: int, shape: Sequence[int], strides: Sequence[int], itemsize: int) -> PageLayout:
     """Return the page layout of a tensor `(num_blocks, ...)`. `strides` and `itemsize` are in bytes.
@@ -233,15 +229,6 @@ class CacheLayout:
     def chunk_sizes_bytes(self) -> tuple[int, ...]:
         """The bytes of one chunk, by group."""
         return tuple(group.chunk_size_bytes(self.chunk_tokens) for group in self.groups)
-
-    @property
-    def bytes_per_token(self) -> float:
-        """The bytes per token of a long prompt on this worker, without recurrent states."""
-        return sum(
-            group.block_size_bytes / group.block_tokens
-            for group in self.groups
-            if group.kind is not GroupKind.RECURRENT
-        )
 
 
 def heads_of_both(mine: Part, other: Part) -> range:

@@ -15,7 +15,7 @@ from kvdepot.counting import Counts
 from kvdepot.layout import GroupKind
 from kvdepot_vllm.blocks import blocks_per_chunk, blocks_to_store
 from kvdepot_vllm.counting import engine_counter
-from kvdepot_vllm.engine import BlockPool, BlockTable, EngineRequest
+from kvdepot_vllm.engine import BlockPool, BlockTable
 from kvdepot_vllm.groups import EngineCache
 from kvdepot_vllm.jobs import StoreJob
 from kvdepot_vllm.settings import Settings
@@ -36,16 +36,12 @@ class EndedStore:
     """A store that every worker has reported.
 
     Attributes:
-        request: vLLM's request.
         first_chunk: the first chunk of the store.
         num_chunks: the leading chunks that all workers stored; 0 for a store of a prompt's incomplete chunk.
-        covered: for each group, how many of the last of these chunks it covers.
     """
 
-    request: EngineRequest
     first_chunk: int
     num_chunks: int
-    covered: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -53,7 +49,6 @@ class _PendingStore:
     state: RequestState
     first_chunk: int
     num_chunks: int
-    covered: tuple[int, ...]
     blocks: list[Any]
     planned_at: float
     span: Any
@@ -257,7 +252,7 @@ class Stores:
         job = StoreJob(number, state.request_id, key, block_ids)
         blocks = [pool.blocks[block_id] for ids in block_ids for block_id in ids]
         span = start_span("kvdepot store", state.request, tokens=(stop - first) * self._cache.chunk_tokens)
-        store = _PendingStore(state, first, stop - first, covered, blocks, self._clock(), span, stop - first, is_tail)
+        store = _PendingStore(state, first, stop - first, blocks, self._clock(), span, stop - first, is_tail)
         logger.debug("request %s: store %d of chunks %d to %d begins", state.request_id, number, first, stop)
         pool.touch(blocks)  # nothing after this line may fail: an unrecorded store would hold its blocks forever
         self.num_held_blocks += len(blocks)
@@ -293,22 +288,16 @@ class Stores:
         self.num_held_blocks -= len(store.blocks)
         self.pool.free_blocks(reversed(store.blocks))
         end_span(store.span, stored_tokens=store.num_stored * self._cache.chunk_tokens)
-        cut = store.num_chunks - store.num_stored
         logger.debug(
             "request %s: a store of %d chunks from %d on ended, %d were cut",
             store.state.request_id,
             store.num_chunks,
             store.first_chunk,
-            cut,
+            store.num_chunks - store.num_stored,
         )
         self._on_ended(
             store.state,
-            EndedStore(
-                store.state.request,
-                store.first_chunk,
-                0 if store.is_tail else store.num_stored,
-                tuple(max(0, count - cut) for count in store.covered),
-            ),
+            EndedStore(store.first_chunk, 0 if store.is_tail else store.num_stored),
         )
         self._call_afterwards(store.state)
 
