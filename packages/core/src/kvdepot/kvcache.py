@@ -74,7 +74,8 @@ MoveTokens = Callable[[Sequence[int], Any, TokenLayout, Any, bool], None]
 
 Args: the address of each layer's pages; the slices, `(n, 5)`: from block, from offset, to block, to offset, length in
 tokens, each within one block; the layout; the cosines and sines of the turn, `(2, layout.pairs)`; whether the slices
-stay in place and only turn. Otherwise no slot is both source and target.
+all stay in place and only turn. Otherwise some slices may stay in place, and a slot of the others is not both source
+and target.
 """
 
 

@@ -254,7 +254,8 @@ int kvdepot_can_move_tokens(void)
 }
 
 /* Move slices in each layer, whose pages begin at `layers[i]`. `cosines` and `sines` have one number for each pair.
- * With `in_place` the slices stay where they are and only turn; otherwise no target is a source. */
+ * With `in_place` all slices stay where they are and only turn; otherwise some may, and no target of the others is a
+ * source. */
 void kvdepot_move_tokens(const uint64_t *layers, size_t num_layers, const token_slice *slices, size_t num_slices,
                          const token_layout *layout, const float *cosines, const float *sines, int in_place)
 {

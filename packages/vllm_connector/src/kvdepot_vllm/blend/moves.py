@@ -30,8 +30,8 @@ def move(
     Args:
         layers: all attention layers.
         from_slots: `(n,)`, the slots with the KV.
-        to_slots: `(n,)`, the slots to fill. Equal to `from_slots` for KV that is in place; otherwise the two have no
-            slot in common.
+        to_slots: `(n,)`, the slots to fill. A token either stays in its slot, or its source is no token's target and
+            its target no token's source.
         old: `(n,)`, the positions at which the KV was computed.
         new: `(n,)`, its positions from now on. Long stretches of one distance are fast.
         compiled: the backend's compiled move, used for pages in host memory whose layout it supports; None without one.
