@@ -114,6 +114,15 @@ def test_a_retrieve_ends_at_the_first_chunk_that_lacks_a_group() -> None:
     assert worker.lookup(prompt(4)).num_chunks == 0
 
 
+def test_bytes_of_a_chunk_that_a_retrieve_does_not_deliver_are_not_counted() -> None:
+    bench = Bench(HYBRID)
+    worker = bench.worker()
+    worker.store(prompt(2), 2, 1, 1)
+    assert worker.retrieve(prompt(2), 2, 2, 1).num_chunks == 0, "chunk 0 lacks its window"
+    assert worker.retrieve(prompt(2), 2, 1, 1).num_chunks == 2
+    assert bench.depot.status.fields()["devices"]["none"] == {"stored_bytes": 4 * PAGE, "retrieved_bytes": 4 * PAGE}
+
+
 # --- room -----------------------------------------------------------------------------------------------------------
 
 

@@ -352,8 +352,8 @@ class Lookups:
                     if not parts or len(extents) + len(here) + len(parts) > m.MAXIMUM_RETRIEVE_EXTENTS:
                         return extents, nodes, found, num_bytes
                     here += [pack_extent(chunk, number, *each) for each in parts]
-                num_bytes += place.num_bytes
             extents += here
+            num_bytes += sum(groups[number].num_bytes for number in needed)
             nodes.append(node)
             found = chunk + 1
         return extents, nodes, found, num_bytes

@@ -19,7 +19,7 @@ class Query:
     nodes: tuple[int, ...]
     until: float = 0.0  # the deadline of all waits of the request
     waited_for: str = ""  # for the log: the source of further chunks
-    num_promoted: int = 0  # chunks that tiers brought
+    num_promoted: int = 0  # chunks that arrived while the tiers were asked
 
     @property
     def is_whole(self) -> bool:
