@@ -382,7 +382,8 @@ def settle(depot: DepotProcess) -> None:
     def is_quiet() -> bool:
         status = depot.status()
         seen.append((status.pool_used_bytes, [tier.counters for tier in status.tiers]))
-        return len(seen) > 20 and seen[-20] == seen[-1] and not any(tier.queued_write_bytes for tier in status.tiers)
+        is_writing = status.num_unwritten or any(tier.queued_write_bytes for tier in status.tiers)
+        return len(seen) > 20 and seen[-20] == seen[-1] and not is_writing
 
     wait_until(is_quiet, what="the end of writes")
 
@@ -400,6 +401,21 @@ def test_prompts_that_the_pool_evicts_are_found_in_runs(tmp_path: Path) -> None:
                 if name > 2:
                     settle(depot)  # a reserve of 12 chunks is free again
         assert [find(reader, run_of_chunks(60, name)) for name in range(2)] == [60, 60]
+
+
+def test_a_prompt_larger_than_the_queue_is_written_from_its_beginning(tmp_path: Path) -> None:
+    run = run_of_chunks(60)  # 1.9 MiB
+    with (
+        DepotProcess("--tier", f"file://{tmp_path}?queue=1MiB") as depot,
+        DepotProcess("--tier", f"file://{tmp_path}") as other,
+        contextlib.closing(Peer(depot, REGISTERED)) as peer,
+        contextlib.closing(Peer(other, REGISTERED)) as reader,
+    ):
+        for chunk in range(0, 60, 10):
+            peer.store(run.slice(chunk, chunk + 10))
+        settle(depot)
+        assert find(reader, run) >= 24  # three of the jobs that the queue has room for
+        wait_until(lambda: find(peer, run) == 60 and find(reader, run) == 60, what="the rest, with each use")
 
 
 @pytest.mark.parametrize(("demotion", "num_chunks"), [("reuse", 70), ("evict", 70), ("store", 48)])

@@ -8,7 +8,7 @@ that evict by use count the question as a use. Missing entries are written again
 The walk from the prefix's end stops at the first fresh chunk, because the chunks before it were asked for with it.
 """
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from enum import Enum
 from typing import Final, TypeAlias
 
@@ -22,6 +22,7 @@ from kvdepot.tiers.tier_state import TierState
 
 _CHUNKS_A_STEP: Final = 32  # chunks of a prefix per step
 _KEYS_A_QUESTION: Final = 512  # a multiple of the longest run
+_JOBS_A_QUEUE: Final = 4  # jobs with which a queue is full: others write meanwhile, and few large jobs would not fit
 _MOST_PREFIXES: Final = 256  # being refreshed at one time
 
 
@@ -224,10 +225,22 @@ class Refresher:
         table = self._index.table
         if reason is Reason.USED and not self._writes_used:
             return True
-        for start in range(0, len(lost), MOST_CHUNKS_A_RUN):
-            some = lost[start : start + MOST_CHUNKS_A_RUN]
+        for some in self._jobs(tier, lost):
             records = [record for record, header, _ in some if table.header(record) == header]
             if records and not self._write(tier, records, reason):
                 return False
             yield Pause.STEP
         return True
+
+    def _jobs(self, tier: TierState, lost: Sequence[_Asked]) -> Iterator[list[_Asked]]:
+        """Divide entries into the parts of jobs. The queue refuses a job that exceeds its room, as a whole."""
+        some, num_bytes = list[_Asked](), 0
+        for each in lost:
+            size = self._index.table.extent(each[0])[1]
+            if some and (len(some) == MOST_CHUNKS_A_RUN or num_bytes + size > tier.queue.write_bytes // _JOBS_A_QUEUE):
+                yield some
+                some, num_bytes = list[_Asked](), 0
+            some.append(each)
+            num_bytes += size
+        if some:
+            yield some
