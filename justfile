@@ -1,6 +1,6 @@
 # The five things that one does here; `uv run pytest` needs no justfile.
 
-# Run every environment, two at a time: 20 to 25 minutes.
+# Run every environment, two at a time: half an hour to an hour.
 test *ARGS:
     uv run tox run-parallel {{ARGS}}
 

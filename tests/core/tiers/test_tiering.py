@@ -1619,6 +1619,26 @@ def test_a_used_prefix_is_asked_for_once_a_second_with_one_question(
     assert touch.call_count == 2, "a prefix of what was asked for is fresh, too"
 
 
+@pytest.mark.parametrize("num_turns", range(1, 10))
+def test_chunks_that_leave_between_the_steps_of_a_refresh_are_not_asked_for(
+    num_turns: int, make: Maker, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Regression: the refresh asked for the key of an entry that was evicted meanwhile, and ended with an error."""
+    bench = make(pages=256)
+    bench.store_long(prompt(120))
+    bench.settle()
+    bench.clock.now += 1.0
+    assert bench.lookup(prompt(120)) == 120
+    for _ in range(num_turns):
+        bench.tiering.turn(lambda: True)
+    space = bench.index.spaces[0]
+    for num_chunks in range(120, 60, -1):
+        assert bench.index.evict(bench.index.match(space, prompt(num_chunks).digests).nodes[-1])
+    bench.settle()
+    assert not caplog.records
+    assert bench.lookup(prompt(120)) == 120, "from the tier"
+
+
 def test_a_tier_that_does_not_answer_gets_nothing_again(make: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = make()
     bench.store(prompt(4))

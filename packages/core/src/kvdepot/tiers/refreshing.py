@@ -182,6 +182,7 @@ class Refresher:
     def _ask(self, key: tuple[TierState, int], asked: Sequence[_Asked]) -> Generator[Pause, None, list[_Asked] | None]:
         """Ask a tier for entries. Return the missing ones, None if it does not answer."""
         tier, table = key[0], self._index.table
+        asked = [each for each in asked if table.header(each[0]) == each[1]]  # others were evicted between the steps
         if not asked:
             return []
         there = [False] * len(asked)
