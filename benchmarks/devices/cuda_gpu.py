@@ -260,7 +260,7 @@ def conformance(seconds: float) -> None:
 def run_tests(seconds: float, *names: str) -> None:
     """Run tests in parallel. Report the end of each one's output, also of those that were cut off."""
     environment = os.environ | ({} if FAKE else {"KVDEPOT_REQUIRE_CUDA": "1"})
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "", "-p", "no:cacheprovider", "--color=no"]
+    command = [sys.executable, "-m", "pytest", "-q", "--maxfail=3", "--tb=short", "-m", "", "-p", "no:cacheprovider", "--color=no"]
     running: list[tuple[str, Any, Any]] = []
     for name in names:
         out = tempfile.TemporaryFile("w+")  # noqa: SIM115  # until the end of this process
@@ -272,7 +272,8 @@ def run_tests(seconds: float, *names: str) -> None:
             process.wait(max(0.0, end - time.monotonic()))
         status = process.poll()
         out.seek(0)
-        report("tests", name=name, status="cut off" if status is None else status, said=out.read()[-800:])
+        said = out.read()[-8000 if status else -800 :]
+        report("tests", name=name, status="cut off" if status is None else status, said=said)
 
 
 # --- how fast, and at whose cost --------------------------------------------------------------------------------------
@@ -356,7 +357,7 @@ def registration(_seconds: float) -> None:
 
 PHASES: dict[str, tuple[Callable[[float], None], float]] = {  # with each one's time limit in seconds
     "machine": (machine, 30), "bytes": (bytes_, 90), "order": (order, 90), "captures": (captures, 60),
-    "stress": (stress, 120), "conformance": (conformance, 240), "copies": (copies, 180),
+    "stress": (stress, 120), "conformance": (conformance, 200), "copies": (copies, 180),
     "interference": (interference, 150), "retrieve": (retrieve, 150), "registration": (registration, 60),
 }  # fmt: skip
 
@@ -398,7 +399,8 @@ def main() -> None:
         return
     if FAKE:
         os.environ["KVDEPOT_FAKE_DEVICE"] = folder = tempfile.mkdtemp(prefix="kvd-", dir="/dev/shm")
-        os.environ["PYTHONPATH"] = os.pathsep.join([f"{ROOT}/tests/support/cuda/movers", f"{ROOT}/tests"])
+        before = os.environ.get("PYTHONPATH", "")
+        os.environ["PYTHONPATH"] = os.pathsep.join([f"{ROOT}/tests/support/cuda/movers", f"{ROOT}/tests", before])
         (Path(folder) / "memory").mkdir()
     options.out.mkdir(parents=True, exist_ok=True)
     findings: list[dict[str, Any]] = []
