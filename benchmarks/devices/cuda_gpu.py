@@ -164,10 +164,10 @@ class Cache:
 
 
 def bytes_(_seconds: float) -> None:
-    """Store, clear and retrieve random bytes, in both modes and layouts, and by the kernel."""
+    """Store, clear and retrieve random bytes, in both modes and layouts, by DMA and by the kernel."""
     for mode, outermost, kernel in itertools.product(("direct", "ipc"), (True, False), (False, True)):
-        if kernel and (outermost or mode == "ipc"):
-            continue  # the kernel is for small runs, and a mover has no kernel
+        if kernel and mode == "ipc":
+            continue  # a mover has no kernel
         shape: dict[str, Any] = {"layers": 4, "page": 8192, "block_outermost": outermost, "gather_kernel": kernel}
         with part(f"{mode}, {outermost=}, {kernel=}"), Cache(mode, 64, **shape) as cache:
             host = np.random.default_rng(7).integers(0, 256, cache.num_bytes, np.uint8)
@@ -228,19 +228,22 @@ def beside(work: Callable[..., object], *arguments: Any) -> Iterator[None]:
 
 def stress(seconds: float) -> None:
     """Store and retrieve at the same time, many small runs a call: drivers of release 580 are reported to hang."""
-    for batch_runs in (64, 128) if FAKE else (256, 1024, 4096):
+    sizes = (64, 128) if FAKE else (256, 1024, 4096)
+    for batch_runs, kernel in [*((size, False) for size in sizes), (sizes[-1], True)]:
         shape: dict[str, Any] = {"page": 8192, "block_outermost": False, "batch_runs": batch_runs}
-        with part(f"{batch_runs} runs a call"), Cache("direct", 512, **shape) as cache:
+        shape["gather_kernel"] = kernel
+        with part(f"{batch_runs} runs a call, {kernel=}"), Cache("direct", 512, **shape) as cache:
             host = np.random.default_rng(3).integers(0, 256, cache.num_bytes, np.uint8)
             expected = host.copy()
             cache.copy(host, CopyKind.TO_DEVICE)
             cache.move("store", "kept", cache.half)
             with beside(cache.again, "store"):
-                end, times = time.monotonic() + (0.5 if FAKE else seconds / 5), []
+                end, times = time.monotonic() + (0.5 if FAKE else seconds / 7), []
                 while time.monotonic() < end:
                     times.append(cache.again("retrieve"))
             cache.copy(host, CopyKind.TO_HOST)
-            report("stress", batch_runs=batch_runs, right=bool((host == expected).all()), **percentiles(times))
+            right = bool((host == expected).all())
+            report("stress", batch_runs=batch_runs, kernel=kernel, right=right, **percentiles(times))
 
 
 def order(seconds: float) -> None:
@@ -260,7 +263,19 @@ def conformance(seconds: float) -> None:
 def run_tests(seconds: float, *names: str) -> None:
     """Run tests in parallel. Report the end of each one's output, also of those that were cut off."""
     environment = os.environ | ({} if FAKE else {"KVDEPOT_REQUIRE_CUDA": "1"})
-    command = [sys.executable, "-m", "pytest", "-q", "--maxfail=3", "--tb=short", "-m", "", "-p", "no:cacheprovider", "--color=no"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "--maxfail=3",
+        "--tb=short",
+        "-m",
+        "",
+        "-p",
+        "no:cacheprovider",
+        "--color=no",
+    ]
     running: list[tuple[str, Any, Any]] = []
     for name in names:
         out = tempfile.TemporaryFile("w+")  # noqa: SIM115  # until the end of this process
@@ -311,26 +326,27 @@ def interference(_seconds: float) -> None:
         return count / (time.perf_counter() - began)
 
     hint = {} if FAKE else {"open_driver": lambda ordinal: CudaDriver(ordinal, prefers_overlap=True)}
-    small = {"block_outermost": False, "page": 8192}
+    small = {"block_outermost": False, "page": 8192, "gather_kernel": False}
     kernel = small | {"gather_kernel": True}
     ways = (("direct", {}), ("direct", hint), ("direct", small), ("direct", kernel), ("ipc", {}))
     for (mode, options), way in itertools.product(ways, ("retrieve", "store")):
-        with part(f"{mode}, {list(options)}, {way}"), Cache(mode, 256, **options) as cache:
+        with part(f"{mode}, {options}, {way}"), Cache(mode, 256, **options) as cache:
             cache.move("store", "kept", cache.half)
             for name, loop in loops.items():
                 alone = rate(loop)
                 with beside(cache.again, way):
                     slower = alone / rate(loop) - 1
-                report("slow-down", mode=mode, options=list(options), copies=way, loop=name, slower=round(slower, 4))
+                row = {"mode": mode, "options": list(options), "kernel": cache.context.uses_kernel}
+                report("slow-down", **row, copies=way, loop=name, slower=round(slower, 4))
 
 
 def retrieve(_seconds: float) -> None:
-    """Time retrieves of 10,000 tokens of an 8B model and of one block, by mode, layout and batch size."""
-    for mode, outermost, batch_mib in itertools.product(("direct", "ipc"), (True, False), (64, 256)):
-        with (
-            part(f"{mode}, {outermost=}, {batch_mib} MiB"),
-            Cache(mode, 2 * COUNT, block_outermost=outermost, batch_bytes=batch_mib * MIB) as cache,
-        ):
+    """Time retrieves of 10,000 tokens of an 8B model and of one block, by mode, layout, kernel and batch size."""
+    ways = [("direct", True, False), ("direct", False, False), ("direct", False, True), ("ipc", True, False)]
+    ways.append(("ipc", False, False))
+    for (mode, outermost, kernel), batch_mib in itertools.product(ways, (64, 256)):
+        shape: dict[str, Any] = {"block_outermost": outermost, "gather_kernel": kernel, "batch_bytes": batch_mib * MIB}
+        with part(f"{mode}, {shape}"), Cache(mode, 2 * COUNT, **shape) as cache:
             store = cache.move("store", "kept", cache.half)
             one = [cache.move("retrieve", "settle", [0]) for _ in range(20)]
             times = [cache.again("retrieve") for _ in range(5)]
@@ -351,7 +367,8 @@ def registration(_seconds: float) -> None:
     """Time the registration of a pool by the size of its pieces."""
     total = 64 * MIB if FAKE else 4096 * MIB
     for piece_bytes in (total // 16, total // 4, total):
-        with part(f"{piece_bytes // MIB} MiB"), Cache("direct", 8, pool_bytes=total, piece_bytes=piece_bytes) as cache:
+        shape = {"pool_bytes": total, "piece_bytes": piece_bytes, "gather_kernel": False}  # no compiler in the time
+        with part(f"{piece_bytes // MIB} MiB"), Cache("direct", 8, **shape) as cache:
             report("registration", **cache.state, pool_mib=total // MIB, seconds=round(cache.settle_seconds, 3))
 
 

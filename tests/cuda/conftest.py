@@ -49,7 +49,10 @@ def worker_options() -> dict[str, Any]:
 
 @pytest.fixture
 def cache(depot: DepotProcess, driver: FakeDriver, worker_options: dict[str, Any]) -> Iterator[MakeCache]:
-    """Makes connected workers. `num_pieces` of their pool are registered: all pieces that the driver accepts."""
+    """Makes connected workers. `num_pieces` of their pool are registered: all pieces that the driver accepts.
+
+    The kernel is loaded, too, if there is one.
+    """
     made: list[Cache] = []
 
     def make(**given: Any) -> Cache:
@@ -58,7 +61,8 @@ def cache(depot: DepotProcess, driver: FakeDriver, worker_options: dict[str, Any
         worker = FakeWorker(depot.url, plan, driver=driver, **options)
         made.append(Cache(worker, plan))
         worker.wait_until_connected(WAIT_SECONDS)
-        wait_until(lambda: worker.context.num_registered == num_pieces, what="the pool to be registered")
+        wait_until(lambda: worker.context.is_settled, what="the registration of the pool")
+        assert worker.context.num_registered == num_pieces
         return made[-1]
 
     yield make

@@ -16,11 +16,11 @@ from kvdepot.testing.faults import FaultSuite
 from kvdepot_cuda.context import CudaTransferContext
 from kvdepot_cuda.copy_route import CudaOptions
 from support.cuda.device_worker import DeviceWorker
-from support.cuda.fake import DEFAULT_STREAM, FakeDriver, FakeEvent
+from support.cuda.fake import DEFAULT_STREAM, FakeDriver, FakeEvent, fake_gather
 from support.cuda.fake_worker import FakeWorker
 from support.cuda.node import FakeDevice
 from support.cuda.on_device import ByAMover
-from support.cuda.order import BATCH_BYTES, NUM_BLOCKS, NUM_LAYERS, PAGE_BYTES, OrderSuite
+from support.cuda.order import BATCH_BYTES, NUM_BLOCKS, NUM_LAYERS, PAGE_BYTES, WAYS, OrderSuite
 
 pytestmark = pytest.mark.slow
 
@@ -70,7 +70,7 @@ class TestFaults(FaultSuite):
 class FakeEngine:
     """An engine whose streams run only when waited for. Its work also waits for `let_go`. It has no graphs."""
 
-    def __init__(self, url: str, mode: str, kind: str, driver: FakeDriver) -> None:
+    def __init__(self, url: str, way: str, kind: str, driver: FakeDriver) -> None:
         self._driver = driver
         with driver.activated():
             self._stream = DEFAULT_STREAM if kind == "default stream" else driver.create_stream()
@@ -82,13 +82,14 @@ class FakeEngine:
             KVCache([CacheGroup(tensors, 16)], "order", "bytes", chunk_tokens=16),
             CudaOptions(
                 url=url,
-                mode=mode,
                 deadline_seconds=20.0,
                 batch_bytes=BATCH_BYTES,
                 piece_bytes=8 << 20,
                 stream=lambda: self._stream,
                 open_driver=lambda _ordinal: driver,
                 mover="fake-cuda",
+                compile_gather=fake_gather,
+                **WAYS[way],
             ),
         )
 
@@ -130,9 +131,9 @@ class TestOrder(OrderSuite):
         self.device = device
 
     @contextmanager
-    def engine(self, url: str, mode: str, kind: str) -> Generator[FakeEngine]:
+    def engine(self, url: str, way: str, kind: str) -> Generator[FakeEngine]:
         driver = FakeDriver(root=self.device.memory)
-        engine = FakeEngine(url, mode, kind, driver)
+        engine = FakeEngine(url, way, kind, driver)
         try:
             yield engine
         finally:

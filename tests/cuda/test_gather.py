@@ -1,9 +1,10 @@
-"""The kernel's part of a retrieve, with a driver that has no device: the choice of runs, the addresses, the fallbacks.
+"""The kernel's part of stores and retrieves, with a driver that has no device: choice of runs, addresses, fallbacks.
 
 The kernel itself runs and compiles in `tests/kernels`. Here, the fake driver does its work.
 """
 
 import logging
+import threading
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -13,10 +14,11 @@ import pytest
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.testing.backend import PLANS, BackendSuite, Cache, MakeCache, WorkerPlan, prompt
 from kvdepot_cuda.context import CudaTransferContext
+from kvdepot_cuda.driver import DriverError
 from kvdepot_cuda.gather import LEAST_RUNS, MOST_RUN_BYTES, KernelUnavailable, compile_gather, runs_for_kernel
 from kvdepot_cuda.image import GatherImage
 from support.cuda.fake import FakeDriver
-from support.cuda.fake_worker import NUM_PIECES, FakeWorker
+from support.cuda.fake_worker import NUM_PIECES, PIECE_BYTES, FakeWorker
 
 IMAGE = GatherImage(b"image", "gather_runs", 128, 1024, 2)
 WAIT_SECONDS = 20.0
@@ -44,6 +46,28 @@ def test_small_runs_go_by_the_kernel_if_there_are_enough_of_them(missing: int) -
     assert np.flatnonzero(runs_for_kernel(*runs)).tolist() == ([] if missing else list(range(LEAST_RUNS)))
 
 
+@pytest.mark.parametrize(
+    ("given", "has_triton", "uses_it"),
+    [(None, True, True), (None, False, False), (True, False, True), (False, True, False)],
+)
+def test_by_default_there_is_a_kernel_where_triton_is_installed(
+    given: bool | None,
+    has_triton: bool,
+    uses_it: bool,
+    cache: MakeCache,
+    driver: FakeDriver,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Who asks for it gets a warning if it is missing: see `test_a_kernel_that_cannot_be_loaded_is_one_warning`."""
+    monkeypatch.setattr("kvdepot_cuda.context.has_triton", lambda: has_triton)
+    worker = cache(gather_kernel=given)
+    assert worker.store(prompt(4))
+    assert worker.retrieve(prompt(4)) == 4
+    assert (driver.calls["launch_kernel"] > 0) == (driver.calls["load_kernel"] > 0) == uses_it
+    assert warnings(caplog) == []
+
+
 @pytest.fixture
 def every_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the kernel copy also single and large runs."""
@@ -57,7 +81,7 @@ def every_run(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("every_run")
 class TestWithTheKernel(BackendSuite):
-    """The suite of every backend, with every aligned page of a retrieve copied by the kernel."""
+    """The suite of every backend, with every aligned page copied by the kernel, in both directions."""
 
     @pytest.fixture(autouse=True)
     def drivers(self) -> Iterator[None]:
@@ -75,7 +99,6 @@ class TestWithTheKernel(BackendSuite):
 
 @pytest.fixture
 def worker_options(every_run: None) -> dict[str, Any]:
-    """The kernel is loaded before the pool is registered."""
     del every_run
     return KERNEL
 
@@ -84,32 +107,45 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def test_retrieves_go_by_the_kernel_and_stores_never(cache: MakeCache, driver: FakeDriver) -> None:
+def test_stores_and_retrieves_go_by_the_kernel(cache: MakeCache, driver: FakeDriver) -> None:
     worker = cache()
     assert worker.store(prompt(4))
-    assert driver.calls["launch_kernel"] == 0
-    batches = driver.calls["copy_batch"]
+    stored = driver.calls["gathered"]
+    assert (driver.calls["launch_kernel"], driver.calls["copy_batch"]) == (1, 0)
     assert worker.retrieve(prompt(4)) == 4
-    assert (driver.calls["launch_kernel"], driver.calls["copy_batch"]) == (1, batches)
-    assert driver.calls["gathered"] > 0
+    assert (driver.calls["launch_kernel"], driver.calls["copy_batch"]) == (2, 0)
+    assert driver.calls["gathered"] == 2 * stored > 0
 
 
-def test_by_default_the_kernel_is_neither_compiled_nor_used(depot: DepotProcess, driver: FakeDriver) -> None:
-    def compiled(_capability: int) -> GatherImage:
-        raise AssertionError("nobody asked for it")
+def test_nothing_waits_for_the_compiler(depot: DepotProcess, driver: FakeDriver) -> None:
+    """Until it is done, DMA copies everything, and the pool is registered."""
+    gate = threading.Event()
 
-    worker = FakeWorker(depot.url, PLANS["one group"], driver=driver, compile_gather=compiled)
+    def compile_late(_capability: int) -> GatherImage:
+        assert gate.wait(WAIT_SECONDS)
+        return IMAGE
+
+    plan = PLANS["one group"]
+    worker = FakeWorker(depot.url, plan, driver=driver, gather_kernel=True, compile_gather=compile_late)
     worker.wait_until_connected(WAIT_SECONDS)
     wait_until(lambda: worker.context.num_registered == NUM_PIECES)
-    cache = Cache(worker, PLANS["one group"])
+    cache = Cache(worker, plan)
     assert cache.store(prompt(4))
     assert cache.retrieve(prompt(4)) == 4
+    assert driver.calls["copy_batch"] > 0
+    assert driver.calls["launch_kernel"] == 0
+    assert not worker.context.is_settled
+    gate.set()
+    wait_until(lambda: worker.context.is_settled)
+    assert cache.retrieve(prompt(4)) == 4
+    assert driver.calls["launch_kernel"] == 1
     worker.context.close()
-    assert driver.calls["launch_kernel"] == driver.calls["load_kernel"] == 0
+    assert driver.violations == []
+    assert driver.left_over == {}
 
 
 @pytest.mark.parametrize(("threshold", "value"), [("MOST_RUN_BYTES", 1024), ("LEAST_RUNS", 10_000)])
-def test_retrieves_of_large_or_few_pages_are_batches(
+def test_copies_of_large_or_few_pages_are_batches(
     threshold: str, value: int, cache: MakeCache, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(f"kvdepot_cuda.gather.{threshold}", value)
@@ -123,9 +159,11 @@ def test_runs_that_do_not_suit_the_kernel_are_copied_beside_it(cache: MakeCache,
     """With pages of 1000, 8 and 4104 bytes, few lie at multiples of 16."""
     worker = cache(plan="odd page sizes")
     assert worker.store(prompt(6))
-    batches = driver.calls["copy_batch"]
+    launches, batches = driver.calls["launch_kernel"], driver.calls["copy_batch"]
+    assert launches > 0
+    assert batches > 0
     assert worker.retrieve(prompt(6)) == 6
-    assert driver.calls["launch_kernel"] > 0
+    assert driver.calls["launch_kernel"] > launches
     assert driver.calls["copy_batch"] > batches
 
 
@@ -133,34 +171,56 @@ def test_no_launch_has_more_runs_than_its_table(cache: MakeCache, driver: FakeDr
     worker = cache(batch_runs=10)
     assert worker.store(prompt(15))
     assert worker.retrieve(prompt(15)) == 15
-    assert driver.calls["launch_kernel"] >= driver.calls["gathered"] / 10 > 1
+    assert driver.calls["launch_kernel"] >= driver.calls["gathered"] / 10 > 2
 
 
-@pytest.mark.parametrize(("call", "after"), [("register_host", 0), ("register_host", 3), ("device_address_of", 0)])
-def test_the_kernel_gets_no_run_that_it_cannot_reach(
-    call: str, after: int, cache: MakeCache, driver: FakeDriver
-) -> None:
-    """The kernel's table is registered first, then pieces fail. The fake fails a launch that touches them."""
-    driver.fail(call, "CUDA_ERROR_NOT_SUPPORTED (801)", after=after + (call == "register_host"), times=1 << 30)
-    worker = cache(num_pieces=after if call == "register_host" else NUM_PIECES)
-    for salt in range(6):
-        assert worker.store(prompt(8, salt=salt))
-        assert worker.retrieve(prompt(8, salt=salt)) == 8
+class RefusingDriver(FakeDriver):
+    """Registers the kernel's tables and some pieces of the pool."""
+
+    num_accepted = NUM_PIECES
+
+    def register_host(self, address: int, num_bytes: int) -> None:
+        if num_bytes >= PIECE_BYTES:
+            self.num_accepted -= 1
+            if self.num_accepted < 0:
+                raise DriverError("register_host", "CUDA_ERROR_NOT_SUPPORTED (801)")
+        super().register_host(address, num_bytes)
+
+
+@pytest.mark.parametrize(("num_accepted", "has_addresses"), [(0, True), (3, True), (NUM_PIECES, False)])
+class TestUnreachablePieces:
+    @pytest.fixture
+    def driver(self, num_accepted: int, has_addresses: bool) -> FakeDriver:
+        driver = RefusingDriver()
+        driver.num_accepted = num_accepted
+        if not has_addresses:
+            driver.fail("device_address_of", "CUDA_ERROR_NOT_SUPPORTED (801)")
+        return driver
+
+    def test_the_kernel_gets_no_run_that_it_cannot_reach(self, num_accepted: int, cache: MakeCache) -> None:
+        """The fake fails a launch that touches such a piece."""
+        worker = cache(num_pieces=num_accepted)
+        for salt in range(6):
+            assert worker.store(prompt(8, salt=salt))
+            assert worker.retrieve(prompt(8, salt=salt)) == 8
 
 
 # --- fallbacks --------------------------------------------------------------------------------------------------------
 
 
-def refuse(_capability: int) -> GatherImage:
-    raise KernelUnavailable("triton is not installed")
-
-
+@pytest.mark.parametrize("after", [0, 1])  # each direction loads it
 @pytest.mark.parametrize("call", ["compile", "load_kernel", "allocate_device", "register_host"])
 def test_a_kernel_that_cannot_be_loaded_is_one_warning(
-    call: str, cache: MakeCache, driver: FakeDriver, caplog: pytest.LogCaptureFixture
+    call: str, after: int, cache: MakeCache, driver: FakeDriver, caplog: pytest.LogCaptureFixture
 ) -> None:
-    driver.fail(call, "CUDA_ERROR_OUT_OF_MEMORY (2)", times=1)
-    worker = cache(**({"compile_gather": refuse} if call == "compile" else {}))
+    def compile_late(_capability: int) -> GatherImage:
+        if call == "compile":
+            raise KernelUnavailable("triton is not installed")
+        wait_until(lambda: driver.calls["register_host"] == NUM_PIECES)  # the next calls are for the kernel
+        driver.fail(call, "CUDA_ERROR_OUT_OF_MEMORY (2)", after=after, times=1)
+        return IMAGE
+
+    worker = cache(compile_gather=compile_late)
     assert worker.store(prompt(4))
     for _ in range(3):
         assert worker.retrieve(prompt(4)) == 4
@@ -176,20 +236,40 @@ def test_a_launch_that_is_refused_is_one_warning_and_no_miss(
 ) -> None:
     worker = cache(batch_runs=16)
     assert worker.store(prompt(12))
+    launches = driver.calls["launch_kernel"]
     driver.fail("launch_kernel", "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES (701)", after=after)
     for _ in range(3):
         assert worker.retrieve(prompt(12)) == 12
+    assert worker.store(prompt(12, salt=1))
+    assert worker.retrieve(prompt(12, salt=1)) == 12
+    assert driver.calls["launch_kernel"] == launches + after + 1
+    (line,) = warnings(caplog)
+    assert "as the kernel for them failed" in line
+
+
+@pytest.mark.parametrize("after", [0, 2])
+def test_a_launch_that_is_refused_in_a_store_is_one_warning_and_the_store_succeeds(
+    after: int, cache: MakeCache, driver: FakeDriver, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = cache(batch_runs=16)
+    driver.fail("launch_kernel", "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES (701)", after=after)
+    for salt in range(2):
+        assert worker.store(prompt(12, salt=salt))
+        assert worker.retrieve(prompt(12, salt=salt)) == 12
     assert driver.calls["launch_kernel"] == after + 1
     (line,) = warnings(caplog)
     assert "as the kernel for them failed" in line
 
 
+@pytest.mark.parametrize("is_store", [True, False])
 def test_a_kernel_that_faults_is_a_miss_and_the_end_of_the_device(
-    cache: MakeCache, driver: FakeDriver, caplog: pytest.LogCaptureFixture
+    is_store: bool, cache: MakeCache, driver: FakeDriver, caplog: pytest.LogCaptureFixture
 ) -> None:
     worker = cache()
     assert worker.store(prompt(4))
-    driver.fail("execute", "CUDA_ERROR_ILLEGAL_ADDRESS (700)", times=1)
+    driver.fail("execute", "CUDA_ERROR_ILLEGAL_ADDRESS (700)", after=1, times=1)  # after the copy of the table
+    if is_store:
+        assert not worker.store(prompt(4, salt=1))
     assert worker.retrieve(prompt(4)) == 0
     assert worker.retrieve(prompt(4)) == 0
     (line,) = warnings(caplog)

@@ -19,7 +19,7 @@ from kvdepot.testing.engine import PLAN
 from kvdepot.testing.faults import FaultSuite
 from kvdepot_cuda.availability import why_unavailable
 from support.cuda.mover_faults import MoverFaultSuite, wait_for_mover
-from support.cuda.on_device import KERNEL, ByAMover, Workers
+from support.cuda.on_device import DMA, KERNEL, ByAMover, Workers
 
 REASON = why_unavailable()
 pytestmark = pytest.mark.skipif(
@@ -29,7 +29,7 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 
 
 class TestByTheWorker(Workers, BackendSuite):
-    pass
+    options = DMA
 
 
 @needs_triton

@@ -14,7 +14,7 @@ import pytest
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.testing.backend import PLANS, Cache, MakeCache, prompt
 from kvdepot_cuda.driver import CopyKind
-from support.cuda.fake import DEFAULT_STREAM, FakeDriver, FakeEvent, FakeTensor
+from support.cuda.fake import DEFAULT_STREAM, FakeDriver, FakeEvent, FakeTensor, fake_gather
 from support.cuda.fake_worker import FakeWorker
 
 PLAN = PLANS["one group"]
@@ -37,6 +37,13 @@ def cache(depot: DepotProcess) -> Iterator[MakeCache]:
         cache.context.close()
 
 
+@pytest.fixture(params=["DMA", "the kernel"])
+def options(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Options of a worker that copies by DMA, or copies every run by the kernel."""
+    monkeypatch.setattr("kvdepot_cuda.gather.LEAST_RUNS", 1)
+    return {"gather_kernel": request.param == "the kernel", "compile_gather": fake_gather}
+
+
 def store_of_what_a_kernel_writes(writer: Cache, driver: FakeDriver, *, with_event: bool) -> None:
     """Queue a late kernel of the engine that writes the blocks, and store them."""
     run = prompt(3)
@@ -52,12 +59,15 @@ def store_of_what_a_kernel_writes(writer: Cache, driver: FakeDriver, *, with_eve
 
 
 @pytest.mark.parametrize("with_event", [True, False])
-def test_a_store_comes_after_the_kernel_that_writes_its_blocks(with_event: bool, cache: MakeCache) -> None:
+def test_a_store_comes_after_the_kernel_that_writes_its_blocks(
+    with_event: bool, cache: MakeCache, options: dict[str, Any]
+) -> None:
     """It comes after the given event, or without one after the work in the engine's stream."""
     driver = FakeDriver()
-    writer = cache(driver)
+    writer = cache(driver, **options)
     store_of_what_a_kernel_writes(writer, driver, with_event=with_event)
     assert writer.retrieve(prompt(3)) == 3
+    assert (driver.calls["copy_batch"] == 0) == (driver.calls["gathered"] > 0) == options["gather_kernel"]
 
 
 def retrieve_into_blocks_that_a_kernel_clears(cache: Cache, driver: FakeDriver) -> bool:
@@ -72,15 +82,19 @@ def retrieve_into_blocks_that_a_kernel_clears(cache: Cache, driver: FakeDriver) 
     return cache.holds(run, wanted)
 
 
-def test_a_retrieve_comes_after_what_the_engine_still_does_to_its_blocks(cache: MakeCache) -> None:
+def test_a_retrieve_comes_after_what_the_engine_still_does_to_its_blocks(
+    cache: MakeCache, options: dict[str, Any]
+) -> None:
     driver = FakeDriver()
-    assert retrieve_into_blocks_that_a_kernel_clears(cache(driver), driver)
+    assert retrieve_into_blocks_that_a_kernel_clears(cache(driver, **options), driver)
 
 
 @pytest.mark.promise(13, 18)
-def test_a_future_is_not_done_while_the_kernel_runs_and_submitting_does_not_wait(cache: MakeCache) -> None:
+def test_a_future_is_not_done_while_the_kernel_runs_and_submitting_does_not_wait(
+    cache: MakeCache, options: dict[str, Any]
+) -> None:
     driver = FakeDriver()
-    worker = cache(driver)
+    worker = cache(driver, **options)
     run = prompt(3)
     block_ids = worker.blocks(run)
     gate = threading.Event()

@@ -17,7 +17,7 @@ from kvdepot.lab.processes import DepotProcess
 from kvdepot_cuda.availability import why_unavailable
 from kvdepot_cuda.context import CudaTransferContext
 from kvdepot_cuda.copy_route import CudaOptions
-from support.cuda.order import BATCH_BYTES, NUM_BLOCKS, NUM_LAYERS, PAGE_BYTES, OrderSuite
+from support.cuda.order import BATCH_BYTES, NUM_BLOCKS, NUM_LAYERS, PAGE_BYTES, WAYS, OrderSuite
 
 REASON = why_unavailable()
 pytestmark = [
@@ -30,7 +30,7 @@ SLEEP_CYCLES = int(1e9)  # cycles of the device: half a second to a second
 
 
 class TorchEngine:
-    def __init__(self, url: str, mode: str, kind: str) -> None:
+    def __init__(self, url: str, way: str, kind: str) -> None:
         self._torch: Any = importlib.import_module("torch")
         cuda = self._torch.cuda
         self._memory = self._torch.full(
@@ -43,7 +43,7 @@ class TorchEngine:
         cuda.synchronize()
         self.context = CudaTransferContext(
             KVCache([CacheGroup(layers, 16)], "order", "bytes", chunk_tokens=16),
-            CudaOptions(url=url, mode=mode, deadline_seconds=20.0, batch_bytes=BATCH_BYTES),
+            CudaOptions(url=url, deadline_seconds=20.0, batch_bytes=BATCH_BYTES, **WAYS[way]),
         )
 
     def on_stream(self) -> AbstractContextManager[object]:
@@ -82,7 +82,7 @@ class TestOrder(OrderSuite):
             yield depot
 
     @contextmanager
-    def engine(self, url: str, mode: str, kind: str) -> Generator[TorchEngine]:
-        engine = TorchEngine(url, mode, kind)
+    def engine(self, url: str, way: str, kind: str) -> Generator[TorchEngine]:
+        engine = TorchEngine(url, way, kind)
         with closing(engine.context):
             yield engine

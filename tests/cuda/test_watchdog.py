@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ from kvdepot.testing.backend import PLANS, Cache, prompt
 from kvdepot_cuda import watchdog
 from kvdepot_cuda.driver import CopyKind
 from kvdepot_cuda.watchdog import Watchdog
-from support.cuda.fake import FakeDriver
+from support.cuda.fake import FakeDriver, fake_gather
 from support.cuda.fake_worker import NUM_PIECES, FakeWorker
 
 PLAN = PLANS["one group"]
@@ -25,7 +26,7 @@ WAIT_SECONDS = 20.0
 
 
 class HangingDriver(FakeDriver):
-    """A driver whose batches in one direction do not return until `gate` is set."""
+    """A driver whose batches in one direction, or all of whose launches, do not return until `gate` is set."""
 
     hangs: CopyKind | None = None
 
@@ -42,6 +43,12 @@ class HangingDriver(FakeDriver):
             assert self.gate.wait(WAIT_SECONDS)
         super().copy_batch(sources, targets, sizes, direction, stream)
 
+    def launch_kernel(self, *arguments: Any, **named: Any) -> None:
+        if self.hangs is not None:
+            self.is_inside.set()
+            assert self.gate.wait(WAIT_SECONDS)
+        super().launch_kernel(*arguments, **named)
+
 
 @pytest.fixture
 def driver() -> HangingDriver:
@@ -49,16 +56,26 @@ def driver() -> HangingDriver:
 
 
 @pytest.fixture
-def cache(depot: DepotProcess, driver: HangingDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cache]:
+def by_kernel() -> bool:
+    """Whether the kernel copies every run."""
+    return False
+
+
+@pytest.fixture
+def cache(
+    depot: DepotProcess, driver: HangingDriver, by_kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Cache]:
     monkeypatch.setattr(watchdog, "HANG_SECONDS", 0.4)
-    worker = FakeWorker(depot.url, PLAN, driver=driver)
+    monkeypatch.setattr("kvdepot_cuda.gather.LEAST_RUNS", 1)
+    worker = FakeWorker(depot.url, PLAN, driver=driver, gather_kernel=by_kernel, compile_gather=fake_gather)
     worker.wait_until_connected(WAIT_SECONDS)
-    wait_until(lambda: worker.context.num_registered == NUM_PIECES)
+    wait_until(lambda: worker.context.is_settled)
     yield Cache(worker, PLAN)
     driver.gate.set()
     worker.context.close()
 
 
+@pytest.mark.parametrize("by_kernel", [False, True], ids=["DMA", "kernel"])
 @pytest.mark.parametrize("direction", list(CopyKind))
 def test_a_copy_that_hangs_leaves_no_other_transfer_waiting(
     direction: CopyKind, cache: Cache, driver: HangingDriver, depot: DepotProcess, caplog: pytest.LogCaptureFixture

@@ -39,9 +39,9 @@ def test_every_byte_is_right_for_any_size_and_alignment() -> None:
     assert "runs are right" in run("interpret", "bytes", TRITON_INTERPRET="1")
 
 
-def test_a_worker_s_retrieves_by_the_interpreted_kernel_are_right() -> None:
+def test_a_worker_s_copies_by_the_interpreted_kernel_are_right() -> None:
     """Around it are a depot, the copy engine and the fake driver, whose launches run the kernel."""
-    assert "retrieves are right" in run("interpret", "worker", TRITON_INTERPRET="1")
+    assert "copies are right" in run("interpret", "worker", TRITON_INTERPRET="1")
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])

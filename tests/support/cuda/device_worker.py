@@ -4,7 +4,7 @@ Like an engine's, its tensors are views of one allocation in multiples of 2 MiB:
 into one block of its own and share that whole block. `small_allocations` still makes one allocation for each tensor.
 
 Needs no torch. In mode `direct`, `wait_until_connected` returns when pieces of the pool are registered and the kernel,
-if requested, is loaded. So a suite that passes has used both.
+unless it is switched off, is loaded. So a suite that passes has used both.
 """
 
 from typing import Any
@@ -16,6 +16,7 @@ from kvdepot.testing.backend import WorkerPlan
 from kvdepot_cuda.context import CudaTransferContext
 from kvdepot_cuda.copy_route import CudaOptions
 from kvdepot_cuda.driver import CopyKind, Driver, OpenDriver
+from kvdepot_cuda.gather import has_triton
 from kvdepot_cuda.nvidia import CudaDriver
 from support.cuda.fake import DEFAULT_STREAM, FakeTensor
 
@@ -85,7 +86,7 @@ class DeviceWorker:
         ]
         options = {"piece_bytes": PIECE_BYTES} | options
         self._plan = plan
-        self._has_kernel = bool(options.get("gather_kernel"))
+        self._has_kernel = options.get("gather_kernel", has_triton())
         self.context = CudaTransferContext(
             plan.cache(tensors),
             CudaOptions(url=url, stream=lambda: DEFAULT_STREAM, open_driver=open_driver, **options),

@@ -24,7 +24,9 @@ class FakeWorker:
             [self.driver.tensor(plan.num_blocks, size, group.padding_bytes) for size in group.page_sizes_bytes]
             for group in plan.groups
         ]
-        options = {"piece_bytes": PIECE_BYTES, "batch_runs": 64, "stream": lambda: DEFAULT_STREAM} | options
+        # Without the kernel unless a test asks for it, also where Triton is installed.
+        defaults = {"piece_bytes": PIECE_BYTES, "batch_runs": 64, "gather_kernel": False}
+        options = defaults | {"stream": lambda: DEFAULT_STREAM} | options
         cache = replace(plan.cache(self.tensors), instance=instance or plan.instance)
         self.context = CudaTransferContext(
             cache, CudaOptions(url=url, open_driver=lambda _ordinal: self.driver, **options)

@@ -9,6 +9,7 @@ from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.testing.backend import PLANS, Cache, WorkerPlan, prompt
 from support.cuda.device_worker import DeviceWorker
 
+DMA: dict[str, Any] = {"gather_kernel": False}
 KERNEL: dict[str, Any] = {"gather_kernel": True}
 REFUSALS = ("cannot register", "the kernel for them", "as a batch failed", "not possible")
 

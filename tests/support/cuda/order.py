@@ -5,7 +5,7 @@ early keeps the initial 1. A retrieve that runs too early is overwritten with 0.
 """
 
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Any, Protocol
 
 import pytest
 
@@ -15,7 +15,12 @@ from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot_cuda.context import CudaTransferContext
 
 KINDS = ("default stream", "side stream", "graph on a side stream")
-MODES = ("direct", "ipc")
+WAYS: dict[str, dict[str, Any]] = {
+    "direct": {"mode": "direct", "gather_kernel": False},
+    "by the kernel": {"mode": "direct", "gather_kernel": True},
+    "ipc": {"mode": "ipc"},
+}
+"""Ways to copy, with their options."""
 NUM_BLOCKS = 64
 NUM_LAYERS = 4
 PAGE_BYTES = 64 << 10
@@ -51,18 +56,24 @@ class Engine(Protocol):
 
 
 class OrderSuite:
-    def engine(self, url: str, mode: str, kind: str) -> AbstractContextManager[Engine]:
+    def engine(self, url: str, way: str, kind: str) -> AbstractContextManager[Engine]:
         """Make an engine."""
         raise NotImplementedError
 
     @pytest.mark.parametrize("kind", KINDS)
-    @pytest.mark.parametrize("mode", MODES)
-    def test_transfers_come_after_the_work_of_the_engine(self, mode: str, kind: str, order_depot: DepotProcess) -> None:
-        run = hash_prefix(Namespace(f"{mode} {kind}"), 16, range(NUM_BLOCKS * 16))
-        with self.engine(order_depot.url, mode, kind) as engine, engine.on_stream():
+    @pytest.mark.parametrize("way", WAYS)
+    def test_transfers_come_after_the_work_of_the_engine(
+        self, way: str, kind: str, order_depot: DepotProcess, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        # Blocks that continue each other are one large run.
+        monkeypatch.setattr("kvdepot_cuda.gather.MOST_RUN_BYTES", BATCH_BYTES)
+        monkeypatch.setattr("kvdepot_cuda.gather.LEAST_RUNS", 1)
+        run = hash_prefix(Namespace(f"{way} {kind}"), 16, range(NUM_BLOCKS * 16))
+        with self.engine(order_depot.url, way, kind) as engine, engine.on_stream():
             context = engine.context
             context.wait_until_connected(WAIT_SECONDS)
             settle(context)
+            assert context.uses_kernel == (way == "by the kernel")
             engine.write(7)
             stored = context.submit_store("request", run, BLOCK_IDS, engine.event())
             with pytest.raises(TimeoutError):

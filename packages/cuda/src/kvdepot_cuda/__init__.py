@@ -27,10 +27,16 @@ class CudaBackend:
         del engine
         return None
 
-    def cuts_pages(self, row_tokens: int, *, mode: str = "direct", gather_kernel: bool = False, **options: Any) -> bool:
+    def cuts_pages(
+        self, row_tokens: int, *, mode: str = "direct", gather_kernel: bool | None = None, **options: Any
+    ) -> bool:
         """See `Backend`. A row of one token is a run of some hundred bytes, which only the kernel copies fast."""
         del options
-        return row_tokens > 1 or (gather_kernel and mode == "direct")
+        # All workers of an engine must give the same answer before one of them knows whether its kernel can be loaded.
+        # If it cannot, retrieves are right, but slow where the entries have other heads: DMA copies about one row per
+        # us (batches of 4096, H100, PCIe 5.0 x16). 10,000 tokens in 32 layers are 320,000 rows, twice as many if keys
+        # and values are apart: 0.3 to 0.6 s, about as long as the device would compute them.
+        return row_tokens > 1 or (gather_kernel is not False and mode == "direct")
 
     def why_unavailable(self) -> str | None:
         """Return None if the backend can probably be used here, else the reason and the remedy.

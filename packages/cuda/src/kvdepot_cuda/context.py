@@ -29,6 +29,7 @@ from kvdepot_cuda.copy import CopyEngine
 from kvdepot_cuda.copy_route import DIRECT, IPC, CudaCopier, CudaOptions, MoverRoute
 from kvdepot_cuda.driver import Driver, DriverError
 from kvdepot_cuda.export import offer_of
+from kvdepot_cuda.gather import CompileGather, has_triton
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +69,7 @@ class CudaTransferContext(WorkerTransfers):
 
     @property
     def uses_kernel(self) -> bool:
-        """Whether this process has loaded a kernel that retrieves small pages. A mover has its own."""
+        """Whether this process has loaded the kernel that copies small pages. A mover has none."""
         return self._engine.uses_kernel
 
     @property
@@ -129,7 +130,7 @@ def _open(ordinal: int, cache: KVCache, layout: CacheLayout, options: CudaOption
             cache,
             piece_bytes=options.piece_bytes,
             batch_runs=options.batch_runs,
-            compile_gather=options.compile_gather if options.gather_kernel else None,
+            compile_gather=_compiler_of(options),
             register_when_asked=options.register_when_asked,
         )
     except BaseException as error:
@@ -138,6 +139,16 @@ def _open(ordinal: int, cache: KVCache, layout: CacheLayout, options: CudaOption
         if isinstance(error, DriverError):
             raise BackendUnavailable(f"device cuda:{ordinal} cannot be used: {error}") from error
         raise
+
+
+def _compiler_of(options: CudaOptions) -> CompileGather | None:
+    """Return the compiler of the kernel, None if the worker uses none."""
+    is_wanted = options.gather_kernel
+    if is_wanted is None:
+        is_wanted = has_triton()
+        if not is_wanted:
+            logger.info("DMA copies small pages, as the kernel for them needs Triton, which is not installed")
+    return options.compile_gather if is_wanted else None
 
 
 def _offer(registration: m.RegisterKVCache, driver: Driver, layout: CacheLayout, mover: str) -> m.RegisterKVCache:

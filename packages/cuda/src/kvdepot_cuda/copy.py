@@ -3,8 +3,8 @@
 There are several copy strategies, chosen per run by the kind of memory it is in: batches, if the pool is registered
 with the device and the driver supports batches; single copies in stream order, if the driver does not; single pageable
 copies, where the pool is not registered (yet). If a batch fails, the engine uses single copies at once and from then
-on. If enabled, a kernel retrieves many small runs by one launch instead. A kernel that cannot be loaded or
-launched is not used again. Each such fallback logs one warning.
+on. If enabled, a kernel copies many small runs by one launch instead, in the stream of their direction. A kernel that
+cannot be loaded or launched is not used again. Each such fallback logs one warning.
 
 No result is reported or raised before the stream is synchronised. Otherwise a copy of a failed transfer could still be
 running when its extents and blocks belong to others.
@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Final, TypeVar
 
 from kvdepot.backends import CopyBarrier, CopyBatch, Direction, ReadyEvent
-from kvdepot.copying.runs import BatchRuns, Runs, merge, split
+from kvdepot.copying.runs import Addresses, BatchRuns, Runs, merge, split
 from kvdepot.errors import ConfigError
 from kvdepot.layout import CacheLayout
 from kvdepot.pool.files import PoolMemory
@@ -47,7 +47,7 @@ class CopyEngine:
         piece_bytes: the bytes of the pool that are registered per call.
         batch_runs: the runs per driver call.
         runs: computes the runs of a batch; None for those of `layout`, unchecked.
-        compile_gather: compiles the kernel for small runs. Called once, on a thread. None for no kernel.
+        compile_gather: compiles the kernel for small runs. Called once, on a thread of its own. None for no kernel.
         register_when_asked: register the pool after the first copy or `start_registering`, not at `attach`. Engines
             capture CUDA graphs before that, and captures were reported to fail or hang beside a registration.
 
@@ -80,8 +80,9 @@ class CopyEngine:
         self._batch_runs = batch_runs
         self._takes_batches = driver.has_batch_copy
         self._compile_gather = compile_gather
-        self._gather: Gather | None = None
-        self._uses_gather = False
+        self._gathers: list[Gather] = []  # by direction
+        self._uses_gathers = False
+        self._loading: threading.Thread | None = None  # of the kernel
         self._registration: PoolRegistration | None = None
         self._registering: threading.Thread | None = None
         self._stop_registering = threading.Event()
@@ -105,12 +106,13 @@ class CopyEngine:
     @property
     def uses_kernel(self) -> bool:
         """Whether the kernel is loaded and in use."""
-        return self._uses_gather
+        return self._uses_gathers
 
     @property
     def is_settled(self) -> bool:
         """Whether the registration of the pool and the loading of the kernel have ended, successfully or not."""
-        return self._registering is not None and not self._registering.is_alive()
+        is_loading = self._loading is not None and self._loading.is_alive()
+        return self._registering is not None and not self._registering.is_alive() and not is_loading
 
     def watch(self, on_hang: Callable[[Direction, str], None], seconds: float) -> None:
         """From now on, report a copy that does not return within `seconds`: see `Watchdog`. Such a copy fails."""
@@ -156,7 +158,10 @@ class CopyEngine:
     # --- the pool -------------------------------------------------------------------------------------------------
 
     def attach(self, mapping: PoolMemory, barrier: CopyBarrier) -> None:
-        """See `Copier`. Register the new mapping and unregister the previous one, on a thread."""
+        """See `Copier`. Register the new mapping and unregister the previous one, on a thread.
+
+        The first call also begins to load the kernel, on another thread, as its compiler may take seconds.
+        """
         with self._attaching:
             if self._may_register:
                 self._attach(mapping, barrier)
@@ -174,6 +179,13 @@ class CopyEngine:
     def _attach(self, mapping: PoolMemory, barrier: CopyBarrier) -> None:
         if self._is_closed:
             return
+        compile_gather, self._compile_gather = self._compile_gather, None
+        if compile_gather is not None:
+            loading = threading.Thread(
+                target=self._load_kernel, args=(compile_gather,), name="kvdepot-kernel", daemon=True
+            )
+            loading.start()
+            self._loading = loading
         self._stop_registering.set()
         stop, before = threading.Event(), self._registering
 
@@ -185,7 +197,6 @@ class CopyEngine:
                 old, self._registration = self._registration, new
             if old is not None:
                 old.close()
-            self._load_kernel()
             new.register(stop)
 
         self._stop_registering = stop
@@ -233,13 +244,14 @@ class CopyEngine:
         if self._watchdog is not None:
             self._watchdog.close()
         self._stop_registering.set()
-        if self._registering is not None:
-            self._registering.join()
+        for thread in (self._registering, self._loading):  # a process that exits while one compiles may crash
+            if thread is not None:
+                thread.join()
         if self._registration is not None:
             self._registration.close()
-        with contextlib.suppress(DriverError), self._driver.activated():
-            if self._gather is not None:
-                self._gather.close()
+        for gather in self._gathers:
+            with contextlib.suppress(DriverError), self._driver.activated():
+                gather.close()
         with contextlib.suppress(DriverError), self._driver.activated():  # nothing can be freed on a failed device
             for event in self._events:
                 self._driver.destroy_event(event)
@@ -286,42 +298,42 @@ class CopyEngine:
                 return
             is_registered = registration.covers(runs.offsets)
             reachable = runs.where(is_registered)
-            if direction is Direction.RETRIEVE and self._uses_gather:
-                reachable = self._launch_for(registration, reachable)
+            if self._uses_gathers:
+                reachable = self._launch_for(direction, registration, reachable)
             self._copy_in_batches(direction, batch, reachable)
             self._copy_singly(direction, batch, runs.where(~is_registered))
 
     # --- the kernel -----------------------------------------------------------------------------------------------
 
-    def _load_kernel(self) -> None:
-        """Compile and load the kernel, once. Until then, retrieves do not use it."""
-        compile_gather, self._compile_gather = self._compile_gather, None
-        if compile_gather is None:
-            return
+    def _load_kernel(self, compile_gather: CompileGather) -> None:
+        """Compile and load the kernel. Until then, DMA copies everything."""
         try:
             image = compile_gather(self._driver.capability)
             with self._driver.activated():
-                self._gather = Gather(self._driver, image, self._batch_runs)
+                for _ in Direction:
+                    self._gathers.append(Gather(self._driver, image, self._batch_runs))
         except (DriverError, KernelUnavailable, OSError) as error:
             logger.warning("DMA copies small pages, as the kernel for them cannot be loaded: %s", error)
         else:
-            self._uses_gather = True
+            self._uses_gathers = True
 
-    def _launch_for(self, registration: PoolRegistration, runs: Runs) -> Runs:
+    def _launch_for(self, direction: Direction, registration: PoolRegistration, runs: Runs) -> Runs:
         """Make the kernel copy the suitable runs. Return the others."""
-        assert self._gather is not None
-        sources = registration.device_addresses(runs.offsets)
-        chosen = runs_for_kernel(sources, runs.blocks, runs.sizes)
+        pool = registration.device_addresses(runs.offsets)
+        chosen = runs_for_kernel(pool, runs.blocks, runs.sizes)
         if not chosen.any():
             return runs
         small = runs.where(chosen)
+        sources, targets = _ends(direction, small.blocks, pool[chosen])
         try:
-            self._gather.copy(sources[chosen], small.blocks, small.sizes, self._streams[Direction.RETRIEVE])
+            self._gathers[direction].copy(sources, targets, small.sizes, self._streams[direction])
         except DriverError as error:
             if error.is_permanent:
                 raise
-            self._uses_gather = False  # not closed yet, as a launch may still be running
-            logger.warning("DMA copies small pages from now on, as the kernel for them failed: %s", error)
+            # The other direction may fail at the same time. Nothing is closed yet, as a launch may still be running.
+            was_used, self._uses_gathers = self._uses_gathers, False
+            if was_used:
+                logger.warning("DMA copies small pages from now on, as the kernel for them failed: %s", error)
             return runs
         return runs.where(~chosen)
 
@@ -331,8 +343,7 @@ class CopyEngine:
         for start in range(0, len(runs), self._batch_runs):
             some = runs.where(slice(start, start + self._batch_runs))
             if self._takes_batches:
-                pool = some.offsets + batch.mapping.address
-                sources, targets = (some.blocks, pool) if direction is Direction.STORE else (pool, some.blocks)
+                sources, targets = _ends(direction, some.blocks, some.offsets + batch.mapping.address)
                 try:
                     self._driver.copy_batch(sources, targets, some.sizes, _KINDS[direction], self._streams[direction])
                     continue
@@ -349,6 +360,11 @@ class CopyEngine:
         for block, offset, size in columns:
             source, target = (block, address + offset) if direction is Direction.STORE else (address + offset, block)
             self._driver.copy(source, target, size, kind, stream)
+
+
+def _ends(direction: Direction, blocks: Addresses, pool: Addresses) -> tuple[Addresses, Addresses]:
+    """Return the sources and the targets of copies."""
+    return (blocks, pool) if direction is Direction.STORE else (pool, blocks)
 
 
 def _event_of(ready: ReadyEvent) -> int:

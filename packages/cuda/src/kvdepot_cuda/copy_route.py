@@ -56,9 +56,10 @@ class CudaOptions(TransferOptions):
     torch's current stream if the tensors are torch's, else transfers wait only for `ready`."""
     piece_bytes: int = PIECE_BYTES  # bytes of the pool that are registered per driver call
     batch_runs: int = BATCH_RUNS  # runs copied per driver call
-    gather_kernel: bool = False
-    """Have a kernel retrieve many small runs at once where the worker copies. A mover has none: without MPS a GPU runs
-    either the mover's kernels or the model's, while copies run beside both."""
+    gather_kernel: bool | None = None
+    """Have a kernel copy many small runs at once where the worker copies. None: if Triton is installed. True: warn if
+    there can be none. A mover has none: without MPS a GPU runs either the mover's kernels or the model's, while copies
+    run beside both."""
     compile_gather: CompileGather = compile_gather  # compiles that kernel
     open_driver: OpenDriver = CudaDriver  # opens the driver of the device with a number
     mover: str = MOVER  # entry point of the mover, in the depot's environment

@@ -1,7 +1,7 @@
-"""Copies many small runs of a retrieve by one kernel launch, instead of one DMA per run.
+"""Copies many small runs of a store or retrieve by one kernel launch, instead of one DMA per run.
 
-The copy engine asks `runs_for_kernel` which runs of a call suit the kernel, and `Gather` copies them. The kernel reads
-the pool directly, so it gets only runs in registered pieces of the pool.
+The copy engine asks `runs_for_kernel` which runs of a call suit the kernel, and the direction's `Gather` copies them.
+The kernel reads and writes the pool directly, so it gets only runs in registered pieces of the pool.
 """
 
 import contextlib
@@ -20,11 +20,16 @@ from kvdepot.errors import KVDepotError
 from kvdepot_cuda.driver import CopyKind, Driver
 from kvdepot_cuda.image import GatherImage
 
-# vLLM's figures for its own kernel on an H100 (vllm/v1/kv_offload/cpu/swap_blocks_triton.py); not measured for this
-# one.
-MOST_RUN_BYTES: Final = 28 << 10  # per run: DMA is faster for larger ones
-LEAST_RUNS: Final = 16  # per call: a launch costs more than fewer copies
-NUM_PROGRAMS: Final = 12  # thread blocks: the share of the device that the kernel takes from the model
+# Measured on an H100 (PCIe 5.0 x16) with `kvdepot bench cuda`, as ratios to one large copy: batches of scattered runs
+# against the kernel, which is alike in both directions.
+MOST_RUN_BYTES: Final = 64 << 10
+"""Per run. 1024 runs of 8 KiB have 0.14 to 0.16 by batches and 0.78 to 0.84 by the kernel, of 32 KiB 0.55 and 0.82 to
+0.89, of 64 KiB 0.60 to 0.66 and 0.84 to 0.88. With 256 KiB, the two are alike, and copies need no thread blocks."""
+LEAST_RUNS: Final = 64
+"""Per call. 64 runs of 8 KiB have 0.20 to 0.81 by batches and 0.42 to 1.10 by the kernel. 16 runs are alike up to 24
+KiB; larger ones are slower by the kernel (64 KiB: 0.87 and 0.60)."""
+NUM_PROGRAMS: Final = 12
+"""Thread blocks: the share of the device that the kernel takes from the model. Read at each launch."""
 _ALIGNMENT: Final = 16
 _ROW_BYTES: Final = 24
 
@@ -33,16 +38,16 @@ class KernelUnavailable(KVDepotError):
     """The kernel cannot be compiled here; the text gives the reason."""
 
 
-def runs_for_kernel(sources: Addresses, targets: Addresses, sizes: Addresses) -> npt.NDArray[np.bool_]:
-    """Return, for each run of a retrieve, `(num_runs,)`, whether the kernel copies it.
+def runs_for_kernel(pool: Addresses, blocks: Addresses, sizes: Addresses) -> npt.NDArray[np.bool_]:
+    """Return, for each run, `(num_runs,)`, whether the kernel copies it.
 
     Args:
-        sources: device addresses in the pool, 0 for unregistered memory.
-        targets: addresses in the blocks.
+        pool: device addresses in the pool, 0 for unregistered memory.
+        blocks: addresses in the blocks.
         sizes: in bytes.
     """
-    suits = (sizes <= np.uint64(MOST_RUN_BYTES)) & (sources != 0)
-    suits &= (sources | targets) % np.uint64(_ALIGNMENT) == 0  # the kernel would copy other runs byte by byte
+    suits = (sizes <= np.uint64(MOST_RUN_BYTES)) & (pool != 0)
+    suits &= (pool | blocks) % np.uint64(_ALIGNMENT) == 0  # the kernel would copy other runs byte by byte
     if np.count_nonzero(suits) < LEAST_RUNS:
         suits[:] = False
     return suits
@@ -52,13 +57,18 @@ CompileGather = Callable[[int], GatherImage]
 """Makes the kernel for a compute capability (90 is 9.0); raises `KernelUnavailable`."""
 
 
+def has_triton() -> bool:
+    """Return whether Triton is installed, without importing it."""
+    return importlib.util.find_spec("triton") is not None
+
+
 def compile_gather(capability: int) -> GatherImage:
     """Compile the kernel with the installed Triton. The first time takes some seconds; Triton caches the result.
 
     Raises:
         KernelUnavailable: Triton is missing or cannot compile it.
     """
-    if importlib.util.find_spec("triton") is None:
+    if not has_triton():
         raise KernelUnavailable("triton is not installed: pip install 'triton>=3.3'")
     try:
         return importlib.import_module("kvdepot_cuda.kernels.gather").image_for(capability)
@@ -67,9 +77,10 @@ def compile_gather(capability: int) -> GatherImage:
 
 
 class Gather:
-    """Launches the kernel. Used by one thread at a time, with the device current.
+    """Launches the kernel on one stream. Used by one thread at a time, with the device current.
 
-    The table of runs is copied to the device on the same stream, from registered memory.
+    The table of runs is copied to the device on the same stream, from registered memory. A second stream would need
+    its own table, and so its own `Gather`.
 
     Args:
         driver: the device's driver.

@@ -6,7 +6,7 @@ Every stream is a thread that does nothing until its stream is waited for, and t
 synchronised never happens, and until it happens its target holds poison. The fake refuses the calls that a real driver
 refuses: without a current context, with addresses in no allocation, with host memory half registered, on the default
 stream. `violations` has the errors that a real driver would not report (unregistering under a copy, targets that
-overlap). `fail` makes any call fail.
+overlap, a kernel's table in two streams). `fail` makes any call fail.
 
 Kernels do not run here: `launch_kernel` copies like the gather kernel, with the addresses in the table, or passes them
 to `run_kernel`.
@@ -100,6 +100,7 @@ class FakeDriver:
         self._numbers = itertools.count(0x1000)
         self._kernels: set[int] = set()
         self._tables: collections.Counter[int] = collections.Counter()  # of launches that have not finished
+        self._table_streams: dict[int, int] = {}  # the stream of each table's launches
         self._events: dict[int, tuple[FakeStream, int] | None] = {}
         self._failures: dict[str, _Failure] = {}
         self._streams = {DEFAULT_STREAM: FakeStream("fake-default-stream")}
@@ -286,6 +287,7 @@ class FakeDriver:
             raise DriverError("free_device", "CUDA_ERROR_INVALID_VALUE (1)")
         if self._tables[address]:
             self._note(f"device memory at {address:#x} was freed under a kernel")
+        self._table_streams.pop(address, None)
         self.memory.free(address)
 
     def load_kernel(self, image: bytes, name: str) -> int:
@@ -331,6 +333,8 @@ class FakeDriver:
                 self.calls["gathered"] += num_runs
 
         with self._lock:
+            if self._table_streams.setdefault(table, stream) != stream:
+                self._note("two streams use one table of runs")
             self._tables[table] += 1
             found.add(gather, self.memory.registered)  # the kernel may touch all of it
 

@@ -28,7 +28,7 @@ class EngineSettings:
     copy_threads: int | None = None
     mode: str | None = None  # on CUDA: "direct" or "ipc"; None: the backend's default
     batch_runs: int | None = None
-    gather_kernel: bool | None = None  # on CUDA: a kernel retrieves small pages
+    gather_kernel: bool | None = None  # on CUDA: a kernel copies small pages; None: if Triton is there
     keep_after_reset: bool = False  # True: a reset of the engine's cache does not begin a new generation of keys
 
     def __post_init__(self) -> None:
