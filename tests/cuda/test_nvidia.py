@@ -206,13 +206,6 @@ def test_a_handle_that_opens_inside_an_allocation_is_refused(cuda: StandIn, monk
         CudaDriver(0).open_memory(HANDLE)
 
 
-def test_batches_hint_at_compute_beside_them_where_that_is_wanted(cuda: StandIn) -> None:
-    one = np.ones(1, np.uint64)
-    for prefers_overlap in (False, True):
-        CudaDriver(0, prefers_overlap=prefers_overlap).copy_batch(one, one, one, CopyKind.TO_HOST, 71)
-    assert [batch["attributes"][-4:] for batch in cuda.batches] == [bytes(4), bytes((1, 0, 0, 0))]
-
-
 def test_a_driver_that_fails_its_first_call_is_an_error_with_its_word(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in = StandIn()
     stand_in.codes["cuDriverGetVersion"] = 3

@@ -24,12 +24,14 @@ if "vllm" in sys.modules:  # imported before the fork; else vLLM's own processes
 
 
 def dtype_of(model: str) -> str:
-    """Return float32, in which results differ least, unless vLLM's backend here refuses it, as AMX_MLA does."""
+    """Return float32, in which results differ least, unless vLLM refuses it: on devices, and AMX_MLA on a CPU."""
     import torch
     from vllm.platforms import current_platform
     from vllm.utils.import_utils import resolve_obj_by_qualname
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
+    if not current_platform.is_cpu():
+        return "bfloat16"
     config = json.loads(Path(model, "config.json").read_text())
     attention = AttentionSelectorConfig(0, torch.float32, None, None, use_mla="kv_lora_rank" in config)
     backend = resolve_obj_by_qualname(current_platform.get_attn_backend_cls(None, attention))
@@ -408,7 +410,7 @@ class Child:
         import torch
 
         return b"".join(
-            tensor[block].contiguous().view(torch.uint8).numpy().tobytes()
+            tensor[block].contiguous().cpu().view(torch.uint8).numpy().tobytes()
             for tensor in self._groups[group]
             for block in blocks
         )

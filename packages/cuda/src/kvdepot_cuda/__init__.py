@@ -1,7 +1,6 @@
 """kvdepot's backend for CUDA: attaches engines whose KV cache is in device memory to a depot.
 
-The entry point is `backend`, which imports nothing heavy. `CudaTransferContext` is in `kvdepot_cuda.context`. It has
-never run on a GPU: it is written from the driver's documentation and tested with a driver that has no device.
+The entry point is `backend`, which imports nothing heavy. `CudaTransferContext` is in `kvdepot_cuda.context`.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -24,13 +24,16 @@ from kvdepot_cuda.driver import CopyKind, DriverError
 _BATCH_COPY_VERSION: Final = 12080  # the signature with `failIdx`; drivers of CUDA 13 still have it
 _ORDER_STREAM: Final = 1  # the source is read in stream order
 _ORDER_ANY: Final = 3  # ... at any time: nothing in the stream writes it
-_PREFER_OVERLAP: Final = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
 _NO_FAILURE_INDEX: Final = 2**64 - 1
 _HANDLE_BYTES: Final = 64  # CU_IPC_HANDLE_SIZE
 
 
 class _CopyAttributes(ctypes.Structure):
-    """CUmemcpyAttributes. The hints are only for managed memory."""
+    """CUmemcpyAttributes.
+
+    The hints are only for managed memory. The flags stay 0: on an H100, `CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE`
+    (1) did not make copies disturb kernels less.
+    """
 
     _fields_ = (
         ("source_order", ctypes.c_uint32),
@@ -61,15 +64,13 @@ class CudaDriver:
 
     Args:
         ordinal: the device's number in this process.
-        prefers_overlap: hint in each batch that its copies run beside kernels. Not measured yet, so off.
 
     Raises:
         DriverError: the driver or the device is missing, or cannot be used.
     """
 
-    def __init__(self, ordinal: int, *, prefers_overlap: bool = False) -> None:
+    def __init__(self, ordinal: int) -> None:
         self._cuda = _load()
-        self._copy_flags = _PREFER_OVERLAP if prefers_overlap else 0
         self._is_open = False
         self._done: dict[int, int] = {}  # by stream: the event to wait for
         self._modules: dict[int, Any] = {}  # by kernel: its module
@@ -273,7 +274,7 @@ class CudaDriver:
         sources, targets, sizes = (np.ascontiguousarray(column, np.uint64) for column in (sources, targets, sizes))
         # A store reads blocks that are written in stream order. A retrieve reads leased extents, which do not change.
         order = _ORDER_STREAM if direction is CopyKind.TO_HOST else _ORDER_ANY
-        attributes = _CopyAttributes(source_order=order, flags=self._copy_flags)
+        attributes = _CopyAttributes(source_order=order)
         first, failed = ctypes.c_size_t(0), ctypes.c_size_t(_NO_FAILURE_INDEX)
         code = self._batch_copy(
             targets.ctypes.data,
