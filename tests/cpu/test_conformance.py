@@ -1,14 +1,16 @@
 """The CPU backend passes the suite of every backend, with the compiled copy and with memcpy."""
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from kvdepot.backends import CopyBatch
 from kvdepot.client.session import Session
 from kvdepot.client.verify import Verifier
 from kvdepot.lab.processes import DepotProcess
-from kvdepot.testing.backend import BackendSuite, Cache, GroupPlan, WorkerPlan, prompt
+from kvdepot.testing.backend import PLANS, BackendSuite, Cache, GroupPlan, WorkerPlan, prompt
 from kvdepot_cpu.kernels import copy as kernels
 from support.cpu.workers import NumpyWorker
 
@@ -33,6 +35,30 @@ class TestWithMemcpy(BackendSuite):
 class TestWithSeveralCopyThreads(BackendSuite):
     def make_worker(self, url: str, plan: WorkerPlan, **options: Any) -> NumpyWorker:
         return NumpyWorker(url, plan, copy_threads=3, **options)
+
+
+def test_a_copier_gets_only_the_blocks_of_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It converts all the block ids that it gets, and a long prompt has thousands."""
+    plan = PLANS["window and full"]
+    store, got = kernels.PageCopier.store, list[tuple[tuple[int, ...], list[list[int]]]]()
+
+    def listen(copier: kernels.PageCopier, batch: CopyBatch) -> bytes | None:
+        got.append((batch.first_covered, [list(ids) for ids in batch.block_ids]))
+        return store(copier, batch)
+
+    monkeypatch.setattr(kernels.PageCopier, "store", listen)
+    with DepotProcess() as depot:
+        batch_bytes = 2 * (plan.chunk_size_bytes(0) + plan.chunk_size_bytes(1))
+        worker = NumpyWorker(depot.url, plan, batch_bytes=batch_bytes)
+        with contextlib.closing(worker.context):
+            worker.wait_until_connected(10)
+            full, window = Cache(worker, plan).blocks(prompt(5), covered=(5, 2))
+            assert worker.context.submit_store("request", prompt(5), [full, window]).result(10)
+    assert got == [
+        ((0, 2), [full[:8], []]),
+        ((0, 1), [full[8:16], window[:4]]),
+        ((0, 0), [full[16:], window[4:]]),
+    ]
 
 
 @pytest.fixture

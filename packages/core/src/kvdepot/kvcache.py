@@ -205,6 +205,4 @@ class CopyBatch:
     first_covered: tuple[int, ...]
     skip_blocks: tuple[int, ...]
     grant_id: int = 0  # id of the ticket or lease
-    num_chunks: int = 0
-    blocks_per_chunk: tuple[int, ...] = ()
     with_checksums: bool = False  # whether a copier that can compute checksums on the way should return them

@@ -297,11 +297,13 @@ class CopyEngine:
                 self._copy_singly(direction, batch, runs)
                 return
             is_registered = registration.covers(runs.offsets)
-            reachable = runs.where(is_registered)
+            is_all = bool(is_registered.all())
+            reachable = runs if is_all else runs.where(is_registered)
             if self._uses_gathers:
                 reachable = self._launch_for(direction, registration, reachable)
             self._copy_in_batches(direction, batch, reachable)
-            self._copy_singly(direction, batch, runs.where(~is_registered))
+            if not is_all:
+                self._copy_singly(direction, batch, runs.where(~is_registered))
 
     # --- the kernel -----------------------------------------------------------------------------------------------
 

@@ -46,6 +46,7 @@ class _Retrieval:
         self.lease: Final = contextlib.ExitStack()  # closing it releases the lease
         self.copying = contextlib.ExitStack()  # closing it waits for the copy and releases the pool
         self.is_copying = False
+        self.num_bytes = 0  # of this worker's blocks
 
     def close(self) -> None:
         """Wait for the copy and release the lease. Idempotent."""
@@ -110,12 +111,13 @@ class Exchange:
                     with contextlib.ExitStack() as undo_ticket:
                         undo_ticket.callback(_abort, channel, plan)
                         copies = self._copies(channel, job, batch, plan)
+                        num_bytes = self._check(copies, batch, is_store=True)
                         with self._copy_locks[Direction.STORE]:
                             if connection.session is not channel.session:
                                 return False
                             checksums = self._copy_route.store(channel, copies)
                         undo_ticket.pop_all()
-                    job.transfer.num_bytes += self._num_bytes(plan.extents)
+                    job.transfer.num_bytes += num_bytes
                     if checksums is None:
                         checksums = self._verifier.checksums(channel.session, plan.extents)
                     commit = m.CommitStore(channel.session.context, plan.ticket, checksums)
@@ -165,6 +167,7 @@ class Exchange:
     def _begin(self, connection: Connection, channel: Channel, job: TransferJob, retrieval: "_Retrieval") -> bool:
         """Begin to copy a batch. Return False if its session is no longer the current one."""
         copies = self._copies(channel, job, retrieval.batch, retrieval.plan)
+        retrieval.num_bytes = self._check(copies, retrieval.batch, is_store=False)
         with contextlib.ExitStack() as undo:
             undo.enter_context(self._copy_locks[Direction.RETRIEVE])
             if connection.session is not channel.session:
@@ -182,7 +185,7 @@ class Exchange:
         with retrieval.lease:
             retrieval.copying.close()
             if plan.lease:
-                job.transfer.num_bytes += self._num_bytes(plan.extents)
+                job.transfer.num_bytes += retrieval.num_bytes
                 valid = self._verifier.valid_chunks(channel, plan, retrieval.batch.key.digests)
             else:
                 valid = num_chunks if plan.num_chunks >= num_chunks else 0
@@ -252,45 +255,56 @@ class Exchange:
     def _copies(
         self, channel: Channel, job: TransferJob, batch: _Batch, plan: m.StorePlan | m.RetrievePlan
     ) -> CopyBatch:
-        """Return the copies for a plan. Refuse a plan that names anything but whole entries of the batch."""
+        """Return the copies for a plan, with only the blocks of this batch: a copier may convert all that it gets."""
         mapping = channel.session.mapping
         assert mapping is not None
-        total, num_chunks = job.key.num_chunks, batch.key.num_chunks
+        num_chunks = batch.key.num_chunks
         skip_blocks = tuple(
             max(0, job.skip_tokens - batch.start * self._layout.chunk_tokens) // group.block_tokens
             if group.kind is not GroupKind.RECURRENT
             else 0
             for group in self._layout.groups
         )
-        first_covered = tuple(total - count - batch.start for count in job.covered)
-        grant_id = plan.ticket if isinstance(plan, m.StorePlan) else plan.lease
-        copies = CopyBatch(
+        after = job.key.num_chunks - batch.start - num_chunks  # chunks of the run behind this batch
+        block_ids = tuple(
+            ids[(covered - after - here) * per_chunk : (covered - after) * per_chunk]
+            for ids, covered, here, per_chunk in zip(
+                job.block_ids, job.covered, batch.covered, self._blocks_per_chunk, strict=True
+            )
+        )
+        return CopyBatch(
             mapping,
             plan.extents,
-            job.block_ids,
-            first_covered,
+            block_ids,
+            tuple(num_chunks - here for here in batch.covered),
             skip_blocks,
-            grant_id,
-            num_chunks,
-            self._blocks_per_chunk,
+            plan.ticket if isinstance(plan, m.StorePlan) else plan.lease,
             isinstance(plan, m.StorePlan) and self._verifier.makes_checksums(channel.session),
         )
-        self._check(copies, is_store=isinstance(plan, m.StorePlan))
-        return copies
 
-    def _check(self, batch: CopyBatch, *, is_store: bool) -> None:
-        """Refuse a plan that names anything but whole entries of this batch, or another worker's parts for a store."""
-        sizes = self._entry_sizes
-        for chunk, group, heads, _, layers, _, offset, num_bytes in m.EXTENT.iter_unpack(batch.extents):
+    def _check(self, copies: CopyBatch, batch: _Batch, *, is_store: bool) -> int:
+        """Return how many of this worker's bytes a plan covers. Several extents may hold one chunk of a group.
+
+        Refuse a plan that names anything but whole entries of this batch, or another worker's parts for a store.
+        """
+        sizes, own_sizes, num_chunks = self._entry_sizes, self._layout.chunk_sizes_bytes, batch.key.num_chunks
+        first_covered, pool_bytes = copies.first_covered, copies.mapping.size_bytes
+        total, last = 0, (-1, -1)
+        group: int
+        for chunk, group, heads, _, layers, _, offset, num_bytes in m.EXTENT.iter_unpack(copies.extents):
             place = group, heads, layers
             if (
                 (place not in sizes and not self._learn(place))
                 or (is_store and place not in self._own)
                 or num_bytes != sizes[place]
-                or not batch.first_covered[group] <= chunk < batch.num_chunks
-                or offset + num_bytes > batch.mapping.size_bytes
+                or not first_covered[group] <= chunk < num_chunks
+                or offset + num_bytes > pool_bytes
             ):
                 raise LayoutError(f"the depot named {num_bytes} bytes at {offset} for chunk {chunk} of group {group}")
+            if (chunk, group) != last:
+                total += own_sizes[group]
+                last = chunk, group
+        return total
 
     def _learn(self, place: tuple[int, int, int]) -> bool:
         """Note the size of entries of another part. Return False if this worker cannot read them."""
@@ -302,18 +316,6 @@ class Exchange:
         if size:
             self._entry_sizes[place] = size
         return size > 0
-
-    def _num_bytes(self, extents: bytes) -> int:
-        """Return how many of this worker's bytes a plan covers. Several extents may hold one chunk of a group."""
-        sizes = self._layout.chunk_sizes_bytes
-        total, last = 0, (-1, -1)
-        chunk: int
-        group: int
-        for chunk, group, _, _, _, _, _, _ in m.EXTENT.iter_unpack(extents):
-            if (chunk, group) != last:
-                total += sizes[group]
-                last = chunk, group
-        return total
 
 
 def _request(direction: Direction, context: int, job: TransferJob, batch: _Batch) -> m.PrepareStore | m.PrepareRetrieve:

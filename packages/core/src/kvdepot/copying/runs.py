@@ -97,13 +97,15 @@ class BatchRuns:
         pages: list[Runs] = []
         rows: list[Rows] = []
         for number in range(len(self._groups)):
-            for group, mine in self._by_part(number, records[records["group"] == number]):
+            of_group = records if len(self._groups) == 1 else records[records["group"] == number]
+            for group, mine in self._by_part(number, of_group):
                 chunks = mine["chunk"].astype(np.int64)
                 places = np.arange(group.blocks_per_chunk)
                 blocks = (chunks - batch.first_covered[number])[:, None] * group.blocks_per_chunk
                 ids = np.asarray(batch.block_ids[number], np.int64)[blocks + places]
-                wanted = (chunks > 0)[:, None] | (places >= batch.skip_blocks[number])
-                wanted &= ids >= 0  # not NO_BLOCK
+                wanted = ids >= 0  # not NO_BLOCK
+                if batch.skip_blocks[number]:
+                    wanted &= (chunks > 0)[:, None] | (places >= batch.skip_blocks[number])
                 found = group.rows(ids.astype(np.uint64), mine["offset"].astype(np.uint64), wanted)
                 if found.num_rows == 1:
                     pages.append(found.first)
@@ -148,6 +150,8 @@ def merge(runs: Runs, starts: Addresses | None = None) -> Runs:
         return runs
     block_ends, offset_ends = runs.blocks + runs.sizes, runs.offsets + runs.sizes
     breaks = (runs.blocks[1:] != block_ends[:-1]) | (runs.offsets[1:] != offset_ends[:-1])
+    if breaks.all():
+        return runs
     if starts is not None and len(starts):
         continuing = np.flatnonzero(~breaks)
         blocks = runs.blocks[continuing + 1]
@@ -248,11 +252,15 @@ class _GroupAddresses:
         offsets = extents[:, None, None] + self.run_offsets[:, None] + places * self.steps[:, None]
         shape: Any = blocks.shape
         # Applying a mask takes longer than all the rest.
-        chosen = ... if wanted.all() else np.broadcast_to(wanted[:, None, :], shape)
+        chosen = None if wanted.all() else np.broadcast_to(wanted[:, None, :], shape)
 
         def column(numbers: Addresses) -> Addresses:
-            # Compiled copies need contiguous numbers; reshaping those of one page would leave one with a stride of 0.
-            return np.ascontiguousarray(np.broadcast_to(numbers, shape)[chosen].reshape(-1))
+            if numbers.shape != shape:
+                whole = np.empty(shape, np.uint64)  # `broadcast_to` takes longer
+                whole[...] = numbers
+                numbers = whole
+            # Compiled copies need contiguous numbers.
+            return np.ascontiguousarray((numbers if chosen is None else numbers[chosen]).reshape(-1))
 
         first = Runs(column(blocks), column(offsets), column(self.sizes[:, None]))
         if self.num_rows == 1:

@@ -7,7 +7,6 @@ hangs, the worker kills the mover. The blocks of a store are only read, and the 
 """
 
 from array import array
-from collections.abc import Sequence
 from typing import Final
 
 from kvdepot.backends import CopyBatch, Direction
@@ -67,18 +66,12 @@ def move(channel: Channel, direction: Direction, batch: CopyBatch, deadline_seco
         DepotUnavailable: the depot is away or does not answer.
     """
     session = channel.session
-    starts = [max(0, first) for first in batch.first_covered]
     request = m.Move(
         session.context,
         batch.grant_id,
         direction is Direction.STORE,
-        tuple(
-            _pack(ids, (start - first) * per_chunk, (batch.num_chunks - first) * per_chunk)
-            for ids, start, first, per_chunk in zip(
-                batch.block_ids, starts, batch.first_covered, batch.blocks_per_chunk, strict=True
-            )
-        ),
-        tuple(starts),
+        tuple(array("i", ids).tobytes() for ids in batch.block_ids),
+        batch.first_covered,
         batch.skip_blocks,
         min(deadline_seconds, _MOST_WAIT_SECONDS),
     )
@@ -116,7 +109,3 @@ def _check(reply: frames.Reply) -> bool:
     if reply.outcome is not m.MoveOutcome.DONE:
         raise MoveFailed(reply.why)
     return reply.is_settled
-
-
-def _pack(block_ids: Sequence[int], start: int, stop: int) -> bytes:
-    return array("i", block_ids[start:stop]).tobytes()
