@@ -14,7 +14,6 @@ import collections
 import contextlib
 import logging
 import threading
-import weakref
 from collections.abc import Callable
 from typing import Final, TypeVar
 
@@ -128,9 +127,7 @@ class CopyEngine:
             except IndexError:
                 event = self._driver.create_event()
                 self._events.append(event)
-            mark = Mark(event)
-            # The finalizer calls no driver function, as any thread may collect the mark.
-            weakref.finalize(mark, self._idle_events.append, event)
+            mark = Mark(event, self._idle_events)
             self._driver.record_event(event, stream)
         return mark
 
@@ -377,10 +374,14 @@ def _event_of(ready: ReadyEvent) -> int:
 class Mark:
     """A `ReadyEvent` that a `CopyEngine` recorded on the engine's stream. Only that `CopyEngine` waits for it."""
 
-    __slots__ = ("__weakref__", "cuda_event")
+    __slots__ = ("_idle_events", "cuda_event")
 
-    def __init__(self, event: int) -> None:
+    def __init__(self, event: int, idle_events: collections.deque[int]) -> None:
         self.cuda_event = event
+        self._idle_events = idle_events
+
+    def __del__(self) -> None:
+        self._idle_events.append(self.cuda_event)  # no driver function, as any thread may collect the mark
 
     def synchronize(self) -> None:
         """Do not call this: see `CopyEngine.wait_here`."""

@@ -163,11 +163,10 @@ def merge(runs: Runs, starts: Addresses | None = None) -> Runs:
 def split(runs: Runs, piece_bytes: int) -> Runs:
     """Cut runs where a piece of the pool ends: pieces begin at multiples of `piece_bytes`."""
     piece = np.uint64(piece_bytes)
-    first = runs.offsets // piece
-    counts = (runs.offsets + runs.sizes - np.uint64(1)) // piece - first + np.uint64(1)
-    if not len(runs) or int(counts.max()) == 1:
+    if int((runs.offsets % piece + runs.sizes).max(initial=0)) <= piece_bytes:
         return runs
-    repeats = counts.astype(np.int64)
+    first = runs.offsets // piece
+    repeats = ((runs.offsets + runs.sizes - np.uint64(1)) // piece - first).astype(np.int64) + 1
     whole = np.repeat(np.arange(len(runs)), repeats)
     nth = (np.arange(len(whole)) - np.repeat(np.cumsum(repeats) - repeats, repeats)).astype(np.uint64)
     piece_starts = (first[whole] + nth) * piece
