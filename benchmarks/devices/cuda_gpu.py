@@ -263,19 +263,8 @@ def conformance(seconds: float) -> None:
 def run_tests(seconds: float, *names: str) -> None:
     """Run tests in parallel. Report the end of each one's output, also of those that were cut off."""
     environment = os.environ | ({} if FAKE else {"KVDEPOT_REQUIRE_CUDA": "1"})
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "--maxfail=3",
-        "--tb=short",
-        "-m",
-        "",
-        "-p",
-        "no:cacheprovider",
-        "--color=no",
-    ]
+    flags = ["-q", "--maxfail=3", "--tb=short", "-m", "", "-p", "no:cacheprovider", "--color=no"]
+    command = [sys.executable, "-m", "pytest", *flags]
     running: list[tuple[str, Any, Any]] = []
     for name in names:
         out = tempfile.TemporaryFile("w+")  # noqa: SIM115  # until the end of this process

@@ -15,7 +15,7 @@ import struct
 import subprocess
 from pathlib import Path
 
-# What Llama, Gemma, Mistral, DeepSeek-V2 and Qwen3-Next need, with FlashAttention 3 and Triton.
+# Llama, Gemma, Mistral, DeepSeek-V2 and Qwen3-Next need these, with FlashAttention 3 and Triton.
 LIBRARIES = ("_C_stable_libtorch", "_moe_C_stable_libtorch", "_vllm_fa3_C", "cumem_allocator", "spinloop", "fs_io_C")
 MAGIC = 0xBA55ED50  # of each container in the section .nv_fatbin
 ELF = 2  # the kind of an entry that has machine code; others have PTX, which is compiled at the first use
