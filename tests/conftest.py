@@ -1,5 +1,6 @@
-"""The number of the tests' processes, the number of their examples, and the environment of their children."""
+"""The number of the tests' processes, the number of their examples, and the start of their children."""
 
+import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,6 +36,18 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     is_plain = config.args_source is pytest.Config.ArgsSource.TESTPATHS
     if is_plain and not hasattr(config, "workerinput") and getattr(config.option, "numprocesses", 0) is None:
         config.option.numprocesses = len(os.sched_getaffinity(0)) + 1
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _forked_children() -> Iterator[None]:
+    """Fork depots and engines from processes that have imported what they need. The tests start hundreds of them."""
+    if importlib.util.find_spec("kvdepot") is None:
+        yield  # tests of wheels, which are installed elsewhere
+        return
+    from support.forked import forked_children
+
+    with forked_children():
+        yield
 
 
 @pytest.fixture

@@ -3,20 +3,14 @@
 import itertools
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-import obstore
 import pytest
-from obstore.store import LocalStore
 
 from kvdepot.client.operator import ask_depot
 from kvdepot.lab.processes import DepotProcess, wait_until
@@ -26,9 +20,6 @@ from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
 from kvdepot.wire.status import TierStatus
 from support.cpu.engines import CHUNK, large_engine
-
-if TYPE_CHECKING:
-    from obstore import ObjectMeta
 
 pytestmark = pytest.mark.slow
 
@@ -206,51 +197,38 @@ def test_damaged_files_are_misses_and_gone(make: MakeNode, tmp_path: Path) -> No
     assert node.tier().counters["corrupt"] >= 1
 
 
-def test_a_share_under_two_writers_at_full_speed_stays_at_its_capacity(make: MakeNode, tmp_path: Path) -> None:
-    """A collection runs beside them, and a third depot sees right bytes or misses."""
-    capacity, share, url = 1 << 30, LocalStore(tmp_path / "share", mkdir=True), f"file://{tmp_path}/share"
-    writers, reader = [make(url, pool_size="256MiB") for _ in range(2)], make(url, pool_size="64MiB")
+def test_a_share_under_two_writers_is_at_its_size_after_each_collection(make: MakeNode, tmp_path: Path) -> None:
+    """Depots write before and during each pass, and another one reads. Between passes, writes make the share grow."""
+    capacity, url, num_stored, salts = 36 << 20, f"file://{tmp_path}/share", 0, itertools.count()
+    writers, reader = [make(url, pool_size="256MiB") for _ in range(2)], make(url, pool_size="8MiB")
     engines, other = [node.spawn(f"writer {number}") for number, node in enumerate(writers)], reader.spawn("reader")
-    salts, sizes, is_over = itertools.count(), list[int](), threading.Event()
-    outdated = f"{'0' * 16}/{'0' * 16}/00/{'0' * 94}"
-    obstore.put(share, outdated, b"its removal shows that the collection runs")
+    command = [sys.executable, "-m", "kvdepot", "tier", "gc", url, "--capacity", "36MiB"]
 
-    def write(engine: EngineProcess) -> None:
-        while not is_over.is_set():
-            engine.expect("16", f"store {next(salts)} 16")
+    def size() -> int:
+        return sum(path.stat().st_size for path in (tmp_path / "share").rglob("*") if path.is_file())
 
-    def read() -> int:
-        found, chance = 0, random.Random(0)
-        while not is_over.is_set():
-            found += find(other, chance.randrange(num_written() // 16 + 1), 16)
-        return found
+    def store(num_prompts: int, num_chunks: int) -> None:
+        nonlocal num_stored
+        for engine in engines * num_prompts:
+            engine.expect(str(num_chunks), f"store {next(salts)} {num_chunks}")
+            num_stored += num_chunks
 
-    def num_written() -> int:
-        return sum(node.tier().counters.get("written_entries", 0) for node in writers)
+    def is_written() -> bool:
+        return sum(node.tier().counters.get("written_entries", 0) for node in writers) == num_stored
 
-    def objects() -> dict[str, int]:
-        pages: Iterable[Sequence[ObjectMeta]] = obstore.list(share)  # pyright: ignore[reportUnknownMemberType]
-        return {meta["path"]: meta["size"] for page in pages for meta in page}
-
-    def is_written_thrice() -> bool:
-        sizes.append(sum(objects().values()))
-        return num_written() * CHUNK > 3 * capacity or any(work.done() for work in works)
-
-    command = [sys.executable, "-m", "kvdepot", "tier", "gc", url, "--capacity", "1GiB", "--every", "100ms"]
-    with (
-        subprocess.Popen([*command, "--format", "entries"], stdout=subprocess.DEVNULL) as collection,
-        ThreadPoolExecutor() as threads,
-    ):
-        try:
-            wait_until(lambda: outdated not in objects(), 60, "the collection")
-            works = [*(threads.submit(write, engine) for engine in engines), threads.submit(read)]
-            wait_until(is_written_thrice, 300, "more than the share has room for")
-            assert collection.poll() is None
-        finally:
-            is_over.set()
-            collection.terminate()
-        assert [work.result() for work in works].pop()
-    assert 0.9 * capacity < max(sizes) <= 1.05 * capacity
+    found = 0
+    for _ in range(3):
+        store(5, 16)
+        wait_until(is_written, what="the end of writes")
+        assert size() > 1.05 * capacity
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as collection:
+            store(1, 2)
+            for salt in range(0, next(salts), 3):
+                found += find(other, salt, 16)
+            assert "removed: " in collection.communicate(timeout=60)[0]
+        wait_until(is_written, what="the end of writes")
+        assert size() <= 1.05 * capacity
+    assert found
     counters = [node.tier().counters for node in (*writers, reader)]
     assert [each.get("errors", 0) + each.get("corrupt", 0) for each in counters] == [0, 0, 0]
 

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from kvdepot.testing.backend import WorkerPlan
+from kvdepot.testing.faults import FaultSuite
 from support.hpu.workers import HpuWorker
 from support.staged.device import FakeDevice
-from support.staged.forked import ForkedFaultSuite
 
 
-class TestEager(ForkedFaultSuite):
+class TestEager(FaultSuite):
     @pytest.fixture(autouse=True)
     def _mode(self, hpu: None) -> None: ...
 
@@ -23,7 +23,7 @@ class TestEager(ForkedFaultSuite):
         return [sys.executable, "-m", "support.hpu.engine_child", url, instance, "eager"]
 
 
-class TestLazy(ForkedFaultSuite):
+class TestLazy(FaultSuite):
     @pytest.fixture(autouse=True)
     def _mode(self, lazy: FakeDevice) -> None: ...
 

@@ -6,9 +6,7 @@ from typing import Any
 import pytest
 
 from support.staged.device import FakeDevice
-from support.staged.pretend import Found, nursery
-
-__all__ = ["nursery"]
+from support.staged.pretend import Found
 
 
 def _is_real(torch: Any) -> bool:

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from kvdepot.testing.backend import WorkerPlan
-from support.staged.forked import ForkedFaultSuite
+from kvdepot.testing.faults import FaultSuite
 from support.xpu.workers import XpuWorker
 
 
-class TestFaults(ForkedFaultSuite):
+class TestFaults(FaultSuite):
     @pytest.fixture(autouse=True)
     def _device(self, device: None) -> None: ...
 

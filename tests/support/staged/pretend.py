@@ -13,10 +13,8 @@ from typing import Any
 import pytest
 
 from kvdepot.copying.staged.bridge import Bridge
-from support.nursery import Nursery
 from support.staged.bench import torch
 from support.staged.device import FakeDevice, install
-from support.staged.forked import torch_nursery
 
 
 class Found:
@@ -66,10 +64,3 @@ def pretend_to_pin(monkeypatch: pytest.MonkeyPatch) -> None:
         return torch().empty(num_bytes, dtype=torch().int8), True
 
     monkeypatch.setattr(Bridge, "host_buffer", host_buffer)
-
-
-@pytest.fixture(scope="session")
-def nursery() -> Iterator[Nursery]:
-    """Yield the process that forks engines."""
-    with torch_nursery() as nursery:
-        yield nursery

@@ -35,6 +35,20 @@ def wait_until(condition: Callable[[], object], timeout_seconds: float = 30.0, w
         time.sleep(0.005)
 
 
+def start_child(
+    command: Sequence[str], *, has_pipes: bool = False, new_session: bool = False
+) -> subprocess.Popen[bytes]:
+    """Start a command, with pipes for its input and output or without input."""
+    return subprocess.Popen(
+        command,
+        bufsize=0,
+        stdin=subprocess.PIPE if has_pipes else subprocess.DEVNULL,
+        stdout=subprocess.PIPE if has_pipes else None,
+        start_new_session=new_session,
+        env={**os.environ, "PYTHONFAULTHANDLER": "1"},
+    )
+
+
 class DepotProcess:
     """A depot in a process of its own, by default in a new directory, with a pool that `close` removes.
 
@@ -48,6 +62,8 @@ class DepotProcess:
             cores. In the session of its tests, a depot beside vLLM on a busy machine stood in the run queue for half a
             minute at a time. The server then outlives tests that are killed.
     """
+
+    start_child = staticmethod(start_child)  # tests replace it by a faster way
 
     def __init__(
         self,
@@ -101,16 +117,12 @@ class DepotProcess:
             DepotUnavailable: the server ended, with the reason on standard error, or does not answer in time.
         """
         with interrupts_blocked():
-            self._process = subprocess.Popen(
-                self._arguments,
-                stdin=subprocess.DEVNULL,
-                start_new_session=self._new_session,
-                env={**os.environ, "PYTHONFAULTHANDLER": "1"},
-            )
+            self._process = self.start_child(self._arguments, new_session=self._new_session)
         end = time.monotonic() + timeout_seconds
         while True:
-            if self._process.poll() is not None:
-                raise DepotUnavailable(f"the depot could not start (exit status {self._process.returncode})")
+            status = self._process.poll()
+            if status is not None:
+                raise DepotUnavailable(f"the depot could not start (exit status {status})")
             try:
                 ask_depot(m.Hello(m.PROTOCOL_VERSION, "test"), self.url, 1.0)
             except DepotUnavailable:

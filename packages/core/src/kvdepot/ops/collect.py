@@ -3,7 +3,7 @@
 import argparse
 import re
 import time
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from kvdepot.config import format_size
 from kvdepot.errors import ConfigError, reason_of
@@ -11,12 +11,11 @@ from kvdepot.ops.settings import as_argument, size_argument
 from kvdepot.tiers.base import TierPool
 from kvdepot.tiers.url import TierUrl, open_tier
 
-if TYPE_CHECKING:
-    from kvdepot.tiers.collecting import Collected
-
-_DURATION: Final = re.compile(r"(\d{1,9})(ms|[smhd])")
-_SECONDS: Final = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400}
+_DURATION: Final = re.compile(r"(\d{1,9})([smhd])")
+_SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _FORMATS: Final = ("runs", "entries")
+_ENOUGH: Final = 1.05  # share of the capacity: the command ends when the store has no more than this
+_MOST_ROUNDS: Final = 8  # otherwise depots that write faster than the command removes would keep it running for ever
 
 
 def _duration(text: str) -> float:
@@ -39,11 +38,7 @@ def add_tier_gc(commands: Any, common: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("url", help="the tier, as in serve --tier")
     parser.add_argument(
-        "--capacity",
-        type=size_argument,
-        default=0,
-        metavar="SIZE",
-        help="remove the oldest objects beyond 90%% of this size, so that depots have room until the next time",
+        "--capacity", type=size_argument, default=0, metavar="SIZE", help="remove the oldest objects beyond this size"
     )
     parser.add_argument(
         "--older-than",
@@ -70,13 +65,6 @@ def add_tier_gc(commands: Any, common: argparse.ArgumentParser) -> None:
         metavar="WEIGHTS",
         help="weights that a trainer wrote and engines still use, as 'kvdepot status' names them; repeatable",
     )
-    parser.add_argument(
-        "--every",
-        type=as_argument(_duration),
-        default=0.0,
-        metavar="TIME",
-        help="keep running, and remove again at this interval, e.g. 10m",
-    )
     parser.set_defaults(run=_run)
 
 
@@ -93,32 +81,35 @@ def _run(options: argparse.Namespace) -> int:
         )
     url.options.setdefault("deadline", "60")
     tier: Any = open_tier(url, TierPool(-1, memoryview(bytearray())))
-    from kvdepot.tiers.collecting import collect  # imports obstore, which is installed if the tier could be opened
+    from kvdepot.tiers.collecting import (  # imports obstore, which is installed if the tier could be opened
+        Collected,
+        collect,
+    )
+
+    def once() -> Collected:
+        return collect(
+            tier.patient,
+            time.time(),
+            capacity_bytes=options.capacity,
+            older_than_seconds=options.older_than,
+            format_name=options.format,
+            model=options.model,
+            kept_generations=options.keep,
+        )
 
     try:
-        while True:
-            began_at = time.monotonic()
-            done = collect(
-                tier.patient,
-                time.time(),
-                capacity_bytes=options.capacity,
-                older_than_seconds=options.older_than,
-                format_name=options.format,
-                model=options.model,
-                kept_generations=options.keep,
-            )
-            if done.num_removed or not options.every:
-                _print(done)
-            if not options.every:
-                return 0
-            time.sleep(max(0.0, began_at + options.every - time.monotonic()))
+        done = last = once()
+        for _ in range(_MOST_ROUNDS - 1):
+            if not options.capacity or last.num_bytes.total() <= _ENOUGH * options.capacity:
+                break
+            last = once()  # depots wrote while objects were removed
+            done.num_removed += last.num_removed
+            done.removed_bytes += last.removed_bytes
     except Exception as error:
         raise ConfigError(f"{url.name}: {reason_of(error)}") from error
     finally:
         tier.close()
-
-
-def _print(done: "Collected") -> None:
     for name in sorted(done.num_objects):
         print(f"{name}: {done.num_objects[name]:,} objects, {format_size(done.num_bytes[name])}")
-    print(f"removed: {done.num_removed:,} objects, {format_size(done.removed_bytes)}", flush=True)
+    print(f"removed: {done.num_removed:,} objects, {format_size(done.removed_bytes)}")
+    return 0

@@ -11,7 +11,6 @@ and continues after the line `go`. The worker's context must be built on `Worker
 import os
 import select
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ from typing import Any, Final
 
 from kvdepot.backends import CopyBatch
 from kvdepot.client.scheduler import SchedulerClient
+from kvdepot.lab.processes import start_child
 from kvdepot.testing.backend import PLANS, Cache, Worker, WorkerPlan, prompt
 from kvdepot.wire.messages import EXTENT
 
@@ -110,8 +110,10 @@ class EngineProcess:
         command: starts the child.
     """
 
+    start_child = staticmethod(start_child)  # tests replace it by a faster way
+
     def __init__(self, command: Sequence[str]) -> None:
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+        self._process = self.start_child(command, has_pipes=True)
         self._unread = b""
         self.expect("ready")
 

@@ -25,7 +25,6 @@ FORMATS: Final = {64: "runs", 94: "entries"}
 _PLACE_END: Final = 4 * NAME_HASH_BYTES + 5 + 2 * PLACE_BYTES
 _MARK_IN_NAME: Final = slice(_PLACE_END - 2 * MARK_BYTES, _PLACE_END)
 _LISTED_AT_ONCE: Final = 1000  # S3 returns this many per request
-_FILLED: Final = 0.9  # share of the capacity that stays: depots go on writing during a pass and until the next one
 _DELETED_AT_ONCE: Final = 250  # Azure deletes up to 256 per request, S3 1,000
 
 
@@ -54,7 +53,7 @@ def collect(
     Args:
         store: the store, with the prefix of the tier.
         now: Unix time.
-        capacity_bytes: remove the oldest objects until the rest has at most 90 % of this size; 0 for no limit.
+        capacity_bytes: remove the oldest objects until the rest has at most this size; 0 for no limit.
         older_than_seconds: remove objects that were written longer ago; 0 for none.
         format_name: remove all objects of this format; "" for none.
         model: remove this model's objects of all weights except `kept_generations`; "" for none.
@@ -74,7 +73,7 @@ def collect(
                 found.append((meta["last_modified"].timestamp(), meta["size"], meta["path"], kind))
     found.sort()
     folder, marks = f"/{name_hash(model).hex()}/", {mark_of(f" {name}").hex() for name in kept_generations}
-    excess = collected.num_bytes.total() - _FILLED * capacity_bytes if capacity_bytes else 0
+    excess = collected.num_bytes.total() - capacity_bytes if capacity_bytes else 0
     doomed: list[tuple[int, str]] = []
     for written_at, size, path, kind in found:
         is_old = bool(older_than_seconds) and now - written_at > older_than_seconds

@@ -1,0 +1,49 @@
+"""Forks the tests' depots and engines from processes that have imported their modules, which is most of a start."""
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Generator, Sequence
+from typing import Final
+
+import pytest
+
+from kvdepot.lab.processes import DepotProcess, start_child
+from kvdepot.testing.engine import EngineProcess
+from support.nursery import Fork, Nursery
+
+_OF_DEPOTS: Final = ("kvdepot.ops.cli", "kvdepot.server.app", "kvdepot.testing.engine", "hypothesis")
+_WITH_TORCH: Final = ("support.xpu.engine_child", "support.hpu.engine_child")
+
+
+class _Forks:
+    """A nursery with torch and one without. Each starts with its first child."""
+
+    def __init__(self, stack: contextlib.ExitStack) -> None:
+        self._stack = stack
+        self._nurseries: dict[bool, Nursery] = {}
+
+    def start_child(
+        self, command: Sequence[str], *, has_pipes: bool = False, new_session: bool = False
+    ) -> Fork | subprocess.Popen[bytes]:
+        """Fork a child that runs `python -m MODULE ...`, always in a session of its own. Start others as usual."""
+        if tuple(command[:2]) != (sys.executable, "-m"):
+            return start_child(command, has_pipes=has_pipes, new_session=new_session)
+        module, *arguments = command[2:]
+        needs_torch = module in _WITH_TORCH
+        if needs_torch not in self._nurseries:
+            modules = (*_OF_DEPOTS, "torch") if needs_torch else _OF_DEPOTS
+            self._nurseries[needs_torch] = self._stack.enter_context(Nursery(*modules))
+        fork = self._nurseries[needs_torch].fork if has_pipes else self._nurseries[needs_torch].fork_silent
+        return fork(module, *arguments, environment={**os.environ, "PYTHONFAULTHANDLER": "1"})
+
+
+@contextlib.contextmanager
+def forked_children() -> Generator[None]:
+    """Start depots and engines by forking, until the end of the context."""
+    with contextlib.ExitStack() as stack, pytest.MonkeyPatch.context() as monkeypatch:
+        forks = _Forks(stack)
+        for kind in (DepotProcess, EngineProcess):
+            monkeypatch.setattr(kind, "start_child", staticmethod(forks.start_child))
+        yield
