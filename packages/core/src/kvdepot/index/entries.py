@@ -119,11 +119,16 @@ class Entries:
 
     def sealed(self, node: int) -> list[int]:
         """Return the sealed records of a node."""
-        return [record for record in self.of(node) if self.is_sealed(record)]
+        is_sealed, found, record = self._table.is_sealed, list[int](), self._first[node]
+        while record != NO_RECORD:
+            if is_sealed(record):
+                found.append(record)
+            record = self._next[record]
+        return found
 
     def has_sealed(self, node: int) -> bool:
         """Return whether a node has a sealed entry, so that it is listed in its eviction policy."""
-        return any(self.is_sealed(record) for record in self.of(node))
+        return bool(self.sealed(node))
 
     def find(self, node: int, group: int, part: int) -> int | None:
         """Return the record of an entry, sealed or being written. None if there is no such entry."""
@@ -315,7 +320,7 @@ class Entries:
     def restore(self, record: Record, node: int) -> None:
         """Take over a sealed entry of an earlier server. Its extent is taken already."""
         self._link(record.number, node)
-        self._account(node, extent_size(record.num_bytes))
+        self._quotas.account(self._nodes.label[node], self._nodes.tree.share[node], extent_size(record.num_bytes))
         self.num_sealed += 1
 
     def restore_unfinished(self, record: Record) -> None:
@@ -343,12 +348,24 @@ class Entries:
     def remove(self, record: int) -> None:
         """Free an entry, sealed or not. While a tier copies it, its extent stays taken until `end_reading`."""
         node = self._node_of[record]
-        if self.is_sealed(record):
-            self.num_sealed -= 1
         self._unlink(record, node)
+        self._free_entry(record, node)
+
+    def remove_all(self, node: int) -> None:
+        """Free all entries of a node, like `remove`."""
+        record, self._first[node] = self._first[node], NO_RECORD
+        while record != NO_RECORD:
+            following = self._next[record]
+            self._free_entry(record, node)
+            record = following
+
+    def _free_entry(self, record: int, node: int) -> None:
         offset, num_bytes = self._table.extent(record)
-        self._account(node, -extent_size(num_bytes))
-        self._end_writing(record)
+        self._quotas.account(self._nodes.label[node], self._nodes.tree.share[node], -extent_size(num_bytes))
+        if self._writing_share[record]:
+            self._end_writing(record)
+        else:
+            self.num_sealed -= 1
         self._table.free(record)  # the header changes before the extent is reused
         self._node_of[record] = NO_NODE
         if record in self._readers:
@@ -409,18 +426,15 @@ class Entries:
             before = self._next[before]
         self._next[before] = following
 
-    def _account(self, node: int, num_bytes: int) -> None:
-        self._quotas.account(self._nodes.label[node], self._nodes.tree.share[node], num_bytes)
-
     def _begin_writing(self, record: int, share: int, size: int) -> None:
         """Count a record as unfinished until `_end_writing`."""
         self._writing_share[record] = share + 1
         self._quotas.writing_bytes[share] += size
 
     def _end_writing(self, record: int) -> None:
-        share, self._writing_share[record] = self._writing_share[record], 0
-        if share:
-            self._quotas.writing_bytes[share - 1] -= extent_size(self._table.extent(record)[1])
+        """Undo `_begin_writing`."""
+        share, self._writing_share[record] = self._writing_share[record] - 1, 0
+        self._quotas.writing_bytes[share] -= extent_size(self._table.extent(record)[1])
 
     def check_integrity(self, sealed_groups: Sequence[int]) -> None:
         """Check that records, nodes, extents, quotas and `sealed_groups` of the nodes agree.

@@ -245,7 +245,8 @@ class AdaptiveReplacement:
         self._tick += 1
         self._last_use[node] = self._tick
         self._mark(node, _AGAIN if seen else _ONCE)
-        self.unpinned(node)
+        if not self._tree.num_children[node]:
+            self.unpinned(node)
 
     def used(self, node: int) -> None:
         """See `EvictionPolicy`."""
@@ -267,16 +268,17 @@ class AdaptiveReplacement:
 
     def removed(self, node: int) -> None:
         """See `EvictionPolicy`."""
-        seen, parent, key = self._seen[node], self._tree.parent[node], self._tree.keys[node]
+        last_use, seen, parent, key = self._last_use, self._seen[node], self._tree.parent[node], self._tree.keys[node]
         assert key is not None
         if parent != NO_NODE:
-            self._last_use[parent] = max(self._last_use[parent], self._last_use[node])
+            if last_use[parent] < last_use[node]:
+                last_use[parent] = last_use[node]
             if seen == _AGAIN and self._seen[parent] == _ONCE:
                 self._mark(parent, _AGAIN)
         if seen:
             self._ghosts.add(key, seen, self._num_marked[_ONCE] + self._num_marked[_AGAIN])
-        self._mark(node, 0)
-        self._last_use[node] = 0  # the number may be reused for a chunk that is discarded before it is `added`
+            self._mark(node, 0)
+        last_use[node] = 0  # the number may be reused for a chunk that is discarded before it is `added`
         self._once.removed(node)
         self._again.removed(node)
 

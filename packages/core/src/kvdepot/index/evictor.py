@@ -21,7 +21,7 @@ from kvdepot.index.tree import NO_NODE, Nodes
 from kvdepot.index.visibility import Visibility, Watcher
 from kvdepot.wire.histogram import Histogram
 
-_REMOVE_STEP: Final = 25  # chunks removed per step
+_REMOVE_STEP: Final = 32  # chunks removed per step
 _SCAN_STEP: Final = 500  # chunks skipped per step
 _MOST_LEASED: Final = 1024  # leased chunks examined to find one without children
 
@@ -83,27 +83,32 @@ class Evictor:
 
     def release(self, node: int) -> None:
         """Undo one hold. A ghost without holds is removed at once."""
-        if self._nodes.release(node):
-            self.settle(node)
+        self._nodes.release(node)
+        self.settle(node)
 
     def settle(self, node: int) -> int:
-        """Drop an unneeded ghost and unneeded ghosts before it. Tell the policy if a chunk became evictable.
+        """If a chunk may be evicted, tell its policy. Drop it and the ghosts before it if it is an unneeded ghost.
 
         Return the chunk that is evictable now, `NO_NODE` if there is none.
         """
-        while self._entries.is_ghost(node):
-            self._shares.policy_of(node).removed(node)
-            self._visibility.forget(node)
-            self._priorities.forget_deadline(node)
+        while node != NO_NODE and self._nodes.tree.evictable(node):
+            if not self._entries.is_ghost(node):
+                self._shares.policy_of(node).unpinned(node)
+                if self._on_victim is not None:
+                    on_victim, self._on_victim = self._on_victim, None
+                    on_victim()
+                return node
+            node = self._drop(node)
+        return NO_NODE
+
+    def _drop(self, node: int) -> int:
+        """Remove a chunk without entries and children. Return the chunk before it, like `Nodes.drop`."""
+        self._shares.policy_of(node).removed(node)
+        self._visibility.forget(node)
+        self._priorities.forget_deadline(node)
+        if self._num_leases[node]:
             self._leased.remove(node)
-            node = self._nodes.drop(node)
-            if node == NO_NODE or not self._nodes.tree.evictable(node):
-                return NO_NODE
-        self._shares.policy_of(node).unpinned(node)
-        if self._on_victim is not None:
-            on_victim, self._on_victim = self._on_victim, None
-            on_victim()
-        return node
+        return self._nodes.drop(node)
 
     # --- leaving --------------------------------------------------------------------------------------------------
 
@@ -123,12 +128,12 @@ class Evictor:
                     self.num_steps += 1
                     if node is not None:
                         self.num_leased_evicted += 1
-                        self._evict(node)
+                        self.evict_all([node])
                     return True
             node = self._shares.victim(number)
             if node is not None:
                 self.num_steps += 1
-                self._evict(node)
+                self.evict_all([node])
                 return True
         return False
 
@@ -150,8 +155,35 @@ class Evictor:
         """Evict one given chunk: see `ChunkIndex.evict`."""
         if self.is_frozen or not self._nodes.tree.evictable(node):
             return False
-        self._evict(node)
+        self.evict_all([node])
         return True
+
+    def end_of(self, node: int, most: int, is_wanted: Callable[[int], bool]) -> list[int]:
+        """Return the last chunks of the prefix that ends with `node`, if `evict_all` may remove them: at most `most`.
+
+        The last one comes first. The list ends before the first chunk that is needed or not wanted.
+        """
+        tree, nodes, num_children = self._nodes.tree, list[int](), 0
+        while (
+            len(nodes) < most
+            and node != NO_NODE
+            and tree.num_children[node] == num_children
+            and not tree.holds[node]
+            and is_wanted(node)
+        ):
+            nodes.append(node)
+            node, num_children = tree.parent[node], 1
+        return [] if self.is_frozen else nodes
+
+    def evict_all(self, nodes: Iterable[int]) -> None:
+        """Evict chunks that at most leases hold. Each is the only child of the next."""
+        above = NO_NODE
+        for node in nodes:
+            self.num_evicted += 1
+            self.eviction_ages.add(self._nodes.idle_seconds(node))
+            self._watcher.evicted(node, self._nodes.key_of(node))
+            above = self._remove(node)
+        self.settle(above)
 
     def clear(self, wanted: Callable[[int, Space], bool]) -> Iterator[int]:
         """Remove all unused chunks for which `wanted(label, space)` is true.
@@ -195,31 +227,22 @@ class Evictor:
                 leased.begin_with(node, share)  # the next search continues here
         return None
 
-    def _evict(self, node: int) -> None:
-        self.num_evicted += 1
-        self.eviction_ages.add(self._nodes.idle_seconds(node))
-        self._watcher.evicted(node, self._nodes.key_of(node))
-        self._remove(node)
-
     def _remove(self, node: int) -> int:
-        """Remove a chunk that at most leases hold. Return the chunk that becomes evictable, like `settle`."""
-        for record in list(self._entries.of(node)):
-            self._entries.remove(record)
-        return self.settle(node)
+        """Remove a chunk that at most leases hold. Return the chunk before it, which the caller settles."""
+        self._entries.remove_all(node)
+        return self._drop(node)
 
     def _clear_up(self, node: int, is_wanted: Callable[[int], bool]) -> Iterator[int]:
-        tree, entries = self._nodes.tree, self._entries
-        before, count = entries.num_sealed, 0
-        while not self.is_frozen and node != NO_NODE and tree.evictable(node) and is_wanted(node):
-            node = self._remove(node)
-            count += 1
-            if node != NO_NODE and count % _REMOVE_STEP == 0:
-                key = tree.keys[node]
-                yield before - entries.num_sealed
-                before = entries.num_sealed
-                if tree.keys[node] != key:
-                    break  # it was evicted meanwhile
-        yield before - entries.num_sealed
+        keys, entries = self._nodes.tree.keys, self._entries
+        while nodes := self.end_of(node, _REMOVE_STEP, is_wanted):
+            before = entries.num_sealed
+            for each in nodes:
+                node = self._remove(each)
+            node = self.settle(node)
+            key = keys[node] if node != NO_NODE else None
+            yield before - entries.num_sealed
+            if key is None or keys[node] != key:
+                break  # there is none, or it was evicted meanwhile
 
     def check_integrity(self) -> None:
         """Check that each leased node is in the list of its share.

@@ -120,8 +120,7 @@ class ChunkIndex:
             for node in held:
                 tree.holds[node] -= 1
             for node in held:
-                if tree.evictable(node):
-                    self.evictor.settle(node)
+                self.evictor.settle(node)
         return Reserved(begun, num_present, len(wanted) - num_present - len(begun))
 
     def seal(self, records: Sequence[int], now: int = 0, checksums: bytes = b"") -> list[int]:

@@ -88,7 +88,7 @@ class Nodes:
 
         Return its parent. If the node is held, its number is freed with the last hold.
         """
-        tree = self.tree
+        tree, last_use = self.tree, self.last_use
         parent = tree.parent[node]
         del self.spaces[self.space_number[node]].nodes[self.key_of(node)]
         tree.keys[node] = None
@@ -96,17 +96,17 @@ class Nodes:
         if not tree.holds[node]:
             self._give_back(node)
         if parent != NO_NODE:
-            self.last_use[parent] = max(self.last_use[parent], self.last_use[node])
+            if last_use[parent] < last_use[node]:
+                last_use[parent] = last_use[node]
             tree.num_children[parent] -= 1
         return parent
 
-    def release(self, node: int) -> bool:
-        """Undo one hold. Return whether the chunk is evictable now."""
+    def release(self, node: int) -> None:
+        """Undo one hold."""
         tree = self.tree
         tree.holds[node] -= 1
         if tree.keys[node] is None and not tree.holds[node]:  # it was removed while leased
             self._give_back(node)
-        return tree.evictable(node)
 
     def _give_back(self, node: int) -> None:
         self._next_free[node], self._free = self._free, node

@@ -52,8 +52,9 @@ class Visibility:
         """Hide a node that is about to be removed from the tree, and reset its sealed groups."""
         self._hide(node)
         self.sealed_groups[node] = 0
-        self._waiting.get(self._nodes.tree.parent[node], set()).discard(node)
-        self._waiting.pop(node, None)
+        if self._waiting:
+            self._waiting.get(self._nodes.tree.parent[node], set()).discard(node)
+            self._waiting.pop(node, None)
         self.broken.discard(node)
 
     def is_complete(self, node: int) -> bool:

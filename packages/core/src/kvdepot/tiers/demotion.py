@@ -136,25 +136,30 @@ class Demotions:
         them. A chunk that no tier takes stays, and so do those before it. Yield the number of changed chunks after each
         step. Between steps, the index may be used freely.
         """
-        index, nodes, count = self._index, self._index.nodes, 0
-        while node != NO_NODE and is_own(nodes.label_of(node)) and self.holds(node):
-            above, key = nodes.parent_of(node), nodes.key_of(node)
-            if not index.evict(node):
+        index, nodes, keys, count = self._index, self._index.nodes, self._index.nodes.tree.keys, 0
+
+        def may_leave(each: int) -> bool:
+            return is_own(nodes.label[each]) and self.holds(each)
+
+        while leaving := index.evictor.end_of(node, _CHUNKS_A_STEP, may_leave):
+            node = nodes.parent_of(leaving[-1])
+            for each in leaving:
+                index.hit_rates.ended(nodes.key_of(each))
+            index.evictor.evict_all(leaving)
+            count += len(leaving)
+            if len(leaving) < _CHUNKS_A_STEP:
                 break
-            index.hit_rates.ended(key)
-            node = above
-            count += 1
-            if count % _CHUNKS_A_STEP == 0:
-                key = nodes.key_of(node) if node != NO_NODE else b""
-                yield _CHUNKS_A_STEP
-                if key and nodes.tree.keys[node] != key:
-                    return  # it was evicted meanwhile
-        if node != NO_NODE:
-            key = nodes.key_of(node)
+            key = keys[node] if node != NO_NODE else None
+            yield count
+            count = 0
+            if key is None or keys[node] != key:
+                return  # there is none, or it was evicted meanwhile
+        key = keys[node] if node != NO_NODE else None
+        if key is not None:
             yield from index.priorities.end_session(node, is_own)
-            if nodes.tree.keys[node] == key and self._has_ended(node):
+            if keys[node] == key and self._has_ended(node):
                 self._let_leave(node, self._tiers)
-        yield count % _CHUNKS_A_STEP
+        yield count
 
     def _has_ended(self, node: int) -> bool:
         return node != NO_NODE and self._index.nodes.tree.priority[node] == ENDED
@@ -244,7 +249,10 @@ class Demotions:
         """Return whether a working tier has all sealed entries of a chunk, or they are on their way there."""
         records = self._index.entries.sealed(node)
         headers = list(map(self._index.table.header, records))
-        return any(not tier.queue.is_suspended and all(map(tier.has, records, headers)) for tier in self._tiers)
+        for tier in self._tiers:
+            if all(map(tier.has, records, headers)) and not tier.queue.is_suspended:
+                return True
+        return False
 
     def _is_wanted(self, node: int) -> bool:
         """Return whether to write a prefix that ends here: it is long enough, and its weights are not outdated."""
