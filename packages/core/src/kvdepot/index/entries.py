@@ -128,7 +128,10 @@ class Entries:
 
     def has_sealed(self, node: int) -> bool:
         """Return whether a node has a sealed entry, so that it is listed in its eviction policy."""
-        return bool(self.sealed(node))
+        record = self._first[node]
+        while record != NO_RECORD and not self._table.is_sealed(record):
+            record = self._next[record]
+        return record != NO_RECORD
 
     def find(self, node: int, group: int, part: int) -> int | None:
         """Return the record of an entry, sealed or being written. None if there is no such entry."""

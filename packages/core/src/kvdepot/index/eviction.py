@@ -271,16 +271,16 @@ class AdaptiveReplacement:
         last_use, seen, parent, key = self._last_use, self._seen[node], self._tree.parent[node], self._tree.keys[node]
         assert key is not None
         if parent != NO_NODE:
-            if last_use[parent] < last_use[node]:
-                last_use[parent] = last_use[node]
+            last_use[parent] = max(last_use[parent], last_use[node])
             if seen == _AGAIN and self._seen[parent] == _ONCE:
                 self._mark(parent, _AGAIN)
         if seen:
             self._ghosts.add(key, seen, self._num_marked[_ONCE] + self._num_marked[_AGAIN])
             self._mark(node, 0)
         last_use[node] = 0  # the number may be reused for a chunk that is discarded before it is `added`
-        self._once.removed(node)
-        self._again.removed(node)
+        if not self._tree.num_children[node]:
+            self._once.removed(node)
+            self._again.removed(node)
 
     def victim(self) -> int | None:
         """See `EvictionPolicy`."""

@@ -88,7 +88,7 @@ class Nodes:
 
         Return its parent. If the node is held, its number is freed with the last hold.
         """
-        tree, last_use = self.tree, self.last_use
+        tree = self.tree
         parent = tree.parent[node]
         del self.spaces[self.space_number[node]].nodes[self.key_of(node)]
         tree.keys[node] = None
@@ -96,8 +96,7 @@ class Nodes:
         if not tree.holds[node]:
             self._give_back(node)
         if parent != NO_NODE:
-            if last_use[parent] < last_use[node]:
-                last_use[parent] = last_use[node]
+            self.last_use[parent] = max(self.last_use[parent], self.last_use[node])
             tree.num_children[parent] -= 1
         return parent
 

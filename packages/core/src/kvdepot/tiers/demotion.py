@@ -246,11 +246,14 @@ class Demotions:
         return any(not self._is_written(record, tiers) for record in self._index.entries.sealed(node))
 
     def holds(self, node: int) -> bool:
-        """Return whether a working tier has all sealed entries of a chunk, or they are on their way there."""
+        """Return whether a working tier has all sealed entries of a chunk, or they are on their way there.
+
+        False for a chunk without entries.
+        """
         records = self._index.entries.sealed(node)
         headers = list(map(self._index.table.header, records))
         for tier in self._tiers:
-            if all(map(tier.has, records, headers)) and not tier.queue.is_suspended:
+            if records and all(map(tier.has, records, headers)) and not tier.queue.is_suspended:
                 return True
         return False
 
