@@ -30,6 +30,7 @@ TOKEN_BYTES: Final = 2 * 128 * 2  # one token's bytes of one head in one layer
 CHUNK_TOKENS: Final = 256
 NUM_BYTES: Final = 256 << 20
 BATCH_BYTES: Final = 64 << 20
+TORCH_OFFSET_BYTES: Final = 64  # torch's large tensors begin this far behind a page; glibc's memcpy is slow there
 
 
 @dataclass(frozen=True)
@@ -60,11 +61,9 @@ class Reader:
         chunk_bytes = LAYERS * CHUNK_TOKENS * mine.num_heads * TOKEN_BYTES
         num_chunks, per_chunk = NUM_BYTES // chunk_bytes, CHUNK_TOKENS // case.block_tokens
         num_blocks = 2 * num_chunks * per_chunk
-        self.memory = anonymous(num_blocks * LAYERS * page)
-        pages = tuple(
-            PageLayout(self.memory.ctypes.data + layer * num_blocks * page, num_blocks, page, page)
-            for layer in range(LAYERS)
-        )
+        self.memory = anonymous(TORCH_OFFSET_BYTES + num_blocks * LAYERS * page)
+        first = self.memory.ctypes.data + TORCH_OFFSET_BYTES
+        pages = tuple(PageLayout(first + layer * num_blocks * page, num_blocks, page, page) for layer in range(LAYERS))
         rows = 1 if case.heads_outermost else case.block_tokens
         group = LayerGroup(
             GroupKind.FULL_ATTENTION, case.block_tokens, pages, part=mine, plane=Plane(1, HEADS), rows=rows
