@@ -165,7 +165,7 @@ class Nursery:
         self.close()
 
 
-def _be(command: dict[str, Any], files: list[int]) -> NoReturn:
+def become(command: dict[str, Any], files: list[int]) -> NoReturn:
     """Run the script or module in the forked process."""
     os.setsid()
     for place, file in enumerate(files):
@@ -219,7 +219,7 @@ def main() -> None:
             answer = os.fork()
             if answer == 0:
                 asking.close()
-                _be(command, files)
+                become(command, files)
             children.add(answer)
             for file in files:
                 os.close(file)

@@ -5,8 +5,10 @@ from pathlib import Path
 import pytest
 
 from kvdepot.lab.processes import DepotProcess
+from support.forking_python import ForkingPython
 from support.nursery import Nursery
 from support.vllm.engines import ENVIRONMENT, Engine, MakeModel, RunCode
+from support.vllm.examples import SERVE
 from support.vllm.leftovers import own_places
 
 MODELS = Path(__file__).parents[1] / "support" / "vllm" / "models.py"
@@ -29,6 +31,10 @@ def nursery() -> Iterator[Nursery]:
         "vllm.entrypoints.llm",
         "vllm.v1.worker.cpu_worker",
         "vllm.v1.worker.cpu_model_runner",
+        "vllm.v1.core.sched.scheduler",
+        "vllm.v1.attention.backends.cpu_attn",
+        "vllm.entrypoints.openai.api_server",
+        "vllm.model_executor.layers.quantization.online.base",
         "vllm.model_executor.models.llama",
         "vllm.distributed.kv_transfer",
         "vllm.config",
@@ -36,6 +42,19 @@ def nursery() -> Iterator[Nursery]:
     with Nursery(*modules, environment=ENVIRONMENT) as nursery, pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(Engine, "nursery", nursery)
         yield nursery
+
+
+@pytest.fixture(scope="session")
+def forking_python(nursery: Nursery) -> Iterator[str]:
+    """An executable in place of Python that has imported vLLM already."""
+    with ForkingPython(nursery) as forking:
+        yield str(forking.python)
+
+
+@pytest.fixture(scope="session")
+def serve(forking_python: str) -> dict[str, str]:
+    """Variables that make an example start vLLM's API server in a fork of the nursery's process."""
+    return {"VLLM_SERVE": f"{forking_python} {SERVE} --model", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 
 
 @pytest.fixture(scope="session")

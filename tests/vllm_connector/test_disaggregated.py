@@ -18,7 +18,7 @@ import pytest
 
 from kvdepot.lab.processes import wait_until
 from support.vllm.engines import MakeModel
-from support.vllm.examples import ENVIRONMENT, EXAMPLES, OPTIONS, SERVE, free_port, run
+from support.vllm.examples import ENVIRONMENT, EXAMPLES, OPTIONS, free_port, run
 
 
 def command(model: Path) -> list[str]:
@@ -34,17 +34,14 @@ def descendants(pid: int) -> list[int]:
     return children + [found for child in children for found in descendants(child)]
 
 
-def engine_at(script: int, port: int) -> int:
-    """Return the PID of the example's engine that listens on a port."""
-    for pid in descendants(script):
-        arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        if b"--kv-transfer-config" in arguments and str(port).encode() in arguments:
-            return pid
-    raise AssertionError("no such engine")
+def pid_in(log: Path) -> int:
+    """Return the PID of the API server that wrote a log."""
+    (pid,) = re.findall(r"Started server process \[(\d+)\]", log.read_text())
+    return int(pid)
 
 
-def test_prefill_and_decode_engines_share_a_depot(model: MakeModel) -> None:
-    output = run(*command(model("gqa")), PORT=str(free_port(3)), POOL_SIZE="128MiB", **SERVE)
+def test_prefill_and_decode_engines_share_a_depot(model: MakeModel, serve: dict[str, str]) -> None:
+    output = run(*command(model("gqa")), PORT=str(free_port(3)), POOL_SIZE="128MiB", **serve)
     for name in ("prefill first", "both at once", "without the prefill engine"):
         (answer,) = re.findall(rf"^{name}: (.*?\[DONE\])", output, re.MULTILINE | re.DOTALL)
         assert answer.count('"text"') >= 4
@@ -53,17 +50,18 @@ def test_prefill_and_decode_engines_share_a_depot(model: MakeModel) -> None:
 
 
 def test_the_example_ends_with_one_line_when_a_worker_of_the_decode_engine_dies(
-    model: MakeModel, tmp_path: Path
+    model: MakeModel, serve: dict[str, str], tmp_path: Path
 ) -> None:
-    port, output, errors = free_port(3), tmp_path / "output", tmp_path / "errors"
-    variables = {"PORT": str(port), "POOL_SIZE": "128MiB", "TMPDIR": str(tmp_path), **SERVE}
+    output, errors = tmp_path / "output", tmp_path / "errors"
+    variables = {"PORT": str(free_port(3)), "POOL_SIZE": "128MiB", "TMPDIR": str(tmp_path), **serve}
     with output.open("wb") as out, errors.open("wb") as err:
         script = subprocess.Popen(
             command(model("gqa")), env={**os.environ, **ENVIRONMENT, **variables}, stdout=out, stderr=err
         )
     try:
         wait_until(lambda: b"prefill first:" in output.read_bytes(), 240)
-        for pid in descendants(engine_at(script.pid, port + 2)):
+        (log,) = tmp_path.glob("*/decode-engine")
+        for pid in descendants(pid_in(log)):
             os.kill(pid, signal.SIGILL)
         assert script.wait(120) == 1
     finally:

@@ -9,16 +9,22 @@ from pathlib import Path
 from kvdepot.lab.processes import DepotProcess
 from kvdepot.pool.inventory import find_pools
 from support.vllm.engines import MakeModel, prompts
-from support.vllm.examples import EXAMPLES, OPTIONS, SERVE, free_port, run
+from support.vllm.examples import EXAMPLES, OPTIONS, free_port, run
+
+# Runs a script whose children are not started by the Python that runs it.
+WITH_PYTHON = (
+    "import runpy, sys; sys.executable, *sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], None, '__main__')"
+)
 
 
-def test_one_engine_and_then_two(depot: DepotProcess, model: MakeModel) -> None:
+def test_one_engine_and_then_two(depot: DepotProcess, model: MakeModel, forking_python: str) -> None:
     arguments = [str(model("gqa")), "--url", depot.url, "--options", json.dumps(OPTIONS)]
-    output = run(sys.executable, str(EXAMPLES / "vllm" / "two_engines.py"), *arguments)
+    script = str(EXAMPLES / "vllm" / "two_engines.py")
+    output = run(sys.executable, "-c", WITH_PYTHON, forking_python, script, *arguments)
     assert re.findall(r"(\d+) of \d+ tokens reused", output) == ["0", "896", "896", "896"]
 
 
-def test_a_prompt_outlives_its_engine_and_the_example_leaves_no_memory(model: MakeModel) -> None:
+def test_a_prompt_outlives_its_engine_and_the_example_leaves_no_memory(model: MakeModel, serve: dict[str, str]) -> None:
     flags = [f"--{key.replace('_', '-')}={value}" for key, value in OPTIONS.items() if key != "enforce_eager"]
     port = str(free_port())
     with tempfile.TemporaryDirectory(prefix="kvd-") as folder:  # short, as it will contain sockets
@@ -31,7 +37,7 @@ def test_a_prompt_outlives_its_engine_and_the_example_leaves_no_memory(model: Ma
             PORT=port,
             POOL_SIZE="128MiB",
             TMPDIR=folder,
-            **SERVE,
+            **serve,
         )
     first, second = re.findall(r"engine answers: (\{.*\})", output)
     assert not re.search(r'"cached_tokens":\s*[1-9]', first)
@@ -43,7 +49,7 @@ def test_a_prompt_outlives_its_engine_and_the_example_leaves_no_memory(model: Ma
     assert not [pool for pool in find_pools() if folder in pool.server]
 
 
-def test_documents_in_another_order_are_blended(model: MakeModel, tmp_path: Path) -> None:
+def test_documents_in_another_order_are_blended(model: MakeModel, serve: dict[str, str], tmp_path: Path) -> None:
     documents = [tmp_path / f"{number}.txt" for number in range(4)]
     for number, path in enumerate(documents):
         path.write_text(" ".join(f"t{token}" for token in prompts(1, 400, seed=90 + number)[0]))
@@ -58,12 +64,14 @@ def test_documents_in_another_order_are_blended(model: MakeModel, tmp_path: Path
         "--enforce-eager",
         PORT=str(free_port()),
         POOL_SIZE="128MiB",
-        **SERVE,
+        **serve,
     )
     assert re.search(r"^blended +first token after +\d+ ms  \{.*'reused_tokens': \d{3,}", output, re.MULTILINE)
 
 
-def test_an_agent_s_session_leaves_the_pool_during_a_long_tool_and_is_back_before_it_returns(model: MakeModel) -> None:
+def test_an_agent_s_session_leaves_the_pool_during_a_long_tool_and_is_back_before_it_returns(
+    model: MakeModel, serve: dict[str, str]
+) -> None:
     flags = [f"--{key.replace('_', '-')}={value}" for key, value in OPTIONS.items() if key != "enforce_eager"]
     with tempfile.TemporaryDirectory(prefix="kvd-") as folder:
         output = run(
@@ -75,8 +83,8 @@ def test_an_agent_s_session_leaves_the_pool_during_a_long_tool_and_is_back_befor
             PORT=str(free_port()),
             POOL_SIZE="128MiB",
             TMPDIR=folder,
-            TOOL_SECONDS="0.5 4",
-            **SERVE,
+            TOOL_SECONDS="0.1 3.1",
+            **serve,
         )
     found: list[tuple[str, str]] = re.findall(r"turn: (\d+) of (\d+) prompt", output)
     turns = [(int(cached), int(tokens)) for cached, tokens in found]

@@ -2,11 +2,10 @@
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 from kvdepot.lab.processes import wait_until
+from support.nursery import Nursery
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "engine" / "hand_over.py"
 
@@ -26,9 +25,9 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_sigterm_ends_depot_and_engines(tmp_path: Path) -> None:
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    with subprocess.Popen([sys.executable, SCRIPT, "--prompts", "1"], env=environment, start_new_session=True) as it:
+def test_sigterm_ends_depot_and_engines(nursery: Nursery, tmp_path: Path) -> None:
+    it = nursery.fork(SCRIPT, "--prompts", "1", environment={**os.environ, "TMPDIR": str(tmp_path)})
+    with it.stdin, it.stdout:
         wait_until(lambda: len(children_of(it.pid)) > 1, 120, "the depot and an engine")
         started = children_of(it.pid)
         it.send_signal(signal.SIGTERM)

@@ -7,7 +7,7 @@ import pytest
 from kvdepot.lab.processes import DepotProcess
 from support.vllm.engines import Engine, MakeModel, cached, connector, prompts, tokens
 
-PROMPTS = prompts(4, 1060, seed=60)
+PROMPTS = prompts(4, 292, seed=60)
 FEW = {"ngram": [*range(100, 108)], "draft_model": None}  # allowed answer tokens: with few, n-grams repeat themselves
 
 
@@ -25,7 +25,7 @@ def test_drafts_are_accepted_after_a_hit_as_without_a_depot(method: str, depot: 
         expected = tokens(engine.generate(PROMPTS, together=False, alphabet=FEW[method], params=private))
         drafted, accepted = drafts(engine)
         assert accepted >= 40, "hardly any draft was accepted: the test shows nothing"
-        for reuse in (0, 1024):
+        for reuse in (0, 256):
             engine.reset()
             before = drafts(engine)
             outputs = engine.generate(PROMPTS, together=False, alphabet=FEW[method])

@@ -111,9 +111,17 @@ def test_an_engine_that_found_no_depot_says_so_once(model: MakeModel, tmp_path: 
         assert all("kvdepot: no depot in" in line and "the engine runs without it" in line for line in lines)
 
 
+# What `VLLM_LOGGING_LEVEL=DEBUG` does before vLLM is imported.
+DEBUG = """
+import importlib, os, vllm.logger
+os.environ["VLLM_LOGGING_LEVEL"] = "DEBUG"
+importlib.reload(vllm.logger)
+"""
+
+
 def test_the_debug_log_says_why_a_request_was_no_hit(depot: DepotProcess, model: MakeModel) -> None:
     prompt = prompts(1, 700, seed=62)  # no other test has stored it
-    with Engine(model("gqa"), connector(depot.url), environment={"VLLM_LOGGING_LEVEL": "DEBUG"}) as engine:
+    with Engine(model("gqa"), connector(depot.url), first=DEBUG) as engine:
         engine.generate(prompt)
         engine.reset()
         engine.generate(prompt)

@@ -17,10 +17,7 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
 }
-SERVE = {
-    "VLLM_SERVE": f"{sys.executable} {Path(__file__).with_name('serve.py')} --model",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-}
+SERVE = Path(__file__).with_name("serve.py")
 
 
 def run(*command: str, **variables: str) -> str:
