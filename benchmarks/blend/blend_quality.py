@@ -13,7 +13,7 @@ import json
 import os
 import random
 import sys
-import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -64,15 +64,15 @@ def main() -> None:
     cases = {kind: [Case.make(source, kind) for _ in range(arguments.cases)] for kind in (recall.NTH, recall.ANY)}
     ways = [("full prefill", 1.0), ("none", 0.0), ("all", 1.0)]
     ways += [(policy, share) for policy in arguments.policies for share in arguments.shares]
-    rows: list[dict[str, Any]] = []
-    for policy, share in ways:
-        started = time.monotonic()
-        nth = right_answers(bench, cases[recall.NTH], policy, share)
-        any_ = right_answers(bench, cases[recall.ANY], policy, share) if policy in CONTROLS else None
-        seconds = round(time.monotonic() - started, 1)
-        rows.append({"policy": policy, "share": share, "nth": nth, "any": any_, "seconds": seconds})
-        control = "" if any_ is None else f", ANY {any_:.1%}"
-        print(f"{policy:12} {share:4.0%}: NTH {nth:6.1%}{control} ({seconds} s)", flush=True)
+    nth = right_answers(bench, cases[recall.NTH], ways)
+    any_ = right_answers(bench, cases[recall.ANY], [way for way in ways if way[0] in CONTROLS])
+    rows = [
+        {"policy": policy, "share": share, "nth": rate, "any": any_.get((policy, share))}
+        for (policy, share), rate in nth.items()
+    ]
+    for row in rows:
+        control = "" if row["any"] is None else f", ANY {row['any']:.1%}"
+        print(f"{row['policy']:12} {row['share']:4.0%}: NTH {row['nth']:6.1%}{control}")
     if arguments.json:
         arguments.json.write_text(
             json.dumps({"cases": arguments.cases, "seed": arguments.seed, "rows": rows}, indent=1)
@@ -99,18 +99,19 @@ def as_svg(rows: list[dict[str, Any]]) -> str:
     )
 
 
-def right_answers(bench: Bench, cases: list[Case], policy: str, share: float) -> float:
-    """Return the share of right answers."""
-    budget = Budget(share, run_tokens=1 if share else 0, grain=1)
-    num_right = 0
+def right_answers(bench: Bench, cases: list[Case], ways: list[tuple[str, float]]) -> dict[tuple[str, float], float]:
+    """Return the share of right answers of each policy and share of tokens computed again."""
+    num_right = Counter[tuple[str, float]]()
     for case in cases:
-        if policy == "full prefill":
-            logits = bench.logits(case.prompt, 0)
-        else:
-            bench.store(case.source)
-            logits = bench.blend(case.prompt, case.pieces, len(case.question.tokens), policy, budget)
-        num_right += int(logits[-1].argmax()) == case.question.answer
-    return num_right / len(cases)
+        bench.store(case.source)
+        for policy, share in ways:
+            if policy == "full prefill":
+                logits = bench.logits(case.prompt, 0)
+            else:
+                budget = Budget(share, run_tokens=1 if share else 0, grain=1)
+                logits = bench.blend(case.prompt, case.pieces, len(case.question.tokens), policy, budget)
+            num_right[policy, share] += int(logits[-1].argmax()) == case.question.answer
+    return {way: num_right[way] / len(cases) for way in ways}
 
 
 if __name__ == "__main__":

@@ -13,9 +13,10 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "blend" / "blend_quality.py"
 
 @pytest.fixture(scope="module")
 def answers(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, float], dict[str, Any]]:
-    """Return the shares of right answers by policy and share, to 300 prompts of each kind."""
+    """Return the shares of right answers by policy and share, to 150 prompts of each kind."""
     path = tmp_path_factory.mktemp("quality") / "rows.json"
-    nursery.run(SCRIPT, "--json", str(path), "--shares", "0.15", "0.3", "--policies", "heads", "deviation", "mixkq")
+    ways = ["--shares", "0.15", "0.3", "--policies", "heads", "deviation", "mixkq"]
+    nursery.run(SCRIPT, "--json", str(path), "--cases", "150", *ways)
     return {(row["policy"], row["share"]): row for row in json.loads(path.read_text())["rows"]}
 
 
