@@ -115,6 +115,7 @@ def test_two_ranks_choose_and_compute_the_same(model: MakeModel, depot: DepotPro
         model("gqa"),
         connector(depot.url, blend="always", namespace="two ranks"),  # else it would find the entries of one rank
         max_num_seqs=32,
+        max_tokens=SAME,
         tensor_parallel_size=2,
         multiprocessing=True,
         environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
