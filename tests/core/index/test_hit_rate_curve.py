@@ -52,9 +52,10 @@ def found_in(num_chunks: int, prompts: list[bytes]) -> float:
             index.priorities.used(parent)
         for start in range(hits, len(digests) // 32, MOST_EVICTED):
             run = NewRun(space, digests[start * 32 : (start + MOST_EVICTED) * 32], start, parent)
-            reserved = index.reserve(run, [(chunk, PLACE) for chunk in range(len(run.digests) // 32)])
-            nodes = index.seal([each.record for each in reserved.begun])
-            if reserved.num_declined:
+            wanted = [(chunk, PLACE) for chunk in range(len(run.digests) // 32)]
+            begun, _ = index.reserve(run, wanted)
+            nodes = index.seal([extent[0] for _, _, extent in begun])
+            if len(begun) < len(wanted):
                 break
             parent = nodes[-1]
     return found / asked

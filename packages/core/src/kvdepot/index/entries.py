@@ -53,25 +53,7 @@ class NewRun(NamedTuple):
     owner: bytes = bytes(OWNER_BYTES)
 
 
-class Begun(NamedTuple):
-    """An entry that is being written."""
-
-    chunk: int  # within the run
-    place: PartPlace
-    extent: Extent
-
-    @property
-    def record(self) -> int:
-        """The entry's record."""
-        return self.extent[0]
-
-
-class Reserved(NamedTuple):
-    """The outcome for the wanted entries of a run: begun, present or being written, and declined for lack of room."""
-
-    begun: list[Begun]
-    num_present: int
-    num_declined: int
+Begun: TypeAlias = tuple[int, PartPlace, Extent]  # a wanted entry that is being written, with its extent
 
 
 def pack_extent(chunk: int, group: int, part: int, extent: Extent) -> bytes:
@@ -249,31 +231,34 @@ class Entries:
         for node in nodes:
             self._first[node] = NO_RECORD
 
-    def take_records(self, count: int) -> list[int]:
-        """Take at most `count` free records."""
-        records: list[int] = []
-        while len(records) < count:
-            if self._free != NO_RECORD:
-                records.append(self._free)
-                self._free = self._next[self._free]
-            elif self.num_known < self._table.num_records:
-                records.append(self.num_known)
-                self.num_known += 1
-            else:
-                break
-        return records
+    @property
+    def has_free_record(self) -> bool:
+        """Whether `take_record` may be called."""
+        return self._free != NO_RECORD or self.num_known < self._table.num_records
+
+    def take_record(self) -> int:
+        """Take a free record. There must be one."""
+        record = self._free
+        if record == NO_RECORD:
+            self.num_known += 1
+            return self.num_known - 1
+        self._free = self._next[record]
+        return record
 
     def give_back(self, record: int) -> None:
         """Return a record to the free list."""
         self._next[record], self._free = self._free, record
 
     def begin(
-        self, run: NewRun, nodes: Sequence[int], wanted: Sequence[Wanted], records: Sequence[int], offsets: list[int]
+        self, run: NewRun, nodes: Sequence[int], wanted: Sequence[Wanted], room: Sequence[tuple[int, int]]
     ) -> list[Begun]:
-        """Fill a record for each wanted entry of a run. All its chunks have nodes."""
+        """Fill a record for each wanted entry of a run, and hold its chunk. All chunks have nodes.
+
+        `room` has a record and the offset of an extent for each entry.
+        """
         tree, labels = self._nodes.tree, self._nodes.label
         begun: list[Begun] = []
-        for (chunk, place), record, offset in zip(wanted, records, offsets, strict=True):
+        for (chunk, place), (record, offset) in zip(wanted, room, strict=True):
             node, num_bytes = nodes[chunk], place.num_bytes
             key, parent, share, size = tree.keys[node], tree.parent[node], tree.share[node], extent_size(num_bytes)
             assert key is not None
@@ -293,9 +278,10 @@ class Entries:
                 owner=run.owner,
             )
             self._link(record, node)
+            tree.holds[node] += 1
             self._begin_writing(record, share, size)
             self._quotas.account(labels[node], share, size)  # the label and the share of the chunk's first entry
-            begun.append(Begun(chunk, place, (record, header, offset, num_bytes)))
+            begun.append((chunk, place, (record, header, offset, num_bytes)))
         return begun
 
     def seal(self, records: Sequence[int], now: int, checksums: bytes) -> list[tuple[int, bool, int]]:

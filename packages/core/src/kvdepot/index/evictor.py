@@ -105,7 +105,7 @@ class Evictor:
         """Remove a chunk without entries and children. Return the chunk before it, like `Nodes.drop`."""
         self._shares.policy_of(node).removed(node)
         self._visibility.forget(node)
-        self._priorities.forget_deadline(node)
+        self._priorities.forget(node)
         if self._num_leases[node]:
             self._leased.remove(node)
         return self._nodes.drop(node)

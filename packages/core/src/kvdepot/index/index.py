@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from kvdepot.index.entries import Entries, NewRun, Reserved, Wanted
+from kvdepot.index.entries import Begun, Entries, NewRun, Wanted
 from kvdepot.index.eviction import AUTO, POLICIES, EvictionPolicy
 from kvdepot.index.evictor import EndStore, Evictor, cannot_end
 from kvdepot.index.hit_rate_curve import HitRateCurve
@@ -18,7 +18,6 @@ from kvdepot.index.quotas import QuotaTable, Shares
 from kvdepot.index.space import Space, digest_of
 from kvdepot.index.tree import NO_NODE, ChunkTree, Nodes
 from kvdepot.index.visibility import Match, Visibility, Watcher
-from kvdepot.keys import split_digests
 from kvdepot.pool.extents import ExtentAllocator, extent_size
 from kvdepot.pool.table import IndexTable
 from kvdepot.wire.messages import CacheSpec
@@ -91,7 +90,9 @@ class ChunkIndex:
         """Undo one `pin` of nodes. Nodes without other holds may be evicted from now on."""
         self.evictor.unpin(nodes)
 
-    def reserve(self, run: NewRun, wanted: Sequence[Wanted], end_store: EndStore = cannot_end) -> Reserved:
+    def reserve(
+        self, run: NewRun, wanted: Sequence[Wanted], end_store: EndStore = cannot_end
+    ) -> tuple[list[Begun], int]:
         """Begin the wanted entries of a run that are missing. Evict chunks to make room.
 
         They are begun in the order of `wanted`, which is that of the chunks, up to the first one without room: no more
@@ -99,29 +100,28 @@ class ChunkIndex:
         did not help, as small chunks are rarely neighbours. The next run continues from there. Each begun entry holds
         its chunk until `seal`, `discard_entry` or `abandon_entry`. If a policy raises, nothing is begun. `end_store`:
         see `Evictor.evict_one`.
+
+        Returns:
+            the begun entries, and the number of entries that are present or being written.
         """
-        keys = split_digests(run.digests)
-        nodes = self.nodes.find_run(run.space, keys, run.first_chunk)
+        found = self.nodes.find_run(run.space, run.digests, run.first_chunk)
+        nodes = [*found.values()]
         missing, num_present, overlapping = self.entries.missing(run.space, nodes, wanted)
         if not missing:  # the common case for a prompt that another engine stored
-            return Reserved([], num_present, len(wanted) - num_present)
-        tree, held = self.nodes.tree, [node for node in (run.parent, *nodes) if node != NO_NODE]
+            return [], num_present
+        held = {run.parent, *nodes} - {NO_NODE}
         for node in held:  # so that neither they nor chunks before them are evicted to make room
-            tree.holds[node] += 1
+            self.nodes.tree.holds[node] += 1
         try:
-            records, offsets = self._take_room(run, nodes, missing, end_store)
-            missing = missing[: len(records)]
-            self._add_nodes(run, keys, nodes, missing)
-            for chunk, _ in missing:
-                tree.holds[nodes[chunk]] += 1
-            begun = self.entries.begin(run, nodes, missing, records, offsets)
+            room = self._take_room(run, nodes, missing, end_store)
+            del missing[len(room) :]
+            self._add_nodes(run, [*found], nodes, missing)
+            begun = self.entries.begin(run, nodes, missing, room)
             self.num_overlapping += bisect_left(overlapping, len(begun))
         finally:
             for node in held:
-                tree.holds[node] -= 1
-            for node in held:
-                self.evictor.settle(node)
-        return Reserved(begun, num_present, len(wanted) - num_present - len(begun))
+                self.evictor.release(node)
+        return begun, num_present
 
     def seal(self, records: Sequence[int], now: int = 0, checksums: bytes = b"") -> list[int]:
         """Seal entries whose bytes are in place, so that lookups find them.
@@ -231,7 +231,6 @@ class ChunkIndex:
     def _start_nodes(self, nodes: Sequence[int], label: int) -> None:
         self.shares.add_nodes(nodes, label)
         self.entries.add_nodes(nodes)
-        self.priorities.add_nodes(nodes)
 
     def _add_nodes(self, run: NewRun, keys: Sequence[bytes], nodes: list[int], wanted: Iterable[Wanted]) -> None:
         """Add the missing nodes of wanted chunks of a run, each below the one before it."""
@@ -245,55 +244,52 @@ class ChunkIndex:
 
     def _take_room(
         self, run: NewRun, nodes: Sequence[int], wanted: Sequence[Wanted], end_store: EndStore
-    ) -> tuple[list[int], list[int]]:
-        """Take records and extents for as many entries of a run as possible, in order. Ensure room for their nodes."""
-        share, sizes = self.quotas.share_of(run.label), [extent_size(place.num_bytes) for _, place in wanted]
-        num_writable = self.quotas.num_writable(share, sizes)
-        if num_writable < len(sizes):
-            self.num_over_share += 1
-            del sizes[num_writable:]
-        offsets, records = self.extents.allocate_all(sizes), self.entries.take_records(len(sizes))
-        if len(offsets) == len(sizes) == len(records) and nodes.count(NO_NODE) <= self.nodes.num_left:
-            return records, offsets
-        new = list(dict.fromkeys([chunk for chunk, _ in wanted[: len(sizes)] if nodes[chunk] == NO_NODE]))
-        count = 0
-        try:
-            self._make_room(share, sizes, offsets, records, len(new), end_store)
-            count = min(len(offsets), len(records))
-            if len(new) > self.nodes.num_left:  # ghosts use the others
-                count = min(count, [chunk for chunk, _ in wanted].index(new[self.nodes.num_left]))
-        finally:
-            for offset, size in zip(offsets[count:], sizes[count:], strict=False):
-                self.extents.free(offset, size)
-            for record in records[count:]:
-                self.entries.give_back(record)
-        return records[:count], offsets[:count]
+    ) -> list[tuple[int, int]]:
+        """Take a record and an extent for as many entries of a run as possible, in order. Ensure room for their nodes.
 
-    def _make_room(
-        self, share: int, sizes: list[int], offsets: list[int], records: list[int], num_new: int, end_store: EndStore
-    ) -> None:
-        """Evict chunks until there are an extent and a record for each size, and `num_new` nodes. Extend the lists."""
-        extents, evictor, used_bytes = self.extents, self.evictor, self.quotas.used_bytes
-        most_steps, counted = evictor.num_steps + MOST_EVICTED, sum(sizes[: len(offsets)])
-        used_bytes[share] += counted  # counts already, as usage decides whose chunks are evicted
+        Return the records with the offsets of the extents. If a policy raises, nothing is taken.
+        """
+        quotas, share = self.quotas, self.quotas.share_of(run.label)
+        most_steps = self.evictor.num_steps + MOST_EVICTED
+        room: list[tuple[int, int]] = []
+        new, num_bytes = set[int](), 0
         try:
-            while evictor.num_steps < most_steps:
-                place = len(offsets)
-                if place < len(sizes) and (extents.is_growing or sizes[place] > extents.ready_bytes):
-                    self.num_not_ready += extents.is_growing  # the pool will have room soon without an eviction
-                    del sizes[place:]
-                if place == len(sizes) <= len(records) and num_new <= self.nodes.num_left:
+            for chunk, place in wanted:
+                size = extent_size(place.num_bytes)
+                if nodes[chunk] == NO_NODE:
+                    new.add(chunk)
+                if not quotas.may_write(share, num_bytes + size):
+                    self.num_over_share += 1
                     break
-                size = sizes[place] if place < len(sizes) else 0
-                if not evictor.evict_one(share, end_store, is_owed=self.quotas.is_owed(share, size)):
+                offset = self._allocate(share, size, len(new), most_steps, end_store)
+                if offset is None:
                     break
-                offsets += extents.allocate_all(sizes[place:])
-                records += self.entries.take_records(len(sizes) - len(records))
-                more = sum(sizes[place : len(offsets)])
-                used_bytes[share] += more
-                counted += more
+                room.append((self.entries.take_record(), offset))
+                num_bytes += size
+                quotas.used_bytes[share] += size  # counts already, as usage decides whose chunks are evicted
+        except BaseException:
+            for (record, offset), (_, place) in zip(room, wanted, strict=False):
+                self.entries.give_back(record)
+                self.extents.free(offset, place.num_bytes)
+            raise
         finally:
-            used_bytes[share] -= counted
+            quotas.used_bytes[share] -= num_bytes
+        return room
+
+    def _allocate(self, share: int, size: int, num_new: int, most_steps: int, end_store: EndStore) -> int | None:
+        """Allocate an extent. Evict chunks until there are also a record and `num_new` nodes. None if that fails."""
+        extents, evictor = self.extents, self.evictor
+        while True:
+            if self.entries.has_free_record and num_new <= self.nodes.num_left:
+                offset = extents.allocate(size)
+                if offset is not None:
+                    return offset
+                if extents.is_growing or size > extents.ready_bytes:
+                    self.num_not_ready += extents.is_growing  # the pool will have room soon without an eviction
+                    return None
+            is_owed = self.quotas.is_owed(share, size)
+            if evictor.num_steps >= most_steps or not evictor.evict_one(share, end_store, is_owed=is_owed):
+                return None
 
     @property
     def is_restoring(self) -> bool:

@@ -1,6 +1,6 @@
 """Priorities: clients' hints to evict prefixes before or after others, and the ends of sessions."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from heapq import heapify, heappop, heappush
 from math import ceil
 from typing import Final
@@ -27,17 +27,12 @@ class Priorities:
         self._deadlines: dict[int, int] = {}  # seconds, by the last node of a session
         self.by_deadline: list[tuple[int, int]] = []  # heap; an entry missing from `_deadlines` is stale
 
-    def add_nodes(self, nodes: Iterable[int]) -> None:
-        """Initialise nodes as unused."""
-        for node in nodes:
-            self._used_at[node] = 0
-
     def used(self, node: int) -> Iterator[int] | None:
         """Tell the policy that the prefix ending here was used. This revokes the end of its session.
 
         For a long prefix, return the rest of the work in steps like those of `set_priority`, else None.
         """
-        self.forget_deadline(node)
+        self._deadlines.pop(node, None)
         priority, rest = self._nodes.tree.priority, None
         self._nodes.last_use[node] = self._nodes.now
         self._num_uses += 1
@@ -72,9 +67,10 @@ class Priorities:
             self.by_deadline = [(second, node) for node, second in self._deadlines.items()]
             heapify(self.by_deadline)
 
-    def forget_deadline(self, node: int) -> None:
-        """Cancel the deadline of a node that was used, got another hint or was dropped."""
+    def forget(self, node: int) -> None:
+        """Forget the deadline and the last use of a node that is about to be removed from the tree."""
         self._deadlines.pop(node, None)
+        self._used_at[node] = 0
 
     def has_ended(self, now: float) -> bool:
         """Return whether `expire` has work."""
@@ -113,7 +109,7 @@ class Priorities:
         """Change chunks from the end of a prefix up to the first that another prefix needs or another tenant owns."""
         num_children, label = self._nodes.tree.num_children, self._nodes.label
         if is_own(label[node]):
-            self.forget_deadline(node)
+            self._deadlines.pop(node, None)
         return self._spread(
             node, lambda above, count: num_children[above] <= (count > 0) and is_own(label[above]), priority
         )

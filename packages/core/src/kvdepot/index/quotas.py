@@ -12,7 +12,6 @@ less.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate, islice
 from typing import Final, Protocol
 
 from kvdepot.config import format_size
@@ -104,16 +103,12 @@ class QuotaTable:
         used, quota = self.used_bytes[share], self.quota_bytes[share]
         return used / max(1, quota) if used > quota else 0.0
 
-    def num_writable(self, share: int, sizes: Sequence[int]) -> int:
-        """Return how many of these extents, in order, a share may add to its unfinished ones.
-
-        That is all of them if there are no quotas.
-        """
+    def may_write(self, share: int, num_bytes: int) -> bool:
+        """Return whether a share may add this many bytes to its unfinished entries. Without quotas it always may."""
         if len(self.quota_bytes) == 1:
-            return len(sizes)
+            return True
         most = self.quota_bytes[share] if share else max(self.quota_bytes[0], self._least_writing_bytes)
-        used = accumulate(sizes, initial=self.writing_bytes[share])
-        return sum(1 for num_bytes in islice(used, 1, None) if num_bytes <= most)
+        return self.writing_bytes[share] + num_bytes <= most
 
     def is_owed(self, share: int, num_bytes: int) -> bool:
         """Return whether a share stays within its quota with these bytes, so that others must make room for them."""

@@ -4,13 +4,13 @@ A node number is reused once its chunk was evicted and has no holds.
 """
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from kvdepot.errors import require
 from kvdepot.index.columns import make_column
 from kvdepot.index.space import Space
+from kvdepot.keys import DIGEST_BYTES
 
 NO_NODE: Final = 0xFFFFFFFF
 
@@ -116,19 +116,18 @@ class Nodes:
         node = space.nodes.get(key)
         return node if node is not None and self.depth[node] == depth else None
 
-    def find_run(self, space: Space, keys: Sequence[bytes], depth: int) -> list[int]:
-        """Return the nodes of consecutive chunks, `NO_NODE` for a chunk without a node.
+    def find_run(self, space: Space, digests: bytes, depth: int) -> dict[bytes, int]:
+        """Return the nodes of consecutive chunks by their keys, `NO_NODE` for a chunk without a node.
 
-        The list ends before a key that is at another depth or occurs twice, which happens only in forged chains.
+        The run ends before a key that is at another depth or occurs twice, which happens only in forged chains.
         """
-        found: list[int] = []
-        for place, key in enumerate(keys):
+        found: dict[bytes, int] = {}
+        for start in range(0, len(digests), DIGEST_BYTES):
+            key = digests[start : start + DIGEST_BYTES]
             node = space.nodes.get(key, NO_NODE)
-            if node != NO_NODE and self.depth[node] != depth + place:
+            if key in found or (node != NO_NODE and self.depth[node] != depth + len(found)):
                 break
-            found.append(node)
-        if NO_NODE in found and len(set(keys)) < len(keys):
-            del found[next(place for place, key in enumerate(keys) if key in keys[:place]) :]
+            found[key] = node
         return found
 
     def key_of(self, node: int) -> bytes:

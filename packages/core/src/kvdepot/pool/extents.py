@@ -90,16 +90,6 @@ class ExtentAllocator:
         self.region_bytes[start // self._region_bytes] += size
         return start
 
-    def allocate_all(self, sizes: Iterable[int]) -> list[int]:
-        """Allocate an extent for each size in order, up to the first that does not fit. Return their offsets."""
-        offsets: list[int] = []
-        for num_bytes in sizes:
-            offset = self.allocate(num_bytes)
-            if offset is None:
-                break
-            offsets.append(offset)
-        return offsets
-
     def free(self, offset: int, num_bytes: int) -> None:
         """Free the extent that `allocate` returned for `num_bytes`."""
         size = extent_size(num_bytes)

@@ -49,25 +49,19 @@ class Context:
     weights: str = ""  # of a scheduler: the weights that its engine computes with
     status: ContextStatus | None = None  # cached
     owner: bytes = field(init=False)  # identifies the worker within its process
+    device: str = field(init=False)  # the kind of device that holds its blocks
+    has_mover: bool = field(init=False)  # whether a mover copies for it, since it offered its memory
 
     def __post_init__(self) -> None:
-        rank = self.registration.rank if self.registration else -1
-        self.owner = digest_of((self.instance, rank))[:OWNER_BYTES]
-
-    @property
-    def device(self) -> str:
-        """The kind of device that holds its blocks."""
-        return self.registration.device.partition(":")[0] if self.registration else ""
+        registration = self.registration
+        self.owner = digest_of((self.instance, registration.rank if registration else -1))[:OWNER_BYTES]
+        self.device = registration.device.partition(":")[0] if registration else ""
+        self.has_mover = registration is not None and registration.offer is not None
 
     @property
     def fence(self) -> Fence:
         """Identifies a worker across sessions. Registering again implies that its earlier copies have ended."""
         return self.writer, self.owner
-
-    @property
-    def has_mover(self) -> bool:
-        """Whether a mover copies for it, since it offered its memory."""
-        return self.registration is not None and self.registration.offer is not None
 
 
 class Workers:
@@ -335,5 +329,5 @@ def check_covered(context: Context, covered: tuple[int, ...], num_chunks: int, m
 
 def wanted_of(groups: tuple[PartPlace, ...], covered: tuple[int, ...], num_chunks: int) -> list[Wanted]:
     """Return the entries of a run that a worker stores, chunk by chunk: the last `covered[g]` chunks of group `g`."""
-    starts = [(num_chunks - count, place) for place, count in zip(groups, covered, strict=True)]
-    return [(chunk, place) for chunk in range(num_chunks) for start, place in starts if chunk >= start]
+    counts = tuple(zip(covered, groups, strict=True))
+    return [(chunk, place) for chunk in range(num_chunks) for count, place in counts if chunk + count >= num_chunks]

@@ -187,10 +187,10 @@ class Hottest:
         """Store a list, to be evicted from the pool once a tier has it; return 1, or 0 if there is no room."""
         state, index = self._state, self._state.index
         tiering, label = state.tiering, state.labels.number_of(*_OWNER)
-        begun = index.reserve(NewRun(self._space, digest, label=label), [(0, _PLACE)]).begun
+        begun, _ = index.reserve(NewRun(self._space, digest, label=label), [(0, _PLACE)])
         if not begun or tiering is None:
             return 0
-        record, _, offset, size = begun[0].extent
+        ((_, _, (record, _, offset, size)),) = begun
         os.pwrite(self._pool_fd, (len(body).to_bytes(4, "little") + body).ljust(size, b"\0"), offset)
         (node,) = index.seal([record], int(state.clock()))
         yield from self._turns.total(tiering.leave(node, label.__eq__))

@@ -98,13 +98,11 @@ class Stores:
                 # No lookup could find these chunks without it.
                 return self._decline(context, request, "the chunk before it was evicted")
             parent = NO_NODE if above is None else above
-        label, num_steps = (
-            self._contexts.label(request.tenant, context.model, context.instance),
-            index.evictor.num_steps,
-        )
+        label = self._contexts.label(request.tenant, context.model, context.instance)
         run = NewRun(space, request.digests, request.first_chunk, parent, label, writer, context.owner)
-        reserved = index.reserve(run, wanted_of(context.groups, request.covered, num_chunks), self.end_one_above_quota)
-        begun, num_present, num_declined = reserved.begun, reserved.num_present, reserved.num_declined
+        wanted, num_steps = wanted_of(context.groups, request.covered, num_chunks), index.evictor.num_steps
+        begun, num_present = index.reserve(run, wanted, self.end_one_above_quota)
+        num_declined = len(wanted) - num_present - len(begun)
         logger.debug(
             "store of %s: %d entries begun, %d are here, %d declined for lack of room; %d chunks evicted for it",
             request.request_id,
@@ -116,7 +114,7 @@ class Stores:
         counters[_STORE_ENTRIES_PRESENT] += num_present
         counters[_STORE_ENTRIES_DECLINED] += num_declined
         if num_declined:
-            self._flights.cut(context, request.request_id, request.first_chunk + (begun[-1].chunk + 1 if begun else 0))
+            self._flights.cut(context, request.request_id, request.first_chunk + (begun[-1][0] + 1 if begun else 0))
         if not begun:
             return m.StorePlan(state.epoch, 0, b"", num_present, num_declined)
         index.hit_rates.stored(request.digests, self._contexts.chunk_bytes[space.number])

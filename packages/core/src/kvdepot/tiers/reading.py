@@ -297,15 +297,15 @@ class Reading:
             prefix.owner,
             writer,
         )
-        reserved = index.reserve(run, [(chunk - first, place) for chunk, place in batch], context.end_store)
-        if len(reserved.begun) < len(batch):
+        begun, _ = index.reserve(run, [(chunk - first, place) for chunk, place in batch], context.end_store)
+        if len(begun) < len(batch):
             context.counters[_PROMOTIONS_WITHOUT_ROOM] += 1
             wanted.clear()
-        for each in reserved.begun:
-            flight = _Flight(each.record)
-            context.departs(each.record)
+        for chunk, place, (record, *_) in begun:
+            flight = _Flight(record)
+            context.departs(record)
             self._flights.append(flight)
-            key = context.keys.key(prefix.owner, space, each.place, prefix.digests, first + each.chunk)
+            key = context.keys.key(prefix.owner, space, place, prefix.digests, first + chunk)
             flights.append((flight, key))
         self._begun_run = last // self._run_chunks
         return flights
