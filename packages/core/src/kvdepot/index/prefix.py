@@ -10,30 +10,6 @@ from typing import Final
 _MOST_WALKED: Final = 8192  # chunks back from the end of full attention; boundaries further back are ignored
 
 
-def closed_prefix(limit: int, group: int, has: Callable[[int, int], bool]) -> int:
-    """Return how many leading chunks have a group that is prefix-closed: if a chunk has it, all chunks before have it.
-
-    Try the last chunk, then gallop, then bisect.
-    """
-    if not limit or has(limit - 1, group):
-        return limit
-    low, step = 0, 1  # chunks before `low` are present
-    high = limit - 1  # this chunk is missing
-    while low < high:
-        probe = min(low + step, high) - 1
-        if not has(probe, group):
-            high = probe
-            break
-        low, step = probe + 1, step * 2
-    while low < high:
-        middle = (low + high) // 2
-        if has(middle, group):
-            low = middle + 1
-        else:
-            high = middle
-    return low
-
-
 def usable_prefix(
     limit: int,
     has: Callable[[int, int], bool],

@@ -266,15 +266,6 @@ class ContextTable:
             self.generations.change(context.instance, before, context.weights)
         return m.Done(self._state.epoch, int(before != context.weights))
 
-    def label(self, tenant: str, model: str, instance: str) -> int:
-        """Return the label of a tenant, a model and the weights of an engine.
-
-        Raises:
-            Refused: there are too many labels.
-            OSError: a new name cannot be saved.
-        """
-        return self._state.labels.number_of(tenant, model, self.generations.weights_of(instance))
-
     def begin_hand_over(self, instance: str, request_id: str) -> None:
         """Note that another engine waits for the chunks of a request. Beyond `MAXIMUM_HAND_OVERS` it is ignored."""
         if len(self.handing_over) < MAXIMUM_HAND_OVERS:

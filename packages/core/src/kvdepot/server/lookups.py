@@ -149,7 +149,8 @@ class Lookups:
         if not places:
             return False
         try:
-            label = self._contexts.label(request.tenant, model, context.instance)
+            weights = self._contexts.generations.weights_of(context.instance)
+            label = self._state.labels.number_of(request.tenant, model, weights)
         except (Refused, OSError):  # too many tenants, or no room for the name
             self._counters[_LOOKUPS_WITHOUT_NAME] += 1
             return False

@@ -83,7 +83,9 @@ class Stores:
         state, space, index, counters = self._state, context.space, self._index, self._counters
         counters[_STORES] += 1
         counters[_STORE_CHUNKS] += num_chunks
-        writer = self._writer_of(context)
+        writer: Writer | None = context.writer
+        if context.has_mover:  # it writes; until it is ready, nobody does
+            writer = None if state.movers is None else state.movers.writer_of(context.number)
         if not state.accepts_stores or state.is_draining:
             return self._decline(context, request, "stores are declined: the depot restores, drains or stops")
         if writer is None:
@@ -98,7 +100,8 @@ class Stores:
                 # No lookup could find these chunks without it.
                 return self._decline(context, request, "the chunk before it was evicted")
             parent = NO_NODE if above is None else above
-        label = self._contexts.label(request.tenant, context.model, context.instance)
+        weights = self._contexts.generations.weights_of(context.instance)
+        label = state.labels.number_of(request.tenant, context.model, weights)
         run = NewRun(space, request.digests, request.first_chunk, parent, label, writer, context.owner)
         wanted, num_steps = wanted_of(context.groups, request.covered, num_chunks), index.evictor.num_steps
         begun, num_present = index.reserve(run, wanted, self.end_one_above_quota)
@@ -112,8 +115,8 @@ class Stores:
             index.evictor.num_steps - num_steps,
         )
         counters[_STORE_ENTRIES_PRESENT] += num_present
-        counters[_STORE_ENTRIES_DECLINED] += num_declined
         if num_declined:
+            counters[_STORE_ENTRIES_DECLINED] += num_declined
             self._flights.cut(context, request.request_id, request.first_chunk + (begun[-1][0] + 1 if begun else 0))
         if not begun:
             return m.StorePlan(state.epoch, 0, b"", num_present, num_declined)
@@ -138,12 +141,6 @@ class Stores:
         self.tickets[ticket.number] = ticket
         context.writing_bytes += ticket.num_bytes
         return m.StorePlan(state.epoch, ticket.number, packed, num_present, num_declined)
-
-    def _writer_of(self, context: Context) -> Writer | None:
-        """Return the process that will write: the context's own, or its mover. None if the mover is not ready."""
-        if not context.has_mover:
-            return context.writer
-        return None if self._state.movers is None else self._state.movers.writer_of(context.number)
 
     def _decline(self, context: Context, request: m.PrepareStore, why: str) -> m.StorePlan:
         num_declined = sum(request.covered)
