@@ -113,13 +113,13 @@ def test_a_blend_that_goes_on_in_another_prompt_is_found(monkeypatch: pytest.Mon
 
 
 def test_a_window_of_which_only_the_last_chunk_is_leased_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    longest_prefix = Visibility.longest_prefix
+    match = Visibility.match
 
     def lease_last(index: Visibility, space: Space, digests: bytes) -> tuple[int, tuple[int, ...]]:
-        found, nodes = longest_prefix(index, space, digests)
+        found, nodes = match(index, space, digests)
         return found, nodes[-1:]
 
-    monkeypatch.setattr(Visibility, "longest_prefix", lease_last)
+    monkeypatch.setattr(Visibility, "match", lease_last)
     assert "is found and is not there" in story(first_failure())
 
 

@@ -87,7 +87,7 @@ class Node:
 
     def holds(self, run: KeyRun) -> int:
         """Return how many chunks the pool has. Check their bytes."""
-        found, _ = self.index.match(self.index.spaces[0], run.digests)
+        found, _ = self.index.visibility.match(self.index.spaces[0], run.digests)
         for start in range(0, found, 100):
             part = run.slice(start, min(start + 100, found))
             request = m.PrepareRetrieve(self.context, "r", part.digests, start, (part.num_chunks,))
@@ -229,7 +229,7 @@ def test_a_prompt_that_left_the_pool_is_listed_as_far_as_it_is_there(fleet: Flee
     old.use(run)
     old.use(run.slice(0, 30))
     for chunk in range(39, 29, -1):
-        assert old.index.evict(old.index.spaces[0].nodes[digest_at(run.digests, chunk)])
+        assert old.index.evictor.evict(old.index.spaces[0].nodes[digest_at(run.digests, chunk)])
     old.store(prompt("another", 20))
     fleet.write_list(old)
     new.attach()

@@ -32,7 +32,7 @@ def hint(worker: Worker, run: KeyRun, **hints: Any) -> int:
 
 def length(worker: Worker, run: KeyRun) -> int:
     """Return how many chunks of a prompt are left, without counting as use."""
-    return worker.bench.index.match(worker.bench.index.spaces[0], run.digests)[0]
+    return worker.bench.index.visibility.match(worker.bench.index.spaces[0], run.digests)[0]
 
 
 policies = pytest.mark.parametrize("policy", POLICIES)

@@ -45,7 +45,7 @@ def found_in(num_chunks: int, prompts: list[bytes]) -> float:
     space = index.space(SPEC)
     found = asked = 0
     for digests in prompts:
-        hits, nodes = index.match(space, digests)
+        hits, nodes = index.visibility.match(space, digests)
         found, asked = found + hits, asked + len(digests) // 32
         parent = nodes[0] if hits else NO_NODE
         if hits:

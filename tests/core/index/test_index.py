@@ -29,7 +29,7 @@ from support.index import (
 
 
 def found(index: ChunkIndex, run: KeyRun) -> int:
-    return index.match(index.spaces[0], run.digests)[0]
+    return index.visibility.match(index.spaces[0], run.digests)[0]
 
 
 # --- finding --------------------------------------------------------------------------------------------------------
@@ -303,11 +303,11 @@ def test_when_there_are_too_many_holes_the_coldest_leave(policy: str, monkeypatc
     last = [store_with_holes(prompt(8, 0)), store_with_holes(prompt(7, 1))]
     assert worker.store(prompt(1, 2)).num_declined == 0
     assert len(bench.index.nodes) == 16
-    bench.index.pin(last)
+    bench.index.evictor.pin(last)
     lease = worker.lookup(prompt(1, 2)).lease
     assert worker.store(prompt(1, 3)).num_declined == 1
     assert bench.index.evictor.num_evicted == 0
-    bench.index.release(last)
+    bench.index.evictor.unpin(last)
     for run in (prompt(1, 3), prompt(4, 4)):
         assert worker.store(run).num_declined == 0
         assert worker.lookup(run).num_chunks == run.num_chunks

@@ -12,11 +12,12 @@ class Pins:
 
     def __init__(self) -> None:
         self.held: list[int] = []
+        self.evictor = self
 
     def pin(self, nodes: Sequence[int]) -> None:
         self.held += nodes
 
-    def release(self, nodes: Sequence[int]) -> None:
+    def unpin(self, nodes: Sequence[int]) -> None:
         for node in nodes:
             self.held.remove(node)
 

@@ -99,7 +99,7 @@ class Successor:
 
 
 def found(depot: Depot) -> list[int]:
-    return [depot.index.match(depot.index.spaces[0], run.digests)[0] for run in (LONG, *SHORT)]
+    return [depot.index.visibility.match(depot.index.spaces[0], run.digests)[0] for run in (LONG, *SHORT)]
 
 
 def evict(successor: Successor) -> None:
@@ -107,7 +107,7 @@ def evict(successor: Successor) -> None:
     assert node is None
     successor.index.evictor.evict_one()
     for node in range(len(successor.index.nodes.tree.keys)):
-        successor.index.evict(node)
+        successor.index.evictor.evict(node)
 
 
 def report_corrupt(successor: Successor) -> None:

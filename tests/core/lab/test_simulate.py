@@ -70,7 +70,7 @@ def replay_index(workload: Workload, ends: Sequence[int], policy: str, capacity:
     found: list[int] = []
     for path, packed, is_end in zip(workload.paths, workload.packed, ends, strict=True):
         index.hit_rates.looked_up(packed, PAGE)
-        hits, nodes = index.match(space, packed)
+        hits, nodes = index.visibility.match(space, packed)
         found.append(hits)
         parent = NO_NODE
         if hits:

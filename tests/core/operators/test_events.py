@@ -239,7 +239,7 @@ def test_chunks_of_two_tenants_with_the_same_ids_leave_with_the_last_one() -> No
     for run, rest in zip(runs, ({7, 8}, set[int]()), strict=True):
         space = bench.index.spaces[0]
         for start in (32, 0):
-            assert bench.index.evict(space.nodes[run.digests[start : start + 32]])
+            assert bench.index.evictor.evict(space.nodes[run.digests[start : start + 32]])
         assert found() == rest
     holdings.check_integrity(bench.index.visibility.is_visible)
 
@@ -379,7 +379,7 @@ def test_a_slow_subscriber_misses_no_message_within_the_bound(context: Context, 
         worker.store(run)
         describe(bench, holdings, request)
         publisher.serve()
-        assert bench.index.evict(bench.index.spaces[0].nodes[run.digests])
+        assert bench.index.evictor.evict(bench.index.spaces[0].nodes[run.digests])
         publisher.serve()
 
     wait_until(lambda: (tell(), slow.poll(10))[1])

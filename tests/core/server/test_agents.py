@@ -37,7 +37,7 @@ def fill(worker: Worker, names: range, tenant: str = "default") -> None:
 
 
 def found(bench: Bench, run: KeyRun) -> int:
-    return bench.index.match(bench.index.spaces[0], run.digests)[0]
+    return bench.index.visibility.match(bench.index.spaces[0], run.digests)[0]
 
 
 @pytest.mark.parametrize("how", ["an operation", "a hint"])

@@ -37,7 +37,11 @@ def test_clearing(bench: Bench, tenant: str | None) -> None:
 @pytest.mark.promise(61)
 def test_clearing_a_prefix(bench: Bench) -> None:
     for name in (0, 1):
-        sum(bench.index.evictor.clear_end(bench.index.match(bench.index.spaces[0], prompt(name).digests)[1][0]))
+        sum(
+            bench.index.evictor.clear_end(
+                bench.index.visibility.match(bench.index.spaces[0], prompt(name).digests)[1][0]
+            )
+        )
         assert bench.index.entries.num_sealed == NUM_CHUNKS - (name + 1) * PROMPT_CHUNKS
 
 
@@ -286,7 +290,7 @@ def test_urgent_work_does_not_keep_operators_waiting_for_ever(bench: Bench) -> N
 
 def pin_very_often(bench: Bench) -> None:
     bench.store(prompt(0, 8))
-    _, nodes = bench.index.match(bench.index.spaces[0], prompt(0, 8).digests)
+    _, nodes = bench.index.visibility.match(bench.index.spaces[0], prompt(0, 8).digests)
     for number in range(20_000):
         bench.depot.agents.pins.put(("a", str(number)), Pin(nodes, 0, 8, bench.now + 10))
     bench.depot.expire()

@@ -42,7 +42,7 @@ def test_a_commit_that_many_chunks_have_waited_for() -> None:
         bench.ask(m.CommitStore(bench.context, plan.ticket))
     bench.ask(m.CommitStore(bench.context, first.ticket))
     space, digests = bench.index.spaces[0], prompt(0, NUM_CHUNKS).digests
-    found = bench.index.match(space, digests)[0]
+    found = bench.index.visibility.match(space, digests)[0]
     assert found == NUM_CHUNKS
 
 
@@ -55,7 +55,7 @@ def test_chunks_that_left_before_they_could_be_found_are_not_found() -> None:
     bench.ask(m.CommitStore(bench.context, first.ticket))
     assert sum(bench.index.evictor.clear(lambda _label, _space: True)) == NUM_CHUNKS
     bench.depot.background.work()
-    assert bench.index.match(bench.index.spaces[0], prompt(0, NUM_CHUNKS).digests)[0] == 0
+    assert bench.index.visibility.match(bench.index.spaces[0], prompt(0, NUM_CHUNKS).digests)[0] == 0
     bench.index.check_integrity()
 
 
@@ -111,7 +111,7 @@ def test_a_large_chunk_among_small_ones_that_leave_in_any_order() -> None:
         num_requests += 1
         assert num_requests <= NUM_CHUNKS // MOST_EVICTED
     assert num_requests > 1
-    assert bench.index.match(bench.index.space(spec), run.digests)[0] == run.num_chunks
+    assert bench.index.visibility.match(bench.index.space(spec), run.digests)[0] == run.num_chunks
 
 
 @pytest.mark.promise(61)
@@ -207,7 +207,7 @@ def test_a_boundary_of_states_is_looked_for_so_far_and_no_further(num_new: int, 
     run = prompt(0, 10 + num_new)
     plan = bench.ask(m.PrepareStore(context, "r", "", run.slice(0, 10).digests, 0, b"", (10,)))
     bench.ask(m.CommitStore(context, plan.ticket))
-    assert bench.index.match(bench.index.space(spec), run.digests)[0] == expected
+    assert bench.index.visibility.match(bench.index.space(spec), run.digests)[0] == expected
 
 
 @pytest.mark.slow
@@ -225,7 +225,7 @@ def test_a_victim_is_found_in_a_few_steps_when_nearly_all_was_used_again() -> No
     for name in range(NUM_CHUNKS, NUM_CHUNKS + NUM_CHUNKS // 4):
         bench.store(prompt(name, 1))
     space = bench.index.spaces[0]
-    is_here = [bench.index.match(space, prompt(name, 1).digests)[0] for name in order]
+    is_here = [bench.index.visibility.match(space, prompt(name, 1).digests)[0] for name in order]
     assert sum(is_here[len(order) // 2 :]) >= 0.9 * len(order) / 2
     assert sum(is_here[: len(order) // 2]) <= 0.6 * len(order) / 2
 
@@ -246,7 +246,7 @@ def test_leaves_that_were_popped_over_are_found_later() -> None:
             break
         declined += 1
     assert 1 <= declined <= 2
-    assert bench.index.match(bench.index.spaces[0], prompt(NUM_CHUNKS - 1, 1).digests) == (0, ())
+    assert bench.index.visibility.match(bench.index.spaces[0], prompt(NUM_CHUNKS - 1, 1).digests) == (0, ())
 
 
 @pytest.mark.slow

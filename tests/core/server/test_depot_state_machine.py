@@ -473,7 +473,7 @@ class DepotMachine(RuleBasedStateMachine):
         unfinished = [record for record in restore(again, [self.spec]) if record is not None]
         space = again.spaces[0]
         for prompt in PROMPTS:
-            found, _ = again.match(space, prompt.digests)
+            found, _ = again.visibility.match(space, prompt.digests)
             assert found == self.longest(prompt)
         assert sorted(unfinished) == [record.number for record in self.index.table.records() if record.state == WRITING]
         for record in unfinished:

@@ -55,7 +55,7 @@ class Engine:
 
 
 def found(bench: Bench, run: KeyRun) -> int:
-    return bench.index.match(bench.index.spaces[0], run.digests)[0]
+    return bench.index.visibility.match(bench.index.spaces[0], run.digests)[0]
 
 
 def generations(depot: Depot) -> dict[str, GenerationStatus]:

@@ -179,7 +179,7 @@ def test_half_a_plane_is_invisible_and_the_next_writer_stores_its_own_part() -> 
     bench.depot.end_process(right.writer)
     (whole,) = engine(bench, 1)
     successor = bench.successor()
-    assert successor.match(successor.spaces[0], run.digests)[0] == found_by(whole, run) == 0
+    assert successor.visibility.match(successor.spaces[0], run.digests)[0] == found_by(whole, run) == 0
     assert whole.store(run).num_present == 0
     assert found_by(whole, run) == 2
     bench.drain()
@@ -263,7 +263,7 @@ def test_a_record_whose_part_is_not_in_its_plane_is_dropped() -> None:
         )
         table.seal(fields.number, 0)
         successor = bench.successor(memory)
-        assert successor.match(successor.spaces[0], run.digests)[0] == 1
+        assert successor.visibility.match(successor.spaces[0], run.digests)[0] == 1
         successor.check_integrity()
         assert successor.entries.num_sealed == 1
 

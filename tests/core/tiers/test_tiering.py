@@ -767,7 +767,7 @@ def test_a_read_that_hangs_keeps_only_what_it_may_write_to(hanging: set[int], ma
     assert len(bench.tiering.promotions) == 0
     assert bench.index.extents.used_bytes <= (found + num_hanging) * PAGE
     bench.store_long(run)
-    assert bench.index.match(bench.index.spaces[0], run.digests)[0] == 40, "engines store what was given up"
+    assert bench.index.visibility.match(bench.index.spaces[0], run.digests)[0] == 40, "engines store what was given up"
     assert bench.index.extents.used_bytes <= (40 + num_hanging) * PAGE
     end.set()
     wait_until(lambda: (bench.tiering.turn(), not num_under_way(bench.tiering))[1])
@@ -1633,7 +1633,7 @@ def test_chunks_that_leave_between_the_steps_of_a_refresh_are_not_asked_for(
         bench.tiering.turn(lambda: True)
     space = bench.index.spaces[0]
     for num_chunks in range(120, 60, -1):
-        assert bench.index.evict(bench.index.match(space, prompt(num_chunks).digests).nodes[-1])
+        assert bench.index.evictor.evict(bench.index.visibility.match(space, prompt(num_chunks).digests).nodes[-1])
     bench.settle()
     assert not caplog.records
     assert bench.lookup(prompt(120)) == 120, "from the tier"
@@ -1745,7 +1745,7 @@ def test_a_session_is_brought_up_and_stays_for_a_time(make: Maker) -> None:
     bench.depot.expire()
     bench.depot.background.work()
     sum(commands.clear_pool(bench.depot, None))
-    assert bench.index.match(bench.index.spaces[0], run.digests)[0] == 0
+    assert bench.index.visibility.match(bench.index.spaces[0], run.digests)[0] == 0
     assert not bench.depot.agents.pins
     bench.index.check_integrity()
 
@@ -1765,8 +1765,8 @@ def test_a_session_that_is_demoted_leaves_the_pool_and_comes_back(
     assert bench.wait(operate(bench.depot, o.DemoteSession("agent", agent.tenant))).count == num_chunks
     bench.settle()
     space = bench.index.spaces[0]
-    assert bench.index.match(space, agent.digests)[0] == 0
-    assert bench.index.match(space, other.digests)[0] == 4
+    assert bench.index.visibility.match(space, agent.digests)[0] == 0
+    assert bench.index.visibility.match(space, other.digests)[0] == 4
     assert bench.lookup(agent) == num_chunks
     bench.index.check_integrity()
 
@@ -1782,7 +1782,10 @@ def test_the_beginning_that_others_need_is_not_demoted(make: Maker) -> None:
     assert bench.wait(operate(bench.depot, o.DemoteSession("agent", agent.tenant))).count == 3
     bench.settle()
     space = bench.index.spaces[0]
-    assert (bench.index.match(space, agent.digests)[0], bench.index.match(space, branch.digests)[0]) == (5, 8)
+    assert (
+        bench.index.visibility.match(space, agent.digests)[0],
+        bench.index.visibility.match(space, branch.digests)[0],
+    ) == (5, 8)
 
 
 def test_a_chunk_that_no_tier_takes_stays(make: Maker) -> None:
@@ -1793,7 +1796,7 @@ def test_a_chunk_that_no_tier_takes_stays(make: Maker) -> None:
     bench.tiers[0].error = OSError("broken")
     bench.wait(operate(bench.depot, o.DemoteSession("agent", run.tenant)))
     bench.settle()
-    assert bench.index.match(bench.index.spaces[0], run.digests)[0] == 8
+    assert bench.index.visibility.match(bench.index.spaces[0], run.digests)[0] == 8
 
 
 @pytest.mark.parametrize("declined", [range(92, 100), range(20, 28)], ids=["the end", "a gap"])
@@ -1817,7 +1820,7 @@ def test_all_of_a_long_session_leaves_though_a_tier_declined_a_part_of_it(
     remembered(bench, run)
     assert bench.wait(operate(bench.depot, o.DemoteSession("agent", run.tenant))).count == 100
     bench.settle()
-    assert bench.index.match(bench.index.spaces[0], run.digests)[0] == 0
+    assert bench.index.visibility.match(bench.index.spaces[0], run.digests)[0] == 0
     assert bench.lookup(run) == 100
 
 
@@ -1827,10 +1830,10 @@ def test_a_session_that_is_being_written_leaves_when_it_is_demoted(make: Maker) 
     bench.store(run)
     remembered(bench, run)
     assert bench.wait(operate(bench.depot, o.DemoteSession("agent", run.tenant))).count == 8
-    assert bench.index.match(bench.index.spaces[0], run.digests)[0] == 8
+    assert bench.index.visibility.match(bench.index.spaces[0], run.digests)[0] == 8
     bench.tiers[0].hang = False
     bench.settle()
-    assert bench.index.match(bench.index.spaces[0], run.digests)[0] == 0
+    assert bench.index.visibility.match(bench.index.spaces[0], run.digests)[0] == 0
     assert bench.lookup(run) == 8
 
 
@@ -1843,7 +1846,7 @@ def test_without_a_tier_in_use_nothing_is_demoted(make: Maker) -> None:
     assert bench.tiering.remove("tier-0")
     reply = bench.wait(operate(bench.depot, o.DemoteSession("agent", run.tenant)))
     assert reply.code is ErrorCode.TIER_UNAVAILABLE
-    assert bench.index.match(bench.index.spaces[0], run.digests)[0] == 8
+    assert bench.index.visibility.match(bench.index.spaces[0], run.digests)[0] == 8
 
 
 def test_entries_of_any_model_of_a_space_are_warmed(make: Maker) -> None:

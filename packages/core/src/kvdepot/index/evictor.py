@@ -66,7 +66,10 @@ class Evictor:
     # --- holds ----------------------------------------------------------------------------------------------------
 
     def pin(self, nodes: Iterable[int]) -> None:
-        """Hold nodes until `unpin`: see `ChunkIndex.pin`."""
+        """Hold nodes, and thereby all nodes before them, until the same number of calls of `unpin`.
+
+        Shares within their quota may still evict what this share has above its own quota.
+        """
         tree = self._nodes.tree
         for node in nodes:
             tree.holds[node] += 1
@@ -74,7 +77,7 @@ class Evictor:
             self._leased.append(node, tree.share[node])
 
     def unpin(self, nodes: Iterable[int]) -> None:
-        """Undo one `pin`."""
+        """Undo one `pin`. Nodes without other holds may be evicted from now on."""
         for node in nodes:
             self._num_leases[node] -= 1
             if not self._num_leases[node]:
@@ -152,7 +155,10 @@ class Evictor:
         return None
 
     def evict(self, node: int) -> bool:
-        """Evict one given chunk: see `ChunkIndex.evict`."""
+        """Evict one given chunk and its entries.
+
+        If it is held or the evictor `is_frozen`, change nothing and return False.
+        """
         if self.is_frozen or not self._nodes.tree.evictable(node):
             return False
         self.evict_all([node])

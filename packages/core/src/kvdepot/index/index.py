@@ -17,7 +17,7 @@ from kvdepot.index.priorities import Priorities
 from kvdepot.index.quotas import QuotaTable, Shares
 from kvdepot.index.space import Space, digest_of
 from kvdepot.index.tree import NO_NODE, ChunkTree, Nodes
-from kvdepot.index.visibility import Match, Visibility, Watcher
+from kvdepot.index.visibility import Visibility, Watcher
 from kvdepot.pool.extents import ExtentAllocator, extent_size
 from kvdepot.pool.table import IndexTable
 from kvdepot.wire.messages import CacheSpec
@@ -29,7 +29,8 @@ _SPARE_NODES: Final = 1024  # in addition to twice the records, for ghosts
 class ChunkIndex:
     """Nodes, entries, space and eviction.
 
-    A store is `reserve`, then `seal` (or `discard_entry`, `abandon_entry`). A read is `match`, `pin`, `release`.
+    A store is `reserve`, then `seal` (or `discard_entry`, `abandon_entry`). A read is `visibility.match`, then
+    `evictor.pin` and `evictor.unpin`.
 
     Args:
         extents: allocates the pool's space.
@@ -73,22 +74,7 @@ class ChunkIndex:
     def _make_policy(self, tree: ChunkTree) -> EvictionPolicy:
         return POLICIES[self._policy](tree, self.hit_rates.preference)
 
-    # --- the verbs ------------------------------------------------------------------------------------------------
-
-    def match(self, space: Space, digests: bytes) -> Match:
-        """Find the longest usable prefix of packed digests `(num_chunks, 32)`, from chunk 0 on."""
-        return self.visibility.longest_prefix(space, digests)
-
-    def pin(self, nodes: Iterable[int]) -> None:
-        """Hold nodes, and thereby all nodes before them, until the same number of calls of `release`.
-
-        Shares within their quota may still evict what this share has above its own quota.
-        """
-        self.evictor.pin(nodes)
-
-    def release(self, nodes: Iterable[int]) -> None:
-        """Undo one `pin` of nodes. Nodes without other holds may be evicted from now on."""
-        self.evictor.unpin(nodes)
+    # --- stores ---------------------------------------------------------------------------------------------------
 
     def reserve(
         self, run: NewRun, wanted: Sequence[Wanted], end_store: EndStore = cannot_end
@@ -150,13 +136,6 @@ class ChunkIndex:
             if not tree.num_children[node] and not tree.holds[node]:
                 self.shares.policy_of(node).unpinned(node)
         return nodes
-
-    def evict(self, node: int) -> bool:
-        """Remove a chunk and its entries.
-
-        If it is held or the index `is_restoring`, change nothing and return False.
-        """
-        return self.evictor.evict(node)
 
     # --- entries that end otherwise -------------------------------------------------------------------------------
 

@@ -46,7 +46,7 @@ class LeaseTable:
         """Pin `nodes`, and return the number of the new lease."""
         number = self._next
         self._next += 1
-        self._index.pin(nodes)
+        self._index.evictor.pin(nodes)
         self._leases[number] = Lease(number, context, request_id, nodes, now + self.lease_seconds, extents)
         self._of_context.setdefault(context, set()).add(number)
         self._of_request.setdefault((context, request_id), set()).add(number)
@@ -73,7 +73,7 @@ class LeaseTable:
             own.discard(number)
             if not own:
                 del self._of_request[request]
-        self._index.release(lease.nodes)
+        self._index.evictor.unpin(lease.nodes)
         return True
 
     def end_request(self, context: int, request_id: str) -> Iterator[int]:

@@ -48,7 +48,7 @@ class PinTable:
 
     def put(self, session: AgentSession, pin: Pin) -> None:
         """Pin nodes until their expiry, in place of an earlier pin of the session."""
-        self._index.pin(pin.nodes)
+        self._index.evictor.pin(pin.nodes)
         self.end(session)
         self._pins[session] = pin
         self._share_bytes[pin.share] = self.bytes_of(pin.share) + pin.num_bytes
@@ -65,7 +65,7 @@ class PinTable:
         self._share_bytes[pin.share] -= pin.num_bytes
         if not self._share_bytes[pin.share]:
             del self._share_bytes[pin.share]
-        self._index.release(pin.nodes)
+        self._index.evictor.unpin(pin.nodes)
         return True
 
     def has_expired(self, now: float) -> bool:

@@ -20,7 +20,7 @@ from kvdepot.keys import DIGEST_BYTES, digest_at, num_digests
 class Match(NamedTuple):
     """The longest usable prefix in the pool, from chunk 0 on.
 
-    It is valid until the next store or eviction. `ChunkIndex.pin` of its nodes keeps it valid.
+    It is valid until the next store or eviction. `Evictor.pin` of its nodes keeps it valid.
     """
 
     num_chunks: int
@@ -118,8 +118,8 @@ class Visibility:
             node = self._nodes.tree.parent[node] if has_full else NO_NODE
         return True
 
-    def longest_prefix(self, space: Space, digests: bytes) -> Match:
-        """Find the longest usable prefix: see `ChunkIndex.match`."""
+    def match(self, space: Space, digests: bytes) -> Match:
+        """Find the longest usable prefix of packed digests `(num_chunks, 32)`, from chunk 0 on."""
         limit, nodes = self.full_prefix(space, digests), space.nodes
         if space.windows:
             limit = self._last_whole_window(space, digests, limit)

@@ -86,11 +86,11 @@ class Agents:
         return self._pin(best, named, digests, seconds)
 
     def _match(self, space: Space, named: AgentSession, digests: bytes) -> tuple[int, tuple[int, ...]]:
-        """Find the longest usable prefix in a space, as `ChunkIndex.match` does.
+        """Find the longest usable prefix in a space, as `Visibility.match` does.
 
         Prefixes of other tenants do not count.
         """
-        found, nodes = self._index.match(space, digests)
+        found, nodes = self._index.visibility.match(space, digests)
         is_own = found and self._state.labels.names[self._index.nodes.label_of(nodes[-1])][0] == named[0]
         return (found, nodes) if is_own else (0, ())
 
@@ -107,7 +107,7 @@ class Agents:
         at_end = sum(place.num_bytes * space.chunks_needed[place.group] for place in places)
         room = int(index.quotas.quota_bytes[share] * _MOST_RETAINED) - self.pins.bytes_of(share) - at_end
         fitting = max(0, room // in_each) if in_each else found * (room >= 0)
-        found, nodes = index.match(space, first_digests(digests, min(found, fitting)))
+        found, nodes = index.visibility.match(space, first_digests(digests, min(found, fitting)))
         if found:
             self.pins.put(named, Pin(nodes, share, found * in_each + at_end, self._state.clock() + seconds))
         return found

@@ -44,7 +44,7 @@ class BlendLookups:
         """
         self._check(context, request.segments)
         count_digests(request.digests)
-        num_chunks, nodes = self._index.match(context.space, request.digests)
+        num_chunks, nodes = self._index.visibility.match(context.space, request.digests)
         if not num_chunks:
             return m.Done(self._state.epoch, 0)
         digests = first_digests(request.digests, num_chunks)

@@ -96,7 +96,7 @@ def find(depot: Depot, request: o.Find, _who: Who) -> Steps:
     most: list[tuple[int, int, o.FoundPrefix]] = []  # a heap: the shortest prefix first
     yield from _first_turn(depot)
     for space in list(index.spaces):
-        num_chunks, nodes = index.match(space, request.digests)
+        num_chunks, nodes = index.visibility.match(space, request.digests)
         if num_chunks:
             last = nodes[-1]
             tenant, model, _ = depot.labels.names[index.nodes.label_of(last)]
@@ -189,7 +189,7 @@ def _clear_prefix(depot: Depot, request: o.Clear) -> Generator[Wait, bool, int]:
     index, turns, removed = depot.index, depot.background.operators, 0
     for space in list(index.spaces):
         yield turns.again
-        num_chunks, nodes = index.match(space, request.digests)
+        num_chunks, nodes = index.visibility.match(space, request.digests)
         if not num_chunks:
             continue
         tenant, model, _ = depot.labels.names[index.nodes.label_of(nodes[-1])]
@@ -213,7 +213,7 @@ def warm(depot: Depot, request: o.Warm, _who: Who) -> Steps:
     most = 0
     for space in list(depot.index.spaces):
         yield depot.background.operators.again
-        most = max(most, depot.index.match(space, request.digests)[0])
+        most = max(most, depot.index.visibility.match(space, request.digests)[0])
     return m.Done(depot.state.epoch, most)
 
 
@@ -223,7 +223,7 @@ def _bring_up(depot: Depot, tenant: str, digests: bytes) -> Generator[Wait, bool
     for space in list(depot.index.spaces):
         yield depot.background.operators.again
         for model, weights in depot.contexts.owners(space):
-            found, nodes = depot.index.match(space, digests)
+            found, nodes = depot.index.visibility.match(space, digests)
             places, _ = depot.contexts.places(space)
             tiering = depot.state.tiering
             if tiering is None or not places or found == num_chunks:

@@ -309,7 +309,7 @@ class FlightTable:
             and index.visibility.find(space, digest_at(flight.digests, position), position) is not None
         ):
             position += 1
-        if position == flight.stop and space.windows and index.match(space, flight.digests)[0] < position:
+        if position == flight.stop and space.windows and index.visibility.match(space, flight.digests)[0] < position:
             position -= 1
         if position == began:
             return

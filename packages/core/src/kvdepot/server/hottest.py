@@ -215,14 +215,14 @@ class Hottest:
         """Return a list from the tiers, None if they have no valid one."""
         index, label = self._state.index, self._state.labels.number_of(*_OWNER)
         yield from self._bring_up(self._space, digest, [_PLACE], label)
-        found, nodes = index.match(self._space, digest)
+        found, nodes = index.visibility.match(self._space, digest)
         if not found:
             return None
         (record,) = index.entries.sealed(nodes[-1])
         offset, size = index.table.extent(record)
         data = os.pread(self._pool_fd, size, offset)
         yield from self._turns.total(index.priorities.end_session(nodes[-1], label.__eq__))
-        index.evict(nodes[-1])
+        index.evictor.evict(nodes[-1])
         try:
             listing = _decoder.decode(data[4 : 4 + int.from_bytes(data[:4], "little")])
             _check(listing)
@@ -251,7 +251,7 @@ class Hottest:
     def _promote_prefix(self, space: Space, digests: bytes, owner: tuple[str, str, str]) -> Generator[Wait, bool, bool]:
         """Promote a prefix as far as there is room; return False if there is none."""
         index, (places, _) = self._state.index, self._contexts.places(space)
-        extents, found = index.extents, index.match(space, digests)[0]
+        extents, found = index.extents, index.visibility.match(space, digests)[0]
         chunk_bytes = max(1, self._contexts.chunk_bytes.get(space.number, 0))
         room = int(extents.capacity_bytes * _MOST_SHARE) - extents.used_bytes
         length = min(num_digests(digests), found + room // chunk_bytes)
@@ -260,13 +260,13 @@ class Hottest:
         if length > found:
             wanted = first_digests(digests, length)
             yield from self._bring_up(space, wanted, places, self._state.labels.number_of(*owner))
-            self._state.counters[_CHUNKS_PROMOTED] += max(0, index.match(space, wanted)[0] - found)
+            self._state.counters[_CHUNKS_PROMOTED] += max(0, index.visibility.match(space, wanted)[0] - found)
         return True
 
     def _bring_up(
         self, space: Space, digests: bytes, places: list[PartPlace], label: int
     ) -> Generator[Wait, bool, None]:
-        tiering, (found, nodes) = self._state.tiering, self._state.index.match(space, digests)
+        tiering, (found, nodes) = self._state.tiering, self._state.index.visibility.match(space, digests)
         answer = Outcome[()]()
         if tiering is not None and tiering.promote(
             space,

@@ -72,7 +72,7 @@ class Lookups:
         Wait for chunks that are being computed, or promote more from the tiers.
         """
         num_chunks, space = count_digests(request.digests), context.space
-        query = Query(context, request, request.digests, *self._index.match(space, request.digests))
+        query = Query(context, request, request.digests, *self._index.visibility.match(space, request.digests))
         if request.token_seconds != context.token_seconds:
             context.token_seconds = self._contexts.token_seconds[context.instance] = request.token_seconds
         counters = self._counters
@@ -273,7 +273,7 @@ class Lookups:
         index, names = self._index, self._state.labels.names
         if request.session:
             self._agents.hinted(context.space, request)
-        found, nodes = index.match(context.space, request.digests)
+        found, nodes = index.visibility.match(context.space, request.digests)
         self._counters[_HINTS] += 1
         if not found:
             return m.Done(self._state.epoch, 0)

@@ -34,7 +34,7 @@ class Query:
     def refresh(self, index: ChunkIndex) -> int:
         """Match the prefix again. Return how many more chunks it has now."""
         before = self.found
-        self.found, self.nodes = index.match(self.context.space, self.digests)
+        self.found, self.nodes = index.visibility.match(self.context.space, self.digests)
         return self.found - before
 
     def own_seconds(self, num_chunks: int) -> float:

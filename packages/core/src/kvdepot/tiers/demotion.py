@@ -203,7 +203,7 @@ class Demotions:
                     self._let_leave(node, self._tiers)
                 return
             above, key = index.nodes.parent_of(node), index.nodes.key_of(node)
-            if not index.evict(node):
+            if not index.evictor.evict(node):
                 is_coming = any(map(index.entries.is_reading, index.entries.sealed(node)))
                 if is_coming and not (leaving.is_forced and number):
                     self._leaving[node] = _Leaving(key, leaving.is_forced)  # the end of the write calls again
@@ -328,7 +328,7 @@ class Demotions:
                 (tier.mark if ok else tier.unmark)(record, header, now)
             self._index.end_reading(record, node)
             if leaves:
-                self._index.evict(node)
+                self._index.evictor.evict(node)
             self._go_on(node)
         for place in part.corrupt:
             record, header, _ = entries[place]
@@ -374,7 +374,7 @@ class Demotions:
                 continue
             for leaf in nodes:
                 leaving += sum(index.table.extent(record)[1] for record in index.entries.sealed(leaf))
-                if not index.evict(leaf):
+                if not index.evictor.evict(leaf):
                     break
 
 

@@ -327,7 +327,7 @@ class Promotion:
             has_waited = now - waiter.deadline + waiter.seconds
             if waiter.on_answer is not None and has_waited <= context.patience_seconds:
                 tier.queue.breaker.was_in_time()
-        found, _ = self._index.match(self.prefix.space, self.prefix.digests)
+        found, _ = self._index.visibility.match(self.prefix.space, self.prefix.digests)
         self._found = max(self._found, found)
 
 
@@ -360,7 +360,7 @@ class Promotions:
 
     def begin(self, prefix: Prefix, found: int, pins: tuple[int, ...], waiter: Waiter) -> None:
         """Promote the chunks after the first `found` ones. `pins`, the nodes of those, stay pinned until the end."""
-        self._context.index.pin(pins)
+        self._context.index.evictor.pin(pins)
         promotion = Promotion(self._context, self._tiers, prefix, found, waiter, self._wake)
         self._pins[promotion] = pins
         self._resume(promotion, None)
@@ -418,4 +418,4 @@ class Promotions:
         self._ready.pop(promotion, None)
         pins = self._pins.pop(promotion)
         promotion.waiter.answer()
-        self._context.index.release(pins)
+        self._context.index.evictor.unpin(pins)
