@@ -231,7 +231,8 @@ class ChunkIndex:
         quotas, share = self.quotas, self.quotas.share_of(run.label)
         most_steps = self.evictor.num_steps + MOST_EVICTED
         room: list[tuple[int, int]] = []
-        new, num_bytes = set[int](), 0
+        new: set[int] = set()  # not `set[int]()`: ten times as long, and this is on the way of every store
+        num_bytes = 0
         try:
             for chunk, place in wanted:
                 size = extent_size(place.num_bytes)
