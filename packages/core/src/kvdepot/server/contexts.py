@@ -320,5 +320,10 @@ def check_covered(context: Context, covered: tuple[int, ...], num_chunks: int, m
 
 def wanted_of(groups: tuple[PartPlace, ...], covered: tuple[int, ...], num_chunks: int) -> list[Wanted]:
     """Return the entries of a run that a worker stores, chunk by chunk: the last `covered[g]` chunks of group `g`."""
-    counts = tuple(zip(covered, groups, strict=True))
-    return [(chunk, place) for chunk in range(num_chunks) for count, place in counts if chunk + count >= num_chunks]
+    counts = tuple(zip(covered, groups))  # noqa: B905  # `check_covered` compared them; the keyword costs as much as zip
+    wanted: list[Wanted] = []
+    for chunk in range(num_chunks):  # not a comprehension: for one chunk, its call takes longer than the loop
+        for count, place in counts:
+            if chunk + count >= num_chunks:
+                wanted.append((chunk, place))
+    return wanted
