@@ -1,6 +1,5 @@
 """vLLM finds the connector by name and by module, and every mistake in its configuration is reported."""
 
-import os
 import subprocess
 import sys
 from importlib.metadata import entry_points
@@ -38,7 +37,7 @@ def test_a_plugin_that_cannot_register_says_so_and_does_not_raise() -> None:
 @pytest.mark.parametrize("way", ["name", "module", "in a MultiConnector"])
 def test_every_way_to_name_it(way: str, depot: DepotProcess, model: MakeModel) -> None:
     config: dict[str, Any] = connector(depot.url, by_module=way == "module")
-    environment = {"VLLM_PLUGINS": ""} if way == "module" else {}
+    first = "import os; os.environ['VLLM_PLUGINS'] = ''" if way == "module" else ""
     if way == "in a MultiConnector":
         config = {
             "kv_connector": "MultiConnector",
@@ -47,7 +46,7 @@ def test_every_way_to_name_it(way: str, depot: DepotProcess, model: MakeModel) -
             "kv_load_failure_policy": "recompute",
         }
     prompt = prompts(1, 400, seed=sum(way.encode()))
-    with Engine(model("gqa"), config, environment=environment, expects_depot=way != "in a MultiConnector") as engine:
+    with Engine(model("gqa"), config, first=first, expects_depot=way != "in a MultiConnector") as engine:
         if way == "in a MultiConnector":
             # Regression: the first request of a newly started engine sometimes found nothing.
             engine.execute(
@@ -107,10 +106,8 @@ def test_a_backend_that_is_missing_says_the_way_out_and_the_engine_serves(
     hidden = tmp_path / "kvdepot_cpu-0.1.0.dist-info"
     hidden.mkdir()
     (hidden / "METADATA").write_text("Metadata-Version: 2.1\nName: kvdepot-cpu\nVersion: 0.1.0\n")
-    environment = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    first = f"import sys; sys.path.insert(0, {str(tmp_path)!r})"
     wanted = prompts(1, 400, seed=52)
-    with Engine(
-        model("gqa"), connector(depot.url), environment=environment, reference=wanted, expects_depot=False
-    ) as engine:
+    with Engine(model("gqa"), connector(depot.url), first=first, reference=wanted, expects_depot=False) as engine:
         assert "pip install 'kvdepot[cpu]'" in engine.log()
         assert tokens(engine.generate(wanted)) == engine.reference
