@@ -15,7 +15,10 @@ PRIVATE = {"kvdepot": {"load": False, "store": False}}
 
 @pytest.fixture(scope="module")
 def replicas(depot: DepotProcess, model: MakeModel) -> Iterator[tuple[Engine, Engine]]:
-    with Engine(model("gqa"), connector(depot.url)) as first, Engine(model("gqa"), connector(depot.url)) as second:
+    with (
+        Engine(model("gqa"), connector(depot.url), max_tokens=4) as first,
+        Engine(model("gqa"), connector(depot.url), max_tokens=4) as second,
+    ):
         yield first, second
 
 
