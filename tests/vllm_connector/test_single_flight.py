@@ -76,7 +76,7 @@ def test_a_prompt_of_a_hybrid_model_is_computed_once(name: str, depot: DepotProc
     If its core has its own process, vLLM ends a step at a multiple of 128 even if states are kept at multiples of 256.
     """
     given = prompts(3, 1600, seed=76)
-    options: dict[str, Any] = {"kv_cache_memory_bytes": 256 << 20, "max_num_batched_tokens": 512}
+    options: dict[str, Any] = {"kv_cache_memory_bytes": 256 << 20, "max_num_batched_tokens": 512, "max_tokens": 4}
     options |= {"dtype": "bfloat16"} if name == "recurrent" else {}
     one = Engine(model(name), connector(depot.url), reference=given, multiprocessing=True, **options)
     with one, Engine(model(name), connector(depot.url), **options) as other:
@@ -125,7 +125,7 @@ def test_a_hybrid_engine_hands_over_the_last_incomplete_chunk(
     name: str, options: dict[str, Any], num_tokens: int, depot: DepotProcess, model: MakeModel
 ) -> None:
     given = prompts(2, 700, seed=78)
-    options = {"kv_cache_memory_bytes": 256 << 20, **options}
+    options = {"kv_cache_memory_bytes": 256 << 20, "max_tokens": 4, **options}
     prefill = Engine(model(name), connector(depot.url), reference=given, **options)
     with prefill, Engine(model(name), connector(depot.url), **options) as decode:
         for number, prompt in enumerate(given):
