@@ -32,9 +32,9 @@ def fill(table: IndexTable, num_entries: int) -> None:
         numbers = range(start, min(start + _PROMPT_CHUNKS, num_entries))
         keys = (hashlib.blake2b(number.to_bytes(8, "little"), digest_size=32).digest() for number in numbers)
         run = NewRun(space, b"".join(keys), writer=Writer(1, 1))
-        reserved = index.reserve(run, [(chunk, place) for chunk in range(len(numbers))])
-        assert not reserved.num_declined
-        index.seal([each.record for each in reserved.begun], now=start // _ENTRIES_PER_SECOND)
+        begun, _ = index.reserve(run, [(chunk, place) for chunk in range(len(numbers))])
+        assert len(begun) == len(numbers)
+        index.seal([record for _, _, (record, *_) in begun], now=start // _ENTRIES_PER_SECOND)
 
 
 def main() -> None:

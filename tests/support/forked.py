@@ -13,16 +13,17 @@ from kvdepot.lab.processes import DepotProcess, start_child
 from kvdepot.testing.engine import EngineProcess
 from support.nursery import Fork, Nursery
 
-_OF_DEPOTS: Final = ("kvdepot.ops.cli", "kvdepot.server.app", "kvdepot.testing.engine", "hypothesis")
+_OF_DEPOTS: Final = ("kvdepot.ops.cli", "kvdepot.server.app")  # without numpy, as depots do not import it
+_OF_ENGINES: Final = ("kvdepot.testing.engine", "hypothesis")
 _WITH_TORCH: Final = ("support.xpu.engine_child", "support.hpu.engine_child")
 
 
 class _Forks:
-    """A nursery with torch and one without. Each starts with its first child."""
+    """A nursery for each list of modules. It starts with its first child."""
 
     def __init__(self, stack: contextlib.ExitStack) -> None:
         self._stack = stack
-        self._nurseries: dict[bool, Nursery] = {}
+        self._nurseries: dict[tuple[str, ...], Nursery] = {}
 
     def start_child(
         self, command: Sequence[str], *, has_pipes: bool = False, new_session: bool = False
@@ -31,11 +32,13 @@ class _Forks:
         if tuple(command[:2]) != (sys.executable, "-m"):
             return start_child(command, has_pipes=has_pipes, new_session=new_session)
         module, *arguments = command[2:]
-        needs_torch = module in _WITH_TORCH
-        if needs_torch not in self._nurseries:
-            modules = (*_OF_DEPOTS, "torch") if needs_torch else _OF_DEPOTS
-            self._nurseries[needs_torch] = self._stack.enter_context(Nursery(*modules))
-        fork = self._nurseries[needs_torch].fork if has_pipes else self._nurseries[needs_torch].fork_silent
+        modules = _OF_DEPOTS if module == "kvdepot" else _OF_ENGINES
+        if module in _WITH_TORCH:
+            modules = (*_OF_ENGINES, "torch")
+        if modules not in self._nurseries:
+            self._nurseries[modules] = self._stack.enter_context(Nursery(*modules))
+        nursery = self._nurseries[modules]
+        fork = nursery.fork if has_pipes else nursery.fork_silent
         return fork(module, *arguments, environment={**os.environ, "PYTHONFAULTHANDLER": "1"})
 
 
