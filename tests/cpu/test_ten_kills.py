@@ -18,6 +18,10 @@ def hit_rate_at_the_end(num_kills: int) -> float:
     reports: list[RequestReport] = []
     with Fleet(_GEOMETRY, num_engines=2, pool_bytes=768 << 20, engine_cache_bytes=48 << 20) as fleet:
 
+        def is_whole() -> bool:
+            status = fleet.depot.status()
+            return len(status.contexts) == 4 and not status.recovering
+
         def on_report(_engine: int, _prompt: Prompt, report: RequestReport) -> None:
             nonlocal served, killed
             served += 1
@@ -26,7 +30,7 @@ def hit_rate_at_the_end(num_kills: int) -> float:
                 killed += 1
                 fleet.depot.kill()
                 fleet.depot.start()
-                wait_until(lambda: len(fleet.depot.status().contexts) == 4, 20, "the engines to be back")
+                wait_until(is_whole, 20, "the engines to be back and the table to be read")  # no stores before that
 
         fleet.run([conversation[:-1] for conversation in _CONVERSATIONS], on_report)
         assert killed == num_kills
