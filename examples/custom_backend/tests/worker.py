@@ -1,5 +1,6 @@
 """The part of a backend that the suites need: a worker with access to its device's memory."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from kvdepot_toy import device
@@ -22,14 +23,16 @@ class ToyWorker:
     def wait_until_connected(self, timeout_seconds: float) -> None:
         self.context.wait_until_connected(timeout_seconds)
 
-    def write_block(self, group: int, page: int, block: int, data: bytes) -> None:
-        device.copy_in(memoryview(data), self._address(group, page, block))
-
-    def read_block(self, group: int, page: int, block: int) -> bytes:
-        data = bytearray(self.tensors[group][page].page_size_bytes)
-        device.copy_out(self._address(group, page, block), memoryview(data))
-        return bytes(data)
-
-    def _address(self, group: int, page: int, block: int) -> int:
+    def write_blocks(self, group: int, page: int, blocks: Sequence[int], data: bytes) -> None:
         tensor = self.tensors[group][page]
-        return tensor.address + block * tensor.stride_bytes
+        for place, block in enumerate(blocks):
+            one = memoryview(data)[place * tensor.page_size_bytes :][: tensor.page_size_bytes]
+            device.copy_in(one, tensor.address + block * tensor.stride_bytes)
+
+    def read_blocks(self, group: int, page: int, blocks: Sequence[int]) -> bytes:
+        tensor = self.tensors[group][page]
+        data = bytearray(tensor.page_size_bytes * len(blocks))
+        for place, block in enumerate(blocks):
+            one = memoryview(data)[place * tensor.page_size_bytes :][: tensor.page_size_bytes]
+            device.copy_out(tensor.address + block * tensor.stride_bytes, one)
+        return bytes(data)

@@ -1,5 +1,6 @@
 """Workers whose cache lies in host memory."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,11 +21,11 @@ class NumpyWorker:
     def wait_until_connected(self, timeout_seconds: float) -> None:
         self.context.wait_until_connected(timeout_seconds)
 
-    def write_block(self, group: int, page: int, block: int, data: bytes) -> None:
-        self.pages[group][page][block] = np.frombuffer(data, np.uint8)
+    def write_blocks(self, group: int, page: int, blocks: Sequence[int], data: bytes) -> None:
+        self.pages[group][page][list(blocks)] = np.frombuffer(data, np.uint8).reshape(len(blocks), -1)
 
-    def read_block(self, group: int, page: int, block: int) -> bytes:
-        return self.pages[group][page][block].tobytes()
+    def read_blocks(self, group: int, page: int, blocks: Sequence[int]) -> bytes:
+        return self.pages[group][page][list(blocks)].tobytes()
 
 
 def _padded(num_blocks: int, page_size_bytes: int, padding_bytes: int) -> npt.NDArray[np.uint8]:

@@ -7,6 +7,7 @@ Needs no torch. In mode `direct`, `wait_until_connected` returns when pieces of 
 unless it is switched off, is loaded. So a suite that passes has used both.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -100,12 +101,14 @@ class DeviceWorker:
             assert self.context.num_registered > 0, "the driver registered nothing of the pool: all copies are pageable"
             assert self.context.uses_kernel == self._has_kernel, "the kernel was not loaded: see the warnings"
 
-    def write_block(self, group: int, page: int, block: int, data: bytes) -> None:
-        self._copy(group, page, block, np.frombuffer(bytearray(data), np.uint8), CopyKind.TO_DEVICE)
+    def write_blocks(self, group: int, page: int, blocks: Sequence[int], data: bytes) -> None:
+        for block, one in zip(blocks, np.frombuffer(bytearray(data), np.uint8).reshape(len(blocks), -1), strict=True):
+            self._copy(group, page, block, one, CopyKind.TO_DEVICE)
 
-    def read_block(self, group: int, page: int, block: int) -> bytes:
-        found = np.zeros(self._plan.groups[group].page_sizes_bytes[page], np.uint8)
-        self._copy(group, page, block, found, CopyKind.TO_HOST)
+    def read_blocks(self, group: int, page: int, blocks: Sequence[int]) -> bytes:
+        found = np.zeros((len(blocks), self._plan.groups[group].page_sizes_bytes[page]), np.uint8)
+        for block, one in zip(blocks, found, strict=True):
+            self._copy(group, page, block, one, CopyKind.TO_HOST)
         return found.tobytes()
 
     def _copy(self, group: int, page: int, block: int, host: Any, direction: CopyKind) -> None:

@@ -1,5 +1,6 @@
 """A worker of the conformance suite whose device is the fake driver."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -36,11 +37,12 @@ class FakeWorker:
     def wait_until_connected(self, timeout_seconds: float) -> None:
         self.context.wait_until_connected(timeout_seconds)
 
-    def write_block(self, group: int, page: int, block: int, data: bytes) -> None:
-        self._block(group, page, block)[:] = np.frombuffer(data, np.uint8)
+    def write_blocks(self, group: int, page: int, blocks: Sequence[int], data: bytes) -> None:
+        for block, one in zip(blocks, np.frombuffer(data, np.uint8).reshape(len(blocks), -1), strict=True):
+            self._block(group, page, block)[:] = one
 
-    def read_block(self, group: int, page: int, block: int) -> bytes:
-        return self._block(group, page, block).tobytes()
+    def read_blocks(self, group: int, page: int, blocks: Sequence[int]) -> bytes:
+        return b"".join(self._block(group, page, block).tobytes() for block in blocks)
 
     def _block(self, group: int, page: int, block: int) -> Any:
         tensor = self.tensors[group][page]

@@ -1,5 +1,6 @@
 """Workers whose cache lies on an HPU, arranged as vllm-gaudi arranges it."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -7,7 +8,7 @@ from kvdepot.backends import CacheGroup
 from kvdepot.testing.backend import STATE, GroupPlan, WorkerPlan
 from kvdepot_hpu.bridge import load_bridge
 from kvdepot_hpu.context import HpuOptions, HpuTransferContext
-from support.staged.bench import Bench, torch
+from support.staged.bench import Bench, read_blocks, torch, write_blocks
 
 
 class TensorTuple(tuple[Any, ...]):
@@ -70,13 +71,11 @@ class HpuWorker:
     def wait_until_connected(self, timeout_seconds: float) -> None:
         self.context.wait_until_connected(timeout_seconds)
 
-    def write_block(self, group: int, page: int, block: int, data: bytes) -> None:
-        target = self.pages[group][page][block]
-        target.copy_(torch().frombuffer(bytearray(data), dtype=target.dtype).view(target.shape))
+    def write_blocks(self, group: int, page: int, blocks: Sequence[int], data: bytes) -> None:
+        write_blocks(self.pages[group][page], blocks, data)
 
-    def read_block(self, group: int, page: int, block: int) -> bytes:
-        block_on_host = self.pages[group][page][block].to("cpu").contiguous()
-        return block_on_host.view(torch().uint8).numpy().tobytes()
+    def read_blocks(self, group: int, page: int, blocks: Sequence[int]) -> bytes:
+        return read_blocks(self.pages[group][page], blocks)
 
 
 class HpuBench(Bench):

@@ -1,6 +1,7 @@
 """A staged copier with a cache on the device and a pool in plain memory, without a depot."""
 
 import importlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -24,6 +25,19 @@ HEAD = (2, 8)  # heads, elements
 
 def torch() -> Any:
     return importlib.import_module("torch")
+
+
+def write_blocks(pages: Any, blocks: Sequence[int], data: bytes) -> None:
+    """Put bytes into blocks of a tensor on a device, one block after the other, and wait until they are there."""
+    values = torch().frombuffer(bytearray(data), dtype=pages.dtype).view(len(blocks), *pages.shape[1:])
+    pages[torch().tensor(list(blocks))] = values.to(pages.device)
+    pages[blocks[-1]].to("cpu")  # waits on every device, and launches what a lazy one has recorded
+
+
+def read_blocks(pages: Any, blocks: Sequence[int]) -> bytes:
+    """Return the bytes of blocks of a tensor on a device, one block after the other."""
+    on_host = pages[torch().tensor(list(blocks), dtype=torch().long)].to("cpu").contiguous()
+    return on_host.view(torch().uint8).numpy().tobytes()
 
 
 @dataclass

@@ -1,11 +1,12 @@
 """Workers whose cache lies on an Intel GPU, arranged as vLLM arranges it."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from kvdepot.copying.staged.bridge import Bridge
 from kvdepot.testing.backend import WorkerPlan
 from kvdepot_cpu.xpu.context import XpuOptions, XpuTransferContext
-from support.staged.bench import Bench, torch
+from support.staged.bench import Bench, read_blocks, torch, write_blocks
 
 
 def device_type() -> str:
@@ -48,13 +49,11 @@ class XpuWorker:
     def wait_until_connected(self, timeout_seconds: float) -> None:
         self.context.wait_until_connected(timeout_seconds)
 
-    def write_block(self, group: int, page: int, block: int, data: bytes) -> None:
-        target = self.pages[group][page][block]
-        target.copy_(torch().frombuffer(bytearray(data), dtype=target.dtype).view(target.shape))
+    def write_blocks(self, group: int, page: int, blocks: Sequence[int], data: bytes) -> None:
+        write_blocks(self.pages[group][page], blocks, data)
 
-    def read_block(self, group: int, page: int, block: int) -> bytes:
-        block_on_host = self.pages[group][page][block].to("cpu").contiguous()
-        return block_on_host.view(torch().uint8).numpy().tobytes()
+    def read_blocks(self, group: int, page: int, blocks: Sequence[int]) -> bytes:
+        return read_blocks(self.pages[group][page], blocks)
 
 
 class XpuBench(Bench):

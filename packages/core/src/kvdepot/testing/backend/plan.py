@@ -92,12 +92,12 @@ class Worker(Protocol):
         """Wait for the depot."""
         ...
 
-    def write_block(self, group: int, page: int, block: int, data: bytes) -> None:
-        """Put bytes into one block of one tensor."""
+    def write_blocks(self, group: int, page: int, blocks: Sequence[int], data: bytes) -> None:
+        """Put bytes into blocks of one tensor, one block after the other."""
         ...
 
-    def read_block(self, group: int, page: int, block: int) -> bytes:
-        """Return the bytes of one block of one tensor."""
+    def read_blocks(self, group: int, page: int, blocks: Sequence[int]) -> bytes:
+        """Return the bytes of blocks of one tensor, one block after the other."""
         ...
 
 
@@ -142,30 +142,30 @@ class Cache:
 
     def fill(self, run: KeyRun, block_ids: Sequence[Sequence[int]]) -> None:
         """Write the bytes of the run into its blocks."""
-        for group, page, block, data in self._expected(run, block_ids):
-            self.worker.write_block(group, page, block, data)
+        for group, page, blocks, data in self._expected(run, block_ids):
+            self.worker.write_blocks(group, page, blocks, data)
 
     def wipe(self) -> None:
         """Fill every block with `FILL`."""
+        blocks = range(self.plan.num_blocks)
         for group, plan in enumerate(self.plan.groups):
             for page, size in enumerate(plan.page_sizes_bytes):
-                for block in range(self.plan.num_blocks):
-                    self.worker.write_block(group, page, block, bytes([FILL]) * size)
+                self.worker.write_blocks(group, page, blocks, bytes([FILL]) * size * len(blocks))
 
     def holds(self, run: KeyRun, block_ids: Sequence[Sequence[int]]) -> bool:
         """Return whether the blocks hold exactly the bytes of the run."""
         return all(
-            self.worker.read_block(group, page, block) == data
-            for group, page, block, data in self._expected(run, block_ids)
+            self.worker.read_blocks(group, page, blocks) == data
+            for group, page, blocks, data in self._expected(run, block_ids)
         )
 
     def untouched(self, but: Sequence[Sequence[int]]) -> bool:
         """Return whether every block except `but` is as `wipe` left it."""
+        others = [sorted(set(range(self.plan.num_blocks)) - set(named)) for named in but]
         return all(
-            self.worker.read_block(group, page, block) == bytes([FILL]) * size
+            self.worker.read_blocks(group, page, others[group]) == bytes([FILL]) * size * len(others[group])
             for group, plan in enumerate(self.plan.groups)
             for page, size in enumerate(plan.page_sizes_bytes)
-            for block in set(range(self.plan.num_blocks)) - set(but[group])
         )
 
     def store(self, run: KeyRun, *, rotate: int = 0, request_id: str = "request") -> bool:
@@ -187,22 +187,26 @@ class Cache:
         assert self.untouched(block_ids), "blocks that nobody named were written"
         return count
 
-    def _expected(self, run: KeyRun, block_ids: Sequence[Sequence[int]]) -> Iterator[tuple[int, int, int, bytes]]:
-        for group, plan in enumerate(self.plan.groups):
-            step = self.plan.blocks_per_chunk(group)
-            first = run.num_chunks - len(block_ids[group]) // step
-            for chunk in range(first, run.num_chunks):
-                key = digest_at(run.digests, chunk)
-                num_pages = len(plan.page_sizes_bytes)
-                before = plan.part.first_layer * num_pages // plan.part.num_layers
-                # A row has the same bytes in blocks of any size.
-                seeds = self._pattern.seeds(key, before + num_pages, step * plan.rows, tag=group)[before:]
-                for page, size in enumerate(plan.page_sizes_bytes):
-                    for place in range(step):
-                        words: npt.NDArray[Any] = np.empty(
-                            (plan.rows, plan.whole_size_bytes(size) // plan.rows // 8), np.uint64
-                        )
-                        self._pattern.write(words, seeds[page, place * plan.rows : (place + 1) * plan.rows])
-                        whole = words.view(np.uint8).reshape(plan.rows, plan.plane.heads, -1)
-                        mine = whole[:, plan.part.first_head : plan.part.first_head + plan.part.num_heads]
-                        yield group, page, block_ids[group][(chunk - first) * step + place], mine.tobytes()
+    def _expected(
+        self, run: KeyRun, block_ids: Sequence[Sequence[int]]
+    ) -> Iterator[tuple[int, int, Sequence[int], bytes]]:
+        """Yield the bytes of the run's last blocks for each group and page, one block after the other."""
+        for group, (plan, blocks) in enumerate(zip(self.plan.groups, block_ids, strict=True)):
+            if not blocks:
+                continue
+            step, num_pages = self.plan.blocks_per_chunk(group), len(plan.page_sizes_bytes)
+            before = plan.part.first_layer * num_pages // plan.part.num_layers
+            keys = [digest_at(run.digests, run.num_chunks - number) for number in range(len(blocks) // step, 0, -1)]
+            # A row has the same bytes in blocks of any size.
+            seeds = np.concatenate(
+                [self._pattern.seeds(key, before + num_pages, step * plan.rows, tag=group)[before:] for key in keys],
+                axis=1,
+            )
+            for page, size in enumerate(plan.page_sizes_bytes):
+                words: npt.NDArray[Any] = np.empty(
+                    (len(blocks) * plan.rows, plan.whole_size_bytes(size) // plan.rows // 8), np.uint64
+                )
+                self._pattern.write(words, seeds[page])
+                whole = words.view(np.uint8).reshape(len(words), plan.plane.heads, -1)
+                mine = whole[:, plan.part.first_head : plan.part.first_head + plan.part.num_heads]
+                yield group, page, blocks, mine.tobytes()

@@ -165,7 +165,7 @@ class BackendSuite:
         assert reader.untouched(left_out)
         assert reader.holds(run.slice(5), [wanted[0][20:], wanted[1][4:]])
         for block in wanted[1][2:4]:
-            assert reader.worker.read_block(1, 0, block) != bytes([FILL]) * plan.groups[1].page_sizes_bytes[0]
+            assert reader.worker.read_blocks(1, 0, [block]) != bytes([FILL]) * plan.groups[1].page_sizes_bytes[0]
 
     @pytest.mark.parametrize("skip_tokens", [16, 48, 64, 80, 320])
     def test_tokens_that_are_skipped_keep_their_blocks(self, skip_tokens: int, cache: MakeCache) -> None:
