@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from kvdepot.pool.inventory import find_pools
-from support.sglang.engines import ENVIRONMENT
+from support.forking_python import ForkingPython
+from support.sglang.engines import ENVIRONMENT, nursery
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "sglang" / "serve.sh"
 FLAGS = (
@@ -30,8 +31,11 @@ def free_port() -> int:
 
 @pytest.mark.slow
 def test_a_prompt_outlives_its_engine_and_the_example_leaves_no_memory(model: Callable[[str], Path]) -> None:
-    with tempfile.TemporaryDirectory(prefix="kvd-") as folder:  # short, as it will contain sockets
-        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    with (
+        tempfile.TemporaryDirectory(prefix="kvd-") as folder,  # short, as it will contain sockets
+        ForkingPython(nursery()) as forking,
+    ):
+        path = os.pathsep.join(map(str, (forking.python.parent, Path(sys.executable).parent, os.environ["PATH"])))
         places = {"PATH": path, "PORT": str(free_port()), "POOL_SIZE": "128MiB", "TMPDIR": folder}
         done = subprocess.run(
             ["bash", str(EXAMPLE), str(model("gqa")), *FLAGS.split()],

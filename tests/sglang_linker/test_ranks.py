@@ -1,10 +1,10 @@
 """Tensor-parallel ranks decide alike."""
 
-import subprocess
-import sys
 from importlib.util import find_spec
 
 import pytest
+
+from support.sglang.engines import nursery
 
 RANK = """
 import sys
@@ -35,14 +35,17 @@ for content in (1.0, 1.0, 2.0, None):
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
     """The output lines of two ranks."""
-    if find_spec("torch") is None:
-        pytest.skip("torch is not installed")
-    meeting = tmp_path_factory.mktemp("ranks") / "meeting"
-    ranks = [
-        subprocess.Popen([sys.executable, "-c", RANK, str(rank), str(meeting)], stdout=subprocess.PIPE)
-        for rank in range(2)
-    ]
-    return [each.communicate(timeout=120)[0].decode().splitlines() for each in ranks]
+    if find_spec("sglang") is None:
+        pytest.skip("SGLang is not installed")
+    script = tmp_path_factory.mktemp("ranks") / "rank.py"
+    script.write_text(RANK)
+    ranks = [nursery().fork(script, str(rank), str(script.with_name("meeting"))) for rank in range(2)]
+    found: list[list[str]] = []
+    for each in ranks:
+        with each.stdin, each.stdout:
+            assert each.wait(120) == 0
+            found.append(each.stdout.read().decode().splitlines())
+    return found
 
 
 @pytest.mark.slow

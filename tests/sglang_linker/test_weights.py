@@ -11,7 +11,7 @@ from support.sglang.engines import Engine, linker, prompts, tokens
 pytestmark = pytest.mark.slow
 
 MakeModel = Callable[..., Path]
-WANTED = prompts(10, 700, seed=6)
+WANTED = prompts(3, 700, seed=6)
 
 
 @pytest.fixture(scope="module", params=[1, 2])

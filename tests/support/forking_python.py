@@ -1,8 +1,9 @@
 """Runs scripts in forks of a nursery's process, for programs that start Python themselves: examples and their scripts.
 
 The nursery runs this file with the path of a socket, where each connection is the wish of one process.
-`ForkingPython.python` is an executable that takes the place of Python: `python SCRIPT ARGUMENTS...` forks, and stays
-until the fork has ended. It passes on the exit status and, to the fork, SIGTERM. If it is killed, so is the fork.
+`ForkingPython.python` is an executable that takes the place of Python: `python SCRIPT ARGUMENTS...` or
+`python -m MODULE ARGUMENTS...` forks, and stays until the fork has ended. It passes on the exit status and, to the
+fork, SIGTERM. If it is killed, so is the fork.
 """
 
 import json
@@ -54,10 +55,16 @@ class ForkingPython:
 
 
 def ask(path: str, argv: list[str]) -> NoReturn:
-    """Let the server run a script with this process' environment and standard streams. Exit as the script does."""
+    """Let the server run a script or module with this process' environment and streams. Exit as it does."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asking:
         asking.connect(path)
-        command = {"is_module": False, "argv": argv, "environment": dict(os.environ), "directory": os.getcwd()}
+        is_module = argv[0] == "-m"
+        command = {
+            "is_module": is_module,
+            "argv": argv[is_module:],
+            "environment": dict(os.environ),
+            "directory": os.getcwd(),
+        }
         socket.send_fds(asking, [json.dumps(command).encode()], [0, 1, 2])
         signal.signal(signal.SIGTERM, lambda _number, _frame: asking.send(b"end"))
         status = int(asking.recv(16) or b"1")

@@ -7,6 +7,7 @@ Nothing is imported, so SGLang need not be installed. Each problem is a sentence
 """
 
 import ast
+import functools
 import sys
 import zipfile
 from collections.abc import Callable
@@ -16,6 +17,9 @@ from typing import Any, Final
 from kvdepot_sglang.updates import METHODS
 
 Read = Callable[[str], str]
+
+_parse: Final = functools.cache(ast.parse)
+_unparse: Final = functools.cache(ast.unparse)
 
 UPDATER: Final = "managers/scheduler_components/weight_updater.py"
 LINKER: Final = "mem_cache/unified_cache/unified_cache_linker.py"
@@ -78,6 +82,8 @@ SENTENCES: Final = (  # file, class or "", method or "", source text that must b
         "linkers are constructed so",
     ),
     ("plugins/__init__.py", "", "", "GENERAL_PLUGINS_GROUP = 'sglang.srt.plugins'", "plugins are found so"),
+    # The tests' workers are forks, and inherit what is loaded.
+    ("managers/scheduler.py", "", "run_scheduler_process", "load_plugins()", "a worker that is spawned loads plugins"),
     (UPDATER, "", "", "self.tp_worker.model_runner.model", "the model that gets other weights"),
     ("runtime_context.py", "", "", "def get_serving()", "weights have a version"),
     (
@@ -125,9 +131,9 @@ def problems(read: Read) -> list[str]:
         if missing:
             found.append(f"{owner} lacks {', '.join(sorted(missing))}")
     for path, owner, name, text, why in SENTENCES:
-        node: Any = _class(read, path, owner) if owner else ast.parse(read(path))
+        node: Any = _class(read, path, owner) if owner else _parse(read(path))
         node = methods(node).get(name) if name else node
-        if node is None or text not in ast.unparse(node):
+        if node is None or text not in _unparse(node):
             found.append(f"{path} does not say {text!r}: {why}")
     return found
 
@@ -143,7 +149,7 @@ def parameters(function: ast.FunctionDef) -> list[str]:
 
 
 def _class(read: Read, path: str, name: str) -> ast.ClassDef | None:
-    found = (each for each in ast.parse(read(path)).body if isinstance(each, ast.ClassDef) and each.name == name)
+    found = (each for each in _parse(read(path)).body if isinstance(each, ast.ClassDef) and each.name == name)
     return next(found, None)
 
 

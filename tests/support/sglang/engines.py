@@ -97,7 +97,7 @@ class Engine:
         self._receive(START_SECONDS)
         return self
 
-    def generate(self, *wanted: Prompt, max_tokens: int = 8, **request: Any) -> list[Answer]:
+    def generate(self, *wanted: Prompt, max_tokens: int = 4, **request: Any) -> list[Answer]:
         """Serve prompts at the same time."""
         self._send({"do": "generate", "prompts": list(wanted), "max_tokens": max_tokens, **request})
         answers = self._receive(ANSWER_SECONDS)["answers"]
