@@ -158,7 +158,7 @@ def test_a_load_that_fails_is_recomputed(
     name: str, options: dict[str, Any], depot: DepotProcess, model: MakeModel
 ) -> None:
     wanted = PROMPTS[:3]
-    with Engine(model(name), connector(depot.url), reference=wanted, **options) as engine:
+    with Engine(model(name), connector(depot.url), reference=wanted, max_tokens=4, **options) as engine:
         engine.generate(wanted)
         before = at_rest(engine)
         for num_chunks in (0, 2):  # chunks that arrive before the failure

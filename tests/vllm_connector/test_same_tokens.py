@@ -82,7 +82,9 @@ def test_output_tokens_are_stored_too(second: Engine) -> None:
 def test_after_eviction_of_half_the_chunks(model: MakeModel) -> None:
     with (
         DepotProcess(pool_size="16MiB", new_session=True) as small,  # 32 chunks of 512 KiB, less the loss to alignment
-        Engine(model("gqa"), connector(small.url), reference=PROMPTS, enable_prefix_caching=False) as engine,
+        Engine(
+            model("gqa"), connector(small.url), reference=PROMPTS, max_tokens=4, enable_prefix_caching=False
+        ) as engine,
     ):
         many = prompts(6, 700, seed=5)
         assert tokens(engine.generate(PROMPTS, together=False)) == engine.reference
