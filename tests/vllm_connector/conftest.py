@@ -38,6 +38,7 @@ def nursery() -> Iterator[Nursery]:
         "vllm.model_executor.models.llama",
         "vllm.distributed.kv_transfer",
         "vllm.config",
+        "support.vllm.kernels",
     )
     with Nursery(*modules, environment=ENVIRONMENT) as nursery, pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(Engine, "nursery", nursery)
