@@ -38,7 +38,8 @@ def nursery() -> Iterator[Nursery]:
         "vllm.model_executor.models.llama",
         "vllm.distributed.kv_transfer",
         "vllm.config",
-        "support.vllm.kernels",
+        "kvdepot_vllm.connector",
+        "support.vllm.ahead",
     )
     with Nursery(*modules, environment=ENVIRONMENT) as nursery, pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(Engine, "nursery", nursery)
