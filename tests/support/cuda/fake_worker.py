@@ -38,12 +38,13 @@ class FakeWorker:
         self.context.wait_until_connected(timeout_seconds)
 
     def write_blocks(self, group: int, page: int, blocks: Sequence[int], data: bytes) -> None:
-        for block, one in zip(blocks, np.frombuffer(data, np.uint8).reshape(len(blocks), -1), strict=True):
-            self._block(group, page, block)[:] = one
+        self._blocks(group, page)[list(blocks)] = np.frombuffer(data, np.uint8).reshape(len(blocks), -1)
 
     def read_blocks(self, group: int, page: int, blocks: Sequence[int]) -> bytes:
-        return b"".join(self._block(group, page, block).tobytes() for block in blocks)
+        return self._blocks(group, page)[list(blocks)].tobytes()
 
-    def _block(self, group: int, page: int, block: int) -> Any:
+    def _blocks(self, group: int, page: int) -> Any:
         tensor = self.tensors[group][page]
-        return self.driver.bytes_at(tensor.data_ptr() + block * tensor.stride()[0], tensor.shape[1])
+        num_blocks, size_bytes = tensor.shape
+        whole = self.driver.bytes_at(tensor.data_ptr(), num_blocks * tensor.stride()[0])
+        return whole.reshape(num_blocks, -1)[:, :size_bytes]

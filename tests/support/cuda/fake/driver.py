@@ -103,7 +103,7 @@ class FakeDriver:
         self._table_streams: dict[int, int] = {}  # the stream of each table's launches
         self._events: dict[int, tuple[FakeStream, int] | None] = {}
         self._failures: dict[str, _Failure] = {}
-        self._streams = {DEFAULT_STREAM: FakeStream("fake-default-stream")}
+        self._streams = {DEFAULT_STREAM: FakeStream()}
 
     # --- for tests ------------------------------------------------------------------------------------------------
 
@@ -169,7 +169,7 @@ class FakeDriver:
         """See `Driver`."""
         self._enter("create_stream")
         stream = next(self._numbers)
-        self._streams[stream] = FakeStream(f"fake-stream-{stream:#x}")
+        self._streams[stream] = FakeStream()
         return stream
 
     def destroy_stream(self, stream: int) -> None:
@@ -179,7 +179,6 @@ class FakeDriver:
         if found.touched:
             self._note(f"stream {stream:#x} was destroyed with copies in it")
         del self._streams[stream]
-        found.close()
 
     def synchronize_stream(self, stream: int) -> None:
         """See `Driver`."""
@@ -368,10 +367,7 @@ class FakeDriver:
 
     def close(self) -> None:
         """See `Driver`."""
-        if not self.is_closed:
-            self.is_closed = True
-            for stream in self._streams.values():
-                stream.close()
+        self.is_closed = True
 
     # --- inside ---------------------------------------------------------------------------------------------------
 
