@@ -37,7 +37,7 @@ def wait_until_in_tier(depot: DepotProcess, num_chunks: int) -> None:
 @pytest.mark.promise(29, 32)
 def test_evicted_chunks_come_back_from_disk(case: str, model: MakeModel, tmp_path: Path) -> None:
     name, options, expected, num_chunks = CASES[case]
-    all_options: dict[str, Any] = {"kv_cache_memory_bytes": 128 << 20, **options}
+    all_options: dict[str, Any] = {"kv_cache_memory_bytes": 128 << 20, "max_tokens": 4, **options}
     with (
         DepotProcess(
             "--tier",

@@ -143,7 +143,7 @@ def _configurations() -> dict[str, Any]:
         ),
         "recurrent": lambda: t.Qwen3NextConfig(
             intermediate_size=512,
-            num_hidden_layers=4,
+            num_hidden_layers=3,
             head_dim=64,
             linear_num_key_heads=2,
             linear_num_value_heads=4,
@@ -152,7 +152,8 @@ def _configurations() -> dict[str, Any]:
             num_experts=4,
             num_experts_per_tok=2,
             moe_intermediate_size=128,
-            layer_types=["linear_attention"] * 3 + ["full_attention"],
+            shared_expert_intermediate_size=128,
+            layer_types=["linear_attention"] * 2 + ["full_attention"],
             **_SMALL,
         ),
         "mamba": lambda: t.FalconH1Config(
