@@ -21,8 +21,8 @@ from support.vllm.leftovers import left_in_shared_memory
 
 pytestmark = pytest.mark.slow
 
-PROMPTS = prompts(1, 1500, seed=70)
-REUSE = 1408  # of 1,500 tokens, in blocks of 128
+PROMPTS = prompts(1, 800, seed=70)
+REUSE = 768  # of 800 tokens, in blocks of 128
 
 # (ranks, stages) of engines that follow one of a single rank
 SIZES: dict[str, list[tuple[int, int]]] = {
@@ -42,6 +42,7 @@ PARTS = {
 def options_of(num_ranks: int, num_stages: int = 1) -> dict[str, Any]:
     binding = "|".join(str(rank % 2) for rank in range(num_ranks * num_stages))
     return {
+        "max_tokens": 4,
         "tensor_parallel_size": num_ranks,
         "pipeline_parallel_size": num_stages,
         "first": PROFILE if num_stages > 1 else "",
@@ -81,8 +82,8 @@ def test_an_engine_of_another_size_loads_every_prompt(name: str, depot: DepotPro
 
     All tokens are those of an engine of one rank without a connector.
     """
-    given = prompts(2 * (1 + len(SIZES[name])), 1500, seed=71)
-    with Engine(model(name), connector(depot.url), reference=given) as one:
+    given = prompts(2 * (1 + len(SIZES[name])), 800, seed=71)
+    with Engine(model(name), connector(depot.url), reference=given, max_tokens=4) as one:
         num_entries = store(one, given[:2], one.reference[:2], depot)
         if name == "gqa":
             assert (parts_of(depot), num_entries) == (PARTS[1, 1], 1)
@@ -108,5 +109,5 @@ def test_states_of_another_size_are_a_miss(depot: DepotProcess, model: MakeModel
         generate_until_stored(engine, PROMPTS, depot, depot.status().num_chunks + 1)
     with Engine(model("recurrent"), connector(depot.url), **options, **options_of(2)) as engine:
         num_chunks = depot.status().num_chunks
-        generate_until_stored(engine, prompts(1, 1500, seed=980), depot, num_chunks + 1)  # so it is connected
+        generate_until_stored(engine, prompts(1, 800, seed=980), depot, num_chunks + 1)  # so it is connected
         assert cached(engine.generate(PROMPTS)) == [0]

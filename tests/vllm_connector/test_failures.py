@@ -18,7 +18,7 @@ DEADLINE_SECONDS = 1.0
 def engine(depot: DepotProcess, model: MakeModel) -> Iterator[Engine]:
     """An engine whose prompts are all in the depot and not in vLLM's own cache."""
     config = connector(depot.url, deadline_seconds=DEADLINE_SECONDS)
-    with Engine(model("gqa"), config, reference=PROMPTS, enable_prefix_caching=False) as engine:
+    with Engine(model("gqa"), config, reference=PROMPTS, max_tokens=4, enable_prefix_caching=False) as engine:
         yield engine
 
 
@@ -58,7 +58,7 @@ def test_engine_first_depot_later(model: MakeModel, tmp_path: Any) -> None:
 @pytest.mark.promise(23)
 def test_a_killed_depot(warm: Engine, depot: DepotProcess) -> None:
     before = at_rest(warm)
-    warm.send("generate", prompts=PROMPTS, max_tokens=16)
+    warm.send("generate", prompts=PROMPTS, max_tokens=warm.max_tokens)
     depot.kill()
     assert tokens(warm.answer()["outputs"]) == warm.reference
     assert tokens(warm.generate(PROMPTS)) == warm.reference
@@ -106,7 +106,9 @@ def test_a_depot_that_hangs_during_loads_and_stores(warm: Engine, depot: DepotPr
 def test_a_full_depot_declines_and_nobody_waits(model: MakeModel) -> None:
     with (
         DepotProcess(pool_size="4MiB", new_session=True) as small,
-        Engine(model("gqa"), connector(small.url), reference=PROMPTS, enable_prefix_caching=False) as engine,
+        Engine(
+            model("gqa"), connector(small.url), reference=PROMPTS, max_tokens=4, enable_prefix_caching=False
+        ) as engine,
     ):
         for _ in range(2):
             assert tokens(engine.generate(PROMPTS)) == engine.reference

@@ -14,7 +14,7 @@ WHOLE = [640, 640, 640, 640, 896, 896]  # tokens in whole blocks of 128, less th
 @pytest.fixture(scope="module")
 def first(depot: DepotProcess, model: MakeModel) -> Iterator[Engine]:
     """An engine with vLLM's own prefix cache."""
-    with Engine(model("gqa"), connector(depot.url), reference=PROMPTS) as engine:
+    with Engine(model("gqa"), connector(depot.url), reference=PROMPTS, max_tokens=4) as engine:
         yield engine
 
 
@@ -24,6 +24,7 @@ def second(depot: DepotProcess, model: MakeModel) -> Iterator[Engine]:
     with Engine(
         model("gqa"),
         connector(depot.url),
+        max_tokens=4,
         enable_prefix_caching=False,
         max_num_batched_tokens=200,
     ) as engine:
@@ -74,7 +75,7 @@ def test_chunked_prefill_stores_what_one_prefill_stores(second: Engine, depot: D
 
 
 def test_output_tokens_are_stored_too(second: Engine) -> None:
-    prompt = prompts(1, 760, seed=10)[0]
+    prompt = prompts(1, 766, seed=10)[0]
     output = second.generate([prompt])[0]["tokens"]
     assert cached(second.generate([prompt + output])) == [768]
 

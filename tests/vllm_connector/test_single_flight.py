@@ -8,7 +8,7 @@ import pytest
 from kvdepot.lab.processes import DepotProcess, wait_until
 from support.vllm.engines import Engine, MakeModel, cached, connector, prompts, tokens, wait_until_stored
 
-LONG = prompts(3, 27 * 128 + 1, seed=70)  # whole blocks and the last token, which is always computed
+LONG = prompts(3, 19 * 128 + 1, seed=70)  # whole blocks and the last token, which is always computed
 SHORT = prompts(4, 700, seed=71)
 
 
@@ -16,7 +16,12 @@ SHORT = prompts(4, 700, seed=71)
 def first(depot: DepotProcess, model: MakeModel) -> Iterator[Engine]:
     """An engine whose core has its own process, which continues after an answer like a server's."""
     with Engine(
-        model("gqa"), connector(depot.url), reference=LONG + SHORT, max_num_batched_tokens=512, multiprocessing=True
+        model("gqa"),
+        connector(depot.url),
+        reference=LONG + SHORT,
+        max_tokens=4,
+        max_num_batched_tokens=512,
+        multiprocessing=True,
     ) as engine:
         wait_until_stored(engine, depot, seed=73)
         yield engine
@@ -24,7 +29,7 @@ def first(depot: DepotProcess, model: MakeModel) -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def second(depot: DepotProcess, model: MakeModel) -> Iterator[Engine]:
-    with Engine(model("gqa"), connector(depot.url), max_num_batched_tokens=512) as engine:
+    with Engine(model("gqa"), connector(depot.url), max_tokens=4, max_num_batched_tokens=512) as engine:
         yield engine
 
 
@@ -50,7 +55,7 @@ def test_a_prompt_of_one_step_is_computed_once_though_a_store_finds_room_for_a_t
     multiprocessing: bool, depot: DepotProcess, model: MakeModel
 ) -> None:
     """By VLLM's default, the step that computes the whole prompt is the last one with its request."""
-    given = prompts(4, 12 * 128 + 1, seed=81 + multiprocessing)
+    given = prompts(3, 12 * 128 + 1, seed=81 + multiprocessing)
     config = connector(depot.url, max_pinned_share=0.04)  # of 128 blocks
     options: dict[str, Any] = {"max_tokens": 1, "multiprocessing": multiprocessing}
     one = Engine(model("gqa"), config, reference=given, **options)
@@ -155,8 +160,10 @@ def test_a_decode_engine_that_is_asked_first_waits_for_the_prefill_engine(
 def test_an_engine_that_is_killed_while_it_computes_costs_no_request(
     depot: DepotProcess, model: MakeModel, first: Engine
 ) -> None:
-    (prompt,) = prompts(1, 3900, seed=72)
-    with Engine(model("gqa"), connector(depot.url), reference=[prompt], max_num_batched_tokens=128) as doomed:
+    (prompt,) = prompts(1, 2500, seed=72)
+    with Engine(
+        model("gqa"), connector(depot.url), reference=[prompt], max_tokens=4, max_num_batched_tokens=128
+    ) as doomed:
         before = depot.status().counters["flights"]
         doomed.send("generate", prompts=[prompt], max_tokens=1)
         wait_until(lambda: depot.status().counters["flights"] > before, 60, "the prompt is announced")

@@ -9,7 +9,7 @@ from support.vllm.engines import Engine, MakeModel, Prompt, RunCode, cached, con
 
 pytestmark = pytest.mark.slow
 
-PROMPTS = prompts(2, 500, seed=70)
+PROMPTS = prompts(2, 300, seed=70)
 PRIVATE = {"kvdepot": {"load": False, "store": False}}
 
 
@@ -56,13 +56,13 @@ def test_after_each_of_twenty_updates_replicas_share_and_one_that_is_behind_does
         update(first, version)
         expected = computed(first, PROMPTS)
         assert answers(first, PROMPTS) == (expected, [0, 0])
-        assert answers(first, PROMPTS) == (expected, [384, 384])
-        others = prompts(2, 500, seed=100 + version)
+        assert answers(first, PROMPTS) == (expected, [256, 256])
+        others = prompts(2, 300, seed=100 + version)
         behind = computed(second, others)
         answers(first, others)
         assert answers(second, others) == (behind, [0, 0]), "the second has the weights before"
         update(second, version)
-        assert answers(second, PROMPTS) == (expected, [384, 384])
+        assert answers(second, PROMPTS) == (expected, [256, 256])
         seen.add(str(expected))
     assert len(seen) == 20, "the updates change nothing: the test shows nothing"
     generations = depot.status().generations
@@ -82,7 +82,7 @@ def test_a_version_that_people_give_is_an_update_even_without_a_reset(replicas: 
     first, second = replicas
     expected = computed(first, PROMPTS)
     assert answers(first, PROMPTS) == (expected, [0, 0])
-    assert answers(second, PROMPTS) == (expected, [384, 384])
+    assert answers(second, PROMPTS) == (expected, [256, 256])
     first.execute("child._core.set_weight_version('step 101')")
     assert answers(first, PROMPTS) == (expected, [0, 0])
 
@@ -94,8 +94,8 @@ def test_a_reset_without_an_update_finds_nothing_from_before(replicas: tuple[Eng
     for _ in range(2):
         first.reset(connector=True)
         assert answers(first, PROMPTS) == (expected, [0, 0])
-        assert answers(first, PROMPTS) == (expected, [384, 384])
-    assert answers(second, PROMPTS) == (expected, [384, 384])
+        assert answers(first, PROMPTS) == (expected, [256, 256])
+    assert answers(second, PROMPTS) == (expected, [256, 256])
 
 
 DIGESTS = """
