@@ -17,7 +17,7 @@ AT_ONCE = 16
 @pytest.mark.slow
 def test_kills_of_the_depot_under_many_requests_cost_none(tmp_path: Path, model: Callable[[str], Path]) -> None:
     """Every request ends with the tokens of an engine without a depot, and hits continue between the kills."""
-    wanted = prompts(4 * AT_ONCE, 200, seed=5, shared=64)
+    wanted = prompts(4 * AT_ONCE, 140, seed=5, shared=64)
     rounds = [wanted[start : start + AT_ONCE] for start in range(0, len(wanted), AT_ONCE)]
     done, num_kills, num_requests, from_depot = threading.Event(), 0, 0, 0
     with DepotProcess(pool_size="128MiB", new_session=True) as depot:
@@ -30,7 +30,7 @@ def test_kills_of_the_depot_under_many_requests_cost_none(tmp_path: Path, model:
 
             def kill_and_restart() -> None:
                 nonlocal num_kills
-                for pause in itertools.islice(itertools.cycle((0.0, 0.05, 0.1, 0.3)), KILLS):
+                for pause in itertools.islice(itertools.cycle((0.0, 0.0, 0.1, 0.6)), KILLS):
                     depot.kill()
                     depot.start()
                     num_kills += 1
