@@ -119,10 +119,10 @@ def test_under_preemption(depot: DepotProcess, model: MakeModel) -> None:
         model("gqa"),
         connector(depot.url),
         reference=wanted,
-        max_tokens=200,
+        max_tokens=100,
         block_size=32,
-        max_model_len=1024,
-        kv_cache_memory_bytes=40 * 32 * 2 * 128 * 4 * 4,
+        max_model_len=512,
+        kv_cache_memory_bytes=34 * 32 * 2 * 128 * 4 * 4,
     ) as engine:
         assert tokens(engine.generate(wanted)) == engine.reference
         assert engine.ask("metrics")["vllm:num_preemptions"] > 0, "nothing was preempted: the test shows nothing"
