@@ -14,7 +14,7 @@ from support.sglang.engines import Engine, Prompt, linker, prompts, tokens
 pytestmark = pytest.mark.slow
 
 MakeModel = Callable[[str], Path]
-WANTED = prompts(8, 702, seed=1, shared=320)  # an answer completes another page
+WANTED = prompts(20, 702, seed=1, shared=320)  # an answer completes another page
 
 
 @pytest.fixture(scope="module")
