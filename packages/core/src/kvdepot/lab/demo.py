@@ -173,8 +173,9 @@ def _restart(fleet: Fleet, conversations: list[list[Prompt]], view: View) -> tup
     started = time.monotonic()
     fleet.depot.start()
     seconds = time.monotonic() - started
-    # Each engine reconnects, with its scheduler and its worker.
-    wait_until(lambda: fleet.depot.status().num_sessions == 2 * len(fleet.engines), what="engines to come back")
+    # Until both have happened, a request may miss entries that were kept.
+    fleet.wait_until_connected()
+    wait_until(lambda: not fleet.depot.status().recovering, what="the depot to read its table")
     back_seconds = time.monotonic() - started
     view.step("asking for the last turns again")
     lane = view.lane("after the kill", len(conversations))

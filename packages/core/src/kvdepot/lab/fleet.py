@@ -44,7 +44,7 @@ class Prompt(msgspec.Struct, frozen=True):
     """A request. Its tokens are `(seed, length)` segments; equal seeds mean equal tokens."""
 
     request_id: str
-    segments: tuple[tuple[int, int], ...]
+    segments: tuple[tuple[int, int], ...]  # none: only wait until the engine's scheduler and worker have their depot
     abandon: bool = False  # drop the request after its lookup
 
 
@@ -268,6 +268,15 @@ class Fleet:
         if errors:
             raise errors[0]
 
+    def wait_until_connected(self) -> None:
+        """Wait until the engines that share the depot have it back, after it was started again.
+
+        Raises:
+            KVDepotError: an engine found no depot, or is gone.
+        """
+        for engine in self.engines:
+            engine.serve(Prompt("connect", ()))
+
     def close(self) -> None:
         """End every process and remove their files."""
         for engine in (*self.engines, *self.alone):
@@ -313,8 +322,13 @@ def main() -> None:
     for line in sys.stdin.buffer:
         prompt = msgspec.json.decode(line, type=Prompt)
         try:
-            work = engine.abandon if prompt.abandon else engine.serve
-            answer = Answer(prompt.request_id, work(prompt.request_id, tokens_of(prompt.segments)))
+            if prompt.segments:
+                work = engine.abandon if prompt.abandon else engine.serve
+                report = work(prompt.request_id, tokens_of(prompt.segments))
+            else:
+                engine.wait_until_connected(_START_SECONDS)
+                report = RequestReport(prompt_tokens=0)
+            answer = Answer(prompt.request_id, report)
         except KVDepotError as error:
             answer = Answer(prompt.request_id, error=str(error))
         _say(answer)
