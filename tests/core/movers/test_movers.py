@@ -36,6 +36,7 @@ POOL_BYTES = 1 << 20
 SESSION = 7
 WORKER = Writer(os.getpid(), process_start_time(os.getpid()))
 WAIT_SECONDS = 30.0
+START_SECONDS = 20.0
 SPEC = m.CacheSpec(1, (m.GroupShape(GroupKind.FULL_ATTENTION, 1),), "bytes")
 RUN = hash_prefix(Namespace("model"), 1, range(4))
 
@@ -145,7 +146,7 @@ def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
         depot.state.timers,
         hand_over=hand_over,
         on_dead=depot.end_mover,
-        start_seconds=20.0,
+        start_seconds=START_SECONDS,
         move_seconds=20.0,
     )
     depot.state.movers = table
@@ -301,6 +302,7 @@ def test_a_mover_that_is_never_ready_is_given_up_and_waiting_workers_are_told(no
     assert node.outcome(node.move(context, 0, wait_seconds=0.05)) is m.MoveOutcome.FAILED
     node.movers.start_seconds = 0.3
     patient = node.move(context, 0)
+    node.depot.state.timers.expire(time.monotonic() + START_SECONDS)  # the first mover's; the second has 0.3 s
     assert node.outcome(patient) is m.MoveOutcome.UNAVAILABLE
     assert "not ready within 0.3 s" in node.movers.status(context)[2]
     assert node.counter("movers_started") == 2

@@ -2,7 +2,8 @@
 
 `KVDEPOT_TURN_ENTRIES=1000000` is the nightly size. The bounds are for a machine that does a fixed piece of work in
 `REFERENCE_SECONDS`. On a slower or busier machine they grow in proportion. Each kind of work runs in several rounds,
-and the best round counts: work that is too slow shows in every round, disturbance by other processes does not.
+and the first within the bound is enough: work that is too slow shows in every round, disturbance by other processes does
+not.
 """
 
 import gc
@@ -113,8 +114,8 @@ def full() -> Iterator[FullDepot]:
     gc.unfreeze()
 
 
-def gate(full: FullDepot, bound: float, work: Callable[[int], object]) -> None:
-    """Fail unless the longest turn of the best round keeps to the bound."""
+def gate(full: FullDepot, bound: float, work: Callable[[int], object], least: int = 1) -> None:
+    """Run rounds, `least` or more, until the longest turn of one keeps to the bound. Fail if none does."""
     longest: list[float] = []
     scale = slowness()
     for number in range(ROUNDS):
@@ -122,8 +123,10 @@ def gate(full: FullDepot, bound: float, work: Callable[[int], object]) -> None:
         work(number)
         full.drain()
         longest.append(full.longest)
-    scale = max(scale, slowness())
-    assert min(longest) <= bound * scale, f"{longest} s on a machine {scale:.1f} times slower"
+        scale = max(scale, slowness())
+        if number + 1 >= least and min(longest) <= bound * scale:
+            return
+    pytest.fail(f"{longest} s on a machine {scale:.1f} times slower")
 
 
 @pytest.mark.slow
@@ -272,5 +275,5 @@ def test_clearing(full: FullDepot) -> None:
         assert isinstance(deferred.reply, m.Done)
         assert deferred.reply.count == before - full.depot.index.entries.num_sealed > NUM_ENTRIES // 4
 
-    gate(full, OPERATOR_SECONDS, work)
+    gate(full, OPERATOR_SECONDS, work, least=2)
     assert full.depot.index.entries.num_sealed == 0
