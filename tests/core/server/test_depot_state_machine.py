@@ -3,6 +3,7 @@
 import itertools
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from hypothesis import settings
@@ -74,10 +75,11 @@ class Worker:
     leases: dict[int, tuple[str, float]] = field(default_factory=dict[int, tuple[str, float]])
 
 
-def cells_of(number: int) -> set[tuple[int, int]]:
+@cache
+def cells_of(number: int) -> frozenset[tuple[int, int]]:
     part = Part.of(number)
     layers = range(part.first_layer, part.first_layer + part.num_layers)
-    return set(itertools.product(layers, range(part.first_head, part.first_head + part.num_heads)))
+    return frozenset(itertools.product(layers, range(part.first_head, part.first_head + part.num_heads)))
 
 
 def part_of(group: m.GroupShape, size: int, rank: int) -> Part:
