@@ -2,8 +2,8 @@
 
 `KVDEPOT_TURN_ENTRIES=1000000` is the nightly size. The bounds are for a machine that does a fixed piece of work in
 `REFERENCE_SECONDS`. On a slower or busier machine they grow in proportion. Each kind of work runs in several rounds,
-and the first within the bound is enough: work that is too slow shows in every round, disturbance by other processes does
-not.
+and the first within the bound is enough. Work that is too slow shows in every round, disturbance by other processes
+does not.
 """
 
 import gc
