@@ -147,9 +147,10 @@ class DepotMachine(RuleBasedStateMachine):
     def digest(self, run: KeyRun, chunk: int) -> bytes:
         return run.digests[chunk * 32 : chunk * 32 + 32]
 
-    def cells(self, entries: set[Entry], digest: bytes, group: int) -> set[tuple[int, int]]:
+    def cells(self, entries: set[Entry], digest: bytes, group: int) -> frozenset[tuple[int, int]]:
         """Return the layers and heads of a chunk and group that `entries` have."""
-        return {cell for key, number, part in entries if (key, number) == (digest, group) for cell in cells_of(part)}
+        parts = [part for key, number, part in entries if (key, number) == (digest, group)]
+        return frozenset[tuple[int, int]]().union(*map(cells_of, parts))
 
     def whole(self, run: KeyRun, chunk: int, group: int) -> bool:
         shape = self.groups[group]
@@ -470,9 +471,10 @@ class DepotMachine(RuleBasedStateMachine):
     @invariant()
     def a_successor_finds_what_is_sealed(self) -> None:
         """A server that reads the table at this moment finds every prefix that can be found now."""
-        if self.memory == self.last_read:
-            return  # lookups, hints and sessions leave the table as it is
-        self.last_read = bytes(self.memory)
+        table = bytes(self.memory)
+        if table == self.last_read:
+            return  # lookups, hints and sessions change nothing here
+        self.last_read = table
         again = ChunkIndex(
             ExtentAllocator(self.index.extents.capacity_bytes), IndexTable(bytearray(self.memory), NUM_RECORDS)
         )
