@@ -6,32 +6,34 @@ covered. As msgspec's C code gives no guidance, messages are also mutated by val
 """
 
 import argparse
+import io
 import logging
+import os
 import random
-import subprocess
 import sys
 import tempfile
 import time
+from contextlib import nullcontext, redirect_stderr
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 _GUIDED = ("kvdepot", "kvdepot_vllm")
+_ATHERIS: Any = import_module("atheris") if find_spec("atheris") else None  # without types; no wheel for some machines
 
 
 def main() -> int:
-    """Fuzz one target in this process, or several targets in one process each."""
+    """Instrument the code, which takes ten seconds, then fuzz each target in a fork, as libFuzzer ends its process."""
     parser = argparse.ArgumentParser(prog="python -m fuzz", description="fuzz what takes bytes from others")
     parser.add_argument("targets", nargs="*", metavar="TARGET")
     parser.add_argument("--seconds", type=int, default=60, help="for all targets together (default 60)")
     parser.add_argument("--keep", action="store_true", help="add what reached new lines to the corpus, make it minimal")
-    parser.add_argument("--only", help=argparse.SUPPRESS)  # fuzz this target in this process
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     logging.disable(logging.CRITICAL)
-    if options.only:
-        return fuzz(options.only, options.seconds, options.folder)
-    from fuzz.targets import TARGETS
+    quiet = redirect_stderr(io.StringIO())  # a line for each module
+    with quiet, _ATHERIS.instrument_imports(include=list(_GUIDED)) if _ATHERIS else nullcontext():
+        from fuzz.targets import TARGETS
 
     names = options.targets or list(TARGETS)
     if unknown := set(names) - set(TARGETS):
@@ -43,30 +45,33 @@ def main() -> int:
 
 
 def run_apart(target: str, seconds: int, *, keep: bool) -> bool:
-    """Fuzz one target in its own process. Return whether it passed."""
+    """Fuzz one target in a fork. Return whether it passed."""
     from fuzz.corpus import keep_smallest
 
     started = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="kvdepot-fuzz-") as folder:
-        command = [sys.executable, "-m", "fuzz", "--only", target, "--seconds", str(seconds), "--folder", folder]
-        done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
-        last = next((line for line in reversed(done.stderr.splitlines()) if line.startswith("Done ")), "")
-        print(f"{target}: {last or done.stderr[-6000:]} ({time.monotonic() - started:.0f} s)", flush=True)
-        if keep and not done.returncode:
-            print(f"{target}: {keep_smallest(target, Path(folder))} inputs kept")
-    return not done.returncode
+    with tempfile.TemporaryDirectory(prefix="kvdepot-fuzz-") as folder, tempfile.TemporaryFile() as said:
+        pid = os.fork()
+        if not pid:
+            os.dup2(said.fileno(), sys.stderr.fileno())
+            sys.exit(fuzz(target, seconds, Path(folder)))  # not os._exit: libFuzzer writes a failing input at exit
+        passed = os.waitpid(pid, 0)[1] == 0
+        said.seek(0)
+        text = said.read().decode(errors="replace")
+        last = next((line for line in reversed(text.splitlines()) if line.startswith("Done ")), "")
+        print(f"{target}: {last or text[-6000:]} ({time.monotonic() - started:.0f} s)", flush=True)
+        if keep and passed:
+            print(f"{target}: {keep_smallest(target, Path(folder))} inputs kept", flush=True)
+    return passed
 
 
 def fuzz(target: str, seconds: int, folder: Path) -> int:
     """Fuzz in this process, which libFuzzer ends."""
-    try:
-        atheris: Any = import_module("atheris")  # without types
-    except ModuleNotFoundError:
+    from fuzz.mutate import mutate_message
+    from fuzz.targets import CORPUS, TARGETS
+
+    if not _ATHERIS:
         print("Done 0 runs: atheris has no wheel for this Python or machine, so nothing is searched", file=sys.stderr)
         return replay(target)
-    with atheris.instrument_imports(include=list(_GUIDED)):
-        from fuzz.mutate import mutate_message
-        from fuzz.targets import CORPUS, TARGETS
     it = TARGETS[target]
     for number, seed in enumerate(it.seeds()):
         (folder / f"seed-{number}").write_bytes(seed)
@@ -79,7 +84,7 @@ def fuzz(target: str, seconds: int, folder: Path) -> int:
             body = mutate_message(data[it.prefix :], rng)
             if body is not None and len(body) + it.prefix <= maximum:
                 return data[: it.prefix] + body
-        return atheris.Mutate(data, maximum)
+        return _ATHERIS.Mutate(data, maximum)
 
     arguments = [
         sys.argv[0],
@@ -93,8 +98,8 @@ def fuzz(target: str, seconds: int, folder: Path) -> int:
         str(kept),
     ]
     options = {"custom_mutator": mutate} if it.is_message else {}
-    atheris.Setup(arguments, it.run, **options)
-    atheris.Fuzz()
+    _ATHERIS.Setup(arguments, it.run, **options)
+    _ATHERIS.Fuzz()
     return 0
 
 

@@ -6,16 +6,15 @@ have left, the table holds nothing.
 
 import os
 import socket
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Final
 from unittest.mock import patch
 
 from fuzz.depot import Bytes
+from fuzz.tiers import FOLDER
 from kvdepot.server import connections as module
 from kvdepot.server.access import Access
 from kvdepot.server.connections import Connection, ConnectionTable
@@ -24,8 +23,7 @@ from kvdepot.wire import messages as m
 
 TOKEN: Final = bytes(range(frames.TOKEN_BYTES))
 _CLIENTS: Final = 3
-_FOLDER: Final = tempfile.TemporaryDirectory(prefix="kvdepot-fuzz-")
-_PATH: Final = Path(_FOLDER.name, "control.sock")
+_PATH: Final = FOLDER / "control.sock"
 _SMALL_BOUNDS: Final = {  # small, so that an input of some hundred bytes reaches them
     "MAXIMUM_OF_OWNER": 2,
     "MAXIMUM_HELD_BYTES": 40_000,

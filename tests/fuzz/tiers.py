@@ -50,11 +50,19 @@ def _shared_pool() -> TierPool:
     return make_pool(2 * len(_SIZES) * EXTENT_BYTES)
 
 
-@cache
-def _folder() -> Path:
-    folder = Path(tempfile.mkdtemp(prefix="kvdepot-fuzz-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder
+def _make_folder() -> Path:
+    folder = tempfile.mkdtemp(prefix="kvdepot-fuzz-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
+    maker = os.getpid()
+
+    @atexit.register
+    def remove() -> None:
+        if os.getpid() == maker:  # forks use the folder one after the other, and one that finds a bug runs this too
+            shutil.rmtree(folder, ignore_errors=True)
+
+    return Path(folder)
+
+
+FOLDER: Final = _make_folder()
 
 
 def disk(data: bytes) -> None:
@@ -62,7 +70,7 @@ def disk(data: bytes) -> None:
 
     An entry is read as it was written or not at all, and foreign files stay.
     """
-    source, pool, folder = Bytes(data), _shared_pool(), _folder() / "tier"
+    source, pool, folder = Bytes(data), _shared_pool(), FOLDER / "tier"
     shutil.rmtree(folder, ignore_errors=True)
     tier = DiskTier(pool, folder, 1 << 20, num_threads=2)
     fill(pool, 0, _KEYS, _SIZES)
