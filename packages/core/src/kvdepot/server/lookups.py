@@ -82,7 +82,7 @@ class Lookups:
         self._observe(request.digests, space)
         if request.hands_over:
             self._contexts.begin_hand_over(context.instance, request.request_id)
-        tokens = self._usage.tokens_of(request.tenant or _DEFAULT_TENANT)
+        tokens = self._usage.tenant_tokens[request.tenant or _DEFAULT_TENANT]
         tokens[0] += num_chunks * space.spec.chunk_tokens
         tokens[1] += query.found * space.spec.chunk_tokens
         if query.found == num_chunks:
@@ -312,7 +312,7 @@ class Lookups:
         self._counters[_RETRIEVES] += 1
         self._counters[_RETRIEVE_CHUNKS] += num_chunks
         self._counters[_RETRIEVE_CHUNKS_HIT] += found
-        usage.bytes_of(context.device)[1] += num_bytes
+        usage.moved_bytes[context.device][1] += num_bytes
         if not nodes:
             return m.RetrievePlan(state.epoch, 0, found, b"")
         if context.registration is not None and not context.registration.rank:

@@ -32,22 +32,25 @@ OTHERS: Final = "(others)"
 _MOST_RECENT: Final = 1024  # used prefixes; lists of the hottest ones are made from them
 
 
+class Rows(dict[str, list[int]]):
+    """Counters by names that clients chose. Beyond `MAXIMUM_ROWS` names, further ones share a row."""
+
+    def __init__(self, num_columns: int) -> None:
+        super().__init__()
+        self._num_columns = num_columns
+
+    def __missing__(self, name: str) -> list[int]:
+        return self.setdefault(name if len(self) < MAXIMUM_ROWS else OTHERS, [0] * self._num_columns)
+
+
 class Usage:
     """Counts the bytes and tokens that engines store, retrieve and look up."""
 
     def __init__(self) -> None:
         self.store_seconds = Histogram(0.0001)  # from plan to commit
-        self.moved_bytes: dict[str, list[int]] = {}  # [stored, retrieved], by device
-        self.tenant_tokens: dict[str, list[int]] = {}  # [asked for, found in the pool, found in tiers]
+        self.moved_bytes = Rows(2)  # [stored, retrieved], by kind of device
+        self.tenant_tokens = Rows(3)  # [asked for, found in the pool, found in tiers]
         self.saved_seconds = 0.0  # time to compute the retrieved chunks
-
-    def tokens_of(self, tenant: str) -> list[int]:
-        """Return the counts of a tenant's tokens, mutable: [asked for, found in the pool, found in tiers]."""
-        return self.tenant_tokens.get(tenant) or _row(self.tenant_tokens, tenant, 3)
-
-    def bytes_of(self, device: str) -> list[int]:
-        """Return the byte counts of a kind of device, mutable: [stored, retrieved]."""
-        return _row(self.moved_bytes, device, 2)
 
 
 @dataclass(slots=True)
@@ -98,11 +101,3 @@ class DepotState:
     def note(self, event: str) -> None:
         """Add an event to the status."""
         self.events.append((self.clock(), event))
-
-
-def _row(rows: dict[str, list[int]], name: str, num_columns: int) -> list[int]:
-    """Return the counters of a name that a client chose. Beyond `MAXIMUM_ROWS` names, further ones share a row."""
-    row = rows.get(name)
-    if row is None:
-        row = rows.setdefault(name if len(rows) < MAXIMUM_ROWS else OTHERS, [0] * num_columns)
-    return row

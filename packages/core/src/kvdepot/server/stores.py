@@ -168,7 +168,7 @@ class Stores:
         nodes = self._index.seal(ticket.records, int(now), request.checksums)
         self._counters[_ENTRIES_STORED] += len(ticket.records)
         state.usage.store_seconds.add(now - ticket.began)
-        state.usage.bytes_of(context.device)[0] += ticket.num_bytes
+        state.usage.moved_bytes[context.device][0] += ticket.num_bytes
         if state.tiering is not None:
             is_first = (context.instance, ticket.request_id) in self._contexts.handing_over
             state.tiering.stored(ticket.records, is_first=is_first)
