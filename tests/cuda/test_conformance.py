@@ -59,7 +59,7 @@ class TestByAMover(BackendSuite):
     def depot(self, device: FakeDevice) -> Iterator[DepotProcess]:
         """A depot that outlives its workers, to show that no mover is left over."""
         del device
-        with DepotProcess() as depot:
+        with DepotProcess(pool_size="16MiB") as depot:
             yield depot
             wait_until(lambda: self.node.holders() == set(), 20, "all movers to end")
 

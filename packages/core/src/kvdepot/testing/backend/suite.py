@@ -455,7 +455,7 @@ class BackendSuite:
         plan = replace(PLANS["large pages"], num_blocks=64)
         worker = cache(plan)
         chunk_bytes = 4 * 2 * 65536
-        fits = (16 << 20) // chunk_bytes
+        fits = depot.status().pool_size_bytes // chunk_bytes
         with SchedulerClient(worker.worker.spec, "engine", url=depot.url) as scheduler:
             scheduler.wait_until_connected(WAIT_SECONDS)
             for salt in range(fits // 8):
