@@ -27,7 +27,7 @@ UNTAINTED = "import kvdepot_vllm.blend.planning as planning\nplanning.taint = la
 SERVE = """
 from vllm import SamplingParams
 
-def serve(requests, max_tokens):
+def serve(requests, max_tokens, num_free):
     engine, found, names = llm.llm_engine, {}, []
     def step():
         for output in engine.step():
@@ -43,9 +43,12 @@ def serve(requests, max_tokens):
         engine.add_request(names[-1], {"prompt_token_ids": tokens}, sampling)
         while names[-1] not in found:
             step()
+    pool = child._core.scheduler.kv_cache_manager.block_pool
+    taken = [] if num_free is None else pool.get_new_blocks(pool.get_num_free_blocks() - num_free)
     while engine.has_unfinished_requests():
         step()
     child.drain()
+    pool.free_blocks(taken)
     return [found[name] for name in names]
 """
 
@@ -69,15 +72,30 @@ class Pair:
         self.engines, self.prompts, self.answers, self.num_blends = engines, moved(), answers, 0
 
     def ask(
-        self, engine: Engine, wanted: list[int], wishes: list[dict[str, Any]], max_tokens: int = SAME
+        self,
+        engine: Engine,
+        wanted: list[int],
+        wishes: list[dict[str, Any]],
+        max_tokens: int = SAME,
+        num_free: int | None = None,
     ) -> list[tuple[list[int], bool]]:
-        """Serve prompts at once, each with a wish. Return the tokens of each, and whether it was blended."""
-        requests = [(self.prompts[number], wish) for number, wish in zip(wanted, wishes, strict=True)]
-        return engine.execute(SERVE + f"result = serve({requests}, {max_tokens})")
+        """Serve prompts at once, each with a wish. Return the tokens of each, and whether it was blended.
 
-    def serve(self, engine: Engine, wanted: list[int], wishes: list[dict[str, Any]], max_tokens: int = SAME) -> None:
+        With `num_free`, take all free blocks but these away once all have begun.
+        """
+        requests = [(self.prompts[number], wish) for number, wish in zip(wanted, wishes, strict=True)]
+        return engine.execute(SERVE + f"result = serve({requests}, {max_tokens}, {num_free})")
+
+    def serve(
+        self,
+        engine: Engine,
+        wanted: list[int],
+        wishes: list[dict[str, Any]],
+        max_tokens: int = SAME,
+        num_free: int | None = None,
+    ) -> None:
         """Do the same, and fail unless exact requests get exact answers."""
-        found = self.ask(engine, wanted, wishes, max_tokens)
+        found = self.ask(engine, wanted, wishes, max_tokens, num_free)
         for number, wish, (tokens, has_blended) in zip(wanted, wishes, found, strict=True):
             self.num_blends += has_blended
             assert wish is BLEND or not has_blended
@@ -135,13 +153,14 @@ def test_exact_requests_are_exact_behind_a_hundred_blends(pair: Pair, depot: Dep
 
 
 def preempt(pair: Pair) -> None:
-    """Serve three long answers at once, so that the blended ones are preempted. Then ask for each exactly."""
+    """Serve three prompts at once, whose answers need more blocks than are free, so that the last ones are preempted.
+    Then ask for each exactly."""
     for engine in pair.engines:
         engine.reset()
         engine.generate([SOURCE])
         before = pair.num_blends
         for three in GROUPS[:2]:
-            pair.serve(engine, three, [EXACT, BLEND, BLEND], max_tokens=350)  # the last two are preempted
+            pair.serve(engine, three, [EXACT, BLEND, BLEND], max_tokens=80, num_free=3)
             pair.serve(engine, three, [EXACT] * 3)
         assert pair.num_blends > before
         assert engine.ask("metrics")["vllm:num_preemptions"] > 0
