@@ -54,6 +54,7 @@ class NewRun(NamedTuple):
 
 
 Begun: TypeAlias = tuple[int, PartPlace, Extent]  # a wanted entry that is being written, with its extent
+Room: TypeAlias = tuple[int, int, int]  # a free record, and the offset and the size in bytes of an extent
 
 
 def pack_extent(chunk: int, group: int, part: int, extent: Extent) -> bytes:
@@ -249,18 +250,13 @@ class Entries:
         """Return a record to the free list."""
         self._next[record], self._free = self._free, record
 
-    def begin(
-        self, run: NewRun, nodes: Sequence[int], wanted: Sequence[Wanted], room: Sequence[tuple[int, int]]
-    ) -> list[Begun]:
-        """Fill a record for each wanted entry of a run, and hold its chunk. All chunks have nodes.
-
-        `room` has a record and the offset of an extent for each entry.
-        """
+    def begin(self, run: NewRun, nodes: Sequence[int], wanted: Sequence[Wanted], room: Sequence[Room]) -> list[Begun]:
+        """Fill a record for each wanted entry of a run, and hold its chunk. All chunks have nodes."""
         tree, labels = self._nodes.tree, self._nodes.label
         begun: list[Begun] = []
-        for (chunk, place), (record, offset) in zip(wanted, room, strict=True):
+        for (chunk, place), (record, offset, size) in zip(wanted, room, strict=True):
             node, num_bytes = nodes[chunk], place.num_bytes
-            key, parent, share, size = tree.keys[node], tree.parent[node], tree.share[node], extent_size(num_bytes)
+            key, parent, share = tree.keys[node], tree.parent[node], tree.share[node]
             assert key is not None
             header = self._table.write(
                 record,

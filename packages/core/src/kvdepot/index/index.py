@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from kvdepot.index.entries import Begun, Entries, NewRun, Wanted
+from kvdepot.index.entries import Begun, Entries, NewRun, Room, Wanted
 from kvdepot.index.eviction import AUTO, POLICIES, EvictionPolicy
 from kvdepot.index.evictor import EndStore, Evictor, cannot_end
 from kvdepot.index.hit_rate_curve import HitRateCurve
@@ -223,19 +223,19 @@ class ChunkIndex:
 
     def _take_room(
         self, run: NewRun, nodes: Sequence[int], wanted: Sequence[Wanted], end_store: EndStore
-    ) -> list[tuple[int, int]]:
+    ) -> list[Room]:
         """Take a record and an extent for as many entries of a run as possible, in order. Ensure room for their nodes.
 
-        Return the records with the offsets of the extents. If a policy raises, nothing is taken.
+        If a policy raises, nothing is taken.
         """
         quotas, share = self.quotas, self.quotas.share_of(run.label)
         most_steps = self.evictor.num_steps + MOST_EVICTED
-        room: list[tuple[int, int]] = []
+        room: list[Room] = []
         new: set[int] = set()  # not `set[int]()`: ten times as long, and this is on the way of every store
         num_bytes = 0
         try:
-            for chunk, place in wanted:
-                size = extent_size(place.num_bytes)
+            sizes = [extent_size(place.num_bytes) for _, place in wanted]
+            for (chunk, _), size in zip(wanted, sizes, strict=True):
                 if nodes[chunk] == NO_NODE:
                     new.add(chunk)
                 if not quotas.may_write(share, num_bytes + size):
@@ -244,13 +244,13 @@ class ChunkIndex:
                 offset = self._allocate(share, size, len(new), most_steps, end_store)
                 if offset is None:
                     break
-                room.append((self.entries.take_record(), offset))
+                room.append((self.entries.take_record(), offset, size))
                 num_bytes += size
                 quotas.used_bytes[share] += size  # counts already, as usage decides whose chunks are evicted
         except BaseException:
-            for (record, offset), (_, place) in zip(room, wanted, strict=False):
+            for record, offset, size in room:
                 self.entries.give_back(record)
-                self.extents.free(offset, place.num_bytes)
+                self.extents.free(offset, size)
             raise
         finally:
             quotas.used_bytes[share] -= num_bytes
