@@ -2,7 +2,8 @@
 
 Measures only the copies of `packages/cpu` with their planning, without a depot: 256 MiB of an 8B model (32 layers, 8 KV
 heads x 128, bf16, keys and values in one page) from shared memory into scattered blocks of 4 KiB pages. Prints the
-median ratio to one memcpy of the same bytes in the same round, and its extremes.
+median ratio to one memcpy of the same bytes in the same round, by one thread, and its extremes. A worker retrieves with
+all cores by default, at most four: `--threads 2` is what it does on two.
 """
 
 import argparse
@@ -55,7 +56,7 @@ def parts(ranks: int) -> list[Part]:
 class Reader:
     """Rank 0 of the reading engine, with batches that cover its memory's first half in random order."""
 
-    def __init__(self, case: Case, pool: PoolMemory) -> None:
+    def __init__(self, case: Case, pool: PoolMemory, num_threads: int) -> None:
         mine = parts(case.read)[0]
         page = case.block_tokens * mine.num_heads * TOKEN_BYTES
         chunk_bytes = LAYERS * CHUNK_TOKENS * mine.num_heads * TOKEN_BYTES
@@ -68,7 +69,7 @@ class Reader:
         group = LayerGroup(
             GroupKind.FULL_ATTENTION, case.block_tokens, pages, part=mine, plane=Plane(1, HEADS), rows=rows
         )
-        self._copier = PageCopier(CacheLayout((group,), CHUNK_TOKENS, "bfloat16"), (1, 1), self.memory)
+        self._copier = PageCopier(CacheLayout((group,), CHUNK_TOKENS, "bfloat16"), (1, num_threads), self.memory)
         self._num_blocks, self._step = num_blocks, BATCH_BYTES // chunk_bytes
         self._pool, self._case, self._mine = pool, case, mine
         self._num_chunks, self._chunk_bytes = num_chunks, chunk_bytes
@@ -106,7 +107,8 @@ def main() -> None:
     """Print a line for each case."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
-    rounds: int = parser.parse_args().rounds
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
     print(describe_machine())
     descriptor = os.memfd_create("pool")
     os.ftruncate(descriptor, 2 * NUM_BYTES)
@@ -117,10 +119,10 @@ def main() -> None:
         for heads_outermost in (True, False):
             for stored, read in ((2, 2), (1, 2), (2, 1), (1, 4), (4, 1)):
                 case = Case(block_tokens, heads_outermost, stored, read)
-                reader = Reader(case, pool)
+                reader = Reader(case, pool, options.threads)
                 whole = [np.array([each], np.uint64) for each in (pool.address, reader.memory.ctypes.data, NUM_BYTES)]
                 ratios: list[float] = []
-                for number in range(rounds + 1):
+                for number in range(options.rounds + 1):
                     began = time.perf_counter()
                     copy(*whole)
                     memcpy = time.perf_counter() - began
