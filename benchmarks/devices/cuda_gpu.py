@@ -41,11 +41,16 @@ from kvdepot_cuda.copy_route import CudaOptions  # noqa: E402
 from kvdepot_cuda.driver import CopyKind  # noqa: E402
 from kvdepot_cuda.nvidia import CudaDriver  # noqa: E402
 from support.cuda.fake import DEFAULT_STREAM, FakeDriver, FakeTensor, fake_gather  # noqa: E402
+from support.forked import forked_children  # noqa: E402
 
 FAKE = "--fake" in sys.argv
 MIB = 1 << 20
 LAYERS, PAGE = (4, 8192) if FAKE else (32, 65536)  # of an 8B model: 32 layers, 16 tokens of 64 KiB
 COUNT = 12 if FAKE else 10_000 // 16  # blocks for 10,000 tokens
+FAKE_TESTS = (  # two of those that need no device: they show that tests run in parallel
+    "device_suites.py::TestByAMover",
+    "device_suites.py::TestFaults::test_the_successor_of_a_killed_engine_finds_what_it_had_stored",
+)
 
 
 def report(what: str, **values: Any) -> None:
@@ -248,7 +253,7 @@ def stress(seconds: float) -> None:
 
 def order(seconds: float) -> None:
     """Queue transfers after device work of a second: the bytes must be right, and no transfer may run too early."""
-    run_tests(seconds, *(["device_suites.py::TestOrder"] if FAKE else ["order_on_device.py"]))
+    run_tests(seconds, FAKE_TESTS[0] if FAKE else "order_on_device.py")
 
 
 def conformance(seconds: float) -> None:
@@ -257,7 +262,7 @@ def conformance(seconds: float) -> None:
         "ByTheWorker ByTheWorkerWithTheKernel ByAMover SmallAllocations WorkerAndDepotKilled WorkerMoverAndDepotKilled"
     )
     tests = ["on_device.py::Test" + name for name in names.split()]
-    run_tests(seconds, *(["device_suites.py::TestByAMover", "device_suites.py::TestFaults"] if FAKE else tests))
+    run_tests(seconds, *(FAKE_TESTS if FAKE else tests))
 
 
 def run_tests(seconds: float, *names: str) -> None:
@@ -404,7 +409,8 @@ def main() -> None:
     parser.add_argument("--phase", choices=PHASES, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.phase:
-        PHASES[options.phase][0](PHASES[options.phase][1])
+        with forked_children() if FAKE else contextlib.nullcontext():
+            PHASES[options.phase][0](PHASES[options.phase][1])
         return
     if FAKE:
         os.environ["KVDEPOT_FAKE_DEVICE"] = folder = tempfile.mkdtemp(prefix="kvd-", dir="/dev/shm")
