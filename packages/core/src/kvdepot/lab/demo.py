@@ -28,6 +28,7 @@ _NUM_ENGINES: Final = 2
 _NUM_SYSTEM_PROMPTS: Final = 3
 _SYSTEM_TOKENS: Final = 1024
 _NUM_TURNS: Final = 8
+_MOST_TURN_TOKENS: Final = 800
 _TOKENS_PER_SECOND: Final = 20_000.0
 
 _NEXT: Final = """\
@@ -50,7 +51,7 @@ class DemoPlan:
 
 
 def plan_demo(memory_bytes: int, shm_bytes: int) -> DemoPlan:
-    """Scale the demo to the free memory: the pool holds all conversations, an engine's cache only a few.
+    """Scale the demo to the free memory: the pool holds all conversations, an engine's cache only a few, but any one.
 
     Args:
         memory_bytes: free memory of the machine.
@@ -68,7 +69,8 @@ def plan_demo(memory_bytes: int, shm_bytes: int) -> DemoPlan:
     geometry = replace(GEOMETRY_8B, name="2 of the 32 layers of an 8B model", num_layers=2)
     tokens = pool_bytes // geometry.bytes_per_token
     conversations = max(2, int(tokens * 0.85) // 4096)
-    return DemoPlan(geometry, pool_bytes, pool_bytes // 5, conversations)
+    longest_bytes = (_SYSTEM_TOKENS + _NUM_TURNS * _MOST_TURN_TOKENS) * geometry.bytes_per_token
+    return DemoPlan(geometry, pool_bytes, max(pool_bytes // 5, longest_bytes), conversations)
 
 
 def make_conversations(num_conversations: int) -> list[list[Prompt]]:
@@ -80,7 +82,7 @@ def make_conversations(num_conversations: int) -> list[list[Prompt]]:
         turns: list[Prompt] = []
         for turn in range(_NUM_TURNS):
             segments.append(
-                (1000 + number * 100 + turn, rng.randrange(200, 800))
+                (1000 + number * 100 + turn, rng.randrange(200, _MOST_TURN_TOKENS))
             )  # a question, and the answer before it
             turns.append(Prompt(f"conversation-{number}-turn-{turn}", tuple(segments)))
         conversations.append(turns)
