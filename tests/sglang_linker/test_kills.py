@@ -10,7 +10,7 @@ import pytest
 from kvdepot.lab.processes import DepotProcess
 from support.sglang.engines import Engine, linker, prompts, tokens
 
-KILLS = 100
+KILLS = 75
 AT_ONCE = 16
 
 
@@ -30,7 +30,7 @@ def test_kills_of_the_depot_under_many_requests_cost_none(tmp_path: Path, model:
 
             def kill_and_restart() -> None:
                 nonlocal num_kills
-                for pause in itertools.islice(itertools.cycle((0.0, 0.0, 0.1, 0.6)), KILLS):
+                for pause in itertools.islice(itertools.cycle((0.0, 0.0, 0.0, 0.1, 0.6)), KILLS):
                     depot.kill()
                     depot.start()
                     num_kills += 1
