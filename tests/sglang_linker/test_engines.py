@@ -62,7 +62,6 @@ def test_an_engine_loads_the_pages_of_another_and_answers_the_same(
 
 def test_many_requests_at_once_are_loaded(engines: tuple[Engine, Engine], reference: list[tuple[int, ...]]) -> None:
     one, _ = engines
-    one.each(WANTED)
     one.flush()
     answers = one.generate(*WANTED)
     assert tokens(answers) == reference
@@ -83,7 +82,6 @@ def test_a_stopped_depot_costs_one_deadline_and_no_request(
     engines: tuple[Engine, Engine], shared_depot: DepotProcess, reference: list[tuple[int, ...]]
 ) -> None:
     one, _ = engines
-    one.each(WANTED)
     one.flush()
     shared_depot.signal(signal.SIGSTOP)
     try:

@@ -24,6 +24,7 @@ ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "TORCHDYNAMO_DISABLE": "1",  # two ranks compile their embedding, for 20 CPU seconds
+    "NUMBA_NUM_THREADS": "1",  # the drafter of n-grams waits for a second thread in a loop
     "PYTHONPATH": os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")))),
 }
 
