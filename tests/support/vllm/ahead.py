@@ -6,13 +6,14 @@ a tenth each. An engine with other settings for its log still makes them itself.
 
 import functools
 import importlib
+from typing import Any
 
 _platform = importlib.import_module("vllm.platforms").current_platform
 _platform.register_triton_kernel_overrides()
 type(_platform).register_triton_kernel_overrides = classmethod(lambda _cls: None)
 importlib.import_module("vllm.logger").configure_logging(importlib.import_module("vllm.config.logging").LoggingConfig())
 
-_metadata = importlib.import_module("importlib.metadata")
+_metadata: Any = importlib.import_module("importlib.metadata")
 _metadata.entry_points = functools.cache(_metadata.entry_points)
 for _group in ("vllm.general_plugins", "vllm.logits_processors"):
     _metadata.entry_points(group=_group)
