@@ -184,7 +184,8 @@ class VllmRouter(Program):
 
     def last_heard(self, source: Source) -> int:
         """Return the sequence number of the last batch that the router took from a source, -1 if none."""
-        found = re.findall(rf"sequence advanced source={re.escape(source.url)} .*?seq=(\d+)", self._plain())
+        said = self._plain(self._first_byte)
+        found = re.findall(rf"sequence advanced source={re.escape(source.url)} .*?seq=(\d+)", said)
         return int(found[-1]) if found else -1
 
     def choice(self, name: str, num_chunks: int) -> str:
@@ -197,17 +198,18 @@ class VllmRouter(Program):
 
     def credit(self, tokens: list[int]) -> int:
         """Send a prompt. Return the tokens credited to the chosen engine. Those in host memory count in part."""
-        before = self._credits()
+        first_byte = self.log.stat().st_size
         self.route(tokens)
-        wait_until(lambda: len(self._credits()) > len(before), 10)
-        return self._credits()[-1]
+        wait_until(lambda: self._credits(first_byte), 10)
+        return self._credits(first_byte)[-1]
 
-    def _credits(self) -> list[int]:
-        return [int(each) for each in re.findall(r"prefix_cost.*credited_prefix_tokens\D*=\D*?(\d+)", self._plain())]
+    def _credits(self, first_byte: int) -> list[int]:
+        said = self._plain(first_byte)
+        return [int(each) for each in re.findall(r"prefix_cost.*credited_prefix_tokens\D*=\D*?(\d+)", said)]
 
-    def _plain(self) -> str:
+    def _plain(self, first_byte: int) -> str:
         with self.log.open("rb") as log:
-            log.seek(self._first_byte)
+            log.seek(first_byte)
             return re.sub(r"\x1b\[[0-9;]*m", "", log.read().decode(errors="replace"))
 
 
