@@ -130,8 +130,8 @@ def pair(depot: DepotProcess, model: MakeModel) -> Iterator[Pair]:
     }
     config = connector(depot.url, blend="request", blend_min_tokens=64)
     with (
-        Engine(model("gqa"), config, reference=moved(), **options) as first,
-        Engine(model("gqa"), config, **options) as second,
+        Engine(model("eight-heads"), config, reference=moved(), **options) as first,  # two layers: the fewest that mix
+        Engine(model("eight-heads"), config, **options) as second,
     ):
         for engine in (first, second):
             engine.execute(PAYS)
