@@ -10,7 +10,7 @@ import pytest
 from kvdepot.lab.processes import DepotProcess
 from support.sglang.engines import Engine, linker, prompts, tokens
 
-KILLS = 75
+KILLS = 100
 AT_ONCE = 16
 
 
