@@ -86,16 +86,9 @@ class Pair:
         requests = [(self.prompts[number], wish) for number, wish in zip(wanted, wishes, strict=True)]
         return engine.execute(SERVE + f"result = serve({requests}, {max_tokens}, {num_free})")
 
-    def serve(
-        self,
-        engine: Engine,
-        wanted: list[int],
-        wishes: list[dict[str, Any]],
-        max_tokens: int = SAME,
-        num_free: int | None = None,
-    ) -> None:
+    def serve(self, engine: Engine, wanted: list[int], wishes: list[dict[str, Any]], **limits: int) -> None:
         """Do the same, and fail unless exact requests get exact answers."""
-        found = self.ask(engine, wanted, wishes, max_tokens, num_free)
+        found = self.ask(engine, wanted, wishes, **limits)
         for number, wish, (tokens, has_blended) in zip(wanted, wishes, found, strict=True):
             self.num_blends += has_blended
             assert wish is BLEND or not has_blended
