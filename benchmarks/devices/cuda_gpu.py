@@ -104,12 +104,14 @@ class Cache:
         page: int = PAGE,
         block_outermost: bool = True,
         pool_bytes: int = 0,
+        verify: str = "sample",
         **options: Any,
     ) -> None:
         self.half: list[int] = np.random.default_rng(0).permutation(num_blocks)[: num_blocks // 2].tolist()
         self.salts = itertools.count()
         self.block_bytes, self.num_bytes = layers * page, layers * page * num_blocks
-        self.depot = DepotProcess("--move-seconds", "20", pool_size=str(pool_bytes or 2 * self.num_bytes + 128 * MIB))
+        pool_bytes = pool_bytes or 2 * self.num_bytes + 128 * MIB
+        self.depot = DepotProcess("--move-seconds", "20", "--verify", verify, pool_size=str(pool_bytes))
         wait_until(lambda: self.depot.status().pool_ready_bytes == self.depot.status().pool_size_bytes, 120)
         self.driver = open_driver()
         with self.driver.activated():
@@ -325,7 +327,7 @@ def interference(_seconds: float) -> None:
 
     small = {"block_outermost": False, "page": 8192, "gather_kernel": False}
     kernel = small | {"gather_kernel": True}
-    ways = (("direct", {}), ("direct", small), ("direct", kernel), ("ipc", {}))
+    ways: list[tuple[str, Any]] = [("direct", {}), ("direct", small), ("direct", kernel), ("ipc", {})]
     for (mode, options), way in itertools.product(ways, ("retrieve", "store")):
         with part(f"{mode}, {options}, {way}"), Cache(mode, 256, **options) as cache:
             cache.move("store", "kept", cache.half)
@@ -338,13 +340,16 @@ def interference(_seconds: float) -> None:
 
 
 def retrieve(_seconds: float) -> None:
-    """Time retrieves of 10,000 tokens of an 8B model and of one block, by mode, layout, kernel and batch size."""
+    """Time 10,000 tokens of an 8B model and one block, by mode, layout, kernel, batch size and checksums."""
     ways = [("direct", True, False), ("direct", False, False), ("direct", False, True), ("ipc", True, False)]
     ways.append(("ipc", False, False))
-    for (mode, outermost, kernel), batch_mib in itertools.product(ways, (64, 256)):
+    for (mode, outermost, kernel), (batch_mib, verify) in itertools.product(
+        ways, ((64, "sample"), (64, "off"), (256, "sample"))
+    ):
         shape: dict[str, Any] = {"block_outermost": outermost, "gather_kernel": kernel, "batch_bytes": batch_mib * MIB}
-        with part(f"{mode}, {shape}"), Cache(mode, 2 * COUNT, **shape) as cache:
-            store = cache.move("store", "kept", cache.half)
+        with part(f"{mode}, {shape}"), Cache(mode, 2 * COUNT, verify=verify, **shape) as cache:
+            cache.move("store", "kept", cache.half)
+            store = statistics.median(cache.again("store") for _ in range(3))
             one = [cache.move("retrieve", "settle", [0]) for _ in range(20)]
             times = [cache.again("retrieve") for _ in range(5)]
             speed = COUNT * cache.block_bytes / statistics.median(times) / 1e9
@@ -353,6 +358,7 @@ def retrieve(_seconds: float) -> None:
                 **cache.state,
                 block_outermost=outermost,
                 batch_mib=batch_mib,
+                verify=verify,
                 store_ms=round(store * 1e3, 2),
                 **percentiles(times),
                 gb_per_s=round(speed, 2),

@@ -86,7 +86,7 @@ class Child:
 
             options["kv_events_config"] = KVEventsConfig(**kv_events)
         self.llm = LLM(**options)
-        if expects_depot:
+        if expects_depot and connector is not None and connector["kv_connector"] == "KVDepotConnector":
             self._wait_for_the_depot()
         return {"outputs": outputs}
 
@@ -370,7 +370,8 @@ class Child:
 
     @staticmethod
     def _groups_of(context: Any) -> Any:
-        return [group.tensors for group in context.copier._keep_alive.groups]
+        copier = getattr(context.copier, "_engine", context.copier)  # the former on CUDA
+        return [group.tensors for group in copier._keep_alive.groups]
 
     def submit(self, requests: dict[str, list[int]], max_tokens: int, steps: int = 0) -> Any:
         """Add requests and make `steps` steps."""

@@ -15,9 +15,9 @@ pytest: `markers = ["promise(*numbers)"]`.
 
 import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -34,8 +34,6 @@ MakeCache = Callable[..., Cache]
 
 _POOL_SIZE = "16MiB"
 _LAYERS = 3
-# Engines: the ranks of a stage, and the layers at which stages of a pipeline begin and end.
-_SPLITS = ((1, (0, 3)), (2, (0, 3)), (4, (0, 3)), (8, (0, 3)), (1, (0, 1, 3)), (2, (0, 2, 3)))
 
 
 def _flip_a_byte(depot: DepotProcess, offset: int) -> None:
@@ -64,6 +62,16 @@ def _plans_of_engine(
 
 class BackendSuite:
     """Inherit it, name the class `Test...`, and implement `make_worker`."""
+
+    splits: ClassVar[Sequence[tuple[int, tuple[int, ...]]]] = (
+        (1, (0, 3)),
+        (2, (0, 3)),
+        (4, (0, 3)),
+        (8, (0, 3)),
+        (1, (0, 1, 3)),
+        (2, (0, 2, 3)),
+    )
+    """Engines that share: the ranks of a stage, and the layers at which stages of a pipeline begin and end."""
 
     def make_worker(self, url: str, plan: WorkerPlan, **options: Any) -> Worker:
         """Return a worker with zeroed memory; `options` are `synchronous`, `batch_bytes` and `deadline_seconds`.
@@ -262,12 +270,12 @@ class BackendSuite:
         self, rows: int, heads: int, head_bytes: tuple[int, ...], cache: MakeCache, depot: DepotProcess
     ) -> None:
         """Engines of any ranks and stages find what any other stored, replicas, windows and skipped blocks included."""
-        engines = [[cache(plan) for plan in _plans_of_engine(*split, heads, rows, head_bytes)] for split in _SPLITS]
-        of_16 = list(_plans_of_engine(16, _SPLITS[0][1], heads, rows, head_bytes))
+        engines = [[cache(plan) for plan in _plans_of_engine(*split, heads, rows, head_bytes)] for split in self.splits]
+        of_16 = list(_plans_of_engine(16, self.splits[0][1], heads, rows, head_bytes))
         readers = [cache(of_16[rank]) for rank in (0, 1, 15)]
         readers += [engine[rank] for engine in engines for rank in sorted({0, len(engine) // 2, len(engine) - 1})]
         num_entries = 0
-        for salt, ((size, stages), writers) in enumerate(zip(_SPLITS, engines, strict=True)):
+        for salt, ((size, stages), writers) in enumerate(zip(self.splits, engines, strict=True)):
             run = prompt(2, salt=salt)
             assert all(writer.store(run) for writer in writers)
             num_entries += 2 * 2 * min(size, heads) * (len(stages) - 1)
