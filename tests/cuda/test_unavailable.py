@@ -114,6 +114,16 @@ def test_a_worker_whose_memory_cannot_be_shared_copies_by_itself_in_mode_ipc(
     context.close()
 
 
+def test_a_mover_gets_larger_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[CudaOptions] = []
+    monkeypatch.setattr("kvdepot_cuda.why_unavailable", lambda: None)
+    monkeypatch.setattr("kvdepot_cuda.context.CudaTransferContext", lambda _cache, options: given.append(options))
+    chosen: list[dict[str, Any]] = [{}, {"mode": "direct"}, {"mode": "ipc"}, {"mode": "ipc", "batch_bytes": 1 << 20}]
+    for options in chosen:
+        backend.create_context(KVCache([], "engine", "bfloat16"), **options)
+    assert [options.batch_bytes >> 20 for options in given] == [64, 64, 256, 1]
+
+
 def test_a_mode_that_is_none_is_refused() -> None:
     with pytest.raises(ConfigError, match="'direct' or 'ipc'"):
         make_context(FakeDriver(), mode="auto")

@@ -3,7 +3,7 @@
 The entry point is `backend`, which imports nothing heavy. `CudaTransferContext` is in `kvdepot_cuda.context`.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from kvdepot.backends import Capability, EngineTraits, KVCache
 from kvdepot.errors import BackendUnavailable
@@ -11,6 +11,11 @@ from kvdepot_cuda.availability import why_unavailable
 
 if TYPE_CHECKING:
     from kvdepot_cuda.context import CudaTransferContext
+
+# A mover idles between batches, because it never has a second one queued. With 256 MiB instead of 64, 10,000 tokens of
+# an 8B model take 43 ms instead of 59, and with the layers apart 51 instead of 71 (H200). In mode `direct`, a second
+# batch is queued, and 64 MiB are faster: 25 ms instead of 27.
+_MOVER_BATCH_BYTES: Final = 256 << 20
 
 
 class CudaBackend:
@@ -56,8 +61,10 @@ class CudaBackend:
         if reason is not None:
             raise BackendUnavailable(f"backend 'cuda': {reason}")
         from kvdepot_cuda.context import CudaTransferContext
-        from kvdepot_cuda.copy_route import CudaOptions
+        from kvdepot_cuda.copy_route import IPC, CudaOptions
 
+        if options.get("mode") == IPC:
+            options.setdefault("batch_bytes", _MOVER_BATCH_BYTES)
         return CudaTransferContext(cache, CudaOptions(url=url, deadline_seconds=deadline_seconds, **options))
 
 
