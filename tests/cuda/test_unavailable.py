@@ -116,8 +116,12 @@ def test_a_worker_whose_memory_cannot_be_shared_copies_by_itself_in_mode_ipc(
 
 def test_a_mover_gets_larger_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[CudaOptions] = []
+
+    def keep(_cache: KVCache, options: CudaOptions) -> None:
+        given.append(options)
+
     monkeypatch.setattr("kvdepot_cuda.why_unavailable", lambda: None)
-    monkeypatch.setattr("kvdepot_cuda.context.CudaTransferContext", lambda _cache, options: given.append(options))
+    monkeypatch.setattr("kvdepot_cuda.context.CudaTransferContext", keep)
     chosen: list[dict[str, Any]] = [{}, {"mode": "direct"}, {"mode": "ipc"}, {"mode": "ipc", "batch_bytes": 1 << 20}]
     for options in chosen:
         backend.create_context(KVCache([], "engine", "bfloat16"), **options)
