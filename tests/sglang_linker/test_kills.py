@@ -30,12 +30,14 @@ def test_kills_of_the_depot_under_many_requests_cost_none(tmp_path: Path, model:
 
             def kill_and_restart() -> None:
                 nonlocal num_kills
-                for pause in itertools.islice(itertools.cycle((0.0, 0.0, 0.0, 0.1, 0.6)), KILLS):
-                    depot.kill()
-                    depot.start()
-                    num_kills += 1
-                    done.wait(pause)
-                done.set()
+                try:
+                    for pause in itertools.islice(itertools.cycle((0.0, 0.0, 0.0, 0.1, 0.6)), KILLS):
+                        depot.kill()
+                        depot.start()
+                        num_kills += 1
+                        done.wait(pause)
+                finally:
+                    done.set()
 
             killer = threading.Thread(target=kill_and_restart)
             killer.start()
