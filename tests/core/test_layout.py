@@ -79,8 +79,7 @@ def parts_of(draw: st.DrawFn, plane: Plane) -> Part:
 
 
 planes = st.one_of(
-    st.builds(Plane, st.integers(1, 40), st.integers(1, 256)),
-    st.builds(Plane, st.integers(1, 65_536), st.just(1)),
+    st.builds(Plane, st.integers(1, 40), st.integers(1, 256)), st.builds(Plane, st.integers(1, 65_536), st.just(1))
 )
 
 

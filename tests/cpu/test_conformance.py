@@ -59,11 +59,7 @@ def test_a_copier_gets_only_the_blocks_of_its_batch(monkeypatch: pytest.MonkeyPa
             worker.wait_until_connected(10)
             full, window = Cache(worker, plan).blocks(prompt(5), covered=(5, 2))
             assert worker.context.submit_store("request", prompt(5), [full, window]).result(10)
-    assert got == [
-        ((0, 2), [full[:8], []]),
-        ((0, 1), [full[8:16], window[:4]]),
-        ((0, 0), [full[16:], window[4:]]),
-    ]
+    assert got == [((0, 2), [full[:8], []]), ((0, 1), [full[8:16], window[:4]]), ((0, 0), [full[16:], window[4:]])]
 
 
 @pytest.fixture

@@ -59,8 +59,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], list[str
     folder = tmp_path_factory.mktemp("stub")
     library = folder / "libcuda.so.1"
     subprocess.run(
-        ["cc", "-shared", "-fPIC", "-O1", "-Wno-unused-parameter", "-o", library, SOURCE, "-ldl"],
-        check=True,
+        ["cc", "-shared", "-fPIC", "-O1", "-Wno-unused-parameter", "-o", library, SOURCE, "-ldl"], check=True
     )
     done = subprocess.run(
         [sys.executable, "-m", "support.cuda.stub_child"],

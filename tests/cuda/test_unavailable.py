@@ -105,9 +105,7 @@ def test_a_device_without_room_for_streams_is_given_back() -> None:
     assert driver.left_over == {}
 
 
-def test_a_worker_whose_memory_cannot_be_shared_copies_by_itself_in_mode_ipc(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_worker_whose_memory_cannot_be_shared_copies_by_itself_in_mode_ipc(caplog: pytest.LogCaptureFixture) -> None:
     context = make_context(FakeDriver(), mode="ipc")  # without a folder the fake's memory has no handles
     assert context.transfer_mode == "direct"
     assert len([record for record in caplog.records if "cannot be shared" in record.message]) == 1

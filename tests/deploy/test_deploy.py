@@ -234,10 +234,7 @@ def test_engines_find_the_depot_s_folder_and_need_nothing_else_of_the_host() -> 
         for name, pod in pods.items()
     }
     assert folders == {"kvdepot": {"/run/kvdepot", "/dev/shm"}, "vllm": {"/run/kvdepot"}}
-    configurations = [
-        pods["vllm"]["containers"][0]["args"][-1],
-        COMPOSE["services"]["vllm"]["command"][-1],
-    ]
+    configurations = [pods["vllm"]["containers"][0]["args"][-1], COMPOSE["services"]["vllm"]["command"][-1]]
     for configuration in configurations:
         assert json.loads(configuration)["kv_connector_extra_config"] == {"kvdepot.url": "/run/kvdepot"}
     for container in (pods["vllm"]["containers"][0], pods["kvdepot"]["containers"][0]):

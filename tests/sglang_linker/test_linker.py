@@ -492,10 +492,7 @@ def test_small_pages_are_refused_with_the_way_out(engine: MakeEngine, monkeypatc
 
 @pytest.mark.parametrize(
     ("change", "text"),
-    [
-        ({"k_scale_buffer": [1]}, "--kv-cache-dtype auto"),
-        ({"kv_cache_layout": "hnd"}, "SGLANG_USE_HND_KVCACHE"),
-    ],
+    [({"k_scale_buffer": [1]}, "--kv-cache-dtype auto"), ({"kv_cache_layout": "hnd"}, "SGLANG_USE_HND_KVCACHE")],
 )
 def test_a_pool_that_cannot_be_kept_is_refused(change: dict[str, Any], text: str, engine: MakeEngine) -> None:
     pool = stand_in.MHATokenToKVPool()

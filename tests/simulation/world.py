@@ -714,8 +714,7 @@ class World:
             return None
         run = self._run(b, c)
         plan = self._ask(
-            worker,
-            m.PrepareRetrieve(worker.context, "r", run.digests, run.first_chunk, self._needed(run, full=False)),
+            worker, m.PrepareRetrieve(worker.context, "r", run.digests, run.first_chunk, self._needed(run, full=False))
         )
         if plan is None or not plan.num_chunks or not plan.lease:
             return f"{worker.name} asks to retrieve {self._name(run)}: a miss"

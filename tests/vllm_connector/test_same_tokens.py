@@ -22,11 +22,7 @@ def first(depot: DepotProcess, model: MakeModel) -> Iterator[Engine]:
 def second(depot: DepotProcess, model: MakeModel) -> Iterator[Engine]:
     """An engine without vLLM's own prefix cache that prefills in pieces of partial blocks."""
     with Engine(
-        model("gqa"),
-        connector(depot.url),
-        max_tokens=4,
-        enable_prefix_caching=False,
-        max_num_batched_tokens=200,
+        model("gqa"), connector(depot.url), max_tokens=4, enable_prefix_caching=False, max_num_batched_tokens=200
     ) as engine:
         yield engine
 

@@ -77,11 +77,7 @@ def test_events_tell_routers_what_the_depot_has(model: MakeModel, tmp_path: Path
 
 def listen(depot: DepotProcess, model: MakeModel, tmp_path: Path) -> None:
     endpoint = f"ipc://{tmp_path}/events"
-    events: dict[str, Any] = {
-        "enable_kv_cache_events": True,
-        "publisher": "zmq",
-        "endpoint": endpoint,
-    }
+    events: dict[str, Any] = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint}
     with Engine(model("windows"), connector(depot.url), kv_events=events, kv_cache_memory_bytes=128 << 20) as engine:
         engine.execute(LISTEN.format(endpoint=endpoint))
         for _ in range(50):  # a subscriber may miss events until the publisher knows it

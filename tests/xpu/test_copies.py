@@ -92,8 +92,7 @@ def test_views_in_another_order_than_memory_are_the_same_bytes() -> None:
     views = [layer.transpose(1, 2) for layer in layers]
     with DepotProcess() as depot:
         context = XpuTransferContext(
-            KVCache([CacheGroup(views, 16)], "engine", "float32"),
-            XpuOptions(device_type=device_type(), url=depot.url),
+            KVCache([CacheGroup(views, 16)], "engine", "float32"), XpuOptions(device_type=device_type(), url=depot.url)
         )
         context.wait_until_connected(20)
         for layer in layers:

@@ -14,18 +14,7 @@ from kvdepot.pool.table import HEADER_PAGE_BYTES, RECORD_BYTES, SEALED, IndexTab
 from kvdepot.server import commands
 from kvdepot.server.replies import Refused
 from kvdepot.wire import messages as m
-from support.index import (
-    FULL,
-    HYBRID,
-    LEASE_SECONDS,
-    ONLY_WINDOW,
-    PAGE,
-    PLAIN,
-    SHARDED,
-    Bench,
-    Worker,
-    prompt,
-)
+from support.index import FULL, HYBRID, LEASE_SECONDS, ONLY_WINDOW, PAGE, PLAIN, SHARDED, Bench, Worker, prompt
 
 
 def found(index: ChunkIndex, run: KeyRun) -> int:

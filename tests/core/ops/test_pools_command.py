@@ -23,9 +23,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
     return ended.value.code, printed.out, printed.err
 
 
-def test_a_running_depot_keeps_its_pool_and_a_stopped_one_s_memory_is_freed(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_running_depot_keeps_its_pool_and_a_stopped_one_s_memory_is_freed(capsys: pytest.CaptureFixture[str]) -> None:
     with DepotProcess() as depot:
         path = str(depot.pool_directory)
         (listed,) = json.loads(run(capsys, path, "--json")[1])

@@ -237,9 +237,7 @@ def make_link(path: Path) -> None:
 @pytest.mark.promise(68)
 @pytest.mark.parametrize("name", ["pool", "index", "names", "sessions", "tokens"])
 @pytest.mark.parametrize(
-    "make",
-    [Path.mkdir, make_fifo, make_file, make_link],
-    ids=["a folder", "a FIFO", "a file", "a link"],
+    "make", [Path.mkdir, make_fifo, make_file, make_link], ids=["a folder", "a FIFO", "a file", "a link"]
 )
 def test_files_that_are_not_a_depot_s_stay_as_they_are(
     tmp_path: Path, name: str, make: Callable[[Path], object]

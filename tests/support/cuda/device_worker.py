@@ -89,8 +89,7 @@ class DeviceWorker:
         self._plan = plan
         self._has_kernel = options.get("gather_kernel", has_triton())
         self.context = CudaTransferContext(
-            plan.cache(tensors),
-            CudaOptions(url=url, stream=lambda: DEFAULT_STREAM, open_driver=open_driver, **options),
+            plan.cache(tensors), CudaOptions(url=url, stream=lambda: DEFAULT_STREAM, open_driver=open_driver, **options)
         )
         self.spec = self.context.spec
 

@@ -103,10 +103,7 @@ def _configurations() -> dict[str, Any]:
             **_SMALL,
         ),
         "partial": lambda: t.Glm4Config(  # rotates half of the dims, in pairs of neighbours
-            intermediate_size=512,
-            num_hidden_layers=4,
-            head_dim=64,
-            **_SMALL,
+            intermediate_size=512, num_hidden_layers=4, head_dim=64, **_SMALL
         ),
         "learned": lambda: t.GPT2Config(n_embd=256, n_head=4, n_layer=4, n_positions=8192, **_COMMON),
         "windows": lambda: t.Gemma3TextConfig(

@@ -3,13 +3,4 @@
 from support.cuda.fake.driver import DEFAULT_STREAM, POISON, FakeDriver, FakeEvent, fake_gather
 from support.cuda.fake.memory import FakeDevice, FakeTensor, holders
 
-__all__ = [
-    "DEFAULT_STREAM",
-    "POISON",
-    "FakeDevice",
-    "FakeDriver",
-    "FakeEvent",
-    "FakeTensor",
-    "fake_gather",
-    "holders",
-]
+__all__ = ["DEFAULT_STREAM", "POISON", "FakeDevice", "FakeDriver", "FakeEvent", "FakeTensor", "fake_gather", "holders"]
