@@ -38,7 +38,6 @@ class Client:
     released: list[Lease] = field(default_factory=list[Lease])
     operations: list[o.OperatorRequest] = field(default_factory=list[o.OperatorRequest])
     hints: list[tuple[int, dict[str, Any]]] = field(default_factory=list[tuple[int, dict[str, Any]]])
-    cancelled: int = 0
     token_seconds: float = 0.0
     num_pending: int = 0
     announced: list[int] = field(default_factory=list[int])  # tokens ahead of each announcing lookup
@@ -78,7 +77,7 @@ class Client:
         )
 
     def cancel(self) -> None:
-        self.cancelled += 1
+        pass
 
     def end_request(self, request_id: str) -> None:
         self.ended.append(request_id)
@@ -156,6 +155,12 @@ class Scene:
         self.side.begin(request)
         return request
 
+    def asks(self, num_tokens: int, name: str = "r", **changes: Any) -> Any:
+        """Begin a request and look it up."""
+        request = self.request(num_tokens, name, **changes)
+        self.side.matched_tokens(request, 0)
+        return request
+
     def step(
         self, request: Any, num_tokens: int, table: Any, offers: Any = (), preempted: set[str] | None = None
     ) -> StepPlan:
@@ -182,41 +187,37 @@ class Scene:
         )
 
 
-@pytest.fixture
-def scene() -> Callable[..., Scene]:
-    def make(
-        *groups: EngineGroup,
-        num_chunks: int = 0,
-        workers: int = 1,
-        volatile: int = 0,
-        chunk_tokens: int = 16,
-        state_step: int = 0,
-        **settings: Any,
-    ) -> Scene:
-        groups = groups or (FULL,)
-        cache = EngineCache(groups, len(groups), chunk_tokens, 1, "bytes", "test", volatile, state_step)
-        clock = [0.0]
-        client, pool = Client(num_chunks), Pool(64)
-        side = SchedulerSide(
-            cache,
-            Generation(Namespace("m"), workers),
-            Settings(**settings),
-            client,  # type: ignore[arg-type]
-            workers,  # type: ignore[arg-type]
-            describer=SimpleNamespace(describe=lambda _request, _namespace, key: (key, None)),  # type: ignore[arg-type]
-            clock=lambda: clock[0],
-        )
-        side.bind_block_pool(pool)  # type: ignore[arg-type]
-        return Scene(side, client, pool, clock)
-
-    return make
+def scene(
+    *groups: EngineGroup,
+    num_chunks: int = 0,
+    workers: int = 1,
+    volatile: int = 0,
+    chunk_tokens: int = 16,
+    state_step: int = 0,
+    **settings: Any,
+) -> Scene:
+    groups = groups or (FULL,)
+    cache = EngineCache(groups, len(groups), chunk_tokens, 1, "bytes", "test", volatile, state_step)
+    clock = [0.0]
+    client, pool = Client(num_chunks), Pool(64)
+    side = SchedulerSide(
+        cache,
+        Generation(Namespace("m"), workers),
+        Settings(**settings),
+        client,  # type: ignore[arg-type]
+        workers,  # type: ignore[arg-type]
+        describer=SimpleNamespace(describe=lambda _request, _namespace, key: (key, None)),  # type: ignore[arg-type]
+        clock=lambda: clock[0],
+    )
+    side.bind_block_pool(pool)  # type: ignore[arg-type]
+    return Scene(side, client, pool, clock)
 
 
 def blocks(first: int, count: int) -> list[int]:
     return list(range(first, first + count))
 
 
-def test_at_least_one_token_is_left_to_compute(scene: Callable[..., Scene]) -> None:
+def test_at_least_one_token_is_left_to_compute() -> None:
     it = scene(num_chunks=100)
     for num_tokens, expected in ((16, 0), (17, 16), (64, 48), (65, 64)):
         request = it.request(num_tokens, f"r{num_tokens}")
@@ -225,7 +226,7 @@ def test_at_least_one_token_is_left_to_compute(scene: Callable[..., Scene]) -> N
 
 
 @pytest.mark.promise(36, 48)
-def test_the_scheduler_is_told_to_ask_later_and_no_second_lookup_is_sent(scene: Callable[..., Scene]) -> None:
+def test_the_scheduler_is_told_to_ask_later_and_no_second_lookup_is_sent() -> None:
     it = scene(num_chunks=2)
     it.client.answers = False
     request = it.request(100)
@@ -235,7 +236,7 @@ def test_the_scheduler_is_told_to_ask_later_and_no_second_lookup_is_sent(scene: 
     assert len(it.client.asked) == 1
 
 
-def test_an_old_answer_is_asked_for_again(scene: Callable[..., Scene]) -> None:
+def test_an_old_answer_is_asked_for_again() -> None:
     it = scene()
     request = it.request(100)
     assert it.side.matched_tokens(request, 0) == (0, False)
@@ -245,7 +246,7 @@ def test_an_old_answer_is_asked_for_again(scene: Callable[..., Scene]) -> None:
     assert it.side.matched_tokens(request, 0) == (48, True)
 
 
-def test_a_hit_that_vllm_does_not_take_is_given_back(scene: Callable[..., Scene]) -> None:
+def test_a_hit_that_vllm_does_not_take_is_given_back() -> None:
     it = scene(num_chunks=4)
     request = it.request(100)
     assert it.side.matched_tokens(request, 16) == (48, True)
@@ -254,7 +255,7 @@ def test_a_hit_that_vllm_does_not_take_is_given_back(scene: Callable[..., Scene]
     assert it.step(request, 0, (blocks(1, 7),)).loads == ()
 
 
-def test_vllm_may_take_fewer_tokens_than_were_offered(scene: Callable[..., Scene]) -> None:
+def test_vllm_may_take_fewer_tokens_than_were_offered() -> None:
     it = scene(num_chunks=4)
     request = it.request(100)
     it.side.matched_tokens(request, 16)
@@ -263,7 +264,7 @@ def test_vllm_may_take_fewer_tokens_than_were_offered(scene: Callable[..., Scene
     assert (load.key.first_chunk, load.key.num_chunks, load.block_ids, load.skip_tokens) == (1, 2, ([2, 3],), 0)
 
 
-def test_vllm_may_end_a_load_within_a_chunk(scene: Callable[..., Scene]) -> None:
+def test_vllm_may_end_a_load_within_a_chunk() -> None:
     small = EngineGroup(0, GroupKind.FULL_ATTENTION, 4, 0, ("a",), False, False)
     window = EngineGroup(1, GroupKind.SLIDING_WINDOW, 16, 40, ("b",), False, False)
     it = scene(small, window, num_chunks=4)
@@ -278,19 +279,17 @@ def test_vllm_may_end_a_load_within_a_chunk(scene: Callable[..., Scene]) -> None
     assert it.side.counters["hit_tokens"] == 22
 
 
-def test_a_load_that_does_not_fit_is_reported_as_failed(scene: Callable[..., Scene]) -> None:
+def test_a_load_that_does_not_fit_is_reported_as_failed() -> None:
     it = scene(FULL, STATE, num_chunks=4)
-    request = it.request(100)
-    it.side.matched_tokens(request, 0)
+    request = it.asks(100)
     it.side.allocated(request, (blocks(1, 7), [0, 0, 11, 0]), 40)  # a chunk has no state inside
     (load,) = it.step(request, 0, (blocks(1, 7),)).loads
     assert load.key.num_chunks == 0
 
 
-def test_a_failed_load_is_not_tried_again_but_after_a_preemption(scene: Callable[..., Scene]) -> None:
+def test_a_failed_load_is_not_tried_again_but_after_a_preemption() -> None:
     it = scene(num_chunks=4)
-    request = it.request(100)
-    it.side.matched_tokens(request, 0)
+    request = it.asks(100)
     it.side.allocated(request, (blocks(1, 4),), 64)
     it.report(it.step(request, 0, (blocks(1, 4),)), finished=["r"], failed=["r"])
     assert it.side.counters["failed_loads"] == 1
@@ -299,30 +298,27 @@ def test_a_failed_load_is_not_tried_again_but_after_a_preemption(scene: Callable
     assert it.side.matched_tokens(request, 0) == (64, True)
 
 
-def test_a_window_loads_the_blocks_that_it_has(scene: Callable[..., Scene]) -> None:
+def test_a_window_loads_the_blocks_that_it_has() -> None:
     it = scene(FULL, WINDOW, num_chunks=5)
-    request = it.request(100)
-    it.side.matched_tokens(request, 0)
+    request = it.asks(100)
     it.side.allocated(request, (blocks(1, 5), [0, 0, 0, 12, 13]), 80)
     (load,) = it.step(request, 0, ((), ())).loads
     assert load.block_ids == ([1, 2, 3, 4, 5], [12, 13])
 
 
-def test_a_window_may_begin_within_a_chunk(scene: Callable[..., Scene]) -> None:
+def test_a_window_may_begin_within_a_chunk() -> None:
     half = EngineGroup(1, GroupKind.SLIDING_WINDOW, 8, 20, ("b",), False, False)
     it = scene(FULL, half, num_chunks=3)
-    request = it.request(60)
-    it.side.matched_tokens(request, 0)
+    request = it.asks(60)
     it.side.allocated(request, (blocks(1, 3), [0, 0, 0, 13, 14, 15]), 48)
     (load,) = it.step(request, 0, ((), ())).loads
     assert load.block_ids[1] == [NO_BLOCK, 13, 14, 15]
 
 
 @pytest.mark.promise(13, 18)
-def test_chunks_are_stored_as_they_fill_up_and_held_until_every_worker_is_done(scene: Callable[..., Scene]) -> None:
+def test_chunks_are_stored_as_they_fill_up_and_held_until_every_worker_is_done() -> None:
     it = scene(workers=2)
-    request = it.request(100)
-    it.side.matched_tokens(request, 0)
+    request = it.asks(100)
     first = it.step(request, 40, (blocks(1, 3),))
     assert [job.block_ids for job in first.stores] == [([1, 2],)]
     second = it.step(request, 60, (blocks(1, 7),))
@@ -337,14 +333,14 @@ def test_chunks_are_stored_as_they_fill_up_and_held_until_every_worker_is_done(s
     assert it.client.described == [(0, 1), (2, 1)], "what both stored, whoever reports last"
 
 
-def test_tokens_that_a_draft_model_may_write_again_are_stored_later(scene: Callable[..., Scene]) -> None:
+def test_tokens_that_a_draft_model_may_write_again_are_stored_later() -> None:
     it = scene(volatile=3)
     request = it.request(100)
     assert it.step(request, 34, (blocks(1, 3),)).stores[0].key.num_chunks == 1
     assert it.step(request, 1, (blocks(1, 3),)).stores[0].key.first_chunk == 1
 
 
-def test_a_run_ends_where_a_state_is_offered(scene: Callable[..., Scene]) -> None:
+def test_a_run_ends_where_a_state_is_offered() -> None:
     it = scene(FULL, STATE)
     request = it.request(100)
     table = (blocks(1, 7), (), [0, 0, 33, 0, 0, 36, 0])
@@ -357,10 +353,9 @@ def test_a_run_ends_where_a_state_is_offered(scene: Callable[..., Scene]) -> Non
     assert [(job.key.first_chunk, job.block_ids) for job in late.stores] == [(4, ([5], [35]))]
 
 
-def test_nothing_of_a_load_that_has_not_come_is_stored_when_the_request_ends(scene: Callable[..., Scene]) -> None:
+def test_nothing_of_a_load_that_has_not_come_is_stored_when_the_request_ends() -> None:
     it = scene(num_chunks=4)
-    request = it.request(100)
-    it.side.matched_tokens(request, 0)
+    request = it.asks(100)
     it.side.allocated(request, (blocks(1, 7),), 64)
     it.step(request, 0, (blocks(1, 7),))
     request.num_computed_tokens = 64  # vLLM counts the tokens before they are loaded
@@ -369,10 +364,9 @@ def test_nothing_of_a_load_that_has_not_come_is_stored_when_the_request_ends(sce
     it.report(StepPlan(), finished=["r"])  # by then, its request is gone
 
 
-def test_chunks_that_fill_up_last_are_stored_at_the_end(scene: Callable[..., Scene]) -> None:
+def test_chunks_that_fill_up_last_are_stored_at_the_end() -> None:
     it = scene()
-    request = it.request(20)
-    it.side.matched_tokens(request, 0)
+    request = it.asks(20)
     it.step(request, 20, (blocks(1, 2),))
     for _ in range(12):  # the ids of tokens under way are not known yet
         assert it.step(request, 1, (blocks(1, 2),)).stores == ()
@@ -384,7 +378,7 @@ def test_chunks_that_fill_up_last_are_stored_at_the_end(scene: Callable[..., Sce
     assert (job.key.first_chunk, job.block_ids) == (1, ([2],))
 
 
-def test_no_more_blocks_are_held_than_allowed(scene: Callable[..., Scene]) -> None:
+def test_no_more_blocks_are_held_than_allowed() -> None:
     it = scene(max_pinned_share=0.1)  # of 64 blocks
     request = it.request(200)
     first = it.step(request, 200, (blocks(1, 13),))
@@ -394,10 +388,9 @@ def test_no_more_blocks_are_held_than_allowed(scene: Callable[..., Scene]) -> No
     assert [job.key.first_chunk for job in it.step(request, 1, (blocks(1, 13),)).stores] == [6]
 
 
-def test_chunks_without_room_at_the_end_of_their_request_are_stored_later(scene: Callable[..., Scene]) -> None:
+def test_chunks_without_room_at_the_end_of_their_request_are_stored_later() -> None:
     it = scene(max_pinned_share=0.1)  # of 64 blocks
-    request = it.request(200)
-    it.side.matched_tokens(request, 0)
+    request = it.asks(200)
     plans = [it.step(request, 200, (blocks(1, 13),))]
     it.side.finished(request, (blocks(1, 13),))
     assert (it.idle().stores, it.side.has_pending_stores) == ((), True), "the first six hold all blocks that stores may"
@@ -411,12 +404,9 @@ def test_chunks_without_room_at_the_end_of_their_request_are_stored_later(scene:
 
 
 @pytest.mark.parametrize("block_hash", [None, "of another prompt"])
-def test_chunks_whose_blocks_were_taken_are_not_stored_and_nobody_waits_for_them(
-    block_hash: str | None, scene: Callable[..., Scene]
-) -> None:
+def test_chunks_whose_blocks_were_taken_are_not_stored_and_nobody_waits_for_them(block_hash: str | None) -> None:
     it = scene(max_pinned_share=0.1)
-    request = it.request(200)
-    it.side.matched_tokens(request, 0)
+    request = it.asks(200)
     plan = it.step(request, 200, (blocks(1, 13),))
     it.side.finished(request, (blocks(1, 13),))
     it.pool.blocks[9].block_hash = block_hash
@@ -429,7 +419,7 @@ def test_chunks_whose_blocks_were_taken_are_not_stored_and_nobody_waits_for_them
 
 
 @pytest.mark.parametrize("wishes", [{"load": False}, {"store": False}, "nonsense", {"load": "no"}])
-def test_a_request_says_what_it_wants(wishes: Any, scene: Callable[..., Scene]) -> None:
+def test_a_request_says_what_it_wants(wishes: Any) -> None:
     it = scene(num_chunks=1)
     request = it.request(40, kv_transfer_params={"kvdepot": wishes})
     wants = wishes if isinstance(wishes, dict) else {}
@@ -439,11 +429,10 @@ def test_a_request_says_what_it_wants(wishes: Any, scene: Callable[..., Scene]) 
     assert bool(stores) == (wants.get("store") is not False)
 
 
-def test_hints_go_to_the_depot_when_all_of_the_request_is_there(scene: Callable[..., Scene]) -> None:
+def test_hints_go_to_the_depot_when_all_of_the_request_is_there() -> None:
     it = scene()
     wishes = {"session_end": True, "priority": 2, "ttl_seconds": 600}
-    request = it.request(40, kv_transfer_params={"kvdepot": wishes})
-    it.side.matched_tokens(request, 0)
+    request = it.asks(40, kv_transfer_params={"kvdepot": wishes})
     plan = it.step(request, 40, (blocks(1, 3),))
     it.side.finished(request, (blocks(1, 3),))
     assert it.client.hints == []
@@ -452,29 +441,27 @@ def test_hints_go_to_the_depot_when_all_of_the_request_is_there(scene: Callable[
     assert it.client.hints == [(2, {"session_ended": True, "priority": 2, "ttl_seconds": 600.0, **no_session})]
 
 
-@pytest.mark.parametrize("names", [{"session_id": "agent"}, {"kv_transfer_params": {"kvdepot": {"session": "agent"}}}])
+@pytest.mark.parametrize(
+    ("names", "wishes", "retain_seconds"),
+    [
+        ({"session_id": "agent"}, {}, 0.0),
+        ({}, {"session": "agent"}, 0.0),
+        ({"session_id": "agent"}, {"retain_seconds": 90}, 90.0),
+    ],
+)
 def test_the_last_prefix_of_a_session_is_told_when_all_of_it_is_there(
-    names: dict[str, Any], scene: Callable[..., Scene]
+    names: dict[str, Any], wishes: dict[str, Any], retain_seconds: float
 ) -> None:
     it = scene()
-    request = it.request(40, **names)
-    it.side.matched_tokens(request, 0)
+    request = it.asks(40, kv_transfer_params={"kvdepot": wishes}, **names)
     plan = it.step(request, 40, (blocks(1, 3),))
     it.side.finished(request, (blocks(1, 3),))
     it.report(plan)
-    assert [(num_chunks, hints["session"]) for num_chunks, hints in it.client.hints] == [(2, "agent")]
+    told = [(num_chunks, hints["session"], hints["retain_seconds"]) for num_chunks, hints in it.client.hints]
+    assert told == [(2, "agent", retain_seconds)]
 
 
-def test_a_session_is_retained_by_the_request_that_ends_before_the_pause(scene: Callable[..., Scene]) -> None:
-    it = scene()
-    own = {"kvdepot": {"retain_seconds": 90}}
-    request = it.request(40, session_id="agent", kv_transfer_params=own)
-    it.report(it.step(request, 40, (blocks(1, 3),)))
-    it.side.finished(request, (blocks(1, 3),))
-    assert (it.client.hints[-1][1]["session"], it.client.hints[-1][1]["retain_seconds"]) == ("agent", 90.0)
-
-
-def test_a_request_names_sessions_that_are_moved_when_it_arrives(scene: Callable[..., Scene]) -> None:
+def test_a_request_names_sessions_that_are_moved_when_it_arrives() -> None:
     it = scene()
     wishes = {"retain": {"a": 60}, "prefetch": ["b"], "demote": ["c", "d"], "forget": ["e"]}
     it.request(40, kv_transfer_params={"kvdepot": wishes})
@@ -491,7 +478,7 @@ def test_a_request_names_sessions_that_are_moved_when_it_arrives(scene: Callable
 @pytest.mark.parametrize(
     "wishes", [{"retain": ["a"]}, {"retain": {"a": -1}}, {"prefetch": "a"}, {"forget": [""]}, {"demote": ["a"] * 65}]
 )
-def test_wrong_names_of_sessions_move_none(wishes: dict[str, Any], scene: Callable[..., Scene]) -> None:
+def test_wrong_names_of_sessions_move_none(wishes: dict[str, Any]) -> None:
     it = scene()
     it.request(40, kv_transfer_params={"kvdepot": wishes})
     assert it.client.operations == []
@@ -500,9 +487,7 @@ def test_wrong_names_of_sessions_move_none(wishes: dict[str, Any], scene: Callab
 @pytest.mark.parametrize(
     "wishes", [{"session_end": 1}, {"priority": 9}, {"priority": True}, {"ttl_seconds": "10"}, {"ttl_seconds": -1}, {}]
 )
-def test_a_bad_hint_is_one_line_in_the_log(
-    wishes: dict[str, Any], scene: Callable[..., Scene], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_bad_hint_is_one_line_in_the_log(wishes: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     it = scene()
     request = it.request(40, kv_transfer_params={"kvdepot": wishes})
     it.report(it.step(request, 40, (blocks(1, 3),)))
@@ -515,7 +500,7 @@ def test_a_bad_hint_is_one_line_in_the_log(
     assert [hints["priority"] for _, hints in it.client.hints] == [1]
 
 
-def test_a_store_that_goes_wrong_stops_nothing_but_itself(scene: Callable[..., Scene]) -> None:
+def test_a_store_that_goes_wrong_stops_nothing_but_itself() -> None:
     it = scene()
     request = it.request(40)
     assert it.step(request, 40, ([1, 999],)).stores == ()
@@ -523,7 +508,7 @@ def test_a_store_that_goes_wrong_stops_nothing_but_itself(scene: Callable[..., S
     assert it.step(it.request(40, "other"), 40, (blocks(1, 3),)).stores
 
 
-def test_spans_join_the_trace_of_their_request(scene: Callable[..., Scene]) -> None:
+def test_spans_join_the_trace_of_their_request() -> None:
     from opentelemetry import trace
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -534,8 +519,7 @@ def test_spans_join_the_trace_of_their_request(scene: Callable[..., Scene]) -> N
     trace.set_tracer_provider(provider)
     it = scene(num_chunks=4)
     headers = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
-    request = it.request(100, trace_headers=headers)
-    it.side.matched_tokens(request, 0)
+    request = it.asks(100, trace_headers=headers)
     it.side.allocated(request, (blocks(1, 4),), 64)
     it.report(it.step(request, 0, (blocks(1, 4),)), finished=["r"])
     request.num_computed_tokens = 64
@@ -574,7 +558,7 @@ def raising(error: Exception) -> Callable[..., Any]:
 @pytest.mark.parametrize("place", ["blocks_to_fill", "run", "start_span"])
 @pytest.mark.promise(32)
 def test_a_load_that_cannot_be_planned_is_given_to_the_workers_as_failed(
-    place: str, error: Exception, scene: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch
+    place: str, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """VLLM waits for every load for which it allocated blocks."""
     it = scene(num_chunks=4)
@@ -592,7 +576,7 @@ def test_a_load_that_cannot_be_planned_is_given_to_the_workers_as_failed(
 @pytest.mark.parametrize("place", ["blocks_to_store", "run", "start_span", "touch"])
 @pytest.mark.promise(18)
 def test_a_store_that_cannot_be_planned_holds_no_block(
-    place: str, error: Exception, scene: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch
+    place: str, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     it = scene()
     request, other = it.request(100), it.request(32, "other")
@@ -606,7 +590,7 @@ def test_a_store_that_cannot_be_planned_holds_no_block(
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 def test_a_failure_after_a_store_keeps_no_other_store_s_blocks(
-    error: Exception, scene: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch
+    error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     it = scene()
     request = it.request(100)
@@ -616,12 +600,9 @@ def test_a_failure_after_a_store_keeps_no_other_store_s_blocks(
     assert (it.pool.held(), it.side.has_pending_stores) == (set(), False)
 
 
-def test_a_request_whose_last_store_fails_gives_its_lease_back(
-    scene: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_whose_last_store_fails_gives_its_lease_back(monkeypatch: pytest.MonkeyPatch) -> None:
     it = scene(num_chunks=4)
-    request = it.request(100)
-    it.side.matched_tokens(request, 0)
+    request = it.asks(100)
     monkeypatch.setattr(Stores, "plan", raising(RuntimeError("a bug")))
     with pytest.raises(RuntimeError):
         it.side.finished(request, (blocks(1, 7),))
@@ -631,9 +612,7 @@ def test_a_request_whose_last_store_fails_gives_its_lease_back(
 # --- computations of other engines ----------------------------------------------------------------------------------
 
 
-def test_a_request_waits_for_what_others_compute_and_no_longer_than_twice_computing_it(
-    scene: Callable[..., Scene],
-) -> None:
+def test_a_request_waits_for_what_others_compute_and_no_longer_than_twice_computing_it() -> None:
     it = scene(num_chunks=2, deadline_seconds=2.0)
     it.client.num_pending, it.client.token_seconds = 3, 0.1
     request = it.request(100)
@@ -649,7 +628,7 @@ def test_a_request_waits_for_what_others_compute_and_no_longer_than_twice_comput
     assert it.side.matched_tokens(request, 0) == (32, True)
 
 
-def test_a_request_waits_no_longer_than_a_deadline_while_the_pace_is_unknown(scene: Callable[..., Scene]) -> None:
+def test_a_request_waits_no_longer_than_a_deadline_while_the_pace_is_unknown() -> None:
     it = scene(deadline_seconds=2.0)
     it.client.num_pending = 3
     request = it.request(100)
@@ -660,7 +639,7 @@ def test_a_request_waits_no_longer_than_a_deadline_while_the_pace_is_unknown(sce
     assert it.side.matched_tokens(request, 0) == (0, False)
 
 
-def test_a_request_of_a_quick_engine_does_not_wait_a_deadline(scene: Callable[..., Scene]) -> None:
+def test_a_request_of_a_quick_engine_does_not_wait_a_deadline() -> None:
     it = scene(deadline_seconds=2.0)
     it.client.num_pending, it.client.token_seconds = 3, 0.001
     request = it.request(100)
@@ -668,7 +647,7 @@ def test_a_request_of_a_quick_engine_does_not_wait_a_deadline(scene: Callable[..
     assert it.side.matched_tokens(request, 0) == (0, False)
 
 
-def test_it_is_done_waiting_when_the_chunks_are_here(scene: Callable[..., Scene]) -> None:
+def test_it_is_done_waiting_when_the_chunks_are_here() -> None:
     it = scene()
     it.client.num_pending = 6
     request = it.request(100)
@@ -678,7 +657,7 @@ def test_it_is_done_waiting_when_the_chunks_are_here(scene: Callable[..., Scene]
     assert it.side.matched_tokens(request, 0) == (96, True)
 
 
-def test_a_lookup_says_what_is_computed_before(scene: Callable[..., Scene]) -> None:
+def test_a_lookup_says_what_is_computed_before() -> None:
     it = scene()
     first = it.request(100, "first")
     it.side.matched_tokens(first, 0)
@@ -688,20 +667,16 @@ def test_a_lookup_says_what_is_computed_before(scene: Callable[..., Scene]) -> N
 
 
 @pytest.mark.parametrize("settings", [{"wait_for_others": False}, {"store": "none"}])
-def test_an_engine_that_does_not_store_or_share_announces_nothing(
-    scene: Callable[..., Scene], settings: dict[str, Any]
-) -> None:
+def test_an_engine_that_does_not_store_or_share_announces_nothing(settings: dict[str, Any]) -> None:
     it = scene(**settings)
-    request = it.request(100)
-    it.side.matched_tokens(request, 0)
+    request = it.asks(100)
     it.side.finished(request, ([],))
     assert (it.client.asked, it.client.announced, it.client.ended) == ([6], [], [])
 
 
-def test_an_announcement_is_withdrawn_after_the_last_store(scene: Callable[..., Scene]) -> None:
+def test_an_announcement_is_withdrawn_after_the_last_store() -> None:
     it = scene()
-    request = it.request(48)
-    it.side.matched_tokens(request, 0)
+    request = it.asks(48)
     plan = it.step(request, 48, (blocks(1, 3),))
     it.side.finished(request, (blocks(1, 3),))
     assert it.client.ended == []
@@ -709,7 +684,7 @@ def test_an_announcement_is_withdrawn_after_the_last_store(scene: Callable[..., 
     assert it.client.ended == ["r"]
 
 
-def test_the_end_of_an_old_store_does_not_touch_a_new_request_of_the_same_name(scene: Callable[..., Scene]) -> None:
+def test_the_end_of_an_old_store_does_not_touch_a_new_request_of_the_same_name() -> None:
     """Callers choose request ids, and may reuse one while stores of its first request are under way."""
     it = scene()
     old = it.request(48)
@@ -736,7 +711,7 @@ def key_of(num_tokens: int) -> KeyRun:
     return hasher.run(0, num_tokens // 16)
 
 
-def test_a_prefill_engine_says_what_it_computed_if_it_is_asked(scene: Callable[..., Scene]) -> None:
+def test_a_prefill_engine_says_what_it_computed_if_it_is_asked() -> None:
     it = scene()
     told = []
     for name, params in (("a", {"do_remote_decode": True}), ("b", None)):
@@ -757,7 +732,7 @@ def handed(num_tokens: int, **told: Any) -> dict[str, Any]:
     return {"do_remote_prefill": True, "kvdepot": {"num_tokens": num_tokens, "prefix": prefix, **told}}
 
 
-def test_a_decode_engine_waits_for_what_is_handed_over_and_then_computes(scene: Callable[..., Scene]) -> None:
+def test_a_decode_engine_waits_for_what_is_handed_over_and_then_computes() -> None:
     it = scene(num_chunks=1)
     request = it.request(100, kv_transfer_params=handed(48, wait_ms=500))
     assert it.side.matched_tokens(request, 0) == (None, False)
@@ -772,7 +747,7 @@ def test_a_decode_engine_waits_for_what_is_handed_over_and_then_computes(scene: 
     assert it.side.matched_tokens(request, 0) == (48, True)
 
 
-def test_a_decode_engine_waits_as_long_as_chunks_arrive(scene: Callable[..., Scene]) -> None:
+def test_a_decode_engine_waits_as_long_as_chunks_arrive() -> None:
     it = scene(num_chunks=1, deadline_seconds=2.0)
     request = it.request(100, kv_transfer_params=handed(96))
     it.client.num_pending = 1
@@ -784,7 +759,7 @@ def test_a_decode_engine_waits_as_long_as_chunks_arrive(scene: Callable[..., Sce
     assert it.side.matched_tokens(request, 0) == (64, True)
 
 
-def test_a_decode_engine_computes_what_never_comes(scene: Callable[..., Scene]) -> None:
+def test_a_decode_engine_computes_what_never_comes() -> None:
     it = scene(num_chunks=1)
     request = it.request(100, kv_transfer_params=handed(48, wait_ms=500))
     it.clock[0] = 0.5
@@ -795,7 +770,7 @@ def test_a_decode_engine_computes_what_never_comes(scene: Callable[..., Scene]) 
     assert it.side.counters["hand_overs_missed"] == 1
 
 
-def test_the_last_incomplete_chunk_of_a_prompt_is_handed_over(scene: Callable[..., Scene]) -> None:
+def test_the_last_incomplete_chunk_of_a_prompt_is_handed_over() -> None:
     """With chunks of 128 tokens and blocks of 16, a prompt of 300 has two chunks, and 44 tokens in three blocks."""
     it = scene(chunk_tokens=128, max_pinned_share=1.0)
     request = it.request(300, "prefill", kv_transfer_params={"do_remote_decode": True})
@@ -825,10 +800,9 @@ def test_the_last_incomplete_chunk_of_a_prompt_is_handed_over(scene: Callable[..
     assert job.block_ids == (blocks(1, 19) + [NO_BLOCK] * 5,)
 
 
-def test_an_incomplete_chunk_without_room_is_stored_when_another_store_has_ended(scene: Callable[..., Scene]) -> None:
+def test_an_incomplete_chunk_without_room_is_stored_when_another_store_has_ended() -> None:
     it = scene(chunk_tokens=128, max_pinned_share=0.25)  # of 64 blocks: two chunks
-    request = it.request(300, "prefill", kv_transfer_params={"do_remote_decode": True})
-    it.side.matched_tokens(request, 0)
+    request = it.asks(300, "prefill", kv_transfer_params={"do_remote_decode": True})
     whole = it.step(request, 300, (blocks(1, 19),))
     assert [job.key.num_chunks for job in whole.stores] == [2]
     assert it.step(request, 1, (blocks(1, 19),)).stores == ()
@@ -847,7 +821,7 @@ def test_an_incomplete_chunk_without_room_is_stored_when_another_store_has_ended
     ],
 )
 def test_a_decode_engine_takes_whole_chunks_where_no_tail_fits(
-    scene: Callable[..., Scene], prompt_tokens: int, told_tokens: int, found: int, expected: int
+    prompt_tokens: int, told_tokens: int, found: int, expected: int
 ) -> None:
     it = scene(chunk_tokens=128, num_chunks=found)
     params = {"do_remote_prefill": True, "kvdepot": {"num_tokens": told_tokens}}
@@ -856,15 +830,14 @@ def test_a_decode_engine_takes_whole_chunks_where_no_tail_fits(
     assert it.side.counters["hand_overs_missed"] == 0
 
 
-def test_small_chunks_have_no_tail(scene: Callable[..., Scene]) -> None:
+def test_small_chunks_have_no_tail() -> None:
     it = scene(chunk_tokens=64, max_pinned_share=1.0)
-    request = it.request(300, kv_transfer_params={"do_remote_decode": True})
-    it.side.matched_tokens(request, 0)
+    request = it.asks(300, kv_transfer_params={"do_remote_decode": True})
     jobs = it.step(request, 300, (blocks(1, 19),)).stores
     assert [job.key.num_chunks for job in jobs] == [4]
 
 
-def test_the_tail_of_a_window_may_need_a_chunk_more(scene: Callable[..., Scene]) -> None:
+def test_the_tail_of_a_window_may_need_a_chunk_more() -> None:
     """The window of 150 tokens before token 300 begins in chunk 1, and vLLM has blocks for all its tokens."""
     window = EngineGroup(1, GroupKind.SLIDING_WINDOW, 16, 150, ("b",), False, False)
     params = {"do_remote_prefill": True, "kvdepot": {"num_tokens": 300}}
@@ -882,9 +855,7 @@ LARGE_STATE = EngineGroup(1, GroupKind.RECURRENT, 128, 0, ("c",), False, False)
 
 
 @pytest.mark.parametrize(("prompt_tokens", "state_tokens"), [(300, 288), (256, 224)])
-def test_a_hybrid_hands_over_up_to_the_last_state(
-    scene: Callable[..., Scene], prompt_tokens: int, state_tokens: int
-) -> None:
+def test_a_hybrid_hands_over_up_to_the_last_state(prompt_tokens: int, state_tokens: int) -> None:
     """vLLM keeps a state at a multiple of 32 before the last token. In these prompts, that is not a chunk's end."""
     full, num_whole = EngineGroup(0, GroupKind.FULL_ATTENTION, 128, 0, ("a",), False, False), state_tokens // 128
     num_blocks = -(-prompt_tokens // 128)
@@ -912,11 +883,10 @@ def test_a_hybrid_hands_over_up_to_the_last_state(
     assert job.block_ids == (blocks(1, num_whole + 1), [25])
 
 
-def test_a_hybrid_that_offers_no_state_hands_over_whole_chunks(scene: Callable[..., Scene]) -> None:
+def test_a_hybrid_that_offers_no_state_hands_over_whole_chunks() -> None:
     full = EngineGroup(0, GroupKind.FULL_ATTENTION, 128, 0, ("a",), False, False)
     it = scene(full, LARGE_STATE, chunk_tokens=128, state_step=32, max_pinned_share=1.0)
-    request = it.request(300, kv_transfer_params={"do_remote_decode": True})
-    it.side.matched_tokens(request, 0)
+    request = it.asks(300, kv_transfer_params={"do_remote_decode": True})
     table = (blocks(1, 3), [0, 0, 20])
     it.step(request, 300, table, [(1, 30, 256)])
     told: Any = it.side.finished(request, table)
@@ -939,7 +909,7 @@ def test_a_hybrid_that_offers_no_state_hands_over_whole_chunks(scene: Callable[.
         {"do_remote_prefill": True, "kvdepot": {"num_tokens": 16, "prefix": "nonsense", "wait_ms": "x"}},
     ],
 )
-def test_nothing_is_waited_for_that_is_not_handed_over(scene: Callable[..., Scene], params: dict[str, Any]) -> None:
+def test_nothing_is_waited_for_that_is_not_handed_over(params: dict[str, Any]) -> None:
     it = scene(num_chunks=1)
     request = it.request(100, kv_transfer_params=params)
     assert it.side.matched_tokens(request, 0) == (16, True)
@@ -959,12 +929,9 @@ def test_a_prefill_engine_stores_prompts(role: str, extra: dict[str, Any], store
 
 
 @pytest.mark.parametrize("how", ["abort", "preemption", "reset"])
-def test_the_announcement_of_chunks_that_will_not_be_computed_is_withdrawn_at_once(
-    scene: Callable[..., Scene], how: str
-) -> None:
+def test_the_announcement_of_chunks_that_will_not_be_computed_is_withdrawn_at_once(how: str) -> None:
     it = scene()
-    request = it.request(100)
-    it.side.matched_tokens(request, 0)
+    request = it.asks(100)
     if how == "abort":
         it.side.finished(request, ([],))
     elif how == "preemption":
@@ -974,7 +941,7 @@ def test_the_announcement_of_chunks_that_will_not_be_computed_is_withdrawn_at_on
     assert it.client.ended == ["r"]
 
 
-def test_settings_come_in_the_hints_of_a_router_too(scene: Callable[..., Scene]) -> None:
+def test_settings_come_in_the_hints_of_a_router_too() -> None:
     def hints(*payloads: Any, kind: str = "kvdepot") -> Any:
         return SimpleNamespace(actions=[SimpleNamespace(action_type=kind, payload=payload) for payload in payloads])
 
@@ -989,9 +956,7 @@ def test_settings_come_in_the_hints_of_a_router_too(scene: Callable[..., Scene])
     assert it.client.hints[-1][1]["priority"] == 2
 
 
-def test_the_log_tells_each_decision_about_a_request(
-    scene: Callable[..., Scene], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_log_tells_each_decision_about_a_request(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("DEBUG", "kvdepot_vllm")
     it = scene(num_chunks=2, deadline_seconds=2.0)
     it.client.num_pending = 3
@@ -1018,9 +983,7 @@ def test_the_log_tells_each_decision_about_a_request(
     ]
 
 
-def test_the_log_names_the_namespace_again_once_the_weights_are_others(
-    scene: Callable[..., Scene], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_log_names_the_namespace_again_once_the_weights_are_others(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "kvdepot_vllm")
 
     def named(**settings: Any) -> list[str]:
