@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
-from kvdepot.index.eviction import NO_NODE
 from kvdepot.index.index import ChunkIndex
 from kvdepot.index.quotas import QuotaTable
 from kvdepot.index.restore import restore
+from kvdepot.index.tree import NO_NODE
 from kvdepot.keys import Namespace, hash_prefix
 from kvdepot.layout import GroupKind, Part, mask_of
 from kvdepot.pool.extents import ExtentAllocator

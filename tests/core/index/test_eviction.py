@@ -7,7 +7,8 @@ from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvdepot.index.eviction import AUTO, NO_NODE, POLICIES, ChunkTree, EvictionPolicy, Preference
+from kvdepot.index.eviction import AUTO, POLICIES, EvictionPolicy, Preference
+from kvdepot.index.tree import NO_NODE, ChunkTree
 
 
 def key_of(node: int) -> bytes:

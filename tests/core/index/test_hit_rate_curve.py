@@ -7,9 +7,9 @@ import pytest
 from blake3 import blake3
 
 from kvdepot.index.entries import NewRun, PartPlace
-from kvdepot.index.eviction import NO_NODE
 from kvdepot.index.hit_rate_curve import SCALES, HitRateCurve
 from kvdepot.index.index import MOST_EVICTED, ChunkIndex
+from kvdepot.index.tree import NO_NODE
 from kvdepot.layout import GroupKind
 from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.table import IndexTable

@@ -8,8 +8,7 @@ from itertools import count
 import pytest
 from blake3 import blake3
 
-from kvdepot.index.hit_rate_curve import HitRateCurve
-from kvdepot.index.policy_selector import PolicySelector
+from kvdepot.index.hit_rate_curve import HitRateCurve, PolicySelector
 from kvdepot.lab.simulate import simulate
 from kvdepot.lab.trace import BLOCK_TOKENS, TraceRequest
 from support.index import Bench, prompt

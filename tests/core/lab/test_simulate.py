@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from kvdepot.errors import ConfigError, TraceError
 from kvdepot.index.entries import NewRun, PartPlace
-from kvdepot.index.eviction import NO_NODE, POLICIES
+from kvdepot.index.eviction import POLICIES
 from kvdepot.index.index import ChunkIndex
+from kvdepot.index.tree import NO_NODE
 from kvdepot.lab.simulate import (
     BELADY,
     BYTES_PER_TOKEN,

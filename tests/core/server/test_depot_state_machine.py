@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvdepot.errors import ErrorCode
-from kvdepot.index.eviction import NO_NODE, POLICIES
+from kvdepot.index.eviction import POLICIES
 from kvdepot.index.index import ChunkIndex
 from kvdepot.index.quotas import QuotaTable
 from kvdepot.index.restore import restore
+from kvdepot.index.tree import NO_NODE
 from kvdepot.keys import KeyRun, Namespace, hash_prefix
 from kvdepot.layout import GroupKind, Part
 from kvdepot.pool.extents import ExtentAllocator, extent_size

@@ -12,20 +12,6 @@ from typing import Final, Protocol
 from kvdepot.index.columns import make_column
 from kvdepot.index.tree import NO_NODE, ChunkTree
 
-__all__ = [
-    "AUTO",
-    "ENDED",
-    "NORMAL",
-    "NO_NODE",
-    "POLICIES",
-    "AdaptiveReplacement",
-    "ChunkTree",
-    "EvictionPolicy",
-    "PolicyFactory",
-    "Preference",
-    "ShareTree",
-]
-
 # Bounds of one search for a victim: a store may need many victims within a few milliseconds.
 _MOST_LOOKED_AT: Final = 4096  # leased leaves skipped
 _MOST_MENDED: Final = 16  # outdated heap entries corrected

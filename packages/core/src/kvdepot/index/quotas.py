@@ -16,8 +16,8 @@ from typing import Final, Protocol
 
 from kvdepot.config import format_size
 from kvdepot.errors import ConfigError
-from kvdepot.index.eviction import ENDED, NORMAL, ChunkTree, EvictionPolicy, ShareTree
-from kvdepot.index.tree import Nodes
+from kvdepot.index.eviction import ENDED, NORMAL, EvictionPolicy, ShareTree
+from kvdepot.index.tree import ChunkTree, Nodes
 
 MAXIMUM_QUOTAS: Final = 64  # each eviction examines all shares
 _LEAST_WRITING: Final = 1 / 16  # of the pool, for unfinished entries of tenants without a quota

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvdepot.counting import depot_counter
-from kvdepot.index.eviction import NO_NODE
+from kvdepot.index.tree import NO_NODE
 from kvdepot.pool.table import Writer
 from kvdepot.server.background import CHORES_FAILED, Task
 from kvdepot.server.contexts import Fence

@@ -9,7 +9,7 @@ from typing import Final
 from kvdepot.counting import depot_counter
 from kvdepot.errors import ErrorCode
 from kvdepot.index.entries import NewRun, pack_extent
-from kvdepot.index.eviction import NO_NODE
+from kvdepot.index.tree import NO_NODE
 from kvdepot.pool.table import Writer
 from kvdepot.server.background import Task
 from kvdepot.server.contexts import Context, ContextTable, Fence, check_covered, wanted_of

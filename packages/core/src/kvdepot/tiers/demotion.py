@@ -13,8 +13,9 @@ from typing import Final
 
 from kvdepot.config import Demotion
 from kvdepot.counting import Counts, depot_counter
-from kvdepot.index.eviction import ENDED, NO_NODE
+from kvdepot.index.eviction import ENDED
 from kvdepot.index.index import ChunkIndex
+from kvdepot.index.tree import NO_NODE
 from kvdepot.tiers.gathering import Gathering
 from kvdepot.tiers.jobs import Job, Operation, Part
 from kvdepot.tiers.keys import chunks_a_run

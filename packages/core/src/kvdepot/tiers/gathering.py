@@ -10,8 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
-from kvdepot.index.eviction import NO_NODE
-from kvdepot.index.tree import Nodes
+from kvdepot.index.tree import NO_NODE, Nodes
 
 _FEW_CHUNKS: Final = 8  # fewer chunks wait longest: later chunks of the prompt make the request worthwhile
 _IDLE_SECONDS: Final = (0.05, 0.25, 2.0)  # if another node waits; otherwise; for few chunks

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Sequence
 
 from kvdepot.index.entries import PartPlace
-from kvdepot.index.eviction import NO_NODE
 from kvdepot.index.index import ChunkIndex
 from kvdepot.index.space import Space
+from kvdepot.index.tree import NO_NODE
 from kvdepot.keys import DIGEST_BYTES, digest_at
 from kvdepot.pool.names import Label
 from kvdepot.tiers.keys import (

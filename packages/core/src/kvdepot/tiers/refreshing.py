@@ -12,8 +12,8 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from enum import Enum
 from typing import Final, TypeAlias
 
-from kvdepot.index.eviction import NO_NODE
 from kvdepot.index.index import ChunkIndex
+from kvdepot.index.tree import NO_NODE
 from kvdepot.tiers.jobs import Job, Operation, Part
 from kvdepot.tiers.keys import MOST_CHUNKS_A_RUN
 from kvdepot.tiers.names import EntryKeys, by_run
