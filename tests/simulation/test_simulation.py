@@ -10,7 +10,7 @@ import pytest
 
 from kvdepot.index.contents import ContentIndex, SourceRun
 from kvdepot.index.entries import Entries, Extent, PartPlace
-from kvdepot.index.space import Space
+from kvdepot.index.tree import Space
 from kvdepot.index.visibility import Visibility
 from kvdepot.pool.names import decode_names
 from kvdepot.pool.table import IndexTable

@@ -19,7 +19,7 @@ from kvdepot.errors import ErrorCode, IntegrityError
 from kvdepot.index.index import ChunkIndex
 from kvdepot.index.quotas import QuotaTable
 from kvdepot.index.restore import restore
-from kvdepot.index.space import digest_of
+from kvdepot.index.tree import digest_of
 from kvdepot.keys import DIGEST_BYTES, KeyRun
 from kvdepot.layout import Part, mask_of
 from kvdepot.pool.extents import ExtentAllocator

@@ -28,8 +28,8 @@ from kvdepot.operators.holdings import Holdings
 from kvdepot.operators.zeromq import Listener, Listeners, MessageReader
 from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.table import IndexTable, Writer
+from kvdepot.server import access
 from kvdepot.server import connections as module
-from kvdepot.server import listening
 from kvdepot.server.access import Access
 from kvdepot.server.app import DepotServer
 from kvdepot.server.connections import SILENCE_SECONDS, ConnectionTable
@@ -85,7 +85,7 @@ def test_a_reserve_that_is_touched_does_not_wake_the_loop_again_and_again(
     def is_touched(_fd: int) -> bool:
         return touched[0]
 
-    monkeypatch.setattr(listening, "is_reserve_touched", is_touched)
+    monkeypatch.setattr(access, "is_reserve_touched", is_touched)
     with table.connect() as client:
         table.serve()
         assert not select.select([table.table], [], [], 0)[0]

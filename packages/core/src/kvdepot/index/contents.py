@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvdepot.index.index import ChunkIndex
-from kvdepot.index.space import Space
+from kvdepot.index.tree import Space
 from kvdepot.keys import DIGEST_BYTES, digest_at, num_digests
 from kvdepot.wire.messages import MAXIMUM_SEGMENT_TOKENS
 

@@ -12,8 +12,7 @@ from typing import Final, NamedTuple, TypeAlias
 from kvdepot.errors import require
 from kvdepot.index.columns import make_column
 from kvdepot.index.quotas import QuotaTable
-from kvdepot.index.space import Space
-from kvdepot.index.tree import NO_NODE, Nodes
+from kvdepot.index.tree import NO_NODE, Nodes, Space
 from kvdepot.layout import Part, mask_of
 from kvdepot.pool.extents import ExtentAllocator, extent_size
 from kvdepot.pool.table import NO_RECORD, OWNER_BYTES, PARENT_BYTES, SEALED, IndexTable, Record, Writer

@@ -16,8 +16,7 @@ from kvdepot.index.columns import Links, make_column
 from kvdepot.index.entries import Entries
 from kvdepot.index.priorities import Priorities
 from kvdepot.index.quotas import MAXIMUM_QUOTAS, Shares
-from kvdepot.index.space import Space
-from kvdepot.index.tree import NO_NODE, Nodes
+from kvdepot.index.tree import NO_NODE, Nodes, Space
 from kvdepot.index.visibility import Visibility, Watcher
 from kvdepot.wire.histogram import Histogram
 

@@ -19,8 +19,7 @@ from typing import Final
 
 from kvdepot.index.columns import make_column
 from kvdepot.index.eviction import AdaptiveReplacement, Preference
-from kvdepot.index.space import Space
-from kvdepot.index.tree import NO_NODE, Nodes
+from kvdepot.index.tree import NO_NODE, Nodes, Space
 from kvdepot.keys import DIGEST_BYTES, digest_at
 from kvdepot.wire.messages import CacheSpec
 from kvdepot.wire.status import PoolEstimate

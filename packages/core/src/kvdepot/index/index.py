@@ -15,8 +15,7 @@ from kvdepot.index.evictor import EndStore, Evictor, cannot_end
 from kvdepot.index.hit_rate_curve import HitRateCurve
 from kvdepot.index.priorities import Priorities
 from kvdepot.index.quotas import QuotaTable, Shares
-from kvdepot.index.space import Space, digest_of
-from kvdepot.index.tree import NO_NODE, ChunkTree, Nodes
+from kvdepot.index.tree import NO_NODE, ChunkTree, Nodes, Space, digest_of
 from kvdepot.index.visibility import Visibility, Watcher
 from kvdepot.pool.extents import ExtentAllocator, extent_size
 from kvdepot.pool.table import IndexTable

@@ -16,8 +16,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from kvdepot.index.space import Space
-from kvdepot.index.tree import NO_NODE
+from kvdepot.index.tree import NO_NODE, Space
 from kvdepot.index.visibility import Watcher
 from kvdepot.keys import digest_at, num_digests
 from kvdepot.wire import messages as m

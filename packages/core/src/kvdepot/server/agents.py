@@ -10,7 +10,7 @@ from typing import Final
 
 from kvdepot.errors import ErrorCode, printable
 from kvdepot.index.pins import AgentSession, Pin, PinTable
-from kvdepot.index.space import Space
+from kvdepot.index.tree import Space
 from kvdepot.keys import first_digests
 from kvdepot.pool.prefixes import PrefixFile
 from kvdepot.server.contexts import ContextTable

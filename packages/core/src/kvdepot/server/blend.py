@@ -6,7 +6,7 @@ from typing import Final
 from kvdepot.counting import depot_counter
 from kvdepot.errors import ErrorCode
 from kvdepot.index.contents import ContentIndex
-from kvdepot.index.space import Space
+from kvdepot.index.tree import Space
 from kvdepot.keys import first_digests, num_digests
 from kvdepot.layout import GroupKind
 from kvdepot.server.contexts import Context

@@ -11,7 +11,7 @@ from typing import Any, Final, TypeAlias, TypeVar
 
 from kvdepot.config import ServerConfig, format_size, plain_settings
 from kvdepot.errors import ConfigError, ErrorCode, printable
-from kvdepot.index.space import Space
+from kvdepot.index.tree import Space
 from kvdepot.keys import num_digests
 from kvdepot.server.background import MAXIMUM_OPERATIONS
 from kvdepot.server.depot import Depot

@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Final
 
 from kvdepot.errors import require
-from kvdepot.server.access import Access
-from kvdepot.server.listening import Listener, Warnings
+from kvdepot.server.access import Access, Listener, Warnings
 from kvdepot.wire import frames
 
 SILENCE_SECONDS: Final = 5.0  # for a greeting, for the rest of a frame, and between an operator's requests

@@ -9,7 +9,7 @@ from typing import Final
 from kvdepot.counting import depot_counter
 from kvdepot.errors import ErrorCode
 from kvdepot.index.entries import PartPlace, Wanted
-from kvdepot.index.space import Space, digest_of
+from kvdepot.index.tree import Space, digest_of
 from kvdepot.layout import Part, layers_of_both, mask_of
 from kvdepot.pool.table import OWNER_BYTES, Writer
 from kvdepot.server.generations import Generations

@@ -18,8 +18,7 @@ import msgspec
 
 from kvdepot.counting import depot_counter
 from kvdepot.index.entries import NewRun, PartPlace
-from kvdepot.index.space import Space, digest_of
-from kvdepot.index.tree import NO_NODE
+from kvdepot.index.tree import NO_NODE, Space, digest_of
 from kvdepot.keys import DIGEST_BYTES, first_digests, num_digests
 from kvdepot.layout import THAT_CELL, GroupKind
 from kvdepot.server.contexts import ContextTable

@@ -5,7 +5,7 @@ from typing import Final, TypeAlias
 
 from kvdepot.errors import ErrorCode
 from kvdepot.index.index import ChunkIndex
-from kvdepot.index.space import Space
+from kvdepot.index.tree import Space
 from kvdepot.pool.names import Label, Names
 from kvdepot.server.replies import Refused
 from kvdepot.wire import messages as m

@@ -11,7 +11,7 @@ from msgspec import structs
 from kvdepot.counting import depot_counter
 from kvdepot.errors import ErrorCode
 from kvdepot.index.entries import pack_extent
-from kvdepot.index.space import Space
+from kvdepot.index.tree import Space
 from kvdepot.keys import DIGEST_BYTES, digest_at, num_digests
 from kvdepot.server.agents import Agents
 from kvdepot.server.background import Task

@@ -10,7 +10,7 @@ import msgspec
 
 from kvdepot.counting import depot_counter
 from kvdepot.errors import ErrorCode
-from kvdepot.index.space import Space
+from kvdepot.index.tree import Space
 from kvdepot.operators.holdings import Holdings, Reader, Shelf
 from kvdepot.pool.tokens import TokensFile
 from kvdepot.server.contexts import Context, ContextTable

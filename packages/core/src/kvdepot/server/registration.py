@@ -4,7 +4,7 @@ import logging
 
 from kvdepot.errors import ErrorCode
 from kvdepot.index.entries import PartPlace
-from kvdepot.index.space import digest_of
+from kvdepot.index.tree import digest_of
 from kvdepot.layout import MAXIMUM_CELLS, GroupKind, Part, Plane
 from kvdepot.pool.table import MAXIMUM_ENTRY_BYTES
 from kvdepot.server.replies import Refused

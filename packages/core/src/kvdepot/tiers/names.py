@@ -4,8 +4,7 @@ from collections.abc import Callable, Sequence
 
 from kvdepot.index.entries import PartPlace
 from kvdepot.index.index import ChunkIndex
-from kvdepot.index.space import Space
-from kvdepot.index.tree import NO_NODE
+from kvdepot.index.tree import NO_NODE, Space
 from kvdepot.keys import DIGEST_BYTES, digest_at
 from kvdepot.pool.names import Label
 from kvdepot.tiers.keys import (

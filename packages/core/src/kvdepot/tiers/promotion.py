@@ -13,7 +13,7 @@ from typing import Final
 
 from kvdepot.counting import depot_counter
 from kvdepot.index.entries import PartPlace, Wanted
-from kvdepot.index.prefix import usable_prefix
+from kvdepot.index.visibility import usable_prefix
 from kvdepot.layout import GroupKind
 from kvdepot.tiers.jobs import Job, Operation, Part
 from kvdepot.tiers.keys import MOST_CHUNKS_A_RUN

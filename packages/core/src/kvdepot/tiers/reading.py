@@ -20,8 +20,7 @@ from kvdepot.index.columns import make_column
 from kvdepot.index.entries import NewRun, PartPlace, Wanted
 from kvdepot.index.evictor import EndStore
 from kvdepot.index.index import ChunkIndex
-from kvdepot.index.space import Space
-from kvdepot.index.tree import NO_NODE
+from kvdepot.index.tree import NO_NODE, Space
 from kvdepot.keys import DIGEST_BYTES, digest_at, num_digests
 from kvdepot.pool.table import Writer
 from kvdepot.processes.identity import process_start_time

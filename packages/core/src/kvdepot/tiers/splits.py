@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Final
 
 from kvdepot.index.entries import PartPlace
-from kvdepot.index.space import Space
+from kvdepot.index.tree import Space
 from kvdepot.layout import Part
 
 Layers = list[tuple[int, int]]  # (first layer, number of layers) of each pipeline stage

@@ -20,7 +20,7 @@ from kvdepot.counting import Counts, depot_counter
 from kvdepot.index.entries import PartPlace
 from kvdepot.index.evictor import EndStore
 from kvdepot.index.index import ChunkIndex
-from kvdepot.index.space import Space
+from kvdepot.index.tree import Space
 from kvdepot.keys import num_digests
 from kvdepot.pool.names import Label
 from kvdepot.tiers.demotion import Demotions
