@@ -16,7 +16,7 @@ from kvdepot.testing.backend import PLANS, BackendSuite, Cache, MakeCache, Worke
 from kvdepot_cuda.context import CudaTransferContext
 from kvdepot_cuda.driver import DriverError
 from kvdepot_cuda.gather import LEAST_RUNS, MOST_RUN_BYTES, KernelUnavailable, compile_gather, runs_for_kernel
-from kvdepot_cuda.image import GatherImage
+from kvdepot_cuda.kernels import GatherImage
 from support.cuda.fake import FakeDriver
 from support.cuda.fake_worker import NUM_PIECES, PIECE_BYTES, FakeWorker
 

@@ -5,12 +5,10 @@ from typing import Any
 import pytest
 
 from kvdepot.backends import CacheGroup, KVCache
-from kvdepot.copying.arrays import page_layout_of
-from kvdepot.copying.staged.arrays import byte_view
+from kvdepot.copying.arrays import byte_view, page_layout_of
 from kvdepot.errors import LayoutError
 from kvdepot.layout import GroupKind
-from kvdepot_hpu.arrays import tensors_of
-from kvdepot_hpu.context import HpuTransferContext
+from kvdepot_hpu.context import HpuTransferContext, tensors_of
 from support.hpu.workers import HpuBench, TensorTuple
 from support.staged.bench import NUM_BLOCKS, torch
 from support.staged.device import FakeDevice

@@ -19,7 +19,7 @@ from kvdepot.client.transfers import WorkerTransfers
 from kvdepot.errors import ConfigError
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.wire import operations as o
-from kvdepot_sglang import places, plugin, stats
+from kvdepot_sglang import hooks, plugin, stats
 from kvdepot_sglang.identity import engine_namespace
 from kvdepot_sglang.pools import Unsupported
 from kvdepot_sglang.ranks import Ranks
@@ -65,7 +65,7 @@ def engine(depot: DepotProcess) -> Iterator[MakeEngine]:
                 arguments or server_args(), params, components=components, extra_config=settings
             )
             made.append(linker)
-            return Scheduler(linker, places, pool)
+            return Scheduler(linker, hooks, pool)
 
         yield make
         for linker in made:
@@ -120,7 +120,7 @@ def test_each_of_several_nodes_is_offloaded_with_the_pages_before_it(
     one, names = engine(), names_of(1, 4)
     monkeypatch.setattr(one, "get_prefix_hash_values", lambda node: names[:node])
     offloaded: list[Any] = []
-    places.around_offload_nodes(lambda _, nodes: offloaded.append((nodes, one.linker.before)), one, [0, 2, 3])
+    hooks.around_offload_nodes(lambda _, nodes: offloaded.append((nodes, one.linker.before)), one, [0, 2, 3])
     assert offloaded == [([node], names[:node]) for node in (0, 2, 3)]
 
 

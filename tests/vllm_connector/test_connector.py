@@ -255,7 +255,7 @@ TILES = (
 import logging, torch
 from vllm import platforms
 calls = []
-logging.getLogger("kvdepot_vllm.device").warning = lambda text: calls.append(text)
+logging.getLogger("kvdepot_vllm.setup").warning = lambda text: calls.append(text)
 def create_context(*_, **__):
     calls.append("create")
     return Space(spec=SPEC, close=lambda: None)

@@ -4,9 +4,8 @@ import threading
 from typing import cast
 
 from kvdepot.client.channel import Channel
-from kvdepot.client.jobs import Transfer, TransferJob
 from kvdepot.client.session import Session
-from kvdepot.client.transfer_queue import TransferQueue
+from kvdepot.client.transfer_queue import Transfer, TransferJob, TransferQueue
 from kvdepot.lab.processes import wait_until
 from support.peer import prompt
 

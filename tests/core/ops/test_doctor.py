@@ -10,8 +10,7 @@ from kvdepot.backends import BackendStatus
 from kvdepot.client.scheduler import SchedulerClient
 from kvdepot.config import ServerConfig
 from kvdepot.lab.processes import DepotProcess, wait_until
-from kvdepot.ops.doctor import DESCRIPTORS_OF_SCHEDULER, Facts, Verdict, diagnose, read_facts
-from kvdepot.ops.nodes import Nodes, read_nodes
+from kvdepot.ops.doctor import DESCRIPTORS_OF_SCHEDULER, Facts, Nodes, Verdict, diagnose, read_facts, read_nodes
 from kvdepot.wire import messages as m
 from support.peer import SPEC, Peer, prompt
 

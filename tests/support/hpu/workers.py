@@ -6,8 +6,7 @@ from typing import Any
 
 from kvdepot.backends import CacheGroup
 from kvdepot.testing.backend import STATE, GroupPlan, WorkerPlan
-from kvdepot_hpu.bridge import load_bridge
-from kvdepot_hpu.context import HpuOptions, HpuTransferContext
+from kvdepot_hpu.context import HpuOptions, HpuTransferContext, load_bridge
 from support.staged.bench import Bench, read_blocks, torch, write_blocks
 
 

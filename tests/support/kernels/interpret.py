@@ -8,8 +8,7 @@ import numpy as np
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.testing.backend import PLANS, Cache, prompt
 from kvdepot_cuda import gather as use
-from kvdepot_cuda.image import GatherImage
-from kvdepot_cuda.kernels import gather
+from kvdepot_cuda.kernels import GatherImage, gather
 from support.cuda.fake import FakeDriver
 from support.cuda.fake_worker import FakeWorker
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from kvdepot_sglang.updates import METHODS
+from kvdepot_sglang.hooks import UPDATING_METHODS
 
 Read = Callable[[str], str]
 
@@ -51,7 +51,7 @@ CALLED: Final = (  # of SGLang's objects: file, class, method, parameters
         "get_hash_values",
         ["self", "node_id"],
     ),
-    *((UPDATER, "SchedulerWeightUpdaterManager", name, ["self", "recv_req"]) for name in METHODS),
+    *((UPDATER, "SchedulerWeightUpdaterManager", name, ["self", "recv_req"]) for name in UPDATING_METHODS),
     ("plugins/hook_registry.py", "HookRegistry", "register", ["cls", "target", "hook", "hook_type", "source"]),
 )
 ATTRIBUTES: Final = (  # file, class, attributes
@@ -124,7 +124,7 @@ def problems(read: Read) -> list[str]:
         if method is None or parameters(method) != expected:
             found.append(f"{owner}.{name} has {method and parameters(method)}, expected {expected}")
     for name in methods(_class(read, UPDATER, "SchedulerWeightUpdaterManager")):
-        if name.startswith("update_weights") and name not in METHODS:
+        if name.startswith("update_weights") and name not in UPDATING_METHODS:
             found.append(f"SchedulerWeightUpdaterManager.{name} writes weights, and no hook is around it")
     for path, owner, expected in ATTRIBUTES:
         missing = expected - _attributes(_class(read, path, owner))

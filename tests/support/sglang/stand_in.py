@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from kvdepot_sglang import updates
+from kvdepot_sglang import hooks
 
 PAGE = 16
 HEADS, DIM, LAYERS, PAGES = 2, 4, 2, 64
@@ -275,7 +275,7 @@ class Scheduler:
             if flush:
                 self.linker.reset()
 
-        updates.around_update(original, manager)
+        hooks.around_update(original, manager)
 
     def load(self, rid: str, names: list[str], slots: Any, window_pages: int = 0) -> bool:
         """Load pages and return whether they came. Check that a refused load queues nothing."""

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from kvdepot.copying.runs import Addresses
 from kvdepot.errors import KVDepotError
 from kvdepot_cuda.driver import CopyKind, Driver
-from kvdepot_cuda.image import GatherImage
+from kvdepot_cuda.kernels import GatherImage
 
 # Measured on an H100 (PCIe 5.0 x16) with `kvdepot bench cuda`, as ratios to one large copy: batches of scattered runs
 # against the kernel, which is alike in both directions.

@@ -4,17 +4,19 @@ Other processes cannot open a Gaudi's memory, so the worker copies by itself: `k
 host memory and copies them to and from the depot's pool. `kvdepot.client.transfers` communicates with the depot.
 """
 
+import importlib
 import logging
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
-from kvdepot.backends import KVCache
+from kvdepot.backends import CacheGroup, KVCache
 from kvdepot.client.transfers import TransferOptions, WorkerTransfers
-from kvdepot.copying.arrays import page_layout_of
-from kvdepot.copying.staged.arrays import flattened
+from kvdepot.copying import arrays
+from kvdepot.copying.arrays import flattened, page_layout_of
+from kvdepot.copying.staged.bridge import Bridge
 from kvdepot.copying.staged.copy import STAGING_BYTES, StagedCopier
-from kvdepot_hpu.arrays import tensors_of
-from kvdepot_hpu.bridge import load_bridge
+from kvdepot.errors import LayoutError
+from kvdepot.layout import GroupKind
 
 logger = logging.getLogger(__name__)
 
@@ -60,3 +62,34 @@ class HpuTransferContext(WorkerTransfers):
         if not self.is_pinned:
             logger.warning("staging memory for the HPU could not be pinned: copies will be slower")
         super().__init__(cache.registration(layout, "hpu"), layout, copier, options)
+
+
+def tensors_of(group: CacheGroup) -> list[Any]:
+    """Return the tensors of a group one by one, as `kvdepot.copying.arrays.tensors_of`.
+
+    vllm-gaudi hands over a `TensorTuple((keys, values))` for each layer, and one tensor for latent attention.
+
+    Raises:
+        LayoutError: not one or two tensors a layer, or keys without values.
+    """
+    found = arrays.tensors_of(group)
+    num_layers = group.num_layers or len(group.tensors)
+    is_paired = len(found) in (2 * len(group.tensors), 2 * num_layers)
+    if not (group.is_mla or group.kind is GroupKind.RECURRENT or is_paired):
+        raise LayoutError(
+            f"{len(found)} tensors for {num_layers} layers without latent attention: keys"
+            " without values, as vllm-gaudi hands them over for fp8 with dynamic scales, which kvdepot cannot store:"
+            " use bfloat16 or static scales; else pass (keys, values), or is_mla=True for latent attention"
+        )
+    return found
+
+
+def load_bridge() -> Bridge:
+    """Import the bridge.
+
+    `mark_step` launches the work that lazy mode has accumulated, and does nothing in eager mode.
+    """
+    importlib.import_module("habana_frameworks.torch")  # registers torch.hpu
+    core = importlib.import_module("habana_frameworks.torch.core")
+    torch: Any = importlib.import_module("torch")
+    return Bridge(torch, "hpu", torch.hpu, getattr(core, "mark_step", lambda: None), compiles_shapes=True)

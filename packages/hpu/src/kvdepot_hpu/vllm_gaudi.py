@@ -1,6 +1,6 @@
 """Refuses engines on Gaudi that cannot use a depot, before any block is moved. Based on the source of vllm-gaudi.
 
-`kvdepot_hpu.arrays` checks the tensors themselves and refuses keys without values (fp8 with dynamic scales).
+`kvdepot_hpu.context` checks the tensors themselves and refuses keys without values (fp8 with dynamic scales).
 """
 
 from collections.abc import Mapping

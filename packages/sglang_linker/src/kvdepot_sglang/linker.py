@@ -26,13 +26,13 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import (
 from kvdepot.backends import Backend, EngineTraits, KVCache, TransferFuture, get_backend
 from kvdepot.client.scheduler import SchedulerClient
 from kvdepot.config import directory_of_url
-from kvdepot.engines.logs import log_like
 from kvdepot.errors import DepotUnavailable
 from kvdepot.keys import DIGEST_BYTES, KeyRun
+from kvdepot.processes.logs import log_like
 from kvdepot_sglang import stats
 from kvdepot_sglang.asking import Asking
+from kvdepot_sglang.hooks import Placed, are_hooked
 from kvdepot_sglang.identity import engine_namespace
-from kvdepot_sglang.places import Placed, are_hooked
 from kvdepot_sglang.pools import Holding, Unsupported, block_ids, find_groups, pages_of, refuse_unsupported
 from kvdepot_sglang.ranks import Ranks
 from kvdepot_sglang.settings import Settings
@@ -323,7 +323,7 @@ class KVDepotLinker(Placed, UnifiedCacheLinker):
             self._weights.flush()
 
     def note_update(self, model: Any) -> None:
-        """Note that a model is about to get new weights; see `kvdepot_sglang.updates`."""
+        """Note that a model is about to get new weights; see `kvdepot_sglang.hooks`."""
         if not self._settings.keep_after_reset and self._weights.update(model):
             self._change_keys()
 

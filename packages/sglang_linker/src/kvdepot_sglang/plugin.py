@@ -4,8 +4,7 @@ import importlib
 import logging
 from typing import Any, Final
 
-from kvdepot_sglang import updates
-from kvdepot_sglang.places import around_match, around_offload_nodes
+from kvdepot_sglang.hooks import UPDATING_METHODS, around_match, around_offload_nodes, around_update
 
 logger = logging.getLogger(__name__)
 
@@ -19,7 +18,7 @@ def register() -> None:
         hooks: Any = importlib.import_module("sglang.srt.plugins.hook_registry")
         hooks.HookRegistry.register(f"{_WRAPPER}.match", around_match, hooks.HookType.AROUND)
         hooks.HookRegistry.register(f"{_WRAPPER}.offload_nodes", around_offload_nodes, hooks.HookType.AROUND)
-        for method in updates.METHODS:
-            hooks.HookRegistry.register(f"{_UPDATER}.{method}", updates.around_update, hooks.HookType.AROUND)
+        for method in UPDATING_METHODS:
+            hooks.HookRegistry.register(f"{_UPDATER}.{method}", around_update, hooks.HookType.AROUND)
     except Exception:  # SGLang can serve without kvdepot; the linker refuses to start without its hooks
         logger.exception("kvdepot's hooks could not be registered with this SGLang")

@@ -30,8 +30,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvdepot.engines.logs import log_like
 from kvdepot.errors import DepotUnavailable, KVDepotError
+from kvdepot.processes.logs import log_like
 from kvdepot_vllm.events import Announcer
 from kvdepot_vllm.groups import EngineCache, wished_layout
 from kvdepot_vllm.jobs import StepPlan, WorkerReport

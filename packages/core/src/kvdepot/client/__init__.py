@@ -3,8 +3,9 @@
 - `connection` keeps a `session` with the depot and reconnects. `channel`: one thread's requests over a session.
 - `scheduler`: lookups and leases. `segments`: names for the pieces of a prompt, for blends. It loads numpy, so it is
   imported separately.
-- `transfers`: a `TransferContext` made of a backend's copier. It uses `transfer_queue` (threads), `exchange` (the
-  protocol of one store or retrieve), `copy_route` (which process copies), `verify` (checks after the copy) and `jobs`.
+- `transfers`: a `TransferContext` made of a backend's copier. It uses `transfer_queue` (jobs and their threads),
+  `exchange` (the protocol of one store or retrieve), `copy_route` (which process copies) and `verify` (checks after the
+  copy).
 - `operator`: one request without a session.
 """
 

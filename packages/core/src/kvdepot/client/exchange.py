@@ -17,7 +17,7 @@ from kvdepot.backends import CopyBatch, Direction
 from kvdepot.client.channel import Channel
 from kvdepot.client.connection import Connection
 from kvdepot.client.copy_route import CopyRoute
-from kvdepot.client.jobs import TransferJob
+from kvdepot.client.transfer_queue import TransferJob
 from kvdepot.client.verify import Verifier
 from kvdepot.errors import DepotTimeout, DepotUnavailable, KVDepotError, LayoutError
 from kvdepot.keys import KeyRun

@@ -1,14 +1,68 @@
-"""`TransferQueue`: executes the transfers of one direction in order, on its own thread or on the caller's."""
+"""`TransferQueue`: executes the transfers of one direction in order, on its own thread or on the caller's.
+
+Each `TransferJob` has a `Transfer`, the future of its outcome.
+"""
 
 import contextlib
 import queue
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
+from kvdepot.backends import BlockIds, ReadyEvent
 from kvdepot.client.channel import Channel
-from kvdepot.client.jobs import TransferJob
+from kvdepot.client.session import Session
 from kvdepot.errors import DepotUnavailable
+from kvdepot.keys import KeyRun
+
+
+class Transfer:
+    """A `TransferFuture[bool]`."""
+
+    __slots__ = ("_done", "_ok", "num_bytes", "num_chunks", "seconds")
+
+    def __init__(self) -> None:
+        self._done = threading.Event()
+        self._ok = False
+        self.num_chunks = 0
+        self.num_bytes = 0  # moved by this transfer
+        self.seconds = 0.0  # time to execute it, without the wait in the queue
+
+    def query(self) -> bool:
+        """See `TransferFuture`."""
+        return self._done.is_set()
+
+    def result(self, timeout_seconds: float | None = None) -> bool:
+        """See `TransferFuture`."""
+        if not self._done.wait(timeout_seconds):
+            raise TimeoutError(f"the transfer is not done after {timeout_seconds} s")
+        return self._ok
+
+    def resolve(self, ok: bool) -> None:
+        """Set the outcome."""
+        self._ok = ok
+        self._done.set()
+
+
+@dataclass(frozen=True, slots=True)
+class TransferJob:
+    """One submitted store or retrieve. It is a miss if `session` is no longer the current session when it begins."""
+
+    transfer: Transfer
+    session: Session
+    request_id: str
+    key: KeyRun
+    block_ids: BlockIds
+    covered: tuple[int, ...]  # per group, the number of chunks at the end of the run that its block ids cover
+    ready: ReadyEvent | None = None
+    skip_tokens: int = 0
+
+    @property
+    def first_covered(self) -> int:
+        """The first chunk that a group covers. Without full attention, the depot may have no chunk before it."""
+        return self.key.num_chunks - max(self.covered)
+
 
 _LOOK_SECONDS: Final = 0.1  # between two checks for a hung job while stopping
 

@@ -16,9 +16,8 @@ from kvdepot.client.channel import Channel
 from kvdepot.client.connection import Connection
 from kvdepot.client.copy_route import CopyRoute
 from kvdepot.client.exchange import Exchange
-from kvdepot.client.jobs import Transfer, TransferJob
 from kvdepot.client.session import Session
-from kvdepot.client.transfer_queue import TransferQueue
+from kvdepot.client.transfer_queue import Transfer, TransferJob, TransferQueue
 from kvdepot.client.verify import Verifier
 from kvdepot.errors import (
     DepotTimeout,

@@ -1,6 +1,6 @@
 """The toolkit of backend authors: turns a `CopyBatch` into copies. Needs numpy.
 
-- `arrays`: where the blocks of a tensor lie.
+- `arrays`: the tensors of a cache, as pages and as bytes.
 - `runs`: for devices whose blocks have addresses.
 - `staged`: for devices that torch drives and whose blocks have no addresses.
 """

@@ -8,7 +8,7 @@ from typing import Any, Final, cast
 from blake3 import blake3
 
 from kvdepot.config import format_size
-from kvdepot.engines.fingerprint import fingerprint
+from kvdepot.engines.weights import fingerprint
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""The tree of chunks: one node per chunk, whose parent is the chunk before it. A space has the nodes of one `CacheSpec`.
+"""Chunks as a tree: one node per chunk, whose parent is the chunk before it. A space has the nodes of one `CacheSpec`.
 
 A node number is reused once its chunk was evicted and has no holds.
 """

@@ -1,8 +1,10 @@
 """Formats log lines as plain text, or as one JSON object per line for log collectors.
 
-A record is always one line without control characters, whatever names clients chose.
+A record is always one line without control characters, whatever names clients chose. In an engine's process, kvdepot's
+records go to the engine's handlers, the only ones configured there.
 """
 
+import copy
 import json
 import logging
 from datetime import UTC, datetime
@@ -46,3 +48,31 @@ def set_up_logs(level: str, log_format: str = "text", text: str = _TEXT) -> None
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter(text))
     logging.basicConfig(level=level.upper(), handlers=[handler])
+
+
+_OURS: Final = ("kvdepot", "kvdepot_vllm", "kvdepot_sglang", "kvdepot_cpu", "kvdepot_cuda", "kvdepot_hpu")
+
+
+class _Named(logging.Handler):
+    """Hands records to an engine's handlers with kvdepot's name before the text: engines show only a file's name."""
+
+    def __init__(self, engine: str) -> None:
+        super().__init__()
+        self._engine = engine
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not str(record.msg).startswith("kvdepot"):
+            record = copy.copy(record)
+            record.msg = f"kvdepot: {record.msg}"
+        logging.getLogger(self._engine).handle(record)
+
+
+def log_like(engine: str) -> None:
+    """Hand kvdepot's records to the handlers of the logger `engine`, unless the user has configured logging."""
+    theirs = logging.getLogger(engine)
+    for name in _OURS:
+        ours = logging.getLogger(name)
+        if not ours.handlers and not logging.getLogger().handlers:
+            ours.addHandler(_Named(engine))
+            ours.setLevel(theirs.level)
+            ours.propagate = False

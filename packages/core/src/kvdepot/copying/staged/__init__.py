@@ -3,7 +3,6 @@
 Backends hand in a `Bridge`, the only access to torch and the device, and get a `Copier`. Tensors are recognised by
 their attributes: nothing here imports torch.
 
-- `arrays`: the engine's tensors, as pages and as bytes.
 - `bridge`: the device.
 - `moves`: which blocks go together, pure.
 - `copy`: gather, stage, copy, and back.

@@ -23,7 +23,7 @@ from typing import Any, Final
 import numpy as np
 
 from kvdepot.backends import Copier, CopyBatch, Direction, ReadyEvent
-from kvdepot.copying.staged.arrays import byte_view
+from kvdepot.copying.arrays import byte_view
 from kvdepot.copying.staged.bridge import Bridge
 from kvdepot.copying.staged.moves import Bytes, GroupShape, Ids, Move, moves
 from kvdepot.errors import LayoutError

@@ -1,14 +1,15 @@
-"""Adds the place of a page in its prompt, which SGLang's interface for linkers does not pass.
+"""Hooks around SGLang's methods: they tell the linker what SGLang's interface for linkers does not pass.
 
 SGLang calls a linker for the tail of a prompt behind the pages on its device, and for the pages of one node of its
 tree. The depot keeps chunks under their prefix, so it needs the pages before those, too. Two hooks around the methods
-that call the linker add them. Nothing else in SGLang changes.
+that call the linker add them. The third hook is around the methods that write new weights into a running engine, and
+reports these. Nothing else in SGLang changes.
 """
 
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 logger = logging.getLogger(__name__)
 
@@ -73,3 +74,27 @@ def _slots_before(cache: Any, node: Any, num_pages: int) -> Any:
 
 def _pages_up_to(cache: Any, node: Any) -> list[str]:
     return [*cache.get_prefix_hash_values(node), *cache.tree_core.get_hash_values(node)]
+
+
+UPDATING_METHODS: Final = (
+    "update_weights_from_disk",
+    "update_weights_from_distributed",
+    "update_weights_from_tensor",
+    "update_weights_from_ipc",
+    "end_weight_update",  # packs the received weights, or completes those that peers wrote into memory
+)
+"""Methods of SGLang's `SchedulerWeightUpdaterManager`, called on every rank between two batches."""
+
+
+def around_update(original: Callable[..., Any], manager: Any, *args: Any, **options: Any) -> Any:
+    """Tell the linker first which model gets new weights, because SGLang may flush its cache in the same call."""
+    try:
+        wrapper = getattr(manager.scheduler.tree_cache, "linker", None)
+        note: Callable[[Any], None] | None = getattr(getattr(wrapper, "cache_linker", None), "note_update", None)
+        if note is not None:
+            note(manager.tp_worker.model_runner.model)
+    except Exception:
+        logger.exception(
+            "the linker was not told of an update of weights: flush the cache, and this engine shares with nobody"
+        )
+    return original(manager, *args, **options)
