@@ -12,14 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from kvdepot.client.operator import ask_depot
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.testing.backend import prompt
 from kvdepot.testing.engine import EngineProcess
-from kvdepot.wire import messages as m
-from kvdepot.wire import operations as o
 from kvdepot.wire.status import TierStatus
-from support.cpu.engines import CHUNK, large_engine
+from support.cpu.engines import large_engine
 
 pytestmark = pytest.mark.slow
 
@@ -98,19 +95,6 @@ def test_stored_chunks_outlive_the_pool(make: MakeNode, tmp_path: Path) -> None:
     assert find(engine, 2, 16) == 0
 
 
-def test_a_pool_that_is_too_small_is_a_window_on_the_disk(make: MakeNode, tmp_path: Path) -> None:
-    node = make(disk(tmp_path), pool_size="8MiB")
-    engine, other = node.spawn("one"), node.spawn("two")
-    for salt in range(6):
-        engine.expect("16", f"store {salt} 16")
-        node.settle()
-    for salt in range(6):
-        assert find(other, salt, 16) == 16
-    status = node.depot.status()
-    assert status.pool_used_bytes <= 8 << 20
-    assert status.counters["entries_promoted"] >= 6 * 16 - (8 << 20) // CHUNK
-
-
 @pytest.mark.parametrize("rule", ["store", "reuse", "evict"])
 def test_every_rule_of_demotion_serves_right_bytes_under_pressure(rule: str, make: MakeNode, tmp_path: Path) -> None:
     node = make(disk(tmp_path), pool_size="8MiB", options=("--demote", rule))
@@ -146,18 +130,6 @@ def test_a_depot_killed_while_it_writes_and_reads_leaves_no_wrong_byte(make: Mak
         for salt in range(turn + 1):
             find(engines[turn % 2], salt, 16)
     assert node.depot.status().quarantined_bytes == 0
-
-
-def test_clear_reaches_the_disk(make: MakeNode, tmp_path: Path) -> None:
-    node = make(disk(tmp_path))
-    engine = node.spawn()
-    engine.ask("store 1 4")
-    node.settle()
-    reply = ask_depot(o.Clear(), node.depot.url, 30)
-    assert isinstance(reply, m.Done)
-    assert reply.count == 8
-    assert find(engine, 1, 4) == 0
-    assert not list(tmp_path.glob("tier/*/*/*/*"))
 
 
 def test_prefixes_are_warmed_by_command(make: MakeNode, tmp_path: Path) -> None:

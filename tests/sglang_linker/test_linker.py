@@ -94,13 +94,21 @@ def equal(one: list[Any], two: list[Any]) -> bool:
     return all(np.array_equal(a, b) for a, b in zip(one, two, strict=True))
 
 
-def test_pages_come_back_to_other_slots_of_another_engine(engine: MakeEngine) -> None:
+def stored(engine: MakeEngine, **settings: Any) -> tuple[Scheduler, Any]:
+    """Return an engine that has stored four pages, and their names."""
+    one, names = engine(**settings), names_of(1, 4)
+    assert one.store(names, one.slots(0, 4))
+    return one, names
+
+
+def test_pages_come_back_to_other_slots_of_another_engine(engine: MakeEngine, depot: DepotProcess) -> None:
     one, two, names = engine(), engine(), names_of(1, 5)
     values = fill(one, one.slots(3, 5), seed=1)
     assert one.store(names, one.slots(3, 5))
     assert two.look_up("r", names) == 5
     assert two.load("r", names[:4], two.slots(40, 4))
     assert equal(held(two, two.slots(40, 4)), [value[: 4 * PAGE] for value in values])
+    wait_until(lambda: depot.status().num_leases == 0)
 
 
 def test_a_tail_is_found_behind_what_the_device_has(engine: MakeEngine) -> None:
@@ -125,8 +133,7 @@ def test_each_of_several_nodes_is_offloaded_with_the_pages_before_it(
 
 
 def test_an_answer_is_repeated_for_a_request_that_waits(engine: MakeEngine, depot: DepotProcess) -> None:
-    one, names = engine(), names_of(1, 4)
-    assert one.store(names, one.slots(0, 4))
+    one, names = stored(engine)
     assert [one.look_up("r", names) for _ in range(50)] == [4] * 50
     assert depot.status().counters["lookups"] == 1
     assert one.look_up("r", names, on_device=1) == 3  # the device has more by now
@@ -134,16 +141,14 @@ def test_an_answer_is_repeated_for_a_request_that_waits(engine: MakeEngine, depo
 
 
 def test_no_lease_is_kept_for_what_the_device_has(engine: MakeEngine, depot: DepotProcess) -> None:
-    one, names = engine(), names_of(1, 4)
-    assert one.store(names, one.slots(0, 4))
+    one, names = stored(engine)
     assert one.look_up("r", [*names, *names_of(2, 6)[4:]], on_device=4) == 0
     wait_until(lambda: depot.status().num_leases == 0)
 
 
 def test_a_prompt_that_the_device_has_is_used_in_the_depot_too(engine: MakeEngine, depot: DepotProcess) -> None:
     """SGLang does not ask for such a prompt. Otherwise the most used prefixes would leave the depot first."""
-    one, names = engine(), names_of(1, 4)
-    assert one.store(names, one.slots(0, 4))
+    one, names = stored(engine)
     assert [one.look_up("r", names, on_device=4) for _ in range(10)] == [0] * 10
     assert depot.status().counters["lookups"] == 1
     wait_until(lambda: depot.status().num_leases == 0)
@@ -176,17 +181,8 @@ def test_a_store_that_failed_is_no_session_s_last_prefix(
     assert said == ["chat"] * is_stored
 
 
-def test_a_load_gives_its_lease_back(engine: MakeEngine, depot: DepotProcess) -> None:
-    one, names = engine(), names_of(1, 4)
-    assert one.store(names, one.slots(0, 4))
-    assert one.look_up("r", names) == 4
-    assert one.load("r", names, one.slots(10, 4))
-    wait_until(lambda: depot.status().num_leases == 0)
-
-
 def test_a_load_without_a_lookup_is_refused(engine: MakeEngine) -> None:
-    one, names = engine(), names_of(1, 4)
-    assert one.store(names, one.slots(0, 4))
+    one, names = stored(engine)
     assert not one.load("r", names, one.slots(10, 4))
     assert one.look_up("q", names) == 4
     one.linker.reset()
@@ -210,8 +206,7 @@ def test_a_depot_that_dies_costs_misses_only(engine: MakeEngine, depot: DepotPro
 
 
 def test_a_stopped_depot_costs_one_deadline(engine: MakeEngine, depot: DepotProcess) -> None:
-    one, names = engine(lookup_seconds=0.25), names_of(1, 4)
-    assert one.store(names, one.slots(0, 4))
+    one, names = stored(engine, lookup_seconds=0.25)
     depot.signal(signal.SIGSTOP)
     try:
         assert [one.look_up(f"r{number}", names) for number in range(5)] == [0] * 5
@@ -222,8 +217,7 @@ def test_a_stopped_depot_costs_one_deadline(engine: MakeEngine, depot: DepotProc
 
 
 def test_a_load_that_the_depot_does_not_confirm_is_refused(engine: MakeEngine, depot: DepotProcess) -> None:
-    one, names = engine(deadline_seconds=0.3), names_of(1, 4)
-    assert one.store(names, one.slots(0, 4))
+    one, names = stored(engine, deadline_seconds=0.3)
     assert one.look_up("r", names) == 4
     depot.signal(signal.SIGSTOP)
     try:
@@ -233,16 +227,14 @@ def test_a_load_that_the_depot_does_not_confirm_is_refused(engine: MakeEngine, d
 
 
 def test_a_load_that_failed_on_another_rank_is_refused(engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    one, names = engine(), names_of(1, 4)
-    assert one.store(names, one.slots(0, 4))
+    one, names = stored(engine)
     assert one.look_up("r", names) == 4
     monkeypatch.setattr(Ranks, "all_agree", lambda *_: False)
     assert not one.load("r", names, one.slots(10, 4))
 
 
 def test_a_cancelled_load_begins_no_batch(engine: MakeEngine) -> None:
-    one, names = engine(), names_of(1, 4)
-    assert one.store(names, one.slots(0, 4))
+    one, names = stored(engine)
     assert one.look_up("r", names) == 4
     assert one.linker.load("r", one.transfers(names, one.slots(10, 4)))
     assert one.linker.cancel_queued_load("r")
@@ -283,8 +275,7 @@ def test_stores_are_reported_in_their_order_and_a_flush_waits_for_them(
 def test_a_prompt_whose_pages_on_the_device_have_no_names_is_not_looked_up(
     num_named: int, engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, depot: DepotProcess
 ) -> None:
-    one, names = engine(), names_of(1, 4)
-    assert one.store(names, one.slots(0, 4))
+    one, names = stored(engine)
     monkeypatch.setattr(one, "get_prefix_hash_values", lambda _: names[:num_named] if num_named else 1 / 0)
     assert one.look_up("r", names, on_device=2) == 0
     assert depot.status().counters["lookups"] == 0
@@ -468,47 +459,36 @@ def test_a_window_is_stored_for_the_last_pages_and_found_where_it_ends(engine: M
         assert np.array_equal(mine[two.slots(34, 2)], theirs[one.slots(4, 2)])
 
 
+def pool_with(**changes: Any) -> Any:
+    pool = stand_in.MHATokenToKVPool()
+    pool.__dict__.update(changes)
+    return pool
+
+
 @pytest.mark.parametrize(
-    ("arguments", "text"),
+    ("options", "text"),
     [
-        ({"pp_size": 2}, "--pp-size"),
-        ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache"),
-        ({"enable_lmcache": True}, "--enable-lmcache"),
-        ({"attn_cp_size": 2}, "--attn-cp-size"),
+        ({"arguments": server_args(pp_size=2)}, "--pp-size"),
+        ({"arguments": server_args(enable_hierarchical_cache=True)}, "--enable-hierarchical-cache"),
+        ({"arguments": server_args(enable_lmcache=True)}, "--enable-lmcache"),
+        ({"arguments": server_args(attn_cp_size=2)}, "--attn-cp-size"),
+        ({"pool": pool_with(k_scale_buffer=[1])}, "--kv-cache-dtype auto"),
+        ({"pool": pool_with(kv_cache_layout="hnd")}, "SGLANG_USE_HND_KVCACHE"),
+        ({"pool": type("OtherPool", (), {"device": "cpu", "layer_num": 1})()}, "OtherPool is not supported"),
+        ({"components": {Component.FULL, Component.MAMBA}}, "Mamba"),
     ],
 )
 def test_an_engine_that_cannot_be_kept_whole_is_refused_in_words(
-    arguments: dict[str, Any], text: str, engine: MakeEngine
+    options: dict[str, Any], text: str, engine: MakeEngine
 ) -> None:
     with pytest.raises(Unsupported, match=text):
-        engine(arguments=server_args(**arguments))
+        engine(**options)
 
 
 def test_small_pages_are_refused_with_the_way_out(engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "PAGE", 1)
     with pytest.raises(Unsupported, match="--page-size 64"):
         engine()
-
-
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [({"k_scale_buffer": [1]}, "--kv-cache-dtype auto"), ({"kv_cache_layout": "hnd"}, "SGLANG_USE_HND_KVCACHE")],
-)
-def test_a_pool_that_cannot_be_kept_is_refused(change: dict[str, Any], text: str, engine: MakeEngine) -> None:
-    pool = stand_in.MHATokenToKVPool()
-    pool.__dict__.update(change)
-    with pytest.raises(Unsupported, match=text):
-        engine(pool)
-
-
-def test_a_model_with_states_is_refused(engine: MakeEngine) -> None:
-    with pytest.raises(Unsupported, match="Mamba"):
-        engine(components={Component.FULL, Component.MAMBA})
-
-
-def test_an_unknown_pool_is_refused_by_its_name(engine: MakeEngine) -> None:
-    with pytest.raises(Unsupported, match="OtherPool is not supported"):
-        engine(type("OtherPool", (), {"device": "cpu", "layer_num": 1})())
 
 
 def test_a_wrong_setting_stops_the_engine_at_start(engine: MakeEngine) -> None:
@@ -539,8 +519,7 @@ def test_the_plugin_hooks_all_that_tells_places_and_writes_weights(monkeypatch: 
 
 
 def test_an_exception_costs_a_miss(engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    one, names = engine(), names_of(1, 4)
-    assert one.store(names, one.slots(0, 4))
+    one, names = stored(engine)
     assert one.linker.lookup("bad", [SimpleNamespace(name="kv", keys=["no digest"])]) == []
     assert one.look_up("r", names) == 4
 

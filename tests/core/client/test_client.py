@@ -348,16 +348,6 @@ def test_a_second_server_in_the_same_directory_says_who_is_there(depot: DepotPro
     assert "--dir" in result.stderr
 
 
-def test_a_pool_that_does_not_fit_is_an_error_with_the_flag(tmp_path: Path) -> None:
-    import subprocess
-    import sys
-
-    command = [sys.executable, "-m", "kvdepot", "serve", "--dir", str(tmp_path), "--pool-size", "100TiB"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-    assert result.returncode == 1
-    assert "--pool-size 100.0 TiB" in result.stderr
-
-
 def test_sigterm_ends_the_server_and_keeps_the_cache(client: SchedulerClient, depot: DepotProcess) -> None:
     assert depot.terminate() == 0
     depot.start()

@@ -98,16 +98,6 @@ def test_metrics_count_what_happened(http: Http, peer: Peer) -> None:
 
 
 @pytest.mark.slow
-def test_tiers_have_metrics_of_their_own() -> None:
-    with DepotProcess("--tier", "memory://?capacity=1MiB") as depot:
-        http = Http(depot)
-        metrics = http.metrics()
-        assert metrics["kvdepot_tier_capacity_bytes[memory://]"] == 1 << 20
-        assert metrics["kvdepot_tier_breaker_open[memory://]"] == 0
-        http.server.close()
-
-
-@pytest.mark.slow
 def test_status_is_what_the_command_shows(http: Http, depot: DepotProcess) -> None:
     status, text = http.get("/status")
     assert status == 200
@@ -579,16 +569,19 @@ def paths_of_the_application() -> set[str]:
 
 
 @pytest.mark.slow
-def test_the_settings_name_no_secrets() -> None:
+def test_the_settings_name_no_secrets_and_tiers_have_metrics_of_their_own() -> None:
     with DepotProcess("--tier", "memory://user:hunter2@host?capacity=1MiB") as depot:
         http = Http(depot)
         status, text = http.get("/config")
+        metrics = http.metrics()
         http.server.close()
     assert status == 200
     assert "hunter2" not in text
     settings = json.loads(text)
     assert settings["tier"] == ["memory://host?capacity=1MiB"]
     assert settings["pool_size"] == 64 << 20
+    assert metrics["kvdepot_tier_capacity_bytes[memory://host]"] == 1 << 20
+    assert metrics["kvdepot_tier_breaker_open[memory://host]"] == 0
 
 
 @pytest.mark.slow

@@ -158,12 +158,6 @@ def test_a_layout_that_does_not_add_up_is_refused(request_: m.RegisterKVCache, p
     assert peer.refusal(request_) is ErrorCode.BAD_LAYOUT
 
 
-@pytest.mark.promise(20)
-def test_other_pages_under_the_same_spec_are_refused(peer: Peer, bystander: Peer) -> None:
-    other = registration(details=(m.GroupDetail(page_sizes_bytes=(128,), num_blocks=8),), instance="other")
-    assert peer.refusal(other) is ErrorCode.BAD_LAYOUT
-
-
 @pytest.mark.promise(7)
 def test_another_protocol_version_is_refused_in_one_line_that_names_both(peer: Peer, depot: DepotProcess) -> None:
     with pytest.raises(RemoteError, match=r"protocol 99, this depot 4") as caught:
@@ -180,10 +174,6 @@ def test_another_protocol_version_is_refused_in_one_line_that_names_both(peer: P
         assert f"protocol {version}, this depot 4" in reply.message
 
 
-def test_a_ticket_that_was_not_prepared_cannot_be_committed(peer: Peer, bystander: Peer) -> None:
-    assert peer.refusal(m.CommitStore(peer.context, 12345)) is ErrorCode.UNKNOWN_TICKET
-
-
 def test_a_second_commit_is_refused_and_changes_nothing(peer: Peer, bystander: Peer) -> None:
     ticket = peer.prepare(prompt(2)).ticket
     assert peer.ask(m.CommitStore(peer.context, ticket)) == m.Done(peer.session.epoch, 2)
@@ -198,19 +188,6 @@ def test_an_abort_frees_at_once_and_a_second_is_harmless(peer: Peer, depot: Depo
     assert depot.status().pool_used_bytes == 0
     assert peer.ask(m.AbortStore(peer.context, ticket)) == m.Done(peer.session.epoch, 0)
     assert peer.find(prompt(2)).num_chunks == 0
-
-
-def test_a_ticket_belongs_to_the_context_that_prepared_it(peer: Peer, bystander: Peer) -> None:
-    ticket = peer.prepare(prompt(2)).ticket
-    assert bystander.refusal(m.CommitStore(bystander.context, ticket)) is ErrorCode.UNKNOWN_TICKET
-    assert bystander.ask(m.AbortStore(bystander.context, ticket)) == m.Done(peer.session.epoch, 0)
-    assert peer.ask(m.CommitStore(peer.context, ticket)) == m.Done(peer.session.epoch, 2)
-
-
-def test_a_context_belongs_to_the_session_that_registered_it(peer: Peer, bystander: Peer) -> None:
-    assert bystander.refusal(m.Lookup(peer.context, "r", prompt(1).digests)) is ErrorCode.UNKNOWN_CONTEXT
-    assert bystander.refusal(m.Unregister(peer.context)) is ErrorCode.UNKNOWN_CONTEXT
-    assert peer.refusal(m.Lookup(999, "r", prompt(1).digests)) is ErrorCode.UNKNOWN_CONTEXT
 
 
 def test_digests_of_the_wrong_length_are_refused(peer: Peer, bystander: Peer) -> None:
@@ -245,23 +222,6 @@ def test_coverage_that_does_not_fit_the_layout_is_refused(peer: Peer, bystander:
     for covered in ((), (3,), (2, 2)):
         message = m.PrepareStore(peer.context, "r", "t", run.digests, 0, run.parent, covered)
         assert peer.refusal(message) is ErrorCode.BAD_LAYOUT
-
-
-@pytest.mark.promise(9)
-def test_a_store_without_a_commit_is_never_found(peer: Peer, bystander: Peer) -> None:
-    peer.prepare(prompt(2))
-    assert bystander.find(prompt(2)).num_chunks == 0
-    peer.ask(m.Unregister(peer.context))
-    assert bystander.find(prompt(2)).num_chunks == 0
-
-
-def test_two_workers_that_store_the_same_chunk_make_one_copy(peer: Peer, bystander: Peer, depot: DepotProcess) -> None:
-    first = peer.prepare(prompt(2))
-    second = bystander.prepare(prompt(2))
-    assert (second.ticket, second.num_present, second.num_declined) == (0, 2, 0)
-    peer.ask(m.CommitStore(peer.context, first.ticket))
-    assert bystander.find(prompt(2)).num_chunks == 2
-    assert depot.status().num_entries == 3 + 2
 
 
 @pytest.mark.promise(10)
@@ -324,13 +284,6 @@ def test_two_identical_requests_of_one_worker_share_no_reservation(peer: Peer, d
     assert depot.status().num_leases == 1, "the other one still reads"
 
 
-def test_nobody_can_release_anothers_lease(peer: Peer, bystander: Peer, depot: DepotProcess) -> None:
-    lease = bystander.find(prompt(3, "bystander")).lease
-    assert peer.ask(m.Release(peer.context, (lease,))) == m.Done(peer.session.epoch, 0)
-    assert peer.ask(m.EndRequest(peer.context, "r")) == m.Done(peer.session.epoch, 0)
-    assert depot.status().num_leases == 1
-
-
 @pytest.mark.promise(42)
 def test_a_thousand_leases_on_one_chunk_work(peer: Peer, depot: DepotProcess) -> None:
     peer.store(prompt(1))
@@ -344,17 +297,6 @@ def test_a_thousand_leases_on_one_chunk_work(peer: Peer, depot: DepotProcess) ->
 def test_a_lookup_of_128k_tokens_carries_digests_only() -> None:
     run = hash_prefix(Namespace("model"), 64, range(128 * 1024))
     assert len(frames.encode_frame(1, m.Lookup(1, "request", run.digests))) <= 70_000
-
-
-@pytest.mark.promise(21)
-def test_a_forged_chain_finds_and_stores_nothing(peer: Peer, bystander: Peer) -> None:
-    peer.store(prompt(3))
-    run = prompt(3)
-    assert peer.find(KeyRun(run.digests[32:], 0, run.parent)).num_chunks == 0
-    root = m.PrepareStore(peer.context, "r", "t", run.digests[64:], 0, run.parent, (1,))
-    reply = peer.ask(root)
-    assert isinstance(reply, m.StorePlan)
-    assert (reply.ticket, reply.num_declined) == (0, 1)
 
 
 @pytest.mark.promise(2)
@@ -394,14 +336,4 @@ def test_a_chunk_is_not_found_before_what_comes_before_it(peer: Peer, bystander:
     bystander.ask(m.CommitStore(bystander.context, rest.ticket))
     assert bystander.find(prompt(5)).num_chunks == 0
     peer.ask(m.CommitStore(peer.context, first.ticket))
-    assert bystander.find(prompt(5)).num_chunks == 5
-
-
-@pytest.mark.slow
-def test_chunks_below_a_store_that_was_given_up_are_found_once_it_is_made_up_for(peer: Peer, bystander: Peer) -> None:
-    first = peer.prepare(prompt(2))
-    bystander.ask(m.CommitStore(bystander.context, bystander.prepare(prompt(5)).ticket))
-    peer.ask(m.AbortStore(peer.context, first.ticket))
-    assert bystander.find(prompt(5)).num_chunks == 0
-    assert bystander.store(prompt(2)) == 2
     assert bystander.find(prompt(5)).num_chunks == 5
