@@ -157,6 +157,17 @@ class Bench:
         assert isinstance(reply, m.Registered)
         return Worker(self, self.sessions, writer, reply.context, shard)
 
+    def pass_time(self, seconds: float) -> None:
+        """Let time pass and do the work that it makes due."""
+        self.now += seconds
+        self.depot.state.timers.expire(self.now)
+        self.depot.expire()
+        self.depot.background.work()
+
+    def found(self, run: KeyRun) -> int:
+        """Return how many chunks of a prompt are here, without counting as use."""
+        return self.index.visibility.match(self.index.spaces[0], run.digests)[0]
+
     def successor(self, memory: bytearray | None = None, specs: list[m.CacheSpec] | None = None) -> ChunkIndex:
         """Return the index that a server restores when it starts on a copy of the table."""
         table = IndexTable(bytearray(self.memory if memory is None else memory), self.num_records)

@@ -30,11 +30,6 @@ def hint(worker: Worker, run: KeyRun, **hints: Any) -> int:
     return reply.count
 
 
-def length(worker: Worker, run: KeyRun) -> int:
-    """Return how many chunks of a prompt are left, without counting as use."""
-    return worker.bench.index.visibility.match(worker.bench.index.spaces[0], run.digests)[0]
-
-
 policies = pytest.mark.parametrize("policy", POLICIES)
 
 
@@ -46,7 +41,7 @@ def test_an_ended_session_leaves_first_and_its_shared_chunks_stay(policy: str) -
         worker.store(session(name))
     assert hint(worker, session(2), session_ended=True) == 2
     worker.store(prompt(2, 9))
-    assert (length(worker, session(1)), length(worker, session(2)), length(worker, prompt(2, 9))) == (3, 1, 2)
+    assert (bench.found(session(1)), bench.found(session(2)), bench.found(prompt(2, 9))) == (3, 1, 2)
     bench.drain()
 
 
@@ -77,7 +72,7 @@ def test_a_session_that_goes_on_has_not_ended(policy: str) -> None:
     worker.release(worker.lookup(prompt(2, 1)).lease)
     assert hint(worker, prompt(2, 2), session_ended=True) == 2
     worker.store(prompt(2, 3))
-    assert [length(worker, prompt(2, name)) for name in (1, 2, 3)] == [2, 0, 2]
+    assert [worker.bench.found(prompt(2, name)) for name in (1, 2, 3)] == [2, 0, 2]
 
 
 @policies
@@ -89,11 +84,9 @@ def test_a_session_whose_time_is_over_leaves_first_unless_it_was_used(policy: st
     for name in (2, 3):
         hint(worker, prompt(2, name), ttl_seconds=TTL_SECONDS)
     worker.release(worker.lookup(prompt(2, 2)).lease)
-    bench.now += TTL_SECONDS
-    bench.depot.expire()
-    bench.depot.background.work()
+    bench.pass_time(TTL_SECONDS)
     worker.store(prompt(2, 4))
-    assert [length(worker, prompt(2, name)) for name in (1, 2, 3, 4)] == [2, 2, 0, 2]
+    assert [bench.found(prompt(2, name)) for name in (1, 2, 3, 4)] == [2, 2, 0, 2]
 
 
 def test_an_extended_prefix_does_not_expire() -> None:
@@ -102,12 +95,10 @@ def test_an_extended_prefix_does_not_expire() -> None:
     worker.store(prompt(2))
     hint(worker, prompt(2), ttl_seconds=TTL_SECONDS)
     worker.store(prompt(3).slice(2))
-    bench.now += TTL_SECONDS
-    bench.depot.expire()
-    bench.depot.background.work()
+    bench.pass_time(TTL_SECONDS)
     worker.store(prompt(1, 1))
     worker.store(prompt(1, 2))
-    assert (length(worker, prompt(3)), length(worker, prompt(1, 1)), length(worker, prompt(1, 2))) == (2, 1, 1)
+    assert (bench.found(prompt(3)), bench.found(prompt(1, 1)), bench.found(prompt(1, 2))) == (2, 1, 1)
 
 
 def test_deadlines_that_were_replaced_take_no_memory() -> None:
@@ -126,11 +117,11 @@ def test_priority_keeps_longer_until_it_is_taken_back(policy: str) -> None:
     hint(worker, prompt(2, 1), priority=2)
     for name in range(2, 10):
         worker.store(prompt(2, name))
-    assert length(worker, prompt(2, 1)) == 2
+    assert worker.bench.found(prompt(2, 1)) == 2
     hint(worker, prompt(2, 1))
     hint(worker, prompt(2, 9), priority=1)
     worker.store(prompt(2, 10))
-    assert (length(worker, prompt(2, 1)), length(worker, prompt(2, 9))) == (0, 2)
+    assert (worker.bench.found(prompt(2, 1)), worker.bench.found(prompt(2, 9))) == (0, 2)
 
 
 @policies
@@ -142,7 +133,7 @@ def test_priority_takes_nothing_from_another_share(policy: str) -> None:
     for name in range(10):
         worker.store(prompt(1, name, "a"))
         hint(worker, prompt(1, name, "a"), priority=m.MAXIMUM_PRIORITY)
-    assert sum(length(worker, prompt(1, name, "b")) for name in range(4)) == 4
+    assert sum(bench.found(prompt(1, name, "b")) for name in range(4)) == 4
     assert bench.index.quotas.used_bytes == [0, 4 * PAGE, 4 * PAGE]
 
 
@@ -156,13 +147,9 @@ def test_nobody_changes_what_another_tenant_said() -> None:
     for tenant in ("b", "unknown"):
         other = KeyRun(run.digests, 0, run.parent, tenant)
         assert hint(worker, other, session_ended=True) == hint(worker, other, priority=3, ttl_seconds=1.0) == 0
-    bench.now += 2
-    bench.depot.expire()
-    bench.depot.background.work()
+    bench.pass_time(2)
     assert set(ranks_of(bench.index)) == {NORMAL}
-    bench.now += TTL_SECONDS
-    bench.depot.expire()
-    bench.depot.background.work()
+    bench.pass_time(TTL_SECONDS)
     assert sorted(ranks_of(bench.index)) == [ENDED] * 2 + [NORMAL] * 2
 
 
@@ -174,10 +161,10 @@ def test_leased_chunks_of_an_ended_session_stay_until_the_lease_ends(policy: str
     hint(worker, prompt(2, 1), session_ended=True)
     worker.store(prompt(2, 2))
     assert worker.store(prompt(2, 3)).num_declined == 0
-    assert length(worker, prompt(2, 1)) == 2
+    assert worker.bench.found(prompt(2, 1)) == 2
     worker.release(lease)
     worker.store(prompt(1, 4))
-    assert length(worker, prompt(2, 1)) == 1
+    assert worker.bench.found(prompt(2, 1)) == 1
 
 
 STEP_CHUNKS = 40
@@ -257,9 +244,7 @@ def test_a_time_to_live_ends_a_prefix_whose_priority_is_still_being_set(num_step
     bench, worker = long_bench()
     begin_hint(worker, LONG, priority=2, ttl_seconds=TTL_SECONDS)
     step(bench, num_steps)
-    bench.now += TTL_SECONDS
-    bench.depot.expire()
-    bench.depot.background.work()
+    bench.pass_time(TTL_SECONDS)
     assert ranks(bench, LONG) == [ENDED] * 300
 
 

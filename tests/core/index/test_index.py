@@ -223,9 +223,7 @@ def test_an_hour_of_silence_forgets_no_worker() -> None:
     bench = Bench()
     worker = bench.worker()
     worker.store(prompt(2))
-    bench.now += 3600
-    bench.depot.expire()
-    bench.depot.background.work()
+    bench.pass_time(3600)
     assert worker.lookup(prompt(2)).num_chunks == worker.retrieve(prompt(2)).num_chunks == 2
     assert worker.store(prompt(1, 1)).num_declined == 0
 
@@ -378,9 +376,7 @@ def test_a_store_of_a_living_worker_ends_by_time_and_keeps_its_extents(how: str)
     bench.now += 4 * LEASE_SECONDS - 1
     bench.depot.expire()
     assert bench.depot.status.fields()["num_tickets"] == 1
-    bench.now += 1
-    bench.depot.expire()
-    bench.depot.background.work()
+    bench.pass_time(1)
     status = bench.depot.status.fields()
     assert (status["num_tickets"], status["quarantined_bytes"]) == (0, 2 * PAGE)
     assert quick.store(prompt(8)).num_declined == 2, "its chunks can be stored again, its extents are not given away"
@@ -401,9 +397,7 @@ def test_a_store_of_a_living_worker_ends_by_time_and_keeps_its_extents(how: str)
             slow.ask(m.Unregister(slow.context))
     assert (bench.depot.status.fields()["quarantined_bytes"], bench.index.extents.used_bytes) == (0, 6 * PAGE)
     assert quick.store(prompt(8)).num_declined == 0
-    bench.now += LEASE_SECONDS
-    bench.depot.expire()
-    bench.depot.background.work()
+    bench.pass_time(LEASE_SECONDS)
     bench.drain()
 
 
@@ -411,9 +405,7 @@ def test_nobody_ends_the_late_store_of_another_context() -> None:
     bench = Bench()
     slow, other = bench.worker(), bench.worker()
     plan = slow.prepare(prompt(2))
-    bench.now += 4 * LEASE_SECONDS
-    bench.depot.expire()
-    bench.depot.background.work()
+    bench.pass_time(4 * LEASE_SECONDS)
     assert other.refusal(m.CommitStore(other.context, plan.ticket)) is ErrorCode.UNKNOWN_TICKET
     assert other.ask(m.AbortStore(other.context, plan.ticket)) == m.Done(1, 0)
     assert bench.depot.status.fields()["quarantined_bytes"] == 2 * PAGE

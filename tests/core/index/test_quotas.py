@@ -84,9 +84,7 @@ def test_leases_of_others_keep_nobody_from_its_quota(policy: str) -> None:
     assert (counters["chunks_evicted"], counters["chunks_evicted_leased"]) == (90, 89), (
         "what nothing needs leaves first"
     )
-    bench.now += LEASE_SECONDS
-    bench.depot.expire()
-    bench.depot.background.work()
+    bench.pass_time(LEASE_SECONDS)
     bench.drain()
 
 
@@ -184,9 +182,7 @@ def test_a_tenant_whose_engines_die_in_the_middle_of_stores_keeps_its_quota() ->
     for number in range(20):
         worker = bench.worker()
         worker.prepare(prompt(2, number, "a"))
-        bench.now += bench.depot.stores.ticket_seconds  # the ticket is late, so its chunks may be stored again
-        bench.depot.expire()
-        bench.depot.background.work()
+        bench.pass_time(bench.depot.stores.ticket_seconds)  # the ticket is late, so its chunks may be stored again
         bench.depot.end_session(worker.session)
         bench.depot.end_process(worker.writer)
     assert bench.index.quotas.usage() == {"a": (4 * PAGE, 0)}

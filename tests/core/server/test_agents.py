@@ -36,10 +36,6 @@ def fill(worker: Worker, names: range, tenant: str = "default") -> None:
         worker.store(prompt(1, name, tenant))
 
 
-def found(bench: Bench, run: KeyRun) -> int:
-    return bench.index.visibility.match(bench.index.spaces[0], run.digests)[0]
-
-
 @pytest.mark.parametrize("how", ["an operation", "a hint"])
 def test_a_retained_session_stays_until_its_time_is_over(how: str) -> None:
     bench = Bench(pages=16, now=1000.0)
@@ -50,16 +46,12 @@ def test_a_retained_session_stays_until_its_time_is_over(how: str) -> None:
     else:
         remember(worker, run)
         assert operated(bench, o.RetainSession("agent", 60.0)) == 8
-    bench.now += 59.0
-    bench.depot.expire()
-    bench.depot.background.work()
+    bench.pass_time(59.0)
     fill(worker, range(1, 40))
-    assert found(bench, run) == 8
-    bench.now += 1.0
-    bench.depot.expire()
-    bench.depot.background.work()
+    assert bench.found(run) == 8
+    bench.pass_time(1.0)
     fill(worker, range(40, 80))
-    assert found(bench, run) < 8
+    assert bench.found(run) < 8
     bench.index.check_integrity()
     bench.drain()
 
@@ -72,9 +64,7 @@ def test_a_session_that_is_retained_again_has_the_new_time_and_0_ends_it() -> No
     operated(bench, o.RetainSession("agent", 1000.0))
     operated(bench, o.RetainSession("agent", 10.0))
     assert len(bench.depot.agents.pins) == 1
-    bench.now += 11.0
-    bench.depot.expire()
-    bench.depot.background.work()
+    bench.pass_time(11.0)
     assert len(bench.depot.agents.pins) == 0
     operated(bench, o.RetainSession("agent", 1000.0))
     assert operated(bench, o.RetainSession("agent", 0.0)) == 4
@@ -109,8 +99,8 @@ def test_a_greedy_session_keeps_half_of_its_tenant_s_quota_and_nothing_of_others
     assert bench.depot.agents.pins.bytes_of(1) == 12 * PAGE
     fill(worker, range(3, 40), "other")
     fill(worker, range(40, 80), "greedy")
-    assert sum(found(bench, prompt(1, name, "other")) for name in range(3, 40)) >= 20
-    assert found(bench, prompt(20, 1, "greedy")) >= 12
+    assert sum(bench.found(prompt(1, name, "other")) for name in range(3, 40)) >= 20
+    assert bench.found(prompt(20, 1, "greedy")) >= 12
     assert bench.index.quotas.used_bytes[1] >= 24 * PAGE, "the other half takes its stores"
 
 
@@ -132,7 +122,7 @@ def test_a_session_of_another_tenant_is_unknown(operation: o.OperatorRequest) ->
     with pytest.raises(Refused, match="tenant b has no session agent") as caught:
         operate(bench.depot, operation)
     assert caught.value.code is ErrorCode.OUT_OF_RANGE
-    assert found(bench, prompt(4, tenant="a")) == 4
+    assert bench.found(prompt(4, tenant="a")) == 4
 
 
 @pytest.mark.parametrize("at_once", [True, False])
@@ -144,7 +134,7 @@ def test_keys_of_another_tenant_under_a_session_s_name_move_nothing_of_it(at_onc
     worker.ask(m.Hint(worker.context, "b", secret.digests, session="thief"))
     assert operated(bench, o.RetainSession("thief", 60.0, "b")) == 0
     assert operated(bench, o.ForgetSession("thief", "b", at_once)) == 0
-    assert found(bench, secret) == 4
+    assert bench.found(secret) == 4
     assert ENDED not in ranks_of(bench.index)
 
 
@@ -161,7 +151,7 @@ def test_a_session_is_forgotten_first_or_at_once_as_far_as_no_other_needs_it() -
     remember(worker, run)
     operated(bench, o.RetainSession("agent", 60.0))
     assert operated(bench, o.ForgetSession("agent", at_once=True)) == 3
-    assert (found(bench, run), found(bench, branch)) == (5, 8)
+    assert (bench.found(run), bench.found(branch)) == (5, 8)
     assert not len(bench.depot.agents.prefixes)
     bench.drain()
 

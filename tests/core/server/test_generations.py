@@ -54,10 +54,6 @@ class Engine:
         self.bench.depot.end_session(self.worker.session)
 
 
-def found(bench: Bench, run: KeyRun) -> int:
-    return bench.index.visibility.match(bench.index.spaces[0], run.digests)[0]
-
-
 def generations(depot: Depot) -> dict[str, GenerationStatus]:
     return {each.name: each for each in depot.status.fields()["generations"]}
 
@@ -65,13 +61,6 @@ def generations(depot: Depot) -> dict[str, GenerationStatus]:
 def fill(engine: Engine, generation: str, num_chunks: int) -> None:
     for name in range(100, 100 + num_chunks):
         engine.worker.store(prompt(generation, name, 1))
-
-
-def pass_time(bench: Bench, seconds: float) -> None:
-    bench.now += seconds
-    bench.depot.state.timers.expire(bench.now)
-    bench.depot.expire()
-    bench.depot.background.work()
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
@@ -86,11 +75,11 @@ def test_an_outdated_generation_leaves_before_any_chunk_of_the_present_one(polic
         assert second.use(prompt("1")) == 4  # the older generation is used more recently and more often
     second.update("2")
     fill(first, "2", 8)
-    assert found(bench, prompt("1")) == found(bench, prompt("2")) == 4, "the pool has room for all"
+    assert bench.found(prompt("1")) == bench.found(prompt("2")) == 4, "the pool has room for all"
     for name in range(200, 204):
         first.worker.store(prompt("2", name, 1))
-        assert found(bench, prompt("2")) == 4
-    assert found(bench, prompt("1")) == 0
+        assert bench.found(prompt("2")) == 4
+    assert bench.found(prompt("1")) == 0
     bench.index.check_integrity()
     first.leave()
     second.leave()
@@ -108,7 +97,7 @@ def test_two_engines_a_version_apart_share_nothing_and_both_keep_theirs() -> Non
     assert ahead.use(prompt("2")) == behind.use(prompt("1")) == 4
     assert not {*split_digests(prompt("1").digests)} & {*split_digests(prompt("2").digests)}
     fill(ahead, "2", 12)
-    assert (found(bench, prompt("1")), found(bench, prompt("2"))) == (4, 0), "by last use, as without an update"
+    assert (bench.found(prompt("1")), bench.found(prompt("2"))) == (4, 0), "by last use, as without an update"
     assert not any(each.is_outdated for each in generations(bench.depot).values())
     bench.index.check_integrity()
 
@@ -119,19 +108,19 @@ def test_an_engine_that_comes_back_in_time_finds_its_generation_as_it_was() -> N
     ahead.worker.store(prompt("2"))
     behind.worker.store(prompt("1"))
     behind.leave()
-    pass_time(bench, GRACE_SECONDS - 1)
+    bench.pass_time(GRACE_SECONDS - 1)
     assert priorities(bench, prompt("1")) == {NORMAL}
     behind = Engine.at(bench, "1", "behind")
-    pass_time(bench, GRACE_SECONDS)
+    bench.pass_time(GRACE_SECONDS)
     ahead = Engine.at(bench, "2", "ahead")  # again the newest generation
     fill(ahead, "2", 12)
-    assert found(bench, prompt("1")) == 4
+    assert bench.found(prompt("1")) == 4
     behind.leave()
-    pass_time(bench, GRACE_SECONDS)
+    bench.pass_time(GRACE_SECONDS)
     assert generations(bench.depot)["1"].is_outdated
     for name in range(300, 304):
         ahead.worker.store(prompt("2", name, 1))
-    assert found(bench, prompt("1")) == 0
+    assert bench.found(prompt("1")) == 0
 
 
 def test_an_engine_whose_new_session_is_there_before_its_old_one_ends_keeps_its_weights() -> None:
@@ -197,7 +186,7 @@ def test_lineages_do_not_outdate_each_other() -> None:
         experiment.scheduler.ask(
             m.ChangeWeights(experiment.scheduler.context, namespace(generation, settings="other").weights)
         )
-    pass_time(bench, 2 * GRACE_SECONDS)
+    bench.pass_time(2 * GRACE_SECONDS)
     assert priorities(bench, run) == {NORMAL}
 
 
@@ -215,9 +204,9 @@ def test_the_next_server_knows_the_generations_and_waits_for_their_engines() -> 
     early.update("2")
     early.leave()
     restoring.go_on(lambda: False)
-    assert found(after, prompt("1")) == found(after, prompt("2")) == 4
+    assert after.found(prompt("1")) == after.found(prompt("2")) == 4
     assert {name: each.is_outdated for name, each in generations(after.depot).items()} == {"1": False, "2": False}
-    pass_time(after, GRACE_SECONDS)
+    after.pass_time(GRACE_SECONDS)
     assert {name: each.is_outdated for name, each in generations(after.depot).items()} == {"1": True, "2": False}
     assert priorities(after, prompt("1")) == {ENDED}
     Engine.at(after, "1", "a")
@@ -238,7 +227,7 @@ def test_after_a_restart_the_weights_that_engines_went_back_to_are_the_present_o
     Restoring(after.depot, Names([bench.spec], names), lambda _writer: False, lambda: False).go_on(lambda: False)
     if returns == "in time":
         Engine.at(after, "1")
-    pass_time(after, GRACE_SECONDS)
+    after.pass_time(GRACE_SECONDS)
     if returns == "late":
         assert not after.index.shares.outdated, "nobody knows which ones engines compute with"
         Engine.at(after, "1")
