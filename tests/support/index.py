@@ -185,5 +185,11 @@ class Bench:
         assert self.index.extents.free_extents() == [(0, self.pages * PAGE)]
 
 
+def bench_and_worker(*groups: Any, **options: Any) -> tuple[Bench, Worker]:
+    """Return a bench and one worker of it."""
+    bench = Bench(*groups, **options)
+    return bench, bench.worker()
+
+
 def prompt(num_chunks: int, name: int = 0, tenant: str = "default") -> KeyRun:
     return hash_prefix(Namespace("model", tenant=tenant), 1, [name * 100 + i for i in range(num_chunks)])

@@ -12,7 +12,7 @@ from kvdepot.server import commands
 from kvdepot.server.replies import PendingReply
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
-from support.index import PAGE, Bench, Worker, prompt
+from support.index import PAGE, Bench, Worker, bench_and_worker, prompt
 from support.integrity import ranks_of
 
 TTL_SECONDS = 60.0
@@ -35,8 +35,7 @@ policies = pytest.mark.parametrize("policy", POLICIES)
 
 @policies
 def test_an_ended_session_leaves_first_and_its_shared_chunks_stay(policy: str) -> None:
-    bench = Bench(pages=5, policy=policy)
-    worker = bench.worker()
+    bench, worker = bench_and_worker(pages=5, policy=policy)
     for name in (1, 2):
         worker.store(session(name))
     assert hint(worker, session(2), session_ended=True) == 2
@@ -77,8 +76,7 @@ def test_a_session_that_goes_on_has_not_ended(policy: str) -> None:
 
 @policies
 def test_a_session_whose_time_is_over_leaves_first_unless_it_was_used(policy: str) -> None:
-    bench = Bench(pages=6, policy=policy)
-    worker = bench.worker()
+    bench, worker = bench_and_worker(pages=6, policy=policy)
     for name in (1, 2, 3):
         worker.store(prompt(2, name))
     for name in (2, 3):
@@ -90,8 +88,7 @@ def test_a_session_whose_time_is_over_leaves_first_unless_it_was_used(policy: st
 
 
 def test_an_extended_prefix_does_not_expire() -> None:
-    bench = Bench(pages=4)
-    worker = bench.worker()
+    bench, worker = bench_and_worker(pages=4)
     worker.store(prompt(2))
     hint(worker, prompt(2), ttl_seconds=TTL_SECONDS)
     worker.store(prompt(3).slice(2))
@@ -102,8 +99,7 @@ def test_an_extended_prefix_does_not_expire() -> None:
 
 
 def test_deadlines_that_were_replaced_take_no_memory() -> None:
-    bench = Bench()
-    worker = bench.worker()
+    bench, worker = bench_and_worker()
     worker.store(prompt(2))
     for _ in range(3000):
         hint(worker, prompt(2), ttl_seconds=TTL_SECONDS)
@@ -126,8 +122,7 @@ def test_priority_keeps_longer_until_it_is_taken_back(policy: str) -> None:
 
 @policies
 def test_priority_takes_nothing_from_another_share(policy: str) -> None:
-    bench = Bench(pages=8, policy=policy, quotas={"a": 4, "b": 4})
-    worker = bench.worker()
+    bench, worker = bench_and_worker(pages=8, policy=policy, quotas={"a": 4, "b": 4})
     for name in range(4):
         worker.store(prompt(1, name, "b"))
     for name in range(10):
@@ -138,8 +133,7 @@ def test_priority_takes_nothing_from_another_share(policy: str) -> None:
 
 
 def test_nobody_changes_what_another_tenant_said() -> None:
-    bench = Bench()
-    worker = bench.worker()
+    bench, worker = bench_and_worker()
     worker.store(prompt(2, 1, "a"))
     worker.store(prompt(2, 1, "b"))
     run = prompt(2, 1, "a")
@@ -173,8 +167,7 @@ LONG = prompt(300, 1)
 
 
 def long_bench(*, pages: int = 640) -> tuple[Bench, Worker]:
-    bench = Bench(pages=pages, num_records=pages)
-    worker = bench.worker()
+    bench, worker = bench_and_worker(pages=pages, num_records=pages)
     store_long(worker, LONG)
     return bench, worker
 

@@ -14,7 +14,19 @@ from kvdepot.pool.table import HEADER_PAGE_BYTES, RECORD_BYTES, SEALED, IndexTab
 from kvdepot.server import commands
 from kvdepot.server.replies import Refused
 from kvdepot.wire import messages as m
-from support.index import FULL, HYBRID, LEASE_SECONDS, ONLY_WINDOW, PAGE, PLAIN, SHARDED, Bench, Worker, prompt
+from support.index import (
+    FULL,
+    HYBRID,
+    LEASE_SECONDS,
+    ONLY_WINDOW,
+    PAGE,
+    PLAIN,
+    SHARDED,
+    Bench,
+    Worker,
+    bench_and_worker,
+    prompt,
+)
 
 
 def found(index: ChunkIndex, run: KeyRun) -> int:
@@ -79,8 +91,7 @@ def test_a_run_with_a_chunk_twice_ends_before_the_second_one(groups: tuple[m.Gro
 
 @pytest.mark.promise(20)
 def test_bytes_of_another_layout_are_a_miss() -> None:
-    bench = Bench()
-    writer = bench.worker()
+    bench, writer = bench_and_worker()
     writer.store(prompt(2))
     writer.ask(m.Unregister(writer.context))
     other = bench.worker(page=2 * PAGE)
@@ -104,8 +115,7 @@ def test_a_retrieve_ends_at_the_first_chunk_that_lacks_a_group() -> None:
 
 
 def test_bytes_of_a_chunk_that_a_retrieve_does_not_deliver_are_not_counted() -> None:
-    bench = Bench(HYBRID)
-    worker = bench.worker()
+    bench, worker = bench_and_worker(HYBRID)
     worker.store(prompt(2), 2, 1, 1)
     assert worker.retrieve(prompt(2), 2, 2, 1).num_chunks == 0, "chunk 0 lacks its window"
     assert worker.retrieve(prompt(2), 2, 1, 1).num_chunks == 2
@@ -152,8 +162,7 @@ def test_the_prefix_that_was_looked_up_last_leaves_last() -> None:
 @pytest.mark.promise(16)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_store_into_a_full_pool_evicts_what_it_needs_and_no_more(policy: str) -> None:
-    bench = Bench(pages=8, policy=policy)
-    worker = bench.worker()
+    bench, worker = bench_and_worker(pages=8, policy=policy)
     for name in range(8):
         worker.store(prompt(1, name))
     for needed in (1, 3, 5):
@@ -190,8 +199,7 @@ def test_a_policy_that_raises_leaves_no_hold(
 
     So did the chunks of the same store that had found room.
     """
-    bench = Bench(pages=pages, num_records=num_records)
-    worker = bench.worker()
+    bench, worker = bench_and_worker(pages=pages, num_records=num_records)
     worker.store(prompt(4))
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="broken"):
         patch.setattr(AdaptiveReplacement, "victim", Mock(side_effect=RuntimeError("broken")))
@@ -208,8 +216,7 @@ def test_a_policy_that_raises_leaves_no_hold(
 @pytest.mark.parametrize("steps", [1, 2, 3, 6])
 def test_prefill_in_steps_leaves_the_same_entries(groups: tuple[m.GroupShape, ...], steps: int) -> None:
     def entries(num_steps: int) -> set[tuple[bytes, int, int, int]]:
-        bench = Bench(groups)
-        worker = bench.worker()
+        bench, worker = bench_and_worker(groups)
         for start in range(0, 6, 6 // num_steps):
             worker.store(prompt(6).slice(start, start + 6 // num_steps))
         assert worker.lookup(prompt(6)).num_chunks == 6
@@ -220,8 +227,7 @@ def test_prefill_in_steps_leaves_the_same_entries(groups: tuple[m.GroupShape, ..
 
 @pytest.mark.promise(26)
 def test_an_hour_of_silence_forgets_no_worker() -> None:
-    bench = Bench()
-    worker = bench.worker()
+    bench, worker = bench_and_worker()
     worker.store(prompt(2))
     bench.pass_time(3600)
     assert worker.lookup(prompt(2)).num_chunks == worker.retrieve(prompt(2)).num_chunks == 2
@@ -230,8 +236,7 @@ def test_an_hour_of_silence_forgets_no_worker() -> None:
 
 @pytest.mark.promise(7)
 def test_another_protocol_version_is_one_line_in_the_server_s_log(caplog: pytest.LogCaptureFixture) -> None:
-    bench = Bench()
-    worker = bench.worker()
+    bench, worker = bench_and_worker()
     assert worker.refusal(m.RegisterScheduler(99, "e", "m", bench.spec)) is ErrorCode.VERSION_MISMATCH
     (line,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
     assert "99" in line
@@ -241,8 +246,7 @@ def test_another_protocol_version_is_one_line_in_the_server_s_log(caplog: pytest
 
 def test_an_aborted_chunk_does_not_make_the_one_before_it_seem_used() -> None:
     """Regression: the chunk inherited a later use from the previous chunk with its node number, and passed it on."""
-    bench = Bench(pages=4)
-    worker = bench.worker()
+    bench, worker = bench_and_worker(pages=4)
     for name, tenant in ((1, "a"), (2, "a"), (3, "b")):
         worker.store(prompt(1, name, tenant))
     sum(commands.clear_pool(bench.depot, "b"))
@@ -255,8 +259,7 @@ def test_an_aborted_chunk_does_not_make_the_one_before_it_seem_used() -> None:
 
 @pytest.mark.promise(16)
 def test_a_store_that_can_never_fit_evicts_nothing() -> None:
-    bench = Bench(pages=4)
-    small = bench.worker()
+    bench, small = bench_and_worker(pages=4)
     small.store(prompt(3))
     small.ask(m.Unregister(small.context))
     large = bench.worker(page=5 * PAGE)
@@ -265,8 +268,7 @@ def test_a_store_that_can_never_fit_evicts_nothing() -> None:
 
 
 def test_a_store_without_a_free_record_gives_its_extent_back() -> None:
-    bench = Bench(pages=8, num_records=2)
-    worker = bench.worker()
+    bench, worker = bench_and_worker(pages=8, num_records=2)
     worker.store(prompt(2))
     worker.lookup(prompt(2))
     assert worker.store(prompt(1, 1)).num_declined == 1
@@ -277,8 +279,7 @@ def test_a_store_without_a_free_record_gives_its_extent_back() -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_when_there_are_too_many_holes_the_coldest_leave(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvdepot.index.index._SPARE_NODES", 0)  # allows twice as many chunks as records
-    bench = Bench(num_records=8, policy=policy)
-    worker = bench.worker()
+    bench, worker = bench_and_worker(num_records=8, policy=policy)
 
     def store_with_holes(run: KeyRun) -> int:
         worker.store(run)
@@ -341,8 +342,7 @@ def test_a_name_that_could_not_be_saved_is_in_nobody_elses_way() -> None:
         if disk_is_full:
             raise OSError("no space left on device")
 
-    bench = Bench(save_names=save)
-    worker = bench.worker()
+    bench, worker = bench_and_worker(save_names=save)
     worker.store(prompt(1, tenant="a"))
     disk_is_full = True
     with pytest.raises(OSError, match="no space"):
@@ -353,8 +353,7 @@ def test_a_name_that_could_not_be_saved_is_in_nobody_elses_way() -> None:
 
 
 def test_each_tenant_is_charged_for_its_own() -> None:
-    bench = Bench()
-    worker = bench.worker()
+    bench, worker = bench_and_worker()
     worker.store(prompt(3, tenant="a"))
     worker.store(prompt(1, tenant="b"))
     used = {name: fields["used_bytes"] for name, fields in bench.depot.status.fields()["tenants"].items()}
@@ -468,8 +467,7 @@ def test_a_worker_that_returned_before_its_lost_session_ended_leaves_no_extents_
 
 
 def test_a_draining_depot_declines_stores_and_goes_on_serving() -> None:
-    bench = Bench()
-    worker = bench.worker()
+    bench, worker = bench_and_worker()
     worker.store(prompt(2))
     bench.depot.state.accepts_stores = False
     assert worker.store(prompt(2, 1)) == m.StorePlan(1, 0, b"", 0, 2)
@@ -480,8 +478,7 @@ def test_a_draining_depot_declines_stores_and_goes_on_serving() -> None:
 
 
 def test_a_successor_evicts_what_was_stored_longest_ago() -> None:
-    bench = Bench(pages=3)
-    worker = bench.worker()
+    bench, worker = bench_and_worker(pages=3)
     for name in (1, 2, 3):
         bench.now = 100.0 - name
         worker.store(prompt(1, name))
@@ -504,8 +501,7 @@ def test_a_successor_keeps_the_extent_of_a_writer_whose_chunk_lost_its_parent() 
 
 @pytest.mark.promise(64)
 def test_a_successor_keeps_the_extents_of_two_writers_of_one_chunk() -> None:
-    bench = Bench()
-    worker = bench.worker()
+    bench, worker = bench_and_worker()
     worker.prepare(prompt(1))
     bench.index.abandon_entry(next(bench.index.table.records()).number)  # like a tier's read that hangs
     worker.prepare(prompt(1))
@@ -613,8 +609,7 @@ def test_a_record_that_is_there_twice_counts_once() -> None:
 @pytest.mark.promise(60)
 def test_of_two_keys_that_begin_alike_one_is_found_after_a_restart_and_all_can_leave() -> None:
     """Regression: the other chunk was kept but not found, and never evicted. Only a malicious peer makes such keys."""
-    bench = Bench()
-    worker = bench.worker()
+    bench, worker = bench_and_worker()
     run = prompt(1)
     alike = KeyRun(run.digests[:16] + bytes(16), 0, run.parent)
     worker.store(run)
@@ -641,8 +636,7 @@ def test_chunks_after_two_keys_that_begin_alike_are_not_found_after_a_restart() 
 
 
 def test_a_child_stored_before_its_parent_was_aborted_and_stored_again_survives_a_restart() -> None:
-    bench = Bench()
-    worker = bench.worker()
+    bench, worker = bench_and_worker()
     first, after = worker.prepare(prompt(1)), worker.prepare(prompt(2).slice(1))
     worker.commit(after)
     worker.ask(m.AbortStore(worker.context, first.ticket))
@@ -666,8 +660,7 @@ def report(worker: Worker, run: KeyRun, chunk: int) -> int:
 @pytest.mark.parametrize("chunk", [0, 2, 3])
 @pytest.mark.promise(30)
 def test_a_corrupt_entry_hides_what_comes_after_it_until_it_is_stored_again(chunk: int, policy: str) -> None:
-    bench = Bench(pages=8, policy=policy)
-    worker = bench.worker()
+    bench, worker = bench_and_worker(pages=8, policy=policy)
     worker.store(prompt(4))
     assert report(worker, prompt(4), chunk) == 1
     worker.ask(m.EndRequest(worker.context, "r"))
@@ -681,8 +674,7 @@ def test_a_corrupt_entry_hides_what_comes_after_it_until_it_is_stored_again(chun
 
 
 def test_a_lookup_ends_at_the_first_of_several_breaks() -> None:
-    bench = Bench(pages=32)
-    worker = bench.worker()
+    bench, worker = bench_and_worker(pages=32)
     for number in range(2):
         worker.store(prompt(12, number))
     for chunk in (7, 3, 10):
@@ -699,8 +691,7 @@ def test_a_lookup_ends_at_the_first_of_several_breaks() -> None:
 
 
 def test_a_leased_entry_can_be_corrupt_too() -> None:
-    bench = Bench(pages=4)
-    worker = bench.worker()
+    bench, worker = bench_and_worker(pages=4)
     worker.store(prompt(2))
     lease = worker.lookup(prompt(2)).lease
     assert report(worker, prompt(2), 1) == 1
@@ -710,8 +701,7 @@ def test_a_leased_entry_can_be_corrupt_too() -> None:
 
 
 def test_a_window_s_corrupt_entry_blocks_only_what_needs_it() -> None:
-    bench = Bench(HYBRID)
-    worker = bench.worker()
+    bench, worker = bench_and_worker(HYBRID)
     worker.store(prompt(6))
     extents = [*m.EXTENT.iter_unpack(worker.retrieve(prompt(6)).extents)]
     window = [(extent[3], extent[5]) for extent in extents if extent[:2] == (3, 1)]
@@ -744,8 +734,7 @@ def test_the_number_of_different_caches_is_bounded_and_known_ones_still_register
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("kvdepot.server.labels.MAXIMUM_SPACES", 2)
-    bench = Bench()
-    worker = bench.worker()
+    worker = Bench().worker()
 
     def register(dtype: str) -> m.RegisterScheduler:
         return m.RegisterScheduler(m.PROTOCOL_VERSION, "engine", "model", m.CacheSpec(1, PLAIN, dtype))

@@ -11,7 +11,7 @@ from blake3 import blake3
 from kvdepot.index.hit_rate_curve import HitRateCurve, PolicySelector
 from kvdepot.lab.simulate import simulate
 from kvdepot.lab.trace import BLOCK_TOKENS, TraceRequest
-from support.index import Bench, prompt
+from support.index import bench_and_worker, prompt
 
 POOL = 2000
 CHUNK = 4096
@@ -114,8 +114,7 @@ def test_chunks_larger_than_the_sampled_pool_are_misses() -> None:
 
 @pytest.mark.parametrize("prefers_lru", [False, True])
 def test_the_index_evicts_by_the_rule_that_its_sample_prefers(prefers_lru: bool) -> None:
-    bench = Bench(pages=4)
-    worker = bench.worker()
+    bench, worker = bench_and_worker(pages=4)
     used_again, newer = prompt(1, 1), prompt(1, 2)
     worker.store(used_again)
     worker.release(worker.lookup(used_again).lease)

@@ -14,7 +14,7 @@ from kvdepot.server.state import MAXIMUM_ROWS
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
-from support.index import LEASE_SECONDS, PAGE, Bench, Worker, prompt
+from support.index import LEASE_SECONDS, PAGE, Bench, Worker, bench_and_worker, prompt
 from support.integrity import empty_by_eviction
 from support.operate import operate
 
@@ -37,8 +37,7 @@ def fill(worker: Worker, tenant: str, names: range) -> int:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.promise(22, 56)
 def test_a_flood_leaves_others_what_their_quota_says(policy: str) -> None:
-    bench = Bench(pages=12, policy=policy, quotas={"a": 4, "b": 4})
-    worker = bench.worker()
+    bench, worker = bench_and_worker(pages=12, policy=policy, quotas={"a": 4, "b": 4})
     assert fill(worker, "a", range(4)) == 0
     assert fill(worker, "b", range(100)) == 0
     assert fill(worker, "nobody", range(100)) == 0
@@ -49,8 +48,7 @@ def test_a_flood_leaves_others_what_their_quota_says(policy: str) -> None:
 
 
 def test_idle_space_is_borrowed_and_given_back() -> None:
-    bench = Bench(pages=12, quotas={"a": 8, "b": 4})
-    worker = bench.worker()
+    bench, worker = bench_and_worker(pages=12, quotas={"a": 8, "b": 4})
     fill(worker, "b", range(50))
     assert stored(worker, "b", range(50)) == 12, "nobody else wants it"
     assert fill(worker, "a", range(8)) == 0
@@ -60,8 +58,7 @@ def test_idle_space_is_borrowed_and_given_back() -> None:
 
 
 def test_two_that_both_want_more_do_not_thrash_each_other() -> None:
-    bench = Bench(pages=8, quotas={"a": 4, "b": 4})
-    worker = bench.worker()
+    bench, worker = bench_and_worker(pages=8, quotas={"a": 4, "b": 4})
     for turn in range(200):
         fill(worker, "ab"[turn % 2], range(turn, turn + 1))
     before = dict(bench.index.quotas.first_tenants(MAXIMUM_ROWS))
@@ -73,8 +70,7 @@ def test_two_that_both_want_more_do_not_thrash_each_other() -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.promise(71)
 def test_leases_of_others_keep_nobody_from_its_quota(policy: str) -> None:
-    bench = Bench(pages=256, num_records=256, policy=policy, quotas={"a": 96})
-    worker = bench.worker()
+    bench, worker = bench_and_worker(pages=256, num_records=256, policy=policy, quotas={"a": 96})
     fill(worker, "b", range(256))
     for name in range(255):
         worker.lookup(prompt(1, name, "b"))
@@ -89,8 +85,7 @@ def test_leases_of_others_keep_nobody_from_its_quota(policy: str) -> None:
 
 
 def test_a_lease_within_its_quota_keeps_what_it_names() -> None:
-    bench = Bench(pages=8, quotas={"a": 4, "b": 4})
-    worker = bench.worker()
+    worker = Bench(pages=8, quotas={"a": 4, "b": 4}).worker()
     for tenant in "ab":
         fill(worker, tenant, range(4))
         for name in range(4):
@@ -115,8 +110,7 @@ def test_a_chunk_that_is_copied_to_a_tier_stays_until_that_is_done() -> None:
 
 
 def test_a_lease_whose_chunk_has_left_ends_without_a_trace() -> None:
-    bench = Bench(pages=4, quotas={"a": 2})
-    worker = bench.worker()
+    bench, worker = bench_and_worker(pages=4, quotas={"a": 2})
     fill(worker, "b", range(4))
     leases = [worker.lookup(prompt(1, 0, "b")).lease for _ in range(3)]
     leases += [worker.lookup(prompt(1, name, "b")).lease for name in range(1, 4)]
@@ -131,8 +125,7 @@ def test_a_lease_whose_chunk_has_left_ends_without_a_trace() -> None:
 
 
 def test_prefixes_that_sessions_retain_keep_no_tenant_from_its_quota() -> None:
-    bench = Bench(pages=8, quotas={"a": 4})
-    worker = bench.worker()
+    bench, worker = bench_and_worker(pages=8, quotas={"a": 4})
     worker.store(prompt(4, 1, "b"))
     worker.store(prompt(8, 1, "b"))
     _, nodes = bench.index.visibility.match(bench.index.spaces[0], prompt(8, 1, "b").digests)
@@ -191,8 +184,7 @@ def test_a_tenant_whose_engines_die_in_the_middle_of_stores_keeps_its_quota() ->
 
 
 def test_where_quotas_leave_nothing_the_others_may_still_borrow() -> None:
-    bench = Bench(pages=32, quotas={"a": 32})
-    worker = bench.worker()
+    bench, worker = bench_and_worker(pages=32, quotas={"a": 32})
     assert worker.prepare(prompt(3, 1, "b")).num_declined == 1
     bench.depot.end_session(worker.session)
     bench.depot.end_process(worker.writer)
@@ -233,8 +225,7 @@ def records_of(plan: m.StorePlan) -> list[int]:
 
 
 def test_quotas_are_as_before_after_a_restart() -> None:
-    bench = Bench(pages=8, quotas={"a": 4})
-    worker = bench.worker()
+    bench, worker = bench_and_worker(pages=8, quotas={"a": 4})
     fill(worker, "a", range(3))
     fill(worker, "b", range(5))
     again = Bench(pages=8, quotas={"a": 4})
@@ -260,8 +251,7 @@ def test_more_quotas_than_a_depot_has_are_refused_at_its_start() -> None:
 @pytest.mark.promise(22)
 def test_whoever_is_within_its_quota_loses_nothing_to_others(policy: str) -> None:
     rng = random.Random(3)
-    bench = Bench(pages=24, policy=policy, quotas={"a": 10, "b": 6})
-    worker = bench.worker()
+    bench, worker = bench_and_worker(pages=24, policy=policy, quotas={"a": 10, "b": 6})
     quota = {"a": 10 * PAGE, "b": 6 * PAGE, "c": 8 * PAGE}
     for number in range(600):
         tenant = rng.choice("abc")
@@ -281,8 +271,7 @@ def set_quota(bench: Bench, tenant: str, pages: int) -> frames.Reply | None:
 
 
 def test_bytes_being_written_count_against_a_quota_set_in_the_meantime() -> None:
-    bench = Bench(pages=8, quotas={"b": 2})
-    worker = bench.worker()
+    bench, worker = bench_and_worker(pages=8, quotas={"b": 2})
     plan = worker.prepare(prompt(2, 0, "a"))
     assert set_quota(bench, "a", 4) == m.Done(1, 2)
     assert worker.prepare(prompt(3, 1, "a")).num_declined == 1
@@ -293,8 +282,7 @@ def test_bytes_being_written_count_against_a_quota_set_in_the_meantime() -> None
 
 
 def test_a_quota_given_at_runtime_holds_for_what_is_here_already() -> None:
-    bench = Bench(pages=12)
-    worker = bench.worker()
+    bench, worker = bench_and_worker(pages=12)
     fill(worker, "a", range(4))
     assert set_quota(bench, "a", 4) == m.Done(1, 4)
     assert fill(worker, "b", range(100)) == 0
@@ -303,8 +291,7 @@ def test_a_quota_given_at_runtime_holds_for_what_is_here_already() -> None:
 
 
 def test_a_quota_that_ends_leaves_its_chunks_to_everybody() -> None:
-    bench = Bench(pages=12, quotas={"a": 4})
-    worker = bench.worker()
+    bench, worker = bench_and_worker(pages=12, quotas={"a": 4})
     fill(worker, "a", range(4))
     assert set_quota(bench, "a", 0) == m.Done(1, 4)
     assert set_quota(bench, "a", 0) == m.Done(1, 0)
@@ -328,8 +315,7 @@ def test_a_quota_that_does_not_fit_is_refused_and_changes_nothing(pages: int) ->
 @pytest.mark.parametrize("policy", POLICIES)
 def test_quotas_that_change_under_load_keep_the_books(policy: str) -> None:
     rng = random.Random(4)
-    bench = Bench(pages=24, num_records=32, policy=policy, quotas={"a": 4})
-    worker = bench.worker()
+    bench, worker = bench_and_worker(pages=24, num_records=32, policy=policy, quotas={"a": 4})
     for number in range(600):
         tenant = rng.choice("abc")
         worker.store(prompt(rng.randint(1, 5), rng.randrange(40), tenant))

@@ -15,7 +15,7 @@ from kvdepot.server.depot import Depot
 from kvdepot.server.replies import Refused
 from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
-from support.index import HYBRID, PAGE, Bench, Worker, prompt
+from support.index import HYBRID, PAGE, Bench, Worker, bench_and_worker, prompt
 from support.integrity import ranks_of
 from support.operate import operate
 
@@ -88,8 +88,7 @@ def test_very_many_requests_to_retain_one_session_leave_one_pin_and_little_behin
 
 @pytest.mark.promise(71)
 def test_a_greedy_session_keeps_half_of_its_tenant_s_quota_and_nothing_of_others() -> None:
-    bench = Bench(pages=64, num_records=128, quotas={"greedy": 24, "other": 20})
-    worker = bench.worker()
+    bench, worker = bench_and_worker(pages=64, num_records=128, quotas={"greedy": 24, "other": 20})
     worker.store(prompt(20, 1, "greedy"))
     worker.store(prompt(4, 2, "greedy"))
     for name in (1, 2):
@@ -115,8 +114,7 @@ def test_a_greedy_session_keeps_half_of_its_tenant_s_quota_and_nothing_of_others
     ids=lambda operation: type(operation).__name__,
 )
 def test_a_session_of_another_tenant_is_unknown(operation: o.OperatorRequest) -> None:
-    bench = Bench()
-    worker = bench.worker()
+    bench, worker = bench_and_worker()
     worker.store(prompt(4, tenant="a"))
     remember(worker, prompt(4, tenant="a"))
     with pytest.raises(Refused, match="tenant b has no session agent") as caught:
@@ -179,8 +177,7 @@ def test_a_session_of_a_model_with_windows_and_states_is_kept_whole() -> None:
 
 
 def test_a_session_with_parts_in_two_caches_is_kept_in_the_one_that_has_more() -> None:
-    bench = Bench()
-    longer = bench.worker()
+    bench, longer = bench_and_worker()
     longer.store(prompt(8))
     bench.spec = m.CacheSpec(1, bench.groups, "another cache")
     bench.worker().store(prompt(3))

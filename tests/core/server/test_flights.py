@@ -14,7 +14,7 @@ from kvdepot.server import flights
 from kvdepot.server.replies import PendingReply
 from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
-from support.index import FULL, HYBRID, ONLY_WINDOW, PLAIN, SHARDED, WINDOW, Bench, Worker, prompt
+from support.index import FULL, HYBRID, ONLY_WINDOW, PLAIN, SHARDED, WINDOW, Bench, Worker, bench_and_worker, prompt
 from support.operate import operate
 
 WAIT_SECONDS = 1.5
@@ -160,8 +160,7 @@ def test_nobody_waits_for_what_it_computes_sooner(other: dict[str, Any]) -> None
 
 
 def test_without_an_estimate_it_waits() -> None:
-    bench = Bench()
-    first = bench.worker()
+    bench, first = bench_and_worker()
     Asked(first, prompt(4), token_seconds=0.0, ahead_tokens=1000)
     waiting = Asked(bench.worker(), prompt(4), token_seconds=0.0)
     at(bench, 1.0)
@@ -406,8 +405,7 @@ def test_waits_that_end_together_are_answered_in_steps() -> None:
 
 
 def test_a_request_does_not_wait_for_itself_and_others_of_its_engine_do() -> None:
-    bench = Bench()
-    worker = bench.worker()
+    worker = Bench().worker()
     Asked(worker, prompt(4), "one")
     waiting = Asked(worker, prompt(4), "two")
     assert Asked(worker, prompt(4), "one").found == 0
@@ -418,8 +416,7 @@ def test_a_request_does_not_wait_for_itself_and_others_of_its_engine_do() -> Non
 
 @pytest.mark.promise(75)
 def test_tenants_do_not_wait_for_each_other() -> None:
-    bench = Bench()
-    worker = bench.worker()
+    bench, worker = bench_and_worker()
     run = prompt(4)
     Asked(worker, run)
     same_keys = KeyRun(run.digests, 0, run.parent, tenant="other")

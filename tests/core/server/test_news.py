@@ -6,7 +6,7 @@ from kvdepot.operators.holdings import Holdings
 from kvdepot.server.replies import PendingReply
 from kvdepot.wire import messages as m
 from support.events import NAMESPACE, description
-from support.index import Bench, Worker, prompt
+from support.index import Bench, Worker, bench_and_worker, prompt
 
 
 class Scheduler:
@@ -35,8 +35,7 @@ class Scheduler:
 
 
 def test_a_scheduler_that_waits_for_one_model_is_told_after_the_news_of_another() -> None:
-    bench = Bench(holdings=Holdings("{model}"))
-    worker = bench.worker()
+    bench, worker = bench_and_worker(holdings=Holdings("{model}"))
     one, other = (Scheduler(bench, worker, name) for name in ("one", "other"))
     waiting = [one.wait(), other.wait()]
     for number, scheduler in enumerate((one, other)):
