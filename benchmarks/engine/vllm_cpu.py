@@ -25,8 +25,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
-from kvdepot.lab.plot import Bar, bars_as_svg
 from kvdepot.lab.processes import DepotProcess, wait_until
+from support.bars import Bar, bars_as_svg
 from support.vllm.engines import Engine, connector, prompts
 from support.vllm.models import make_model
 

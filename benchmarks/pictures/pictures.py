@@ -5,11 +5,13 @@ Each picture shows one column of the table above it, so that each figure is writ
 
 import argparse
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from kvdepot.lab.plot import Bar, bars_as_svg
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+from support.bars import Bar, bars_as_svg
 
 _DOCS: Final = Path(__file__).parents[2] / "docs"
 _NUMBER: Final = re.compile(r"[\d,]+(?:\.\d+)?")
