@@ -5,7 +5,7 @@ array whose first item is the message's tag. Its length precedes each frame, and
 """
 
 import struct
-from typing import Annotated, Any, Final, Union
+from typing import Annotated, Any, Final, TypeVar, Union
 
 import msgspec
 from msgspec import Meta, Struct
@@ -16,6 +16,9 @@ from kvdepot.wire import operations as o
 from kvdepot.wire.messages import Count, Name
 from kvdepot.wire.operation import OperationReply
 
+T = TypeVar("T")
+
+_NOT_A_MESSAGE: Final = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
 MAXIMUM_FRAME_BYTES: Final = 4 << 20  # 65,536 digests take 2 MiB
 
 
@@ -130,6 +133,13 @@ class FrameError(Exception):
         self.code = code
 
 
+def _decode(decoder: msgspec.msgpack.Decoder[T], body: bytes | memoryview, what: str) -> T:
+    try:
+        return decoder.decode(body)
+    except _NOT_A_MESSAGE as error:
+        raise FrameError(ErrorCode.MALFORMED, f"not {what}: {error}") from error
+
+
 def encode_greeting(message: Greeting | SessionReply | None) -> bytes:
     """Return a greeting or its answer with its length before it. None is an operator's greeting, which is empty."""
     body = b"" if message is None else _encoder.encode(message)
@@ -142,10 +152,7 @@ def decode_greeting(body: bytes) -> Greeting:
     Raises:
         FrameError: it is malformed.
     """
-    try:
-        return _greeting_decoder.decode(body)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise FrameError(ErrorCode.MALFORMED, f"not a greeting: {error}") from error
+    return _decode(_greeting_decoder, body, "a greeting")
 
 
 def encode_frame(sequence: int, message: Request | Reply) -> bytearray:
@@ -178,7 +185,7 @@ def decode_request(frame: bytes | memoryview) -> Request:
             message = f"operation {tag[:64]!r} is not known to this server (protocol {m.PROTOCOL_VERSION})"
             raise FrameError(ErrorCode.UNKNOWN_OPERATION, message) from error
         raise FrameError(ErrorCode.MALFORMED, f"{tag or 'message'}: {error}") from error
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+    except _NOT_A_MESSAGE as error:
         raise FrameError(ErrorCode.MALFORMED, f"not a message: {error}") from error
 
 
@@ -187,7 +194,7 @@ def _tag_of(body: memoryview) -> str | None:
         # Raw, not objects: a map may have unhashable keys.
         fields = msgspec.msgpack.decode(body, type=list[msgspec.Raw])
         return msgspec.msgpack.decode(fields[0], type=str) if fields else None
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+    except _NOT_A_MESSAGE:
         return None
 
 
@@ -197,10 +204,7 @@ def decode_reply(frame: bytes | memoryview) -> Reply:
     Raises:
         FrameError: it is malformed.
     """
-    try:
-        return _reply_decoder.decode(memoryview(frame)[_SEQUENCE.size :])
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise FrameError(ErrorCode.MALFORMED, f"not a reply: {error}") from error
+    return _decode(_reply_decoder, memoryview(frame)[_SEQUENCE.size :], "a reply")
 
 
 def decode_session_reply(body: bytes) -> SessionReply:
@@ -209,7 +213,4 @@ def decode_session_reply(body: bytes) -> SessionReply:
     Raises:
         FrameError: it is malformed.
     """
-    try:
-        return _session_reply_decoder.decode(body)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise FrameError(ErrorCode.MALFORMED, f"not a session reply: {error}") from error
+    return _decode(_session_reply_decoder, body, "a session reply")
