@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 from kvdepot.lab.bench import describe_machine
 from kvdepot.lab.processes import wait_until
-from kvdepot.testing.tier import clear, make_key, run, write_to
+from kvdepot.testing.tier.traffic import clear, make_key, run, write_to
 from kvdepot.tiers.jobs import Job, Operation
 from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.url import TierUrl, open_tier

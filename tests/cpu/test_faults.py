@@ -13,7 +13,7 @@ import pytest
 from kvdepot.backends import CacheGroup, CopyBatch, KVCache
 from kvdepot.client.transfers import BATCH_BYTES
 from kvdepot.lab.processes import DepotProcess, wait_until
-from kvdepot.testing.backend import WorkerPlan, prompt
+from kvdepot.testing.backend.plan import WorkerPlan, prompt
 from kvdepot.testing.engine import EngineProcess
 from kvdepot.testing.faults import FaultSuite
 from kvdepot_cpu.context import CpuOptions, CpuTransferContext

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from kvdepot.lab.processes import DepotProcess, wait_until
-from kvdepot.testing.backend import PLANS, Cache, MakeCache
+from kvdepot.testing.backend import MakeCache
+from kvdepot.testing.backend.plan import PLANS, Cache
 from support.cuda.fake import FakeDriver
 from support.cuda.fake_worker import NUM_PIECES, FakeWorker
 from support.cuda.node import FakeDevice, fake_device

@@ -11,7 +11,7 @@ import pytest
 
 from kvdepot.backends import CacheGroup, KVCache
 from kvdepot.lab.processes import DepotProcess
-from kvdepot.testing.backend import WorkerPlan
+from kvdepot.testing.backend.plan import WorkerPlan
 from kvdepot.testing.faults import FaultSuite
 from kvdepot_cuda.context import CudaTransferContext
 from kvdepot_cuda.copy_route import CudaOptions

@@ -5,7 +5,8 @@ import logging
 import pytest
 
 from kvdepot.lab.processes import DepotProcess, wait_until
-from kvdepot.testing.backend import PLANS, Cache, MakeCache, prompt
+from kvdepot.testing.backend import MakeCache
+from kvdepot.testing.backend.plan import PLANS, Cache, prompt
 from support.cuda.fake import FakeDriver
 from support.cuda.fake_worker import NUM_PIECES, PIECE_BYTES, POOL_BYTES, FakeWorker
 

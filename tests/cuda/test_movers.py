@@ -18,7 +18,8 @@ import pytest
 from kvdepot.client.channel import Channel
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.movers.client import await_mover
-from kvdepot.testing.backend import PLANS, Cache, MakeCache, WorkerPlan, prompt
+from kvdepot.testing.backend import MakeCache
+from kvdepot.testing.backend.plan import PLANS, Cache, WorkerPlan, prompt
 from kvdepot.testing.engine import EngineProcess
 from kvdepot.wire import messages as m
 from support.cuda.fake import DEFAULT_STREAM, FakeDriver, FakeEvent, FakeTensor

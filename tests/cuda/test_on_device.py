@@ -14,7 +14,8 @@ from dataclasses import replace
 import pytest
 
 from kvdepot.lab.processes import DepotProcess
-from kvdepot.testing.backend import PLANS, BackendSuite, Cache, prompt
+from kvdepot.testing.backend import BackendSuite
+from kvdepot.testing.backend.plan import PLANS, Cache, prompt
 from kvdepot.testing.engine import PLAN
 from kvdepot.testing.faults import FaultSuite
 from kvdepot_cuda.availability import why_unavailable

@@ -15,7 +15,8 @@ import pytest
 
 from kvdepot.copying.runs import Addresses
 from kvdepot.pool.files import PoolMemory
-from kvdepot.testing.backend import MakeCache, prompt
+from kvdepot.testing.backend import MakeCache
+from kvdepot.testing.backend.plan import prompt
 from kvdepot_cuda import registration
 from kvdepot_cuda.driver import DriverError
 from kvdepot_cuda.registration import PoolRegistration, unit_bytes_of

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from kvdepot.testing.backend import BackendSuite, WorkerPlan
+from kvdepot.testing.backend import BackendSuite
+from kvdepot.testing.backend.plan import WorkerPlan
 from support.hpu.workers import HpuWorker
 from support.staged.device import FakeDevice
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvdepot.testing.backend import WorkerPlan
+from kvdepot.testing.backend.plan import WorkerPlan
 from kvdepot.testing.faults import FaultSuite
 from support.hpu.workers import HpuWorker
 from support.staged.device import FakeDevice

@@ -17,10 +17,9 @@ import pytest
 
 from kvdepot.errors import ConfigError
 from kvdepot.lab.processes import DepotProcess, wait_until
-from kvdepot.testing.tier import (
+from kvdepot.testing.tier import Damage, TierSuite
+from kvdepot.testing.tier.traffic import (
     EXTENT_BYTES,
-    Damage,
-    TierSuite,
     clear,
     contains,
     content,

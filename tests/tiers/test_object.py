@@ -15,7 +15,8 @@ from obstore.store import S3Store
 from kvdepot.errors import ConfigError
 from kvdepot.keys import DIGEST_BYTES
 from kvdepot.lab.processes import DepotProcess, wait_until
-from kvdepot.testing.tier import Damage, TierSuite, content, extents_of, fill, make_key, make_pool, read_from, write_to
+from kvdepot.testing.tier import Damage, TierSuite
+from kvdepot.testing.tier.traffic import content, extents_of, fill, make_key, make_pool, read_from, write_to
 from kvdepot.tiers.base import Tier, TierPool
 from kvdepot.tiers.keys import RUN_BYTES, digest_of, run_of
 from kvdepot.tiers.object import ObjectTier, copy

@@ -13,9 +13,8 @@ import pytest
 from kvdepot.errors import ConfigError
 from kvdepot.keys import DIGEST_BYTES, KeyRun, digest_at
 from kvdepot.lab.processes import DepotProcess, wait_until
-from kvdepot.testing.tier import (
-    Damage,
-    TierSuite,
+from kvdepot.testing.tier import Damage, TierSuite
+from kvdepot.testing.tier.traffic import (
     contains,
     content,
     extents_of,

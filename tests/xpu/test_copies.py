@@ -8,7 +8,7 @@ from kvdepot.backends import CacheGroup, KVCache
 from kvdepot.copying.staged.bridge import Bridge
 from kvdepot.errors import LayoutError
 from kvdepot.lab.processes import DepotProcess
-from kvdepot.testing.backend import WorkerPlan, prompt
+from kvdepot.testing.backend.plan import WorkerPlan, prompt
 from kvdepot_cpu.xpu.context import XpuOptions, XpuTransferContext
 from support.staged.bench import NUM_BLOCKS, round_trip, torch
 from support.staged.device import FakeDevice

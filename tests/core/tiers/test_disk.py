@@ -17,10 +17,9 @@ import pytest
 
 from kvdepot.errors import ConfigError
 from kvdepot.lab.processes import wait_until
-from kvdepot.testing.tier import (
+from kvdepot.testing.tier import Damage, TierSuite
+from kvdepot.testing.tier.traffic import (
     EXTENT_BYTES,
-    Damage,
-    TierSuite,
     clear,
     contains,
     content,
@@ -340,7 +339,7 @@ def test_the_format_of_files_is_kept(pool: TierPool, tmp_path: Path) -> None:
 WRITER = """
 import sys
 from pathlib import Path
-from kvdepot.testing.tier import *
+from kvdepot.testing.tier.traffic import *
 from kvdepot.tiers.disk.tier import DiskTier
 
 pool = make_pool(1 << 20)

@@ -28,7 +28,8 @@ from kvdepot.server import commands, flights
 from kvdepot.server.depot import Depot
 from kvdepot.server.labels import SaveNames, save_nothing
 from kvdepot.server.replies import PendingReply, Refused
-from kvdepot.testing.tier import NUM_THREADS, PATIENCE_SECONDS, FaultyTier, make_pool
+from kvdepot.testing.tier.faulty import NUM_THREADS, PATIENCE_SECONDS, FaultyTier
+from kvdepot.testing.tier.traffic import make_pool
 from kvdepot.tiers import checked, jobs, promotion, reading
 from kvdepot.tiers.base import Extents
 from kvdepot.tiers.jobs import Operation
@@ -1470,7 +1471,7 @@ def test_lookups_and_stores_name_an_entry_its_run_and_its_depth_alike(make: Make
             record = records[digest_at(run.digests, chunk)]
             node, (group, part) = index.entries.node_of(record), index.table.place_of(record)
             place = PartPlace(group, part, index.table.extent(record)[1], index.table.check_of(record))
-            key = keys.key(index.nodes.label_of(node), index.nodes.space_of(node), place, run.digests, chunk)
+            key = keys.key(index.nodes.label[node], index.nodes.space_of(node), place, run.digests, chunk)
             assert keys.key_of(record) == key
             assert key[KEY_BYTES : KEY_BYTES + RUN_BYTES] == digest_at(run.digests, chunk - chunk % 128)[:RUN_BYTES]
             assert depth_of(key) == chunk

@@ -8,12 +8,10 @@ import pytest
 
 from kvdepot.errors import ConfigError
 from kvdepot.lab.processes import wait_until
-from kvdepot.testing.tier import (
+from kvdepot.testing.tier import TierSuite
+from kvdepot.testing.tier.faulty import FaultyBench, FaultyTier, Wrong
+from kvdepot.testing.tier.traffic import (
     EXTENT_BYTES,
-    FaultyBench,
-    FaultyTier,
-    TierSuite,
-    Wrong,
     contains,
     content,
     extents_of,

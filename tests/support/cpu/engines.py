@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from kvdepot.lab.processes import DepotProcess
-from kvdepot.testing.backend import GroupPlan, WorkerPlan
+from kvdepot.testing.backend.plan import GroupPlan, WorkerPlan
 from kvdepot.testing.engine import EngineProcess
 
 LARGE: Final = WorkerPlan((GroupPlan(page_sizes_bytes=(16384,) * 4),))

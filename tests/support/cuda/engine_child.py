@@ -6,7 +6,8 @@ MEMORY is the folder of the fake device's memory; without it the device is NVIDI
 import sys
 from pathlib import Path
 
-from kvdepot.testing.backend import Worker, WorkerPlan
+from kvdepot.testing.backend import Worker
+from kvdepot.testing.backend.plan import WorkerPlan
 from kvdepot.testing.engine import obey
 from support.cuda.device_worker import DeviceWorker
 from support.cuda.fake import FakeDriver

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from kvdepot.lab.processes import DepotProcess, wait_until
-from kvdepot.testing.backend import Cache, Worker, WorkerPlan, prompt
+from kvdepot.testing.backend import Worker
+from kvdepot.testing.backend.plan import Cache, WorkerPlan, prompt
 from kvdepot.testing.engine import PLAN, EngineProcess
 from kvdepot.wire.status import ContextStatus
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from kvdepot.testing.backend import WorkerPlan
+from kvdepot.testing.backend.plan import WorkerPlan
 from kvdepot.testing.engine import obey
 from support.hpu.workers import HpuWorker
 from support.staged.device import install

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvdepot.backends import CacheGroup
-from kvdepot.testing.backend import STATE, GroupPlan, WorkerPlan
+from kvdepot.testing.backend.plan import STATE, GroupPlan, WorkerPlan
 from kvdepot_hpu.context import HpuOptions, HpuTransferContext, load_bridge
 from support.staged.bench import Bench, read_blocks, torch, write_blocks
 

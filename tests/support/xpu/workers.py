@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvdepot.copying.staged.bridge import Bridge
-from kvdepot.testing.backend import WorkerPlan
+from kvdepot.testing.backend.plan import WorkerPlan
 from kvdepot_cpu.xpu.context import XpuOptions, XpuTransferContext
 from support.staged.bench import Bench, read_blocks, torch, write_blocks
 

@@ -9,27 +9,8 @@
 - `operator`: one request without a session.
 """
 
-from kvdepot.client.answers import BlendHit, BlendRun, Lease
-from kvdepot.client.channel import Channel
-from kvdepot.client.connection import Connection
 from kvdepot.client.copy_route import CopyRoute
-from kvdepot.client.operator import ask_depot
-from kvdepot.client.scheduler import PendingBlendLookup, PendingLookup, SchedulerClient
-from kvdepot.client.session import Session
+from kvdepot.client.scheduler import SchedulerClient
 from kvdepot.client.transfers import TransferOptions, WorkerTransfers
 
-__all__ = [
-    "BlendHit",
-    "BlendRun",
-    "Channel",
-    "Connection",
-    "CopyRoute",
-    "Lease",
-    "PendingBlendLookup",
-    "PendingLookup",
-    "SchedulerClient",
-    "Session",
-    "TransferOptions",
-    "WorkerTransfers",
-    "ask_depot",
-]
+__all__ = ["CopyRoute", "SchedulerClient", "TransferOptions", "WorkerTransfers"]

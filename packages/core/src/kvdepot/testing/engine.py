@@ -20,7 +20,8 @@ from typing import Any, Final
 from kvdepot.backends import CopyBatch
 from kvdepot.client.scheduler import SchedulerClient
 from kvdepot.lab.processes import start_child
-from kvdepot.testing.backend import PLANS, Cache, Worker, WorkerPlan, prompt
+from kvdepot.testing.backend import Worker
+from kvdepot.testing.backend.plan import PLANS, Cache, WorkerPlan, prompt
 from kvdepot.wire.messages import EXTENT
 
 PLAN: Final = PLANS["one group"]

@@ -12,7 +12,8 @@ from typing import Any, Final
 import pytest
 
 from kvdepot.lab.processes import DepotProcess, wait_until
-from kvdepot.testing.backend import Cache, Worker, WorkerPlan, prompt
+from kvdepot.testing.backend import Worker
+from kvdepot.testing.backend.plan import Cache, WorkerPlan, prompt
 from kvdepot.testing.engine import PLAN, EngineProcess
 
 _WAIT_SECONDS: Final = 30.0
