@@ -5,7 +5,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import TYPE_CHECKING, Final, Generic, Self, TypeVar
 
 import msgspec
@@ -337,9 +336,7 @@ class SchedulerClient:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def take_answer(self, lookup: Pending[Answer], *, may_wait: bool) -> Answer | None:

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from types import TracebackType
 from typing import Final, Self
 
 import msgspec
@@ -286,10 +285,8 @@ class Fleet:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if error is not None:  # Ctrl-C: threads may wait for answers
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is not None:  # Ctrl-C: threads may wait for answers
             for engine in (*self.engines, *self.alone):
                 engine.kill()
         self.close()

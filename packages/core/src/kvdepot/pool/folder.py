@@ -10,7 +10,6 @@ import re
 import secrets
 import stat
 from pathlib import Path
-from types import TracebackType
 from typing import Final, Self
 
 from kvdepot.errors import PoolError
@@ -53,9 +52,7 @@ class PoolFolder:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
