@@ -957,7 +957,7 @@ class World:
                 raise Violation(f"pages {extent[0] // PAGE} on are free while a tier copies some of them")
         for space in index.spaces if self.is_full_attention else ():
             for key, node in space.nodes.items():
-                if key in ABOVE and index.nodes.key_of(index.nodes.parent_of(node)) != ABOVE[key]:
+                if key in ABOVE and index.nodes.key_of(index.nodes.tree.parent[node]) != ABOVE[key]:
                     raise Violation(f"chunk {NAMES[key]} follows another chunk than in its prompt")
         self._check_leases(server)
         for session in ("agent-0", "agent-1"):

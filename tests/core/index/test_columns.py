@@ -3,7 +3,8 @@
 import random
 from collections import OrderedDict
 
-from kvdepot.index.columns import Links, make_column
+from kvdepot.index.columns import make_column
+from kvdepot.index.evictor import Links
 from kvdepot.tiers.sizes import LruSizes
 
 

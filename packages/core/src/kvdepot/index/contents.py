@@ -183,7 +183,7 @@ class ContentIndex:
             return False
         above = node
         for _ in range(chunk - (run.source_position + run.length - 1) // chunk_tokens):
-            above = self._index.nodes.parent_of(above)
+            above = self._index.nodes.tree.parent[above]
         if above != run.node:
             return False
         run.node, run.key = node, key

@@ -12,7 +12,7 @@ from itertools import islice
 from typing import Final, TypeAlias
 
 from kvdepot.errors import require
-from kvdepot.index.columns import Links, make_column
+from kvdepot.index.columns import make_column
 from kvdepot.index.entries import Entries
 from kvdepot.index.priorities import Priorities
 from kvdepot.index.quotas import MAXIMUM_QUOTAS, Shares
@@ -31,6 +31,64 @@ EndStore: TypeAlias = Callable[[], bool]
 def cannot_end() -> bool:
     """End no store: an `EndStore` for an index without unfinished stores."""
     return False
+
+
+class Links:
+    """Linked lists of numbers below `length`. Each number is in at most one list, and every operation is O(1)."""
+
+    __slots__ = ("_following", "_length", "_list_of", "_preceding", "sizes")
+
+    def __init__(self, length: int, num_lists: int) -> None:
+        self.sizes = [0] * num_lists
+        self._length = length
+        self._list_of = make_column("B" if num_lists < 256 else "I", length)  # list + 1, 0 for no list
+        # The entries from `length` on are the lists' sentinels.
+        self._following = make_column("I", length + num_lists)
+        self._preceding = make_column("I", length + num_lists)
+        for end in range(length, length + num_lists):
+            self._following[end] = self._preceding[end] = end
+
+    def list_of(self, number: int) -> int | None:
+        """Return the list that contains a number, None if no list does."""
+        place = self._list_of[number]
+        return place - 1 if place else None
+
+    def numbers(self, which: int) -> Iterator[int]:
+        """Yield the numbers of a list, which must not change meanwhile."""
+        end = number = self._length + which
+        while (number := self._following[number]) != end:
+            yield number
+
+    def begin_with(self, number: int, which: int) -> None:
+        """Rotate a list so that it begins with one of its numbers."""
+        end = self._length + which
+        before, after = self._preceding[end], self._following[end]
+        self._following[before], self._preceding[after] = after, before
+        before = self._preceding[number]
+        self._following[before] = self._preceding[number] = end
+        self._preceding[end], self._following[end] = before, number
+
+    def append(self, number: int, which: int) -> None:
+        """Move a number to the end of a list."""
+        following, preceding = self._following, self._preceding
+        if self._list_of[number]:
+            self.remove(number)
+        end = self._length + which
+        last = preceding[end]
+        following[last] = preceding[end] = number
+        preceding[number], following[number] = last, end
+        self._list_of[number] = which + 1
+        self.sizes[which] += 1
+
+    def remove(self, number: int) -> None:
+        """Remove a number from its list, if it is in one."""
+        place = self._list_of[number]
+        if not place:
+            return
+        before, after = self._preceding[number], self._following[number]
+        self._following[before], self._preceding[after] = after, before
+        self._list_of[number] = 0
+        self.sizes[place - 1] -= 1
 
 
 class Evictor:

@@ -228,7 +228,7 @@ class ChunkIndex:
         If a policy raises, nothing is taken.
         """
         quotas, share = self.quotas, self.quotas.share_of(run.label)
-        most_steps = self.evictor.num_steps + MOST_EVICTED
+        most_steps, most_bytes = self.evictor.num_steps + MOST_EVICTED, quotas.writable_bytes(share)
         room: list[Room] = []
         new: set[int] = set()  # not `set[int]()`: ten times as long, and this is on the way of every store
         num_bytes = 0
@@ -237,7 +237,7 @@ class ChunkIndex:
             for (chunk, _), size in zip(wanted, sizes, strict=True):
                 if nodes[chunk] == NO_NODE:
                     new.add(chunk)
-                if not quotas.may_write(share, num_bytes + size):
+                if num_bytes + size > most_bytes:
                     self.num_over_share += 1
                     break
                 offset = self._allocate(share, size, len(new), most_steps, end_store)

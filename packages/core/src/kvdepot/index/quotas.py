@@ -11,6 +11,7 @@ have at most its quota of those. Tenants without a quota can have a sixteenth of
 less.
 """
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final, Protocol
 
@@ -103,12 +104,12 @@ class QuotaTable:
         used, quota = self.used_bytes[share], self.quota_bytes[share]
         return used / max(1, quota) if used > quota else 0.0
 
-    def may_write(self, share: int, num_bytes: int) -> bool:
-        """Return whether a share may add this many bytes to its unfinished entries. Without quotas it always may."""
+    def writable_bytes(self, share: int) -> int:
+        """Return how many bytes a share may add to its unfinished entries. Only quotas limit them."""
         if len(self.quota_bytes) == 1:
-            return True
+            return sys.maxsize
         most = self.quota_bytes[share] if share else max(self.quota_bytes[0], self._least_writing_bytes)
-        return self.writing_bytes[share] + num_bytes <= most
+        return most - self.writing_bytes[share]
 
     def is_owed(self, share: int, num_bytes: int) -> bool:
         """Return whether a share stays within its quota with these bytes, so that others must make room for them."""

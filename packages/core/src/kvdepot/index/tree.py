@@ -187,34 +187,6 @@ class Nodes:
         """Return the seconds since the last known store or use of a prefix that ends with this chunk."""
         return max(0, self.now - self.last_use[node])
 
-    def label_of(self, node: int) -> int:
-        """Return the label of a node."""
-        return self.label[node]
-
-    def share_of(self, node: int) -> int:
-        """Return the share of the pool that a node counts against."""
-        return self.tree.share[node]
-
-    def depth_of(self, node: int) -> int:
-        """Return the number of chunks before a node."""
-        return self.depth[node]
-
-    def parent_of(self, node: int) -> int:
-        """Return the node before a node, `NO_NODE` for a first chunk."""
-        return self.tree.parent[node]
-
-    def num_children(self, node: int) -> int:
-        """Return the number of chunks that directly follow a node."""
-        return self.tree.num_children[node]
-
-    def is_held(self, node: int) -> bool:
-        """Return whether a lease, a pin, a write or a copy holds a node."""
-        return bool(self.tree.holds[node])
-
-    def is_chain(self, node: int) -> bool:
-        """Return whether a node has exactly one child and no holds."""
-        return self.tree.num_children[node] == 1 and not self.tree.holds[node]
-
     def check_integrity(self) -> None:
         """Check that keys, parents, depths and counts agree.
 

@@ -157,7 +157,7 @@ class Visibility:
         found: list[tuple[int, int]] = []
         for chunk in range(num_digests(digests)):
             node = self.find(space, digest_at(digests, chunk), depth + chunk)
-            found.append((NO_NODE, NO_NODE) if node is None else (node, self._nodes.parent_of(node)))
+            found.append((NO_NODE, NO_NODE) if node is None else (node, self._nodes.tree.parent[node]))
         return found
 
     def is_reachable(self, node: int) -> bool:

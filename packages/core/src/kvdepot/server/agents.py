@@ -91,7 +91,7 @@ class Agents:
         Prefixes of other tenants do not count.
         """
         found, nodes = self._index.visibility.match(space, digests)
-        is_own = found and self._state.labels.names[self._index.nodes.label_of(nodes[-1])][0] == named[0]
+        is_own = found and self._state.labels.names[self._index.nodes.label[nodes[-1]]][0] == named[0]
         return (found, nodes) if is_own else (0, ())
 
     def _pin(self, space: Space, named: AgentSession, digests: bytes, seconds: float) -> int:
@@ -102,7 +102,7 @@ class Agents:
         places, _ = self._contexts.places(space)
         if not found or not places:
             return 0  # part of it was evicted meanwhile, or no attached engine could use it
-        share = index.nodes.share_of(nodes[-1])
+        share = index.nodes.tree.share[nodes[-1]]
         in_each = sum(place.num_bytes for place in places if space.full_mask & 1 << place.group)
         at_end = sum(place.num_bytes * space.chunks_needed[place.group] for place in places)
         room = int(index.quotas.quota_bytes[share] * _MOST_RETAINED) - self.pins.bytes_of(share) - at_end

@@ -48,7 +48,7 @@ class BlendLookups:
         if not num_chunks:
             return m.Done(self._state.epoch, 0)
         digests = first_digests(request.digests, num_chunks)
-        steps = self._noting(context.space, self._index.nodes.label_of(nodes[-1]), digests, request.segments)
+        steps = self._noting(context.space, self._index.nodes.label[nodes[-1]], digests, request.segments)
         if len(request.segments) <= _NOTED_AT_ONCE * m.SEGMENT.size:
             return m.Done(self._state.epoch, sum(steps))
         return self._note_later(steps)
@@ -108,7 +108,7 @@ class BlendLookups:
             if self._index.visibility.find(space, key, chunk) is None:
                 return None
             keys.append(key)
-            node = self._index.nodes.parent_of(node)
+            node = self._index.nodes.tree.parent[node]
         return b"".join(reversed(keys))
 
     def _check(self, context: Context, segments: bytes) -> None:

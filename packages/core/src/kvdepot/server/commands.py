@@ -99,7 +99,7 @@ def find(depot: Depot, request: o.Find, _who: Who) -> Steps:
         num_chunks, nodes = index.visibility.match(space, request.digests)
         if num_chunks:
             last = nodes[-1]
-            tenant, model, _ = depot.labels.names[index.nodes.label_of(last)]
+            tenant, model, _ = depot.labels.names[index.nodes.label[last]]
             prefix = o.FoundPrefix(
                 num_chunks=num_chunks,
                 num_tokens=num_chunks * space.spec.chunk_tokens,
@@ -109,8 +109,8 @@ def find(depot: Depot, request: o.Find, _who: Who) -> Steps:
                 format=space.spec.format,
                 chunk_tokens=space.spec.chunk_tokens,
                 idle_seconds=index.nodes.idle_seconds(last),
-                is_held=index.nodes.is_held(last),
-                num_children=index.nodes.num_children(last),
+                is_held=bool(index.nodes.tree.holds[last]),
+                num_children=index.nodes.tree.num_children[last],
             )
             heappush(most, (num_chunks, -space.number, prefix))
             if len(most) > MAXIMUM_ROWS:
@@ -192,7 +192,7 @@ def _clear_prefix(depot: Depot, request: o.Clear) -> Generator[Wait, bool, int]:
         num_chunks, nodes = index.visibility.match(space, request.digests)
         if not num_chunks:
             continue
-        tenant, model, _ = depot.labels.names[index.nodes.label_of(nodes[-1])]
+        tenant, model, _ = depot.labels.names[index.nodes.label[nodes[-1]]]
         if request.tenant in (None, tenant) and request.model in (None, model):
             removed += yield from turns.total(index.evictor.clear_end(nodes[-1]))
     return removed

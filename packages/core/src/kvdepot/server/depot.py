@@ -8,8 +8,6 @@ import logging
 from collections.abc import Callable
 from typing import Any, Final
 
-from msgspec import Struct
-
 from kvdepot.counting import depot_counter
 from kvdepot.errors import ErrorCode
 from kvdepot.index.index import ChunkIndex
@@ -29,7 +27,7 @@ from kvdepot.server.labels import LabelTable, SaveNames, save_nothing
 from kvdepot.server.lookups import Lookups
 from kvdepot.server.news import NewsDesk
 from kvdepot.server.quarantine import QuarantineTable
-from kvdepot.server.replies import Outcome, PendingReply, Refused, Steps, run
+from kvdepot.server.replies import Outcome, PendingReply, Refused, Steps
 from kvdepot.server.state import DepotState
 from kvdepot.server.status import StatusReport
 from kvdepot.server.stores import Stores
@@ -111,8 +109,7 @@ class Depot:
             if context is None or context.session != session:
                 text = f"context {of_context.context} is not registered by this session: register again"
                 raise Refused(ErrorCode.UNKNOWN_CONTEXT, text)
-            handled = handler(context, request)
-            return handled if isinstance(handled, Struct) else run(handled, self.state.fail)
+            return self.state.answer(handler(context, request))
         if isinstance(request, m.RegisterKVCache):
             return self._register_worker(session, writer, request)
         assert isinstance(request, m.RegisterScheduler)

@@ -204,7 +204,7 @@ class Generations:
         if state.background.num_waiting or state.is_restoring:
             return
         for node, key in enumerate(tree.keys):
-            is_outdated = state.index.nodes.label_of(node) in state.index.shares.outdated
+            is_outdated = state.index.nodes.label[node] in state.index.shares.outdated
             require(key is None or not is_outdated or tree.priority[node] == ENDED, f"outdated node {node} has a rank")
 
     def _rank(self) -> Task:

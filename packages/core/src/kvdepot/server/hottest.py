@@ -139,7 +139,7 @@ class Hottest:
         for number, node in enumerate(list(self._state.recent)):
             while node != NO_NODE and nodes.tree.keys[node] is not None:
                 visits[node] += 1
-                node = nodes.parent_of(node)
+                node = nodes.tree.parent[node]
             if number % _PREFIXES_A_STEP == 0:
                 yield self._turns.again
         return visits
@@ -170,7 +170,7 @@ class Hottest:
         places, labels = dict[int, int](), dict[int, int]()
         label_of, parents, digests = bytearray(), bytearray(), bytearray()
         for node in listed:
-            key, parent, label = nodes.tree.keys[node], nodes.parent_of(node), nodes.label_of(node)
+            key, parent, label = nodes.tree.keys[node], nodes.tree.parent[node], nodes.label[node]
             if key is None or (parent != NO_NODE and parent not in places):
                 continue  # it has left the pool, or its parent is not listed
             if label not in labels and len(labels) == _MOST_LABELS:

@@ -1,23 +1,15 @@
-"""Runs handlers that wait, and makes the replies to failed requests.
+"""Runs handlers that wait.
 
 A handler returns its reply. If it has to wait, it is a generator: it yields each of its waits, and returns the reply at
 the end.
 """
 
-import logging
 from collections.abc import Callable, Generator
-from typing import Final, Generic, TypeAlias, TypeVarTuple
+from typing import Generic, TypeAlias, TypeVarTuple
 
-from kvdepot.counting import Counts, depot_counter
 from kvdepot.errors import ErrorCode
 from kvdepot.keys import DIGEST_BYTES
 from kvdepot.wire import frames
-from kvdepot.wire import messages as m
-
-logger = logging.getLogger(__name__)
-
-_REQUESTS_REFUSED: Final = depot_counter("requests_refused", "Requests answered with an error")
-_REQUESTS_FAILED: Final = depot_counter("requests_failed", "Requests that failed because of a bug")
 
 Wait: TypeAlias = Callable[[Callable[[], None]], bool]
 """Begins a wait, and calls the function once at its end. Returns False if there is nothing to wait for."""
@@ -106,16 +98,6 @@ def run(steps: Steps, on_error: Callable[[Exception], frames.Reply]) -> frames.R
     except StopIteration as end:
         return end.value
     return pending.reply or pending
-
-
-def error_reply(epoch: int, counters: Counts, error: Exception) -> m.ErrorReply:
-    """Count an exception of a request, and return the error reply."""
-    if isinstance(error, (Refused, frames.FrameError)):
-        counters[_REQUESTS_REFUSED] += 1
-        return m.ErrorReply(epoch, error.code, str(error))
-    logger.error("a request failed", exc_info=error)
-    counters[_REQUESTS_FAILED] += 1
-    return m.ErrorReply(epoch, ErrorCode.INTERNAL, f"{type(error).__name__}: {error}")
 
 
 def count_digests(digests: bytes) -> int:

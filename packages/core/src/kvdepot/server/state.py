@@ -1,5 +1,6 @@
 """The state that the parts of one depot share: index, leases, names, background work and counters."""
 
+import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,19 +10,24 @@ from typing import Final
 from msgspec import Struct
 
 from kvdepot.counting import Counts, depot_counter
+from kvdepot.errors import ErrorCode
 from kvdepot.index.index import ChunkIndex
 from kvdepot.index.leases import LeaseTable
 from kvdepot.movers.table import MoverTable
 from kvdepot.operators.holdings import Holdings
 from kvdepot.server.background import Background
 from kvdepot.server.labels import LabelTable
-from kvdepot.server.replies import PendingReply, Steps, error_reply, run
+from kvdepot.server.replies import PendingReply, Refused, Steps, run
 from kvdepot.tiers.tiering import Tiering
 from kvdepot.timers import Timers
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 from kvdepot.wire.histogram import Histogram
 
+logger = logging.getLogger(__name__)
+
+_REQUESTS_REFUSED: Final = depot_counter("requests_refused", "Requests answered with an error")
+_REQUESTS_FAILED: Final = depot_counter("requests_failed", "Requests that failed because of a bug")
 HINTS_CUT: Final = depot_counter(
     "hints_cut", "Hints and uses of long prefixes applied only to the end, because too many were waiting"
 )
@@ -89,7 +95,12 @@ class DepotState:
 
     def fail(self, error: Exception) -> m.ErrorReply:
         """Count an exception of a request, and return the error reply."""
-        return error_reply(self.epoch, self.counters, error)
+        if isinstance(error, (Refused, frames.FrameError)):
+            self.counters[_REQUESTS_REFUSED] += 1
+            return m.ErrorReply(self.epoch, error.code, str(error))
+        logger.error("a request failed", exc_info=error)
+        self.counters[_REQUESTS_FAILED] += 1
+        return m.ErrorReply(self.epoch, ErrorCode.INTERNAL, f"{type(error).__name__}: {error}")
 
     def used(self, node: int) -> None:
         """Count a use of the prefix that ends with this chunk."""

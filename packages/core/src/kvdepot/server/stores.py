@@ -277,7 +277,7 @@ class Stores:
         index, quotas = self._index, self._index.quotas
         for ticket in islice(self.tickets.values(), _MOST_LOOKED_AT):
             node = index.entries.node_of(ticket.records[0])
-            if index.nodes.parent_of(node) != NO_NODE and quotas.is_above(index.nodes.share_of(node)):
+            if index.nodes.tree.parent[node] != NO_NODE and quotas.is_above(index.nodes.tree.share[node]):
                 self._end_late(ticket)
                 return True
         return self._quarantine.abandon_some()

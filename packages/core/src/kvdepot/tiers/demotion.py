@@ -112,7 +112,7 @@ class Demotions:
         ):
             return
         first, last = index.entries.node_of(records[0]), index.entries.node_of(records[-1])
-        before = index.nodes.parent_of(first)
+        before = index.nodes.tree.parent[first]
         in_runs, others = self._by_kind()
         if in_runs:
             run_chunks = chunks_a_run(index.table.extent(records[-1])[1])
@@ -143,7 +143,7 @@ class Demotions:
             return is_own(nodes.label[each]) and self.holds(each)
 
         while leaving := index.evictor.end_of(node, _CHUNKS_A_STEP, may_leave):
-            node = nodes.parent_of(leaving[-1])
+            node = nodes.tree.parent[leaving[-1]]
             for each in leaving:
                 index.hit_rates.ended(nodes.key_of(each))
             index.evictor.evict_all(leaving)
@@ -203,7 +203,7 @@ class Demotions:
                 if number:  # a gap: each question follows an eviction, so a tier that takes nothing is asked once
                     self._let_leave(node, self._tiers)
                 return
-            above, key = index.nodes.parent_of(node), index.nodes.key_of(node)
+            above, key = index.nodes.tree.parent[node], index.nodes.key_of(node)
             if not index.evictor.evict(node):
                 is_coming = any(map(index.entries.is_reading, index.entries.sealed(node)))
                 if is_coming and not (leaving.is_forced and number):
@@ -261,9 +261,9 @@ class Demotions:
     def _is_wanted(self, node: int) -> bool:
         """Return whether to write a prefix that ends here: it is long enough, and its weights are not outdated."""
         index = self._index
-        if index.nodes.label_of(node) in index.shares.outdated:
+        if index.nodes.label[node] in index.shares.outdated:
             return False
-        return (index.nodes.depth_of(node) + 1) * index.nodes.space_of(node).spec.chunk_tokens >= self._least_tokens
+        return (index.nodes.depth[node] + 1) * index.nodes.space_of(node).spec.chunk_tokens >= self._least_tokens
 
     def _is_written(self, record: int, tiers: Sequence[TierState]) -> bool:
         header = self._index.table.header(record)
@@ -337,7 +337,7 @@ class Demotions:
 
     def _make_reserve(self, is_over: Callable[[], bool]) -> None:
         """Write and evict the entries that leave next, until the reserve is free or `is_over`."""
-        index = self._index
+        index, tree = self._index, self._index.nodes.tree
         reserve = int(index.extents.ready_bytes * _RESERVE_SHARE)
         in_runs, others = self._by_kind()
         leaving = sum(tier.queue.queued_write_bytes for tier in self._tiers)
@@ -357,8 +357,9 @@ class Demotions:
             nodes, records = [node], index.entries.sealed(node)
             while (
                 len(nodes) < _CHUNKS_A_STEP
-                and (node := index.nodes.parent_of(node)) != NO_NODE
-                and index.nodes.is_chain(node)
+                and (node := tree.parent[node]) != NO_NODE
+                and tree.num_children[node] == 1
+                and not tree.holds[node]
             ):
                 nodes.append(node)
                 records += index.entries.sealed(node)

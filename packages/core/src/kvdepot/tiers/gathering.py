@@ -66,8 +66,8 @@ class Gathering:
             earlier = waiting.pop(before, None)
             if earlier is not None and nodes.tree.keys[before] == earlier.key:
                 began, is_first = earlier.began, is_first or earlier.is_first
-        depth = nodes.depth_of(last)
-        num_chunks = depth - (nodes.depth_of(before) if before != NO_NODE else -1)
+        depth = nodes.depth[last]
+        num_chunks = depth - (nodes.depth[before] if before != NO_NODE else -1)
         has_waited = is_first or now - began >= _LEAST_SECONDS
         is_over = now - began >= _MOST_SECONDS or (has_waited and (depth + 1) % run_chunks == 0)
         if is_over or not self.waits or len(self) >= _MOST_WAITING:

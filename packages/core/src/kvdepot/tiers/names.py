@@ -71,19 +71,19 @@ class EntryKeys:
         group, part = table.place_of(record)
         place = PartPlace(group, part, table.extent(record)[1], table.check_of(record))
         space = index.nodes.space_of(node)
-        key = self._key(index.nodes.label_of(node), space, place, table.key_of(record))
+        key = self._key(index.nodes.label[node], space, place, table.key_of(record))
         run = self._run_of(node, chunks_of_run(space, group, place.num_bytes))
-        return key + run + index.nodes.depth_of(node).to_bytes(DEPTH_BYTES, "big")
+        return key + run + index.nodes.depth[node].to_bytes(DEPTH_BYTES, "big")
 
     def _run_of(self, node: int, num_chunks: int) -> bytes:
         """Return the run of a chunk. The last run is cached, as keys are mostly made in the order of a prefix."""
         nodes = self._index.nodes
         last_node, last_key, run = self._last_runs.get(num_chunks, (NO_NODE, b"", b""))
         here, key = node, nodes.key_of(node)
-        while nodes.depth_of(here) % num_chunks:
+        while nodes.depth[here] % num_chunks:
             if here == last_node and nodes.key_of(here) == last_key:
                 break
-            here = nodes.parent_of(here)
+            here = nodes.tree.parent[here]
         else:
             run = nodes.key_of(here)[:RUN_BYTES]
         self._last_runs[num_chunks] = node, key, run

@@ -152,7 +152,7 @@ class Refresher:
         while node != NO_NODE and (
             self._is_stale(tier, node, reason)
             # A run's entries can be found only with the entries before them.
-            or (path and tier.queue.keeps_runs and (index.nodes.depth_of(node) + 1) % MOST_CHUNKS_A_RUN)
+            or (path and tier.queue.keeps_runs and (index.nodes.depth[node] + 1) % MOST_CHUNKS_A_RUN)
         ):
             if path and len(path) % _CHUNKS_A_STEP == 0:
                 digest = index.nodes.key_of(node)
@@ -160,7 +160,7 @@ class Refresher:
                 if nodes.get(digest) != node:
                     return  # it was evicted, after the chunks that follow it
             path.append((node, index.nodes.key_of(node)))
-            node = index.nodes.parent_of(node)
+            node = index.nodes.tree.parent[node]
         path.reverse()
         asked = list[_Asked]()
         for start in range(0, len(path), _CHUNKS_A_STEP):
