@@ -106,21 +106,14 @@ def test_a_router_that_comes_late_or_again_is_told_of_everything(
         assert router.num_clears >= 1
 
 
-def test_a_depot_that_starts_empty_says_so(context: Context) -> None:
-    with DepotProcess(*FLAGS, "--events-topic", "", pool_size="1MiB") as depot:
-        router = Router(depot, context)
-        wait_until(lambda: (router.take_all(), router.num_clears)[1])
-        assert router.topics == {b""}
-
-
-@pytest.mark.slow
-def test_numbers_grow_across_a_restart(context: Context) -> None:
+def test_a_depot_that_starts_empty_says_so_and_goes_on_with_higher_numbers(context: Context) -> None:
     """Dynamo ignores a batch with a lower number than the last as old."""
     last = 0
     for _ in range(2):
         with DepotProcess(*FLAGS, "--events-topic", "", pool_size="1MiB") as depot:
             router = Router(depot, context)
-            wait_until(lambda: router.take_all())  # noqa: B023
+            wait_until(lambda: (router.take_all(), router.num_clears)[1])  # noqa: B023
+            assert router.topics == {b""}
             assert router.next > last
             last = router.next
 
@@ -212,57 +205,94 @@ def test_a_hit_that_nobody_described_asks_for_its_tokens(depot: DepotProcess, en
     assert not engine.scheduler.find(run).wants_tokens
 
 
-def describe(bench: Bench, holdings: Holdings, request: m.DescribeChunks) -> int:
-    space = bench.index.spaces[0]
-    nodes = bench.index.visibility.find_run(space, request.digests, request.first_chunk)
-    return holdings.describe(space, MODEL, request, nodes)
+class Described:
+    """A bench whose stored chunks are described."""
+
+    def __init__(self, groups: tuple[m.GroupShape, ...] = PLAIN, holdings: Holdings | None = None) -> None:
+        self.holdings = holdings or Holdings()
+        self.bench = Bench(groups, pages=20, num_records=24, holdings=self.holdings)
+
+    def reader(self, namespace: bytes | None = None) -> Reader:
+        return Reader(self.holdings, self.holdings.shelf_of(MODEL) or pytest.fail(), namespace)
+
+    def describe(self, request: m.DescribeChunks, model: str = MODEL) -> int:
+        space = self.bench.index.spaces[0]
+        nodes = self.bench.index.visibility.find_run(space, request.digests, request.first_chunk)
+        return self.holdings.describe(space, model, request, nodes)
+
+    def store(self, run: KeyRun, model: str = MODEL) -> int:
+        self.bench.worker().store(run)
+        (request,) = description(run, 1).requests(0, run)
+        return self.describe(request, model)
+
+    def check_integrity(self) -> None:
+        self.holdings.check_integrity(self.bench.index.visibility.is_visible)
+
+
+class Published(Described):
+    """A bench whose described chunks are published, by a clock that tests set."""
+
+    def __init__(self, context: Context, folder: Path, *, replays: bool = False, topic: str = "") -> None:
+        super().__init__(holdings=Holdings(topic))
+        self.context, self.now = context, 100.0
+        replay = f"ipc://{folder}/replay" if replays else None
+        self.publisher = EventPublisher(context, self.holdings, f"ipc://{folder}/events", replay, lambda: self.now)
+        kept.append(self.publisher)
+
+    def subscribe(self) -> "zmq.Socket[bytes]":
+        """Subscribe, and wait until the publisher could see it. The publisher has not sent anything for it yet."""
+        subscriber = self.context.socket(zmq.SUB)
+        kept.append(subscriber)
+        subscriber.subscribe(b"")
+        subscriber.connect(self.publisher.endpoint)
+        wait_until(lambda: self.publisher.socket.poll(0))
+        return subscriber
+
+    def serve_all(self, seconds: float = 10.0) -> None:
+        self.now += seconds
+        while self.publisher.has_news:
+            self.publisher.serve()
+
+
+def follow(reader: Reader, view: View, most: int = 100) -> View:
+    """Take all events of a reader."""
+    while reader.has_more:
+        for event in msgspec.to_builtins(reader.take(most)):
+            view.take(event)
+    return view
 
 
 def test_chunks_of_two_tenants_with_the_same_ids_leave_with_the_last_one() -> None:
-    holdings = Holdings()
-    bench = Bench(pages=20, num_records=24, holdings=holdings)
-    reader, view = Reader(holdings, holdings.shelf_of(MODEL) or pytest.fail()), View()
+    described, view = Described(), View()
+    bench, reader = described.bench, described.reader()
     worker = bench.worker()
     runs = [chunks(2, name) for name in (1, 2)]
     for number, run in enumerate(runs):
         worker.store(run)
         request = next(Description(bytes([number]) * 32, [1, 2], [7, 8]).requests(0, run))
-        assert describe(bench, holdings, request) == 2
-
-    def found() -> set[int]:
-        while reader.has_more:
-            for event in msgspec.to_builtins(reader.take(100)):
-                view.take(event)
-        return view.found
-
-    assert found() == {7, 8}
+        assert described.describe(request) == 2
+    assert follow(reader, view).found == {7, 8}
     for run, rest in zip(runs, ({7, 8}, set[int]()), strict=True):
         space = bench.index.spaces[0]
         for start in (32, 0):
             assert bench.index.evictor.evict(space.nodes[run.digests[start : start + 32]])
-        assert found() == rest
-    holdings.check_integrity(bench.index.visibility.is_visible)
+        assert follow(reader, view).found == rest
+    described.check_integrity()
 
 
 def test_tokens_beyond_the_bound_are_declined() -> None:
-    holdings = Holdings(most_bytes=50)
-    bench = Bench(pages=20, num_records=24, holdings=holdings)
-    run = chunks(5, 1)
-    bench.worker().store(run)
-    (request,) = description(run, 1).requests(0, run)
-    assert describe(bench, holdings, request) == 2
-    assert (holdings.num_declined, holdings.num_bytes) == (3, 40)
+    described = Described(holdings=Holdings(most_bytes=50))
+    assert described.store(chunks(5, 1)) == 2
+    assert (described.holdings.num_declined, described.holdings.num_bytes) == (3, 40)
 
 
 @pytest.mark.parametrize("groups", [PLAIN, SHARDED, HYBRID], ids=["plain", "sharded", "hybrid"])
 def test_random_traffic_announces_exactly_what_can_be_found(groups: tuple[m.GroupShape, ...]) -> None:
     rng = random.Random(6)
-    holdings = Holdings()
-    bench = Bench(groups, pages=20, num_records=24, holdings=holdings)
-    shelf = holdings.shelf_of(MODEL)
-    assert shelf is not None
+    described = Described(groups)
+    bench, holdings = described.bench, described.holdings
     workers = [bench.worker(shard) for shard in range(2 if groups is SHARDED else 1)]
-    followers = [(Reader(holdings, shelf, namespace), View()) for namespace in (None, NAMESPACE)]
+    followers = [(described.reader(namespace), View()) for namespace in (None, NAMESPACE)]
     index, num_told = bench.index, 0
     for _ in range(300):
         run = chunks(rng.randint(1, 6), rng.randrange(12))
@@ -273,14 +303,14 @@ def test_random_traffic_announces_exactly_what_can_be_found(groups: tuple[m.Grou
             elif plan.ticket:
                 worker.ask(m.AbortStore(worker.context, plan.ticket))
         for request in description(run, 1).requests(0, run):
-            describe(bench, holdings, request)
+            described.describe(request)
         if rng.random() < 0.1:
             records = [record for record in index.table.records() if record.state == 2]
             if records:
                 index.remove_entry(rng.choice(records).number)
         if rng.random() < 0.05:
             sum(commands.clear_pool(bench.depot, None))
-        holdings.check_integrity(bench.index.visibility.is_visible)
+        described.check_integrity()
         expected = {
             block_id(key)
             for key, node in index.spaces[0].nodes.items()
@@ -300,18 +330,11 @@ def test_random_traffic_announces_exactly_what_can_be_found(groups: tuple[m.Grou
 
 def test_a_follower_that_is_far_behind_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvdepot.operators.holdings._LONGEST_LOG", 4)
-    holdings = Holdings()
-    bench = Bench(pages=20, num_records=24, holdings=holdings)
-    shelf = holdings.shelf_of(MODEL)
-    assert shelf is not None
-    reader, worker = Reader(holdings, shelf), bench.worker()
-    while reader.has_more:
-        reader.take(100)
+    described = Described()
+    reader = described.reader()
+    follow(reader, View())
     for name in range(12):
-        run = chunks(1, name)
-        worker.store(run)
-        (request,) = description(run, 1).requests(0, run)
-        describe(bench, holdings, request)
+        described.store(chunks(1, name))
     view, is_first = View(), True
     view.found = {1, 2, 3}
     while reader.has_more:
@@ -324,18 +347,11 @@ def test_a_follower_that_is_far_behind_starts_again(monkeypatch: pytest.MonkeyPa
 
 def test_a_store_has_no_follower_start_again() -> None:
     """Regression: each chunk that had a next one in its run made followers start again."""
-    holdings = Holdings()
-    bench = Bench(pages=20, num_records=24, holdings=holdings)
-    shelf = holdings.shelf_of(MODEL)
-    assert shelf is not None
-    reader, view, run = Reader(holdings, shelf), View(), chunks(5, 1)
+    described, view = Described(), View()
+    reader = described.reader()
     for _ in range(2):
-        while reader.has_more:
-            for event in msgspec.to_builtins(reader.take(100)):
-                view.take(event)
-        bench.worker().store(run)
-        (request,) = description(run, 1).requests(0, run)
-        describe(bench, holdings, request)
+        follow(reader, view)
+        described.store(chunks(5, 1))
     assert (len(view.found), view.num_clears) == (5, 1)
 
 
@@ -345,14 +361,10 @@ def test_an_endpoint_that_is_none_is_refused(endpoint: str) -> None:
         check_endpoint(endpoint, "--events")
 
 
-def test_a_topic_needs_events() -> None:
-    with pytest.raises(ConfigError, match="--events-topic needs --events"):
-        ServerConfig(events_topic="kv-events")
-
-
-def test_a_replay_needs_events() -> None:
-    with pytest.raises(ConfigError, match="--events"):
-        ServerConfig(events_replay="tcp://127.0.0.1:1")
+@pytest.mark.parametrize("setting", [{"events_topic": "kv-events"}, {"events_replay": "tcp://127.0.0.1:1"}])
+def test_a_topic_and_a_replay_need_events(setting: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="needs --events tcp"):
+        ServerConfig(**setting)
 
 
 def test_a_port_that_is_taken_is_an_error_in_words(depot: DepotProcess, context: Context) -> None:
@@ -363,9 +375,9 @@ def test_a_port_that_is_taken_is_an_error_in_words(depot: DepotProcess, context:
 @pytest.mark.slow
 def test_a_slow_subscriber_misses_no_message_within_the_bound(context: Context, tmp_path: Path) -> None:
     """Regression: the bound was set after binding, so ZMQ's default of 1,000 held, also for batches sent again."""
-    holdings, num_batches = Holdings(), 3000
-    bench = Bench(pages=4, num_records=8, holdings=holdings)
-    publisher = EventPublisher(context, holdings, f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay")
+    described, num_batches = Described(), 3000
+    bench = described.bench
+    publisher = EventPublisher(context, described.holdings, f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay")
     kept.append(publisher)
     slow = context.socket(zmq.SUB)
     kept.append(slow)
@@ -377,7 +389,7 @@ def test_a_slow_subscriber_misses_no_message_within_the_bound(context: Context, 
 
     def tell() -> None:
         worker.store(run)
-        describe(bench, holdings, request)
+        described.describe(request)
         publisher.serve()
         assert bench.index.evictor.evict(bench.index.spaces[0].nodes[run.digests])
         publisher.serve()
@@ -399,33 +411,16 @@ def test_subscribers_that_come_again_and_again_leave_each_snapshot_its_end(
     context: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvdepot.operators.events._BATCH_TOKENS", 1)
-    holdings, now = Holdings(), [100.0]
-    bench = Bench(pages=20, num_records=24, holdings=holdings)
-    publisher = EventPublisher(context, holdings, f"ipc://{tmp_path}/events", None, lambda: now[0])
-    kept.append(publisher)
-    run = chunks(5, 1)
-    bench.worker().store(run)
-    (request,) = description(run, 1).requests(0, run)
-    describe(bench, holdings, request)
-
-    def subscribe() -> "zmq.Socket[bytes]":
-        """Subscribe, and wait until the publisher could see it. The publisher has not sent anything for it yet."""
-        newcomer = context.socket(zmq.SUB)
-        newcomer.subscribe(b"")
-        kept.append(newcomer)
-        newcomer.connect(publisher.endpoint)
-        wait_until(lambda: publisher.socket.poll(0))
-        return newcomer
-
-    first = subscribe()
+    published = Published(context, tmp_path)
+    publisher = published.publisher
+    published.store(chunks(5, 1))
+    first = published.subscribe()
     while publisher.num_batches < 2:  # a clear, and one chunk
         publisher.serve()
-    subscribe()
+    published.subscribe()
     publisher.serve()
-    assert publisher.due == now[0] + 0.25
-    now[0] += 10.0
-    while publisher.has_news:
-        publisher.serve()
+    assert publisher.due == published.now + 0.25
+    published.serve_all()
     events: list[dict[str, Any]] = []
     while first.poll(1000):
         events += events_of(first.recv_multipart()[2])
@@ -439,30 +434,19 @@ def test_a_busy_topic_leaves_room_to_keep_batches_of_others(
 ) -> None:
     """Regression: once one topic held all bytes, the others kept none, and each replay of theirs caused a snapshot."""
     monkeypatch.setattr("kvdepot.operators.events._KEPT_BYTES", 400)  # two batches
-    holdings, now = Holdings("{model}"), [100.0]
-    bench = Bench(pages=20, num_records=24, holdings=holdings)
-    endpoints = f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay"
-    publisher = EventPublisher(context, holdings, *endpoints, lambda: now[0])
-    router, asking = context.socket(zmq.SUB), context.socket(zmq.DEALER)
-    kept.extend((publisher, router, asking))
-    router.subscribe(b"")
-    router.connect(publisher.endpoint)
+    published = Published(context, tmp_path, replays=True, topic="{model}")
+    publisher, router, asking = published.publisher, published.subscribe(), context.socket(zmq.DEALER)
+    kept.append(asking)
     asking.connect(publisher.replay_endpoint)
 
-    def store(model: str, run: KeyRun) -> None:
-        bench.worker().store(run)
-        (request,) = description(run, 1).requests(0, run)
-        space = bench.index.spaces[0]
-        holdings.describe(space, model, request, bench.index.visibility.find_run(space, request.digests, 0))
-        while publisher.has_news:
-            publisher.serve()
+    def store(model: str, run: KeyRun, seconds: float = 0.0) -> None:
+        published.store(run, model)
+        published.serve_all(seconds)
 
-    wait_until(lambda: publisher.socket.poll(0))
     store("busy", chunks(1, 100))
     store("quiet", chunks(1, 101))
     for number in range(16):
-        now[0] += 1.0
-        store("busy", chunks(1, number))
+        store("busy", chunks(1, number), 1.0)
     store("quiet", chunks(1, 102))
     numbers: dict[bytes, int] = {}
     while b"quiet" not in numbers or router.poll(1000):
@@ -482,35 +466,21 @@ def test_a_topic_that_fell_behind_lists_all_topics_again(
 ) -> None:
     """Regression: it cleared its topic alone, and llm-d drops the blocks of all topics of the node then."""
     monkeypatch.setattr("kvdepot.operators.holdings._LONGEST_LOG", 4)
-    holdings, now = Holdings("{model}"), [100.0]
-    bench = Bench(pages=20, num_records=24, holdings=holdings)
-    publisher = EventPublisher(context, holdings, f"ipc://{tmp_path}/events", None, lambda: now[0])
-    router = context.socket(zmq.SUB)
-    kept.extend((publisher, router))
-    router.subscribe(b"")
-    router.connect(publisher.endpoint)
-
-    def store(model: str, run: KeyRun) -> None:
-        bench.worker().store(run)
-        (request,) = description(run, 1).requests(0, run)
-        space = bench.index.spaces[0]
-        holdings.describe(space, model, request, bench.index.visibility.find_run(space, request.digests, 0))
+    published = Published(context, tmp_path, topic="{model}")
+    router = published.subscribe()
 
     def told() -> list[tuple[bytes, str]]:
-        now[0] += 10.0
-        while publisher.has_news:
-            publisher.serve()
+        published.serve_all()
         events: list[tuple[bytes, str]] = []
         while router.poll(1000):
             topic, _, payload = router.recv_multipart()
             events += ((topic, event["type"]) for event in events_of(payload))
         return events
 
-    store("one", chunks(1, 1))
-    store("two", chunks(1, 2))
-    wait_until(lambda: publisher.socket.poll(0))
+    published.store(chunks(1, 1), "one")
+    published.store(chunks(1, 2), "two")
     first = told()
-    store("two", chunks(10, 2))
+    published.store(chunks(10, 2), "two")
     for events in (first, told()):
         assert events[:2] == [(b"one", "AllBlocksCleared"), (b"two", "AllBlocksCleared")]
         assert sorted(events[2:]) == [(b"one", "BlockStored"), (b"two", "BlockStored")]
@@ -518,21 +488,9 @@ def test_a_topic_that_fell_behind_lists_all_topics_again(
 
 def test_no_message_of_a_stranger_unsubscribes_others(context: Context, tmp_path: Path) -> None:
     """Regression: ZeroMQ does not say who sent an unsubscription, and passes other messages on, too."""
-    holdings, now = Holdings(), [100.0]
-    bench = Bench(pages=20, num_records=24, holdings=holdings)
-    publisher = EventPublisher(context, holdings, f"ipc://{tmp_path}/events", None, lambda: now[0])
-    subscriber = context.socket(zmq.SUB)
-    kept.extend((publisher, subscriber))
-    subscriber.subscribe(b"")
-    subscriber.connect(publisher.endpoint)
-
-    def serve_all() -> None:
-        now[0] += 10.0
-        while publisher.has_news:
-            publisher.serve()
-
-    wait_until(lambda: publisher.socket.poll(0))
-    serve_all()
+    published = Published(context, tmp_path)
+    publisher, subscriber = published.publisher, published.subscribe()
+    published.serve_all()
     stranger = socket.socket(socket.AF_UNIX)
     stranger.settimeout(10)
     stranger.connect(f"{tmp_path}/events")
@@ -545,12 +503,9 @@ def test_no_message_of_a_stranger_unsubscribes_others(context: Context, tmp_path
     for message in (b"\0", b"\2"):
         frame = b"\0" + bytes([len(message)]) + message
         wait_until(lambda: (stranger.sendall(frame), publisher.socket.poll(10))[1])  # noqa: B023
-        serve_all()
-    run = chunks(1, 1)
-    bench.worker().store(run)
-    (request,) = description(run, 1).requests(0, run)
-    describe(bench, holdings, request)
-    serve_all()
+        published.serve_all()
+    published.store(chunks(1, 1))
+    published.serve_all()
     kinds: list[str] = []
     while "BlockStored" not in kinds:
         assert subscriber.poll(10_000)
@@ -650,31 +605,18 @@ def test_chunks_that_only_a_tier_has_are_announced_there(tmp_path: Path, context
 
 
 def test_chunks_that_a_tier_lost_are_taken_back_by_the_lookup_that_misses_them() -> None:
-    holdings = Holdings(is_in_tier=lambda _node: True, most_bytes=20 * 8)
-    bench = Bench(pages=20, num_records=24, holdings=holdings)
-    shelf, run, space = holdings.shelf_of(MODEL), chunks(3, 1), bench.index.spaces
-    assert shelf is not None
-    reader, view = Reader(holdings, shelf), View()
-
-    def told() -> View:
-        while reader.has_more:
-            for event in msgspec.to_builtins(reader.take(100)):
-                view.take(event)
-        return view
-
-    def evict(run: KeyRun) -> None:
-        for start in range(len(run.digests) - 32, -1, -32):
-            bench.index.evictor.evict_one()
-            assert run.digests[start : start + 32] not in space[0].nodes
-
+    described = Described(holdings=Holdings(is_in_tier=lambda _node: True, most_bytes=20 * 8))
+    view, run = View(), chunks(3, 1)
+    bench, reader = described.bench, described.reader()
     for name in (1, 2):
         run = chunks(3, name)
-        bench.worker().store(run)
-        (request,) = description(run, 1).requests(0, run)
-        assert describe(bench, holdings, request) == 3
-        evict(run)
-        holdings.check_integrity(bench.index.visibility.is_visible)
-    assert told().in_tier == set(ids_of(run)[:2]), "there is room for 40 bytes: two chunks, the last evicted ones"
-    holdings.missed(space[0], run.digests, 0)
-    assert (told().in_tier, view.found) == (set(), set())
-    holdings.check_integrity(bench.index.visibility.is_visible)
+        assert described.store(run) == 3
+        for start in range(len(run.digests) - 32, -1, -32):
+            bench.index.evictor.evict_one()
+            assert run.digests[start : start + 32] not in bench.index.spaces[0].nodes
+        described.check_integrity()
+    told = follow(reader, view).in_tier
+    assert told == set(ids_of(run)[:2]), "there is room for 40 bytes: two chunks, the last evicted ones"
+    described.holdings.missed(bench.index.spaces[0], run.digests, 0)
+    assert (follow(reader, view).in_tier, view.found) == (set(), set())
+    described.check_integrity()
