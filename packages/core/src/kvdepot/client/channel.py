@@ -3,7 +3,6 @@
 import math
 import select
 import socket
-import struct
 import time
 import weakref
 from collections.abc import Callable
@@ -17,7 +16,6 @@ from kvdepot.wire import messages as m
 _READ_BYTES: Final = 64 << 10  # per read: most replies fit; a plan of 4,096 extents takes three reads
 _MOST_REPLY_BYTES: Final = 64 << 20  # far beyond any reply: a larger length means that the framing is lost
 _MOST_UNSENT_BYTES: Final = 16 << 20  # kept per channel while the depot does not read requests
-_TIMEVAL: Final = struct.Struct("ll")
 
 
 class Channel:
@@ -27,12 +25,10 @@ class Channel:
 
     Args:
         session: the session that the connection joins.
-        connect_seconds: the longest wait for a depot that is busy accepting other connections.
     """
 
-    def __init__(self, session: Session, connect_seconds: float = 0.0) -> None:
+    def __init__(self, session: Session) -> None:
         self.session = session
-        self._connect_seconds = connect_seconds
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._close = weakref.finalize(self, self._socket.close)
         self._is_connected = False
@@ -55,7 +51,7 @@ class Channel:
         data = frames.LENGTH.pack(len(frame)) + frame
         if not self._is_connected:
             self._connect()
-            data = frames.encode_greeting(frames.JoinSession(self.session.token) if self.session.token else None) + data
+            data = frames.encode_greeting(frames.JoinSession(self.session.token)) + data
         if self._unsent:
             self._flush()
         if len(self._unsent) + len(data) > _MOST_UNSENT_BYTES:
@@ -145,14 +141,8 @@ class Channel:
 
     def _connect(self) -> None:
         try:
-            if self._connect_seconds:
-                seconds = math.floor(self._connect_seconds)
-                microseconds = int((self._connect_seconds - seconds) * 1e6)
-                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(seconds, microseconds))
-            else:
-                self._socket.setblocking(False)
-            self._socket.connect(str(self.session.control))
             self._socket.setblocking(False)
+            self._socket.connect(str(self.session.control))
         except OSError as error:
             raise DepotUnavailable(f"cannot connect to it: {error}") from error
         self._is_connected = True

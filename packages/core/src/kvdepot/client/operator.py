@@ -1,36 +1,61 @@
 """`ask_depot`: one request of an operator's tool, without a session."""
 
 import os
+import socket
+import struct
 from pathlib import Path
+from typing import Final
 
-from kvdepot.client.channel import Channel
-from kvdepot.client.session import Session
 from kvdepot.config import CONTROL_SOCKET, directory_of_url
-from kvdepot.errors import DepotUnavailable
+from kvdepot.errors import DepotUnavailable, RemoteError
 from kvdepot.wire import frames
+from kvdepot.wire import messages as m
 from kvdepot.wire.operation import Operation, R
+
+_MOST_REPLY_BYTES: Final = 64 << 20  # far beyond any reply: a larger length means that the framing is lost
+_TIMEVAL: Final = struct.Struct("ll")
 
 
 def ask_depot(request: Operation[R], url: str | None = None, deadline_seconds: float = 2.0) -> R:
-    """Send one request without a session and return the reply.
+    """Send one request without a session and return the reply. The deadline is that of each step.
 
     Raises:
         ConfigError: the URL is malformed.
         DepotUnavailable: no depot runs there, or it does not answer; the text tells which.
         RemoteError: the depot refused the request.
     """
-    session = Session(frames.SessionOpened(0, b"", 0, 0, ""), _control_socket(url), None)  # a placeholder
-    channel = Channel(session, connect_seconds=deadline_seconds)
+    control, frame = _control_socket(url), frames.encode_frame(1, request)
     try:
-        reply = channel.call(request, deadline_seconds)
-        assert isinstance(reply, request.reply_type())
-        return reply
-    except DepotUnavailable as error:
-        if isinstance(error.__cause__, ConnectionRefusedError):  # the socket of a killed server
-            raise _no_depot(directory_of_url(url)) from error
-        raise DepotUnavailable(f"the depot in {directory_of_url(url)} does not answer: {error}") from error
-    finally:
-        channel.close()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            # Not `settimeout`: with it, connect would not wait while the depot is busy accepting other connections.
+            seconds, rest = divmod(deadline_seconds, 1)
+            for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+                connection.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(int(seconds), int(rest * 1e6)))
+            connection.connect(str(control))
+            connection.sendall(frames.encode_greeting(None) + frames.LENGTH.pack(len(frame)) + frame)
+            (length,) = frames.LENGTH.unpack(_receive(connection, frames.LENGTH.size))
+            if length > _MOST_REPLY_BYTES:
+                raise OSError(f"it sent a malformed reply: {length} bytes")
+            reply = frames.decode_reply(_receive(connection, length))
+    except ConnectionRefusedError as error:  # the socket of a killed server
+        raise _no_depot(directory_of_url(url)) from error
+    except (OSError, frames.FrameError) as error:
+        why = f"no answer within {deadline_seconds} s" if isinstance(error, BlockingIOError) else error
+        raise DepotUnavailable(f"the depot in {directory_of_url(url)} does not answer: {why}") from error
+    if isinstance(reply, m.ErrorReply):
+        raise RemoteError(reply.code, reply.message)
+    assert isinstance(reply, request.reply_type())
+    return reply
+
+
+def _receive(connection: socket.socket, num_bytes: int) -> bytes:
+    received = b""
+    while len(received) < num_bytes:  # a signal can end MSG_WAITALL early
+        more = connection.recv(num_bytes - len(received), socket.MSG_WAITALL)
+        if not more:
+            raise ConnectionResetError("it closed the connection")
+        received += more
+    return received
 
 
 def _no_depot(directory: Path) -> DepotUnavailable:
