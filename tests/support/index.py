@@ -1,5 +1,6 @@
 """A depot without sockets over a small pool, with workers that ask it and a clock that tests set."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,9 +37,11 @@ class WatchfulAllocator(ExtentAllocator):
 
     table: IndexTable
 
-    def free(self, offset: int, num_bytes: int) -> None:
-        assert all(record.offset != offset for record in self.table.records()), "the header must change first"
-        super().free(offset, num_bytes)
+    def free_all(self, extents: Iterable[tuple[int, int]]) -> None:
+        freed = list(extents)
+        in_use = {record.offset for record in self.table.records()}
+        assert not in_use & {offset for offset, _ in freed}, "the header must change first"
+        super().free_all(freed)
 
 
 @dataclass

@@ -56,6 +56,7 @@ class Forest:
 
     def remove(self, node: int) -> None:
         parent = self.tree.parent[node]
+        self.policy.evicted(node)
         self.policy.removed(node)
         self.tree.keys[node] = None
         del self.last_touch[node]
@@ -145,6 +146,15 @@ def test_arc_makes_room_for_what_is_new_when_it_misses_what_it_evicted() -> None
     forest.tree.keys[once] = key_of(once)  # the evicted chunk is stored again
     forest.policy.added(once)
     assert forest.policy.victim() == popular
+
+
+def test_arc_learns_nothing_from_what_its_owner_removed() -> None:
+    forest = Forest("arc")
+    once, _, popular = (forest.add(NO_NODE) for _ in range(3))
+    forest.use(popular)
+    forest.policy.removed(once)
+    forest.policy.added(once)
+    assert forest.policy.victim() != popular
 
 
 def test_arc_forgets_what_left_long_ago() -> None:

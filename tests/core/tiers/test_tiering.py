@@ -1651,6 +1651,7 @@ def test_a_session_that_is_demoted_leaves_the_pool_and_comes_back(
     bench.settle()
     assert bench.in_pool(agent) == 0
     assert bench.in_pool(other) == 4
+    assert not sum(bench.index.evictor.eviction_ages.counts), "the pool was not too small"
     assert bench.lookup(agent) == num_chunks
     bench.index.check_integrity()
 

@@ -101,7 +101,8 @@ class Entries:
 
     def sealed(self, node: int) -> list[int]:
         """Return the sealed records of a node."""
-        is_sealed, found, record = self._table.is_sealed, list[int](), self._first[node]
+        is_sealed, record = self._table.is_sealed, self._first[node]
+        found: list[int] = []
         while record != NO_RECORD:
             if is_sealed(record):
                 found.append(record)
@@ -333,19 +334,25 @@ class Entries:
         """Free an entry, sealed or not. While a tier copies it, its extent stays taken until `end_reading`."""
         node = self._node_of[record]
         self._unlink(record, node)
-        self._free_entry(record, node)
+        freed: list[tuple[int, int]] = []
+        self._free_record(record, node, freed)
+        self._extents.free_all(freed)
 
-    def remove_all(self, node: int) -> None:
-        """Free all entries of a node, like `remove`."""
-        record, self._first[node] = self._first[node], NO_RECORD
-        while record != NO_RECORD:
-            following = self._next[record]
-            self._free_entry(record, node)
-            record = following
+    def remove_all(self, nodes: Iterable[int]) -> None:
+        """Free all entries of nodes, like `remove`."""
+        freed: list[tuple[int, int]] = []
+        for node in nodes:
+            record, self._first[node] = self._first[node], NO_RECORD
+            while record != NO_RECORD:
+                following = self._next[record]
+                self._free_record(record, node, freed)
+                record = following
+        self._extents.free_all(freed)
 
-    def _free_entry(self, record: int, node: int) -> None:
-        offset, num_bytes = self._table.extent(record)
-        self._quotas.account(self._nodes.label[node], self._nodes.tree.share[node], -extent_size(num_bytes))
+    def _free_record(self, record: int, node: int, freed: list[tuple[int, int]]) -> None:
+        """Free the record of an entry. Add its extent to `freed`, which the caller frees, unless a tier copies it."""
+        extent = self._table.extent(record)
+        self._quotas.account(self._nodes.label[node], self._nodes.tree.share[node], -extent_size(extent[1]))
         if self._writing_share[record]:
             self._end_writing(record)
         else:
@@ -355,7 +362,7 @@ class Entries:
         if record in self._readers:
             self.lingering.add(record)
             return
-        self._extents.free(offset, num_bytes)
+        freed.append(extent)
         self.give_back(record)
 
     def abandon(self, record: int) -> None:

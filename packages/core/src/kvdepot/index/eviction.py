@@ -47,8 +47,12 @@ class EvictionPolicy(Protocol):
         """Note that a node became evictable again: its last lease ended or its last child was removed."""
         ...
 
+    def evicted(self, node: int) -> None:
+        """Note that a chunk is evicted to make room, and not because its owner asked for it. `removed` follows."""
+        ...
+
     def removed(self, node: int) -> None:
-        """Remove a chunk that was evicted or cleared. Its number may be reused."""
+        """Remove a chunk that was evicted or cleared, or moves to another policy. Its number may be reused."""
         ...
 
     def victim(self) -> int | None:
@@ -174,7 +178,9 @@ class _Ghosts:
             since = num_evicted[word & 1] - (word >> 1) & _NUMBER_MASK
             if since > most_since:
                 chosen, most_since = place, since
-        else:
+                if since >= most:  # it is not remembered any more
+                    break
+        if words[chosen]:
             self._num_words[words[chosen] & 1] -= 1
         words[chosen] = name >> 32 << 32 | (num_evicted[kind] & _NUMBER_MASK) << 1 | kind
         self._num_words[kind] += 1
@@ -252,16 +258,20 @@ class AdaptiveReplacement:
         if self._tree.evictable(node) and self._seen[node]:
             (self._once if self._seen[node] == _ONCE else self._again).add(node)
 
+    def evicted(self, node: int) -> None:
+        """See `EvictionPolicy`."""
+        seen, key = self._seen[node], self._tree.keys[node]
+        if seen and key is not None:
+            self._ghosts.add(key, seen, self._num_marked[_ONCE] + self._num_marked[_AGAIN])
+
     def removed(self, node: int) -> None:
         """See `EvictionPolicy`."""
-        last_use, seen, parent, key = self._last_use, self._seen[node], self._tree.parent[node], self._tree.keys[node]
-        assert key is not None
+        last_use, seen, parent = self._last_use, self._seen[node], self._tree.parent[node]
         if parent != NO_NODE:
             last_use[parent] = max(last_use[parent], last_use[node])
             if seen == _AGAIN and self._seen[parent] == _ONCE:
                 self._mark(parent, _AGAIN)
         if seen:
-            self._ghosts.add(key, seen, self._num_marked[_ONCE] + self._num_marked[_AGAIN])
             self._mark(node, 0)
         last_use[node] = 0  # the number may be reused for a chunk that is discarded before it is `added`
         if not self._tree.num_children[node]:

@@ -7,7 +7,7 @@ above its quota and a share within its own quota needs room.
 A node that lost all entries stays as a ghost while it has children. The children are invisible and may be evicted.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Final, TypeAlias
 
@@ -107,7 +107,7 @@ class Evictor:
         self.num_leased_evicted = 0  # leased ones among them
         self.num_steps = 0  # evictions, plus unfinished stores ended to make room
         self.is_frozen = False  # no chunk is removed while the index is being rebuilt
-        self.eviction_ages = Histogram(1.0)  # seconds since the last use of evicted chunks
+        self.eviction_ages = Histogram(1.0)  # seconds since the last use of chunks evicted to make room
         self._on_victim: Callable[[], None] | None = None
         self._watcher = watcher
         self._nodes = nodes
@@ -188,14 +188,19 @@ class Evictor:
                     self.num_steps += 1
                     if node is not None:
                         self.num_leased_evicted += 1
-                        self.evict_all([node])
+                        self._make_room(node)
                     return True
             node = self._shares.victim(number)
             if node is not None:
                 self.num_steps += 1
-                self.evict_all([node])
+                self._make_room(node)
                 return True
         return False
+
+    def _make_room(self, node: int) -> None:
+        self.eviction_ages.add(self._nodes.idle_seconds(node))
+        self._shares.policy_of(node).evicted(node)
+        self.evict_all([node])
 
     def await_victim(self, on_victim: Callable[[], None]) -> None:
         """Set a function to be called once, when another chunk becomes evictable. It replaces an earlier one."""
@@ -211,14 +216,17 @@ class Evictor:
                 return node
         return None
 
-    def evict(self, node: int) -> bool:
-        """Evict one given chunk and its entries.
+    def evict(self, node: int, *, makes_room: bool = True) -> bool:
+        """Evict one given chunk and its entries: to make room, or as its owner asked, like `evict_all`.
 
         If it is held or the evictor `is_frozen`, change nothing and return False.
         """
         if self.is_frozen or not self._nodes.tree.evictable(node):
             return False
-        self.evict_all([node])
+        if makes_room:
+            self._make_room(node)
+        else:
+            self.evict_all([node])
         return True
 
     def end_of(self, node: int, most: int, is_wanted: Callable[[int], bool]) -> list[int]:
@@ -226,7 +234,8 @@ class Evictor:
 
         The last one comes first. The list ends before the first chunk that is needed or not wanted.
         """
-        tree, nodes, num_children = self._nodes.tree, list[int](), 0
+        tree, num_children = self._nodes.tree, 0
+        nodes: list[int] = []
         while (
             len(nodes) < most
             and node != NO_NODE
@@ -238,15 +247,15 @@ class Evictor:
             node, num_children = tree.parent[node], 1
         return [] if self.is_frozen else nodes
 
-    def evict_all(self, nodes: Iterable[int]) -> None:
-        """Evict chunks that at most leases hold. Each is the only child of the next."""
-        above = NO_NODE
+    def evict_all(self, nodes: Sequence[int]) -> None:
+        """Evict chunks that at most leases hold, as their owner asked. Each is the only child of the next.
+
+        Their ages tell nothing about the pool's size, and policies learn nothing from their return.
+        """
+        self.num_evicted += len(nodes)
         for node in nodes:
-            self.num_evicted += 1
-            self.eviction_ages.add(self._nodes.idle_seconds(node))
             self._watcher.evicted(node, self._nodes.key_of(node))
-            above = self._remove(node)
-        self.settle(above)
+        self._remove(nodes)
 
     def clear(self, wanted: Callable[[int, Space], bool]) -> Iterator[int]:
         """Remove all unused chunks for which `wanted(label, space)` is true.
@@ -290,18 +299,19 @@ class Evictor:
                 leased.begin_with(node, share)  # the next search continues here
         return None
 
-    def _remove(self, node: int) -> int:
-        """Remove a chunk that at most leases hold. Return the chunk before it, which the caller settles."""
-        self._entries.remove_all(node)
-        return self._drop(node)
+    def _remove(self, nodes: Sequence[int]) -> int:
+        """Remove chunks that at most leases hold, each the only child of the next. Return what `settle` returns."""
+        self._entries.remove_all(nodes)
+        above = NO_NODE
+        for node in nodes:
+            above = self._drop(node)
+        return self.settle(above)
 
     def _clear_up(self, node: int, is_wanted: Callable[[int], bool]) -> Iterator[int]:
         keys, entries = self._nodes.tree.keys, self._entries
         while nodes := self.end_of(node, _REMOVE_STEP, is_wanted):
             before = entries.num_sealed
-            for each in nodes:
-                node = self._remove(each)
-            node = self.settle(node)
+            node = self._remove(nodes)
             key = keys[node] if node != NO_NODE else None
             yield before - entries.num_sealed
             if key is None or keys[node] != key:

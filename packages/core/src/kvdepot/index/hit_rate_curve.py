@@ -87,6 +87,7 @@ class PolicySelector:
             victim = self._arc.victim()
             if victim is None:
                 return
+            self._arc.evicted(victim)
             self._remove(victim)
         node = self._nodes.add(self._space, key, NO_NODE, 0, 0)
         self._sizes[node] = num_bytes

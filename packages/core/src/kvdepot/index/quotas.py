@@ -313,7 +313,8 @@ class Shares:
         if is_known:
             self.policy_of(node).removed(node)
         self._nodes.tree.share[node], self._nodes.tree.priority[node] = share, priority
-        self._need(share, priority)
+        if priority not in self._policies[share]:
+            self._need(share, priority)
         if is_known:
             self.policy_of(node).added(node)
 

@@ -295,6 +295,9 @@ class _Prioritized:
     def unpinned(self, node: int) -> None:
         self._shares.policy_of(node).unpinned(node)
 
+    def evicted(self, node: int) -> None:
+        self._shares.policy_of(node).evicted(node)
+
     def removed(self, node: int) -> None:
         self._shares.policy_of(node).removed(node)
         self._priority[node] = NORMAL
@@ -344,6 +347,7 @@ def replay(workload: Workload, policy_name: str, capacity_chunks: int, ends: byt
                 holds[parent] += 1  # must not be evicted to make room for its child
             while num_kept == capacity_chunks and (victim := policy.victim()) is not None:
                 above = parents[victim]
+                policy.evicted(victim)
                 policy.removed(victim)
                 keys[victim] = None
                 if above != NO_NODE:

@@ -126,7 +126,7 @@ class StatusCollector(Collector):
                 requests.add_metric([name], _buckets(histogram), histogram.total)
         yield requests
         if status.eviction_ages is not None:
-            text = "Time between a chunk's last use and its eviction"
+            text = "Time between a chunk's last use and its eviction to make room"
             yield _histogram("kvdepot_eviction_age_seconds", text, status.eviction_ages)
 
     def _estimates(self) -> Iterator[Metric]:

@@ -92,10 +92,24 @@ class ExtentAllocator:
 
     def free(self, offset: int, num_bytes: int) -> None:
         """Free the extent that `allocate` returned for `num_bytes`."""
-        size = extent_size(num_bytes)
-        self.used_bytes -= size
-        self.region_bytes[offset // self._region_bytes] -= size
-        self._add_free(offset, size)
+        self.free_all([(offset, num_bytes)])
+
+    def free_all(self, extents: Iterable[tuple[int, int]]) -> None:
+        """Free extents, each with the `num_bytes` that it was allocated for.
+
+        A prefix is removed from its end on, and its extents are often neighbours: join those before looking for others.
+        """
+        start = size = 0
+        for offset, num_bytes in extents:
+            more = extent_size(num_bytes)
+            self.used_bytes -= more
+            self.region_bytes[offset // self._region_bytes] -= more
+            if offset + more != start and size:
+                self._add_free(start, size)
+                size = 0
+            start, size = offset, size + more
+        if size:
+            self._add_free(start, size)
 
     def restore(self, count: int, extent: Callable[[int], tuple[int, int]]) -> Iterator[list[int]]:
         """Mark extents of an earlier server as used. Call this once, before any allocation.

@@ -139,10 +139,9 @@ class Background:
                 break
 
     def _step_of_others(self) -> None:
-        for _ in range(len(self._others)):
-            turns = self._others[0]
-            self._others.rotate(-1)  # to the end of the rotation
+        for number, turns in enumerate(self._others, start=1):
             if turns.waiting:
+                self._others.rotate(-number)  # it is the last now
                 self._step(turns)
                 return
 

@@ -204,7 +204,7 @@ class Demotions:
                     self._let_leave(node, self._tiers)
                 return
             above, key = index.nodes.tree.parent[node], index.nodes.key_of(node)
-            if not index.evictor.evict(node):
+            if not index.evictor.evict(node, makes_room=leaving.is_forced):
                 is_coming = any(map(index.entries.is_reading, index.entries.sealed(node)))
                 if is_coming and not (leaving.is_forced and number):
                     self._leaving[node] = _Leaving(key, leaving.is_forced)  # the end of the write calls again

@@ -144,7 +144,7 @@ class DepotStatus(Struct, frozen=True, kw_only=True):
     devices: dict[str, dict[str, int]] = {}  # bytes stored and retrieved, by kind of device
     # Seconds from request to reply, by operation; also of whole stores and of turns.
     latencies: dict[str, HistogramStatus] = {}
-    eviction_ages: HistogramStatus | None = None  # seconds since the last use of evicted chunks
+    eviction_ages: HistogramStatus | None = None  # seconds since the last use of chunks evicted to make room
     estimates: list[PoolEstimate] = []  # by pool size
     estimated_chunks: int = 0  # chunks looked up, extrapolated from the sample
     estimate_rate: float = 0.0  # share of chunks in the sample
