@@ -68,6 +68,7 @@ def test_prompts_go_to_the_node_that_holds_them(nodes: list[Node], tmp_path: Pat
 def test_a_thousand_random_operations_leave_both_routers_with_what_the_depots_hold(
     nodes: list[Node], tmp_path: Path
 ) -> None:
+    """Each look waits until the routers are connected again. Dynamo pauses as long as the depot was away, up to 5 s."""
     rng = random.Random(35)
     names = [f"prompt {number}" for number in range(40)]
     length = 12  # 480 chunks in all; a pool has room for half of them
@@ -108,5 +109,5 @@ def test_a_thousand_random_operations_leave_both_routers_with_what_the_depots_ho
         for number, operation in enumerate(plan, 1):
             operation(rng.choice(nodes))
             if number % 200 == 0:
-                wait_until(lambda: not differences(), 10, f"both views after {number} operations")
+                wait_until(lambda: not differences(), what=f"both views after {number} operations")
         assert sum(node.depot.status().counters["chunks_evicted"] for node in nodes) > 0

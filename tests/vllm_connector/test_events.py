@@ -33,7 +33,7 @@ def test_vllm_s_decoder_reads_a_depot_s_events(run_code: RunCode) -> None:
 
 
 def test_each_engine_announces_what_its_depot_holds(model: MakeModel, tmp_path: Path, context: Context) -> None:
-    """Two engines store, one empties its own cache, the pool is cleared, and an engine is restarted."""
+    """Two engines store, one empties its own cache, the pool is cleared, one is restarted, and a router comes late."""
     endpoints = [f"ipc://{tmp_path}/{name}" for name in "ab"]
     asked = prompts(6, 300, seed=70)
 
@@ -74,5 +74,6 @@ result = [int.from_bytes(b.block_hash[:-4], "big") & (1 << 64) - 1 for b in pool
         first.close()
         late = Listener(endpoints[0], context)
         others.enter_context(start(endpoints[0]))
-        for router in (late, routers[1]):
-            wait_until(lambda: router.num_found() == 2 * per_prompt, what="a restarted engine")  # noqa: B023
+        latest = Listener(endpoints[1], context)  # of an idle engine
+        for router in (late, routers[1], latest):
+            wait_until(lambda: router.num_found() == 2 * per_prompt, what="what the depot holds")  # noqa: B023

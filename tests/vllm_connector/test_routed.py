@@ -81,7 +81,7 @@ def depots() -> Iterator[list[DepotProcess]]:
 def test_prompts_go_to_the_engines_of_the_depot_that_holds_them(
     depots: list[DepotProcess], model: MakeModel, tmp_path: Path, context: Context
 ) -> None:
-    """Engines A and N share a depot, B has its own. Depots hold prompts, B restarts, and A's depot evicts."""
+    """Engines A and N share a depot, B has its own. Depots hold prompts, B and the router restart, A's depot evicts."""
     with contextlib.ExitStack() as running:
 
         def serve(name: str, depot: DepotProcess) -> Served:
@@ -118,6 +118,11 @@ def test_prompts_go_to_the_engines_of_the_depot_that_holds_them(
         b.restart()
         wait_until(lambda: b.is_known(router), what="what a restarted engine announces")
         assert went(second, b) == [True] * 4
+
+        router.close()
+        router = start_router(*engines)
+        wait_until_known()  # while all engines are idle
+        assert went(first, a, neighbour) + went(second, b) == [True] * 8
 
         moved = prompts(6, 700, seed=82)
         a.compute(moved)

@@ -4,15 +4,19 @@
 A depot that publishes events (`--events`) learns tokens and block hashes from its engines. It tells each engine which
 chunks of the engine's namespace the pool holds, whichever engine stored them. So a router that knows nothing of depots
 sees chunks that neighbours stored, that tiers brought, or that were evicted. A separate thread receives the news and
-passes it to vLLM's publisher at once, because an idle engine takes no events.
+passes it to vLLM's publisher at once, because an idle engine takes no events. Another one watches for subscribers. Each
+that arrives causes an empty batch, by whose number it notices what it missed and asks the replay socket. The chunks are
+then announced again, because vLLM replays only its last 10,000 batches.
 """
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 import msgspec
+import zmq
 from vllm.distributed.kv_events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -22,6 +26,7 @@ from vllm.distributed.kv_events import (
 )
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, resolve_block_hashes, to_event_extra_keys
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
+from zmq.utils.monitor import recv_monitor_message
 
 from kvdepot.client.description import Description
 from kvdepot.keys import KeyRun
@@ -33,7 +38,10 @@ _Place = tuple[int | None, str | None]  # group and medium
 
 _ZMQ: Final = "zmq"  # the only publisher of vLLM that sends events
 _ID_BITS: Final = (1 << 64) - 1
-_SUBSCRIBE_SECONDS: Final = 1.0  # enough for subscribers to reconnect: ZeroMQ tries ten times a second
+# The first announcement waits until the subscribers of an earlier engine are back. If its numbers followed those of the
+# earlier engine, they would take it for the same.
+_RETURN_SECONDS: Final = 1.0  # for the first; there may be none
+_GATHER_MILLISECONDS: Final = 200  # for the next; ZeroMQ tries again after 0.1 to 0.2 seconds
 _MOST_BLOCKS: Final = 1024  # in one event that retracts announced blocks
 
 
@@ -111,9 +119,10 @@ class Announcer:
 
     def __init__(self) -> None:
         self.publish: Callable[[list[Any]], None] | None = None
-        self._is_cleared = False  # whether routers have forgotten the announced chunks
+        self._must_repeat = False  # whether a router lacks announced chunks
+        self._is_repeating = False  # whether the list announces them again
         self._kept: list[Any] = []  # events that `take` returns
-        self._heard_at = 0.0  # the time by which subscribers of an earlier engine are connected again
+        self._is_heard = threading.Event()  # once subscribers are there
         self._lock = threading.Lock()
         self._announced: dict[_Place, set[int]] = {}  # ids
         self._fresh: dict[_Place, set[int]] | None = None  # ids listed anew so far; None after the list has ended
@@ -124,9 +133,8 @@ class Announcer:
         events: list[Any] = []
         if news.is_start:
             self._fresh = {}
-            if self._is_cleared:
-                self._is_cleared = False
-                self._announced.clear()
+            self._is_repeating |= self._must_repeat
+            self._must_repeat = False
         for event in self._decoder.decode(news.events) if news.events else ():
             if isinstance(event, AllBlocksCleared):
                 continue  # it would retract the blocks in the device's memory, too
@@ -137,12 +145,12 @@ class Announcer:
             else:
                 if self._fresh is not None:
                     self._fresh.setdefault(place, set()).update(ids)
-                if announced.issuperset(ids):
+                if announced.issuperset(ids) and not self._is_repeating:
                     continue
                 announced.update(ids)
             events.append(event)
         if self._fresh is not None and not news.has_more:
-            fresh, self._fresh = self._fresh, None
+            fresh, self._fresh, self._is_repeating = self._fresh, None, False
             for place, announced in self._announced.items():
                 gone = announced - fresh.get(place, set())
                 announced -= gone
@@ -151,7 +159,7 @@ class Announcer:
 
     def wants_all(self) -> bool:
         """Return whether the depot must list everything anew."""
-        return self._is_cleared
+        return self._must_repeat
 
     def on_lost(self) -> None:
         """Retract everything, because the depot is away."""
@@ -160,7 +168,8 @@ class Announcer:
 
     def _give(self, events: list[Any]) -> None:
         if events and self.publish is not None:
-            time.sleep(max(0.0, self._heard_at - time.monotonic()))
+            self._is_heard.wait(_RETURN_SECONDS)
+            self._is_heard.set()
             self.publish(events)
         elif events:
             with self._lock:
@@ -184,19 +193,32 @@ class Announcer:
         def make_and_keep(**options: Any) -> Any:
             registry[_ZMQ] = make
             publisher = make(**options)
-            self._heard_at = time.monotonic() + _SUBSCRIBE_SECONDS
             publish = publisher.publish
             self.publish = lambda events: publish(KVEventBatch(ts=time.time(), events=events))
 
             def publish_and_watch(batch: Any) -> None:
                 publish(batch)
                 if any(isinstance(event, AllBlocksCleared) for event in batch.events):
-                    self._is_cleared = True  # vLLM means its own blocks, but routers forget the depot's, too
+                    self._must_repeat = True  # vLLM means its own blocks, but routers forget the depot's, too
 
             publisher.publish = publish_and_watch
+            socket = getattr(publisher, "_pub", None)
+            if socket is not None:
+                arrivals = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_MONITOR_STOPPED)
+                threading.Thread(target=self._greet, args=(arrivals,), name="kvdepot-greeter", daemon=True).start()
             return publisher
 
         registry[_ZMQ] = make_and_keep
+
+    def _greet(self, arrivals: "zmq.Socket[bytes]") -> None:
+        """Tell each subscriber that arrives what it missed, until the publisher closes."""
+        assert self.publish is not None
+        with arrivals, contextlib.suppress(RuntimeError, zmq.ContextTerminated):  # it is closing
+            while recv_monitor_message(arrivals)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                if not arrivals.poll(_GATHER_MILLISECONDS):
+                    self._must_repeat |= self._is_heard.is_set()
+                    self._is_heard.set()
+                    self.publish([])
 
 
 def _removals(place: _Place, ids: Sequence[int]) -> list[BlockRemoved]:
