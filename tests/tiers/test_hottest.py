@@ -85,6 +85,21 @@ class Node:
         reply = self.ask(m.Lookup(self.context, "r", run.digests, run.tenant))
         self.ask(m.Release(self.context, (reply.lease,)))
 
+    def store_and_use(self, *runs: KeyRun) -> None:
+        """Attach the engine, and let it store prompts and use each once."""
+        self.attach()
+        for run in runs:
+            self.store(run)
+        self.settle()
+        for run in runs:
+            self.use(run)
+
+    def take_lists(self, num_chunks: int) -> None:
+        """Attach the engine, and wait until so many chunks of others' lists are promoted and nothing is under way."""
+        self.attach()
+        self.turn_until(lambda: self.num_promoted >= num_chunks)
+        self.turn_until(self.is_idle)
+
     def holds(self, run: KeyRun) -> int:
         """Return how many chunks the pool has. Check their bytes."""
         found, _ = self.index.visibility.match(self.index.spaces[0], run.digests)
@@ -197,9 +212,7 @@ def test_lists_of_several_depots_are_taken_and_the_most_used_prefixes_first(flee
     first.use(runs[0])
     fleet.write_list(first)
     fleet.write_list(second)
-    new.attach()
-    new.turn_until(lambda: new.num_promoted >= 512)
-    new.turn_until(new.is_idle)
+    new.take_lists(512)
     assert new.holds(runs[1]) == new.holds(runs[2]) == 200
     assert new.holds(runs[3]) == 112
     assert new.holds(runs[0]) == 0
@@ -208,10 +221,7 @@ def test_lists_of_several_depots_are_taken_and_the_most_used_prefixes_first(flee
 
 def test_a_depot_that_is_full_enough_promotes_nothing(fleet: Fleet) -> None:
     old, new = fleet.node(), fleet.node()
-    old.attach()
-    old.store(prompt("hot", 40))
-    old.settle()
-    old.use(prompt("hot", 40))
+    old.store_and_use(prompt("hot", 40))
     fleet.write_list(old)
     new.attach()
     new.store(prompt("mine", 512))
@@ -223,18 +233,13 @@ def test_a_depot_that_is_full_enough_promotes_nothing(fleet: Fleet) -> None:
 
 def test_a_prompt_that_left_the_pool_is_listed_as_far_as_it_is_there(fleet: Fleet) -> None:
     old, new, run = fleet.node(), fleet.node(), prompt("hot", 40)
-    old.attach()
-    old.store(run)
-    old.settle()
-    old.use(run)
+    old.store_and_use(run)
     old.use(run.slice(0, 30))
     for chunk in range(39, 29, -1):
         assert old.index.evictor.evict(old.index.spaces[0].nodes[digest_at(run.digests, chunk)])
     old.store(prompt("another", 20))
     fleet.write_list(old)
-    new.attach()
-    new.turn_until(lambda: new.num_promoted >= 30)
-    new.turn_until(new.is_idle)
+    new.take_lists(30)
     assert new.holds(run) == 30
 
 
@@ -255,14 +260,9 @@ def test_a_depot_with_a_read_only_tier_writes_no_list_and_takes_those_of_others(
     (queue,) = new.tiering.queues
     queue.write_bytes = 0
     hot, mine = prompt("hot", 40), prompt("mine", 20)
-    old.attach()
-    old.store(hot)
-    old.settle()
-    old.use(hot)
+    old.store_and_use(hot)
     fleet.write_list(old)
-    new.attach()
-    new.turn_until(lambda: new.num_promoted >= 40)
-    new.turn_until(new.is_idle)
+    new.take_lists(40)
     assert new.holds(hot) == 40
     new.store(mine)
     new.use(mine)
@@ -290,10 +290,7 @@ def test_a_list_that_contradicts_itself_is_passed_over(
     listing: object, fleet: Fleet, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old, new, run = fleet.node(), fleet.node(), prompt("hot", 40)
-    old.attach()
-    old.store(run)
-    old.settle()
-    old.use(run)
+    old.store_and_use(run)
     with monkeypatch.context() as patched:
         patched.setattr(Hottest, "_pack", Mock(return_value=msgspec.msgpack.encode(listing)))
         fleet.write_list(old)
@@ -307,17 +304,10 @@ def test_a_list_that_contradicts_itself_is_passed_over(
 def test_long_names_leave_room_for_fewer_chunks(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvdepot.server.hottest.LIST_BYTES", 2000)
     old, new = fleet.node(), fleet.node()
-    old.attach()
     runs = [prompt(f"{number}", 10, tenant=f"{number}" * 250) for number in range(6)]
-    for run in runs:
-        old.store(run)
-    old.settle()
-    for run in runs:
-        old.use(run)
+    old.store_and_use(*runs)
     fleet.write_list(old)
-    new.attach()
-    new.turn_until(lambda: new.num_promoted > 0)
-    new.turn_until(new.is_idle)
+    new.take_lists(1)
     assert 0 < sum(new.holds(run) for run in runs) < 60
     assert LIST_BYTES > 2000
 
@@ -326,12 +316,7 @@ def test_lists_of_the_last_periods_are_taken_and_no_older_ones(fleet: Fleet) -> 
     nodes, new = [fleet.node() for _ in range(4)], fleet.node()
     runs = [prompt(f"{number}", 10) for number in range(4)]
     for node, run in zip(nodes, runs, strict=True):
-        node.attach()
-        node.store(run)
-        node.settle()
-        node.use(run)
+        node.store_and_use(run)
         fleet.write_list(node)
-    new.attach()
-    new.turn_until(lambda: new.num_promoted >= 30)
-    new.turn_until(new.is_idle)
+    new.take_lists(30)
     assert [new.holds(run) for run in runs] == [0, 10, 10, 10]

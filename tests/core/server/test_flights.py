@@ -55,6 +55,15 @@ class Asked:
         return self.answers[0].num_chunks if self.answers else None
 
 
+def waits_for_another(bench: Bench, num_chunks: int = 4, **fields: Any) -> tuple[Worker, Worker, Asked]:
+    """Let a worker announce a prompt. Return it, another worker, and the other's lookup, which waits for the first."""
+    first, second = bench.worker(), bench.worker()
+    assert Asked(first, prompt(num_chunks)).found == 0
+    waiting = Asked(second, prompt(num_chunks), **fields)
+    assert waiting.found is None
+    return first, second, waiting
+
+
 def at(bench: Bench, now: float) -> None:
     bench.now = now
     bench.depot.state.timers.expire(now)
@@ -64,9 +73,7 @@ def at(bench: Bench, now: float) -> None:
 @pytest.mark.promise(75)
 def test_a_lookup_waits_for_what_another_engine_is_computing() -> None:
     bench = Bench()
-    first, second = bench.worker(), bench.worker()
-    assert Asked(first, prompt(4)).found == 0
-    waiting = Asked(second, prompt(4))
+    first, _, waiting = waits_for_another(bench)
     first.store(prompt(4).slice(0, 2))
     assert waiting.found is None
     bench.now = 0.5
@@ -92,9 +99,7 @@ def test_it_waits_for_the_chunks_in_common_and_announces_the_others() -> None:
 @pytest.mark.parametrize("end", ["withdraw", "leave", "unregister"])
 def test_it_is_answered_when_the_other_gives_up(end: str) -> None:
     bench = Bench()
-    first, second = bench.worker(), bench.worker()
-    Asked(first, prompt(4))
-    waiting = Asked(second, prompt(4))
+    first, _, waiting = waits_for_another(bench)
     first.store(prompt(1))
     if end == "withdraw":
         first.ask(m.EndRequest(first.context, "r"))
@@ -109,9 +114,7 @@ def test_it_is_answered_when_the_other_gives_up(end: str) -> None:
 @pytest.mark.promise(75)
 def test_it_waits_no_longer_than_its_deadline() -> None:
     bench = Bench()
-    first, second = bench.worker(), bench.worker()
-    Asked(first, prompt(400), token_seconds=PACE)
-    waiting = Asked(second, prompt(400))
+    first, _, waiting = waits_for_another(bench, 400)
     at(bench, 1.0)
     first.store(prompt(400).slice(0, 2))
     at(bench, WAIT_SECONDS - 0.01)
@@ -122,9 +125,7 @@ def test_it_waits_no_longer_than_its_deadline() -> None:
 
 def test_a_flight_that_stalls_is_over_for_all() -> None:
     bench = Bench()
-    first, second = bench.worker(), bench.worker()
-    Asked(first, prompt(4))
-    waiting = Asked(second, prompt(4), wait_seconds=60.0, token_seconds=0.0)
+    first, _, waiting = waits_for_another(bench, wait_seconds=60.0, token_seconds=0.0)
     limit = flights.GRACE_SECONDS + 2 * 4 * PACE
     at(bench, limit - 0.001)
     assert waiting.found is None
@@ -135,9 +136,7 @@ def test_a_flight_that_stalls_is_over_for_all() -> None:
 
 def test_a_flight_that_moves_has_its_time_again() -> None:
     bench = Bench()
-    first, second = bench.worker(), bench.worker()
-    Asked(first, prompt(4))
-    waiting = Asked(second, prompt(4), wait_seconds=60.0, token_seconds=0.0)
+    first, _, waiting = waits_for_another(bench, wait_seconds=60.0, token_seconds=0.0)
     for chunk in range(3):
         at(bench, bench.now + flights.GRACE_SECONDS)
         first.store(prompt(4).slice(chunk, chunk + 1))
@@ -230,9 +229,7 @@ def test_nobody_waits_for_chunks_that_cannot_be_stored(end: str) -> None:
 @pytest.mark.parametrize("end", ["aborted", "late"])
 def test_nobody_waits_for_a_store_that_was_given_up(end: str) -> None:
     bench = Bench()
-    first, second = bench.worker(), bench.worker()
-    Asked(first, prompt(400), token_seconds=PACE)
-    waiting = Asked(second, prompt(400), wait_seconds=60.0, token_seconds=1.0)
+    first, second, waiting = waits_for_another(bench, 400, wait_seconds=60.0, token_seconds=1.0)
     ticket = first.prepare(prompt(4)).ticket
     assert waiting.found is None
     if end == "aborted":
@@ -307,9 +304,7 @@ def test_a_rank_that_stores_nothing_ends_the_flight_for_an_engine_of_another_siz
 def test_nobody_waits_for_chunks_that_find_no_room() -> None:
     """Regression: lookups waited until the flight's deadline for chunks that the store had been declined."""
     bench = Bench(pages=6)
-    first, second = bench.worker(), bench.worker()
-    Asked(first, prompt(8), token_seconds=PACE)
-    waiting = Asked(second, prompt(8), wait_seconds=60.0, token_seconds=1.0)
+    first, second, waiting = waits_for_another(bench, 8, wait_seconds=60.0, token_seconds=1.0)
     plan = first.prepare(prompt(8))
     assert (plan.num_declined, waiting.found) == (2, None)
     late = Asked(second, prompt(8), "late", wait_seconds=60.0, token_seconds=1.0)
@@ -331,10 +326,7 @@ def test_a_declined_end_is_no_end_for_those_who_can_use_the_beginning(
 ) -> None:
     """A hybrid model's windows and states are complete only at the end of the prefix."""
     bench = Bench(groups)
-    first, second = bench.worker(), bench.worker()
-    Asked(first, prompt(8))
-    waiting = Asked(second, prompt(8))
-    assert waiting.found is None
+    first, _, waiting = waits_for_another(bench, 8)
     end = prompt(8).slice(4)
     covered = tuple(4 if group.kind is FULL else 1 for group in groups)
     first.ask(m.PrepareStore(first.context, "r", end.tenant, end.digests, 4, end.parent, covered))  # nothing before it
@@ -456,9 +448,7 @@ def test_few_tokens_and_models_without_full_attention_have_no_flights() -> None:
 @pytest.mark.promise(75)
 def test_a_hybrid_model_s_lookup_waits_for_the_last_state() -> None:
     bench = Bench(HYBRID)
-    first, second = bench.worker(), bench.worker()
-    Asked(first, prompt(6))
-    waiting = Asked(second, prompt(6), wait_seconds=60.0, token_seconds=0.0)
+    first, second, waiting = waits_for_another(bench, 6, wait_seconds=60.0, token_seconds=0.0)
     first.store(prompt(6).slice(0, 3), 3, 3, 1)
     late = Asked(second, prompt(6), "late", wait_seconds=60.0, token_seconds=0.0)
     first.store(prompt(6).slice(3), 3, 3, 0)

@@ -918,14 +918,6 @@ def test_a_lookup_whose_tenant_finds_no_name_gets_what_the_pool_has(make: Maker,
     assert (bench.depot.counters["lookups_without_name"], bench.tiering.counters["promotions"]) == (1, 1)
 
 
-def test_a_lookup_that_can_ask_nobody_takes_no_name(make: Maker) -> None:
-    bench = make()
-    bench.ask(m.Unregister(bench.contexts[0]))
-    scheduler = bench.ask(m.RegisterScheduler(m.PROTOCOL_VERSION, "engine", "model", bench.spec)).context
-    assert bench.ask(m.Lookup(scheduler, "r", prompt(4).digests, "new", 5.0)).num_chunks == 0
-    assert bench.depot.labels.names == []
-
-
 def test_other_layouts_and_other_models_are_misses(make: Maker) -> None:
     bench = make(demoted=4)
     bench.ask(m.Unregister(bench.contexts[0]))
@@ -938,13 +930,15 @@ def test_other_layouts_and_other_models_are_misses(make: Maker) -> None:
     assert bench.lookup(prompt(4)) == 0
 
 
-def test_without_a_worker_nobody_knows_what_to_make_room_for(make: Maker) -> None:
+def test_without_a_worker_nobody_knows_what_to_make_room_for_and_a_new_tenant_gets_no_name(make: Maker) -> None:
     bench = make(SHARDED, demoted=4)
     bench.ask(m.Unregister(bench.contexts[1]))
     scheduler = bench.ask(m.RegisterScheduler(m.PROTOCOL_VERSION, "engine", "model", bench.spec)).context
-    reply = bench.ask(m.Lookup(scheduler, "r", prompt(4).digests, prompt(4).tenant, 1.0))
-    assert isinstance(reply, m.LookupReply)
-    assert reply.num_chunks == 0
+    for tenant in (prompt(4).tenant, "new"):
+        reply = bench.ask(m.Lookup(scheduler, "r", prompt(4).digests, tenant, 1.0))
+        assert isinstance(reply, m.LookupReply)
+        assert reply.num_chunks == 0
+    assert [label.tenant for label in bench.depot.labels.names] == [prompt(4).tenant]
     bench.contexts = bench.contexts[:1]
 
 
@@ -995,16 +989,26 @@ def test_a_prefix_for_which_there_is_not_enough_room_comes_as_far_as_there_is_ro
     bench.ask(m.Release(bench.contexts[0], (lease,)))
 
 
-def test_a_session_that_ends_while_its_lookup_waits_harms_nobody(make: Maker) -> None:
+@pytest.mark.parametrize("is_session", [True, False])
+def test_a_lookup_whose_session_or_context_ends_while_it_waits_gets_a_reply_and_no_lease(
+    is_session: bool, make: Maker
+) -> None:
     bench = make(demoted=8)
     bench.tiers[0].hang = True
     pending = bench.begin_lookup(prompt(8))
-    bench.depot.end_session(1)
-    bench.tiers[0].hang = False
-    bench.contexts = [bench.register(0, session=2)]
-    bench.finish_promotions()
     assert isinstance(pending, PendingReply)
+    assert pending.reply is None
+    (context,) = bench.contexts
+    if is_session:
+        bench.depot.end_session(1)
+        bench.contexts = [bench.register(0, session=2)]
+    else:
+        bench.ask(m.Unregister(context))
+    bench.tiers[0].hang = False
+    bench.finish_promotions()
     assert isinstance(pending.reply, m.ErrorReply)
+    assert pending.reply.code is ErrorCode.UNKNOWN_CONTEXT
+    assert f"context {context} ended while its lookup waited" in pending.reply.message
     assert len(bench.depot.leases) == 0
 
 
@@ -1332,17 +1336,9 @@ def look_up_too_slowly(bench: Bench) -> None:
     bench.forget()
 
 
-def test_a_tier_that_is_slow_for_every_lookup_is_left_alone(make: Maker) -> None:
-    bench = make(demoted=8)
-    for _ in range(3):
-        assert not bench.tiering.queues[0].is_suspended
-        look_up_too_slowly(bench)
-    assert "3 lookups in a row" in bench.tiering.queues[0].breaker.why_suspended
-
-
 def test_a_tier_that_stays_too_slow_costs_ever_fewer_lookups(make: Maker) -> None:
     """Regression: its reads ended before its deadline, so it was used again after 0.5 s, for three lookups."""
-    bench = make()
+    bench = make(demoted=8)
     queue, clock = bench.tiering.queues[0], bench.clock
 
     def seconds_until_used() -> float:
@@ -1352,10 +1348,10 @@ def test_a_tier_that_stays_too_slow_costs_ever_fewer_lookups(make: Maker) -> Non
             wait_until(lambda: bench.tiering.turn() or queue.next_deadline() != clock.now or not queue.is_suspended)  # type: ignore[func-returns-value]
         return clock.now - began
 
-    bench.store(prompt(8))
-    bench.forget()
     for _ in range(3):
+        assert not queue.is_suspended
         look_up_too_slowly(bench)
+    assert "3 lookups in a row" in queue.breaker.why_suspended
     pauses = [seconds_until_used()]
     while len(pauses) < 4:
         look_up_too_slowly(bench)
@@ -1741,21 +1737,6 @@ def test_entries_of_any_model_of_a_space_are_warmed(make: Maker) -> None:
     for run in runs.values():
         assert bench.wait(operate(bench.depot, o.Warm(tenant=run.tenant, digests=run.digests))).count == run.num_chunks
         bench.check(run)
-
-
-def test_a_lookup_whose_context_is_unregistered_while_it_waits_gets_a_reply(make: Maker) -> None:
-    bench = make(demoted=2)
-    bench.tiers[0].hang = True
-    pending = bench.begin_lookup(prompt(2))
-    assert isinstance(pending, PendingReply)
-    assert pending.reply is None
-    bench.ask(m.Unregister(bench.contexts[0]))
-    bench.tiers[0].hang = False
-    reply = bench.wait(pending)
-    assert isinstance(reply, m.ErrorReply)
-    assert reply.code is ErrorCode.UNKNOWN_CONTEXT
-    assert f"context {bench.contexts[0]} ended while its lookup waited" in reply.message
-    assert len(bench.depot.leases) == 0
 
 
 def test_nothing_is_warmed_without_an_engine(make: Maker) -> None:
