@@ -2,9 +2,11 @@
 
 from dataclasses import dataclass
 
+from msgspec import Struct
+
 from kvdepot.server.commands import HANDLERS
 from kvdepot.server.depot import Depot
-from kvdepot.server.replies import PendingReply
+from kvdepot.server.replies import PendingReply, run
 from kvdepot.wire import frames
 from kvdepot.wire import operations as o
 
@@ -22,5 +24,6 @@ def operate(depot: Depot, request: o.OperatorRequest) -> PendingReply | Answered
     Raises:
         Refused: the depot refused the operation and changed nothing.
     """
-    reply = depot.state.answer(HANDLERS[type(request)](depot, request, lambda: "this test"))
+    handled = HANDLERS[type(request)](depot, request, lambda: "this test")
+    reply = handled if isinstance(handled, Struct) else run(handled, depot.state.fail)
     return reply if isinstance(reply, PendingReply) else Answered(reply)

@@ -9,8 +9,8 @@ from kvdepot.index.contents import ContentIndex
 from kvdepot.index.tree import Space
 from kvdepot.keys import first_digests, num_digests
 from kvdepot.layout import GroupKind
-from kvdepot.server.contexts import Context
-from kvdepot.server.replies import Refused, Steps, count_digests
+from kvdepot.server.contexts import Context, count_digests
+from kvdepot.server.replies import Refused, Steps
 from kvdepot.server.state import DepotState
 from kvdepot.wire import messages as m
 

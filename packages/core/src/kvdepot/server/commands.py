@@ -9,13 +9,16 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from heapq import heappop, heappush
 from typing import Any, Final, TypeAlias, TypeVar
 
+from msgspec import Struct
+
 from kvdepot.config import ServerConfig, format_size, plain_settings
 from kvdepot.errors import ConfigError, ErrorCode, printable
 from kvdepot.index.tree import Space
 from kvdepot.keys import num_digests
 from kvdepot.server.background import MAXIMUM_OPERATIONS
+from kvdepot.server.contexts import count_digests
 from kvdepot.server.depot import Depot
-from kvdepot.server.replies import Outcome, PendingReply, Refused, Steps, Wait, count_digests
+from kvdepot.server.replies import Outcome, PendingReply, Refused, Steps, Wait, run
 from kvdepot.server.state import MAXIMUM_ROWS
 from kvdepot.tiers.opening import TierOpener
 from kvdepot.tiers.queue import TierQueue
@@ -71,7 +74,8 @@ class Operators:
         """
         if request.needs_entries and self._depot.state.is_restoring:
             raise Refused(ErrorCode.DRAINING, "the entries of an earlier server are being read: ask again")
-        return self._depot.state.answer(self._handlers[type(request)](self._depot, request, who))
+        handled = self._handlers[type(request)](self._depot, request, who)
+        return handled if isinstance(handled, Struct) else run(handled, self._depot.state.fail)
 
 
 def _first_turn(depot: Depot) -> Generator[Wait, bool, None]:

@@ -378,7 +378,7 @@ class ConnectionTable:
 
         A connection without a waiting request may be read up to twice the bound.
         """
-        if not _is_readable(connection):
+        if not connection.events & select.EPOLLIN:
             return False
         if self.held_bytes < (MAXIMUM_HELD_BYTES if connection.held_bytes else 2 * MAXIMUM_HELD_BYTES):
             return True
@@ -425,7 +425,7 @@ class ConnectionTable:
         """Tell the kernel which events of a changed connection wake the loop."""
         if not connection.is_open:
             return
-        may_read = _is_readable(connection)
+        may_read = not (connection.unread or connection.is_parked or connection.held_bytes >= MAXIMUM_HELD_BY_ONE_BYTES)
         events = (select.EPOLLIN if may_read else 0) | (select.EPOLLOUT if connection.unread else 0)
         if events != connection.events:
             connection.events = events
@@ -460,10 +460,6 @@ class ConnectionTable:
             siblings.discard(connection)
             if not siblings:
                 del self._of_owner[connection.owner]
-
-
-def _is_readable(connection: Connection) -> bool:
-    return not (connection.unread or connection.is_parked or connection.held_bytes >= MAXIMUM_HELD_BY_ONE_BYTES)
 
 
 def _has_more(connection: socket.socket) -> bool:

@@ -10,6 +10,7 @@ from kvdepot.counting import depot_counter
 from kvdepot.errors import ErrorCode
 from kvdepot.index.entries import PartPlace, Wanted
 from kvdepot.index.tree import Space, digest_of
+from kvdepot.keys import DIGEST_BYTES
 from kvdepot.layout import Part, layers_of_both, mask_of
 from kvdepot.pool.table import OWNER_BYTES, Writer
 from kvdepot.server.generations import Generations
@@ -299,12 +300,25 @@ class ContextTable:
         return list(dict.fromkeys((worker.model, weights_of(worker.instance)) for worker in workers))
 
 
-def check_covered(context: Context, covered: tuple[int, ...], num_chunks: int, most_entries: int) -> None:
-    """Check `covered`, the number of chunks at the end of a run that each layer group of a worker stores or retrieves.
+def count_digests(digests: bytes) -> int:
+    """Return the number of digests.
 
     Raises:
-        Refused: the context is not a worker's, or the counts do not fit.
+        Refused: the bytes are not whole digests.
     """
+    count, rest = divmod(len(digests), DIGEST_BYTES)
+    if rest:
+        raise Refused(ErrorCode.BAD_KEY, f"{len(digests)} bytes of digests: each chunk has {DIGEST_BYTES}")
+    return count
+
+
+def check_run(context: Context, digests: bytes, covered: tuple[int, ...], most_entries: int) -> int:
+    """Return the number of chunks of a run that a worker stores or retrieves, the last `covered[g]` in group `g`.
+
+    Raises:
+        Refused: the bytes are not whole digests, the context is not a worker's, or the counts do not fit.
+    """
+    num_chunks = count_digests(digests)
     if context.registration is None:
         raise Refused(
             ErrorCode.UNKNOWN_CONTEXT, f"context {context.number} is a scheduler: only a worker has blocks to move"
@@ -316,11 +330,12 @@ def check_covered(context: Context, covered: tuple[int, ...], num_chunks: int, m
             ErrorCode.OUT_OF_RANGE,
             f"{sum(covered)} entries at once: ask for at most {most_entries}, in several requests",
         )
+    return num_chunks
 
 
 def wanted_of(groups: tuple[PartPlace, ...], covered: tuple[int, ...], num_chunks: int) -> list[Wanted]:
     """Return the entries of a run that a worker stores, chunk by chunk: the last `covered[g]` chunks of group `g`."""
-    counts = tuple(zip(covered, groups))  # noqa: B905  # `check_covered` compared them; the keyword costs as much as zip
+    counts = tuple(zip(covered, groups))  # noqa: B905  # `check_run` compared them; the keyword costs as much as zip
     wanted: list[Wanted] = []
     for chunk in range(num_chunks):  # not a comprehension: for one chunk, its call takes longer than the loop
         for count, place in counts:

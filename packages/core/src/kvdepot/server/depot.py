@@ -8,6 +8,8 @@ import logging
 from collections.abc import Callable
 from typing import Any, Final
 
+from msgspec import Struct
+
 from kvdepot.counting import depot_counter
 from kvdepot.errors import ErrorCode
 from kvdepot.index.index import ChunkIndex
@@ -27,7 +29,7 @@ from kvdepot.server.labels import LabelTable, SaveNames, save_nothing
 from kvdepot.server.lookups import Lookups
 from kvdepot.server.news import NewsDesk
 from kvdepot.server.quarantine import QuarantineTable
-from kvdepot.server.replies import Outcome, PendingReply, Refused, Steps
+from kvdepot.server.replies import Outcome, PendingReply, Refused, Steps, run
 from kvdepot.server.state import DepotState
 from kvdepot.server.status import StatusReport
 from kvdepot.server.stores import Stores
@@ -109,7 +111,8 @@ class Depot:
             if context is None or context.session != session:
                 text = f"context {of_context.context} is not registered by this session: register again"
                 raise Refused(ErrorCode.UNKNOWN_CONTEXT, text)
-            return self.state.answer(handler(context, request))
+            handled = handler(context, request)
+            return handled if isinstance(handled, Struct) else run(handled, self.state.fail)
         if isinstance(request, m.RegisterKVCache):
             return self._register_worker(session, writer, request)
         assert isinstance(request, m.RegisterScheduler)
@@ -129,12 +132,17 @@ class Depot:
         return m.Registered(state.epoch, context.number, state.verify, state.movers.move_seconds)
 
     def _unregister(self, context: Context, request: m.Unregister) -> m.Done:
+        mover = self._remove(context)
+        self.stores.end_context(context.number, None if mover is None else (mover, context.owner))
+        return m.Done(self.state.epoch, 1)
+
+    def _remove(self, context: Context) -> Writer | None:
+        """Remove a context, but not its stores. Return its mover, which may still be writing these."""
         self.news.end_context(context.number)
         self.flights.end_context(context)
         mover = self.contexts.remove(context)
         self.flights.end_stranded()
-        self.stores.end_context(context.number, None if mover is None else (mover, context.owner))
-        return m.Done(self.state.epoch, 1)
+        return mover
 
     def _move(self, context: Context, request: m.Move) -> Steps:
         """Make a worker's mover copy the extents of a ticket or a lease."""
@@ -200,10 +208,7 @@ class Depot:
         # A worker that renews its session may register before the loop sees its earlier session end.
         renewed = {each.fence for each in self.contexts.by_number.values() if each.session > session}
         for context in self.contexts.of_session(session):
-            self.news.end_context(context.number)
-            self.flights.end_context(context)
-            mover = self.contexts.remove(context)
-            self.flights.end_stranded()
+            mover = self._remove(context)
             # Identifies the process that may still be writing.
             fence = (mover or context.writer, context.owner)
             if fence in renewed:

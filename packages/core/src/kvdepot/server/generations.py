@@ -138,13 +138,11 @@ class Generations:
             for weights, labels in known.items():
                 num_bytes, num_engines = sum(quotas.label_bytes[label] for label in labels), engines.pop(weights, 0)
                 if num_bytes or num_engines:
+                    is_outdated = labels[0] in self._state.index.shares.outdated
                     models = tuple(dict.fromkeys(names[label].model for label in labels))
-                    yield Usage(weights, models, num_bytes, num_engines, self._is_outdated(labels))
+                    yield Usage(weights, models, num_bytes, num_engines, is_outdated)
         for weights, num_engines in engines.items():
             yield Usage(weights, (), 0, num_engines, is_outdated=False)
-
-    def _is_outdated(self, labels: list[int]) -> bool:
-        return labels[0] in self._state.index.shares.outdated
 
     def _learn(self) -> None:
         """Take over the labels that were added since the last call."""

@@ -15,10 +15,10 @@ from kvdepot.index.tree import Space
 from kvdepot.keys import DIGEST_BYTES, digest_at, num_digests
 from kvdepot.server.agents import Agents
 from kvdepot.server.background import Task
-from kvdepot.server.contexts import Context, ContextTable, check_covered
+from kvdepot.server.contexts import Context, ContextTable, check_run, count_digests
 from kvdepot.server.flights import FlightTable
 from kvdepot.server.query import Query
-from kvdepot.server.replies import Refused, Steps, count_digests
+from kvdepot.server.replies import Refused, Steps
 from kvdepot.server.state import HINTS_CUT, DepotState
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
@@ -305,8 +305,7 @@ class Lookups:
 
     def prepare_retrieve(self, context: Context, request: m.PrepareRetrieve) -> frames.Reply:
         """Lease the chunks that a worker can read now, and return their extents."""
-        num_chunks = count_digests(request.digests)
-        check_covered(context, request.covered, num_chunks, m.MAXIMUM_RETRIEVE_ENTRIES)
+        num_chunks = check_run(context, request.digests, request.covered, m.MAXIMUM_RETRIEVE_ENTRIES)
         state, usage = self._state, self._usage
         extents, nodes, found, num_bytes = self._readable(context, request, num_chunks)
         self._counters[_RETRIEVES] += 1

@@ -107,7 +107,9 @@ class Loop:
 
         The garbage collector examines only new objects, twice a second. Examining a million entries took 0.1 s.
         """
-        poller = self._make_poller()
+        poller = select.poll()  # ZeroMQ's slower poller is not needed, as all are descriptors
+        for fd in (*self._fds, *self._event_fds):
+            poller.register(fd, select.POLLIN)
         switch_seconds, collects = sys.getswitchinterval(), gc.isenabled()
         sys.setswitchinterval(_SWITCH_SECONDS)
         gc.freeze()
@@ -128,13 +130,6 @@ class Loop:
     def end(self) -> None:
         """Make `run` return as soon as its `is_over` allows."""
         self._is_ending = True
-
-    def _make_poller(self) -> select.poll:
-        """Return the poller that the loop sleeps in. All are descriptors, so ZeroMQ's slower poller is not needed."""
-        poller = select.poll()
-        for fd in (*self._fds, *self._event_fds):
-            poller.register(fd, select.POLLIN)
-        return poller
 
     def _serve(self, events: Mapping[object, int], began: float) -> None:
         """Do one turn: requests first, then due timers, then unfinished work."""

@@ -13,8 +13,8 @@ from kvdepot.errors import ErrorCode
 from kvdepot.index.tree import Space
 from kvdepot.operators.holdings import Holdings, Reader, Shelf
 from kvdepot.pool.tokens import TokensFile
-from kvdepot.server.contexts import Context, ContextTable
-from kvdepot.server.replies import Refused, Steps, count_digests
+from kvdepot.server.contexts import Context, ContextTable, count_digests
+from kvdepot.server.replies import Refused, Steps
 from kvdepot.server.state import DepotState
 from kvdepot.wire import messages as m
 

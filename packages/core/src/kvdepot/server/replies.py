@@ -8,7 +8,6 @@ from collections.abc import Callable, Generator
 from typing import Generic, TypeAlias, TypeVarTuple
 
 from kvdepot.errors import ErrorCode
-from kvdepot.keys import DIGEST_BYTES
 from kvdepot.wire import frames
 
 Wait: TypeAlias = Callable[[Callable[[], None]], bool]
@@ -98,15 +97,3 @@ def run(steps: Steps, on_error: Callable[[Exception], frames.Reply]) -> frames.R
     except StopIteration as end:
         return end.value
     return pending.reply or pending
-
-
-def count_digests(digests: bytes) -> int:
-    """Return the number of digests.
-
-    Raises:
-        Refused: the bytes are not whole digests.
-    """
-    count, rest = divmod(len(digests), DIGEST_BYTES)
-    if rest:
-        raise Refused(ErrorCode.BAD_KEY, f"{len(digests)} bytes of digests: each chunk has {DIGEST_BYTES}")
-    return count

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Final
 
-from msgspec import Struct
-
 from kvdepot.counting import Counts, depot_counter
 from kvdepot.errors import ErrorCode
 from kvdepot.index.index import ChunkIndex
@@ -17,7 +15,7 @@ from kvdepot.movers.table import MoverTable
 from kvdepot.operators.holdings import Holdings
 from kvdepot.server.background import Background
 from kvdepot.server.labels import LabelTable
-from kvdepot.server.replies import PendingReply, Refused, Steps, run
+from kvdepot.server.replies import Refused
 from kvdepot.tiers.tiering import Tiering
 from kvdepot.timers import Timers
 from kvdepot.wire import frames
@@ -88,10 +86,6 @@ class DepotState:
 
     def __post_init__(self) -> None:
         self.background = Background(self.counters)
-
-    def answer(self, handled: frames.Reply | Steps) -> frames.Reply | PendingReply:
-        """Return the reply of a handler, now or later."""
-        return handled if isinstance(handled, Struct) else run(handled, self.fail)
 
     def fail(self, error: Exception) -> m.ErrorReply:
         """Count an exception of a request, and return the error reply."""

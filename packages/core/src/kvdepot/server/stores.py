@@ -12,10 +12,10 @@ from kvdepot.index.entries import NewRun, pack_extent
 from kvdepot.index.tree import NO_NODE
 from kvdepot.pool.table import Writer
 from kvdepot.server.background import Task
-from kvdepot.server.contexts import Context, ContextTable, Fence, check_covered, wanted_of
+from kvdepot.server.contexts import Context, ContextTable, Fence, check_run, wanted_of
 from kvdepot.server.flights import FlightTable
 from kvdepot.server.quarantine import QuarantineTable
-from kvdepot.server.replies import Refused, count_digests
+from kvdepot.server.replies import Refused
 from kvdepot.server.state import DepotState
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
@@ -78,8 +78,7 @@ class Stores:
 
     def prepare(self, context: Context, request: m.PrepareStore) -> frames.Reply:
         """Reserve space for the entries that the pool lacks, as far as there is room."""
-        num_chunks = count_digests(request.digests)
-        check_covered(context, request.covered, num_chunks, m.MAXIMUM_STORE_ENTRIES)
+        num_chunks = check_run(context, request.digests, request.covered, m.MAXIMUM_STORE_ENTRIES)
         state, space, index, counters = self._state, context.space, self._index, self._counters
         counters[_STORES] += 1
         counters[_STORE_CHUNKS] += num_chunks

@@ -198,7 +198,8 @@ class TierQueue:
             what = min(suspects).name.lower()
             self.breaker.suspend(f"a {what} exceeded its deadline ({self.deadline_seconds:g} s)", *suspects)
         if self.is_suspended:
-            self._fail_waiting()
+            for operation in Operation:
+                self._done.extend(self._workers.take_back(operation, _DROPPED_A_STEP, lambda _: True))
         self.breaker.expire(self.deadline_seconds)
         return late
 
@@ -254,10 +255,6 @@ class TierQueue:
         closer = threading.Thread(target=self.tier.close, name=f"kvdepot-{self.name}-close", daemon=True)
         closer.start()
         closer.join(_CLOSE_SECONDS)
-
-    def _fail_waiting(self) -> None:
-        for operation in Operation:
-            self._done.extend(self._workers.take_back(operation, _DROPPED_A_STEP, lambda _: True))
 
     def _report(self, call: Call) -> Part:
         self.breaker.judge(call)

@@ -5,7 +5,7 @@ Neither is known beforehand. The places are found by experiment (`kvdepot_vllm.e
 layer's rotary embedding, recomputed in float32, because the engine's table has the precision of the model.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -151,7 +151,7 @@ def layers_of(model: Any, modules: Iterable[Any], num_slots: int, scratch_block:
     Raises:
         LayoutError: a layer's pages or angles cannot be understood.
     """
-    parents = _parents(model)
+    parents = {child: parent for parent in model.modules() for child in parent.children()}
     rotations: dict[int, Rotation] = {}
     twins: dict[tuple[Any, ...], Layer] = {}
     layers: list[Layer] = []
@@ -165,7 +165,3 @@ def layers_of(model: Any, modules: Iterable[Any], num_slots: int, scratch_block:
         twins.setdefault(layout, layer)
         layers.append(layer)
     return layers
-
-
-def _parents(model: Any) -> Mapping[Any, Any]:
-    return {child: parent for parent in model.modules() for child in parent.children()}
