@@ -6,6 +6,7 @@ from kvdepot.client.operator import ask_depot
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.pool.inventory import find_pools
 from kvdepot.wire import operations as o
+from support.peer import Peer
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -21,6 +22,14 @@ def depot() -> Iterator[DepotProcess]:
     """A depot with a pool of 64 MiB."""
     with DepotProcess() as depot:
         yield depot
+
+
+@pytest.fixture
+def peer(depot: DepotProcess) -> Iterator[Peer]:
+    """A worker of the depot that copies nothing."""
+    peer = Peer(depot)
+    yield peer
+    peer.close()
 
 
 @pytest.fixture(scope="module")

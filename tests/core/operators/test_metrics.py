@@ -25,13 +25,6 @@ DEPLOY = Path(__file__).parents[3] / "deploy"
 NAME = re.compile(r"\bkvdepot_[a-z_]+")
 
 
-@pytest.fixture
-def peer(depot: DepotProcess) -> Iterator[Peer]:
-    peer = Peer(depot, registration(instance="engine"))
-    yield peer
-    peer.close()
-
-
 def samples(depot: DepotProcess) -> dict[str, float]:
     return {
         sample.name + "".join(f"[{value}]" for value in sample.labels.values()): sample.value

@@ -57,13 +57,6 @@ def shared_http(shared_depot: DepotProcess) -> Iterator[Http]:
     http.server.close()
 
 
-@pytest.fixture
-def peer(depot: DepotProcess) -> Iterator[Peer]:
-    peer = Peer(depot, registration(instance="engine"))
-    yield peer
-    peer.close()
-
-
 @pytest.mark.slow
 @pytest.mark.promise(3)
 def test_health_follows_the_request_loop(depot: DepotProcess, http: Http) -> None:

@@ -4,7 +4,7 @@ import io
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,16 +13,9 @@ from kvdepot.keys import Namespace, hash_prefix
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.ops.cli import main
 from kvdepot.wire import messages as m
-from support.peer import Peer, prompt, registration
+from support.peer import Peer, prompt
 
 Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def peer(depot: DepotProcess) -> Iterator[Peer]:
-    peer = Peer(depot, registration(instance="engine"))
-    yield peer
-    peer.close()
 
 
 @pytest.fixture

@@ -27,6 +27,7 @@ from kvdepot.tiers import promotion
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 from support.full_depot import NUM_CHUNKS, PAGE, PROMPT_CHUNKS, SPEC, Bench, prepare_all, prompt, put_tier_below
+from support.peer import registration
 
 
 @pytest.fixture
@@ -119,9 +120,7 @@ def test_larger_requests_are_refused() -> None:
     bench = Bench(filled=False)
     spec = m.CacheSpec(1, (m.GroupShape(GroupKind.FULL_ATTENTION, 1),) * 2, "bytes")
     details = (m.GroupDetail((PAGE,), 8),) * 2
-    context = bench.ask(
-        m.RegisterKVCache(m.PROTOCOL_VERSION, "other", 0, 1, "none", "none", "model", spec, details)
-    ).context
+    context = bench.ask(registration(spec, details=details, instance="other")).context
     for most in (m.MAXIMUM_STORE_ENTRIES, m.MAXIMUM_RETRIEVE_ENTRIES):
         run = prompt(0, most)
         request: frames.Request
@@ -142,9 +141,7 @@ def test_a_chunk_of_many_groups_can_be_stored() -> None:
     num_groups = m.MAXIMUM_STORE_ENTRIES + 8
     spec = m.CacheSpec(1, (m.GroupShape(GroupKind.FULL_ATTENTION, 1),) * num_groups, "bytes")
     details = (m.GroupDetail((PAGE,), 8),) * num_groups
-    context = bench.ask(
-        m.RegisterKVCache(m.PROTOCOL_VERSION, "other", 0, 1, "none", "none", "model", spec, details)
-    ).context
+    context = bench.ask(registration(spec, details=details, instance="other")).context
     plan = bench.ask(m.PrepareStore(context, "r", "", prompt(0, 1).digests, 0, b"", (1,) * num_groups))
     assert bench.ask(m.CommitStore(context, plan.ticket)).count == num_groups
 
@@ -200,10 +197,7 @@ def test_a_thousand_workers_of_one_cache() -> None:
 def test_a_boundary_of_states_is_looked_for_so_far_and_no_further(num_new: int, expected: int) -> None:
     bench = Bench(filled=False)
     spec = m.CacheSpec(1, (m.GroupShape(GroupKind.RECURRENT, 1),), "bytes")
-    request = m.RegisterKVCache(
-        m.PROTOCOL_VERSION, "other", 0, 1, "none", "none", "m", spec, (m.GroupDetail((PAGE,), 8),)
-    )
-    context = bench.ask(request).context
+    context = bench.ask(registration(spec, details=(m.GroupDetail((PAGE,), 8),), instance="other")).context
     run = prompt(0, 10 + num_new)
     plan = bench.ask(m.PrepareStore(context, "r", "", run.slice(0, 10).digests, 0, b"", (10,)))
     bench.ask(m.CommitStore(context, plan.ticket))
@@ -313,10 +307,7 @@ def test_the_name_of_a_new_tenant_is_all_that_its_first_store_writes(tmp_path: P
         depot, file = server.depot, server.config.pool_path / NAMES_FILE
         for label in known:
             depot.labels.number_of(label.tenant, label.model)
-        request = m.RegisterKVCache(
-            m.PROTOCOL_VERSION, "engine", 0, 1, "none", "none", "model", SPEC, (m.GroupDetail((PAGE,), 8),)
-        )
-        registered = depot.handle(1, Writer(1, 1), request)
+        registered = depot.handle(1, Writer(1, 1), registration(SPEC, details=(m.GroupDetail((PAGE,), 8),)))
         assert isinstance(registered, m.Registered)
         before = file.stat()
         store = m.PrepareStore(registered.context, "r", "one more", prompt(1, 1).digests, 0, b"", (1,))

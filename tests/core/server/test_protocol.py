@@ -28,13 +28,6 @@ def depot(emptied_depot: DepotProcess) -> DepotProcess:
 
 
 @pytest.fixture
-def peer(depot: DepotProcess) -> Iterator[Peer]:
-    peer = Peer(depot)
-    yield peer
-    peer.close()
-
-
-@pytest.fixture
 def bystander(depot: DepotProcess) -> Iterator[Peer]:
     """Another client, which must still be served after each test."""
     bystander = Peer(depot, registration(instance="bystander"))

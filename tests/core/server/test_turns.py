@@ -12,6 +12,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import msgspec
 import pytest
@@ -19,25 +20,22 @@ import pytest
 from kvdepot.index.index import ChunkIndex
 from kvdepot.index.restore import restore
 from kvdepot.keys import DIGEST_BYTES, KeyRun, Namespace, hash_prefix
-from kvdepot.layout import GroupKind
 from kvdepot.pool.extents import ExtentAllocator
-from kvdepot.pool.table import IndexTable, Writer
-from kvdepot.server.depot import Depot
+from kvdepot.pool.table import Writer
 from kvdepot.server.replies import PendingReply
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
+from support.full_depot import PAGE, SPEC, Bench
 from support.operate import Answered, operate
 
 NUM_ENTRIES = int(os.environ.get("KVDEPOT_TURN_ENTRIES", "100000"))
 PROMPT_CHUNKS = 2000
 NUM_PROMPTS = NUM_ENTRIES // PROMPT_CHUNKS
-PAGE = 4096
 ENGINE_SECONDS, OPERATOR_SECONDS = 0.020, 0.050
 TASK_SECONDS = 0.0006  # the background's share of a turn, as in the loop
 REFERENCE_SECONDS = 0.003
 ROUNDS = 5
-SPEC = m.CacheSpec(1, (m.GroupShape(GroupKind.FULL_ATTENTION, 1),), "bytes")
 
 
 def slowness() -> float:
@@ -51,20 +49,12 @@ def slowness() -> float:
     return max(1.0, statistics.median(work() for _ in range(21)) / REFERENCE_SECONDS)
 
 
-class FullDepot:
-    """A depot whose index is full."""
+class FullDepot(Bench):
+    """A depot whose index is full. Measures its turns."""
 
     def __init__(self) -> None:
-        self.now = 50.0
-        self.table = IndexTable.in_memory(NUM_ENTRIES)
-        index = ChunkIndex(ExtentAllocator(NUM_ENTRIES * PAGE), self.table)
-        self.depot = Depot(index, epoch=1, lease_seconds=10.0, clock=lambda: self.now)
         self.longest = 0.0
-        details = (m.GroupDetail((PAGE,), 8),)
-        request = m.RegisterKVCache(m.PROTOCOL_VERSION, "engine", 0, 1, "none", "none", "model", SPEC, details)
-        registered = self.depot.handle(1, Writer(1, 1), request)
-        assert isinstance(registered, m.Registered)
-        self.context = registered.context
+        super().__init__(NUM_ENTRIES, filled=False)
 
     def turn(self, work: Callable[[], object]) -> object:
         """Do some work and a step of the background, as a turn of the loop does."""
@@ -76,23 +66,12 @@ class FullDepot:
         self.longest = max(self.longest, time.perf_counter() - began)
         return result
 
-    def ask(self, request: frames.Request) -> object:
-        return self.turn(lambda: self.depot.handle(1, Writer(1, 1), request))
+    def ask(self, request: frames.Request, session: int = 1) -> Any:
+        return self.turn(lambda: self.depot.handle(session, Writer(1, 1), request))
 
     def drain(self) -> None:
         while self.depot.background.num_waiting:
             self.turn(lambda: None)
-
-    def store(self, run: KeyRun) -> None:
-        for start in range(0, run.num_chunks, m.MAXIMUM_STORE_ENTRIES):
-            part = run.slice(start, min(start + m.MAXIMUM_STORE_ENTRIES, run.num_chunks))
-            request = m.PrepareStore(
-                self.context, "r", part.tenant, part.digests, part.first_chunk, part.parent, (part.num_chunks,)
-            )
-            plan = self.ask(request)
-            assert isinstance(plan, m.StorePlan)
-            if plan.ticket:
-                self.ask(m.CommitStore(self.context, plan.ticket))
 
 
 def prompt(name: int, num_chunks: int = PROMPT_CHUNKS) -> KeyRun:
