@@ -18,11 +18,11 @@ from kvdepot.testing.backend import BackendSuite
 from kvdepot.testing.backend.plan import PLANS, Cache, prompt
 from kvdepot.testing.engine import PLAN
 from kvdepot.testing.faults import FaultSuite
-from kvdepot_cuda.availability import why_unavailable
+from kvdepot_cuda import backend
 from support.cuda.mover_faults import MoverFaultSuite, wait_for_mover
 from support.cuda.on_device import DMA, KERNEL, ByAMover, Workers
 
-REASON = why_unavailable()
+REASON = backend.why_unavailable()
 pytestmark = pytest.mark.skipif(
     REASON is not None and not os.environ.get("KVDEPOT_REQUIRE_CUDA"), reason=f"no device: {REASON}"
 )

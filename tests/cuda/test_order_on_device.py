@@ -14,12 +14,12 @@ import pytest
 
 from kvdepot.backends import CacheGroup, KVCache, ReadyEvent
 from kvdepot.lab.processes import DepotProcess
-from kvdepot_cuda.availability import why_unavailable
+from kvdepot_cuda import backend
 from kvdepot_cuda.context import CudaTransferContext
 from kvdepot_cuda.copy_route import CudaOptions
 from support.cuda.order import BATCH_BYTES, NUM_BLOCKS, NUM_LAYERS, PAGE_BYTES, WAYS, OrderSuite
 
-REASON = why_unavailable()
+REASON = backend.why_unavailable()
 pytestmark = [
     pytest.mark.skipif(
         REASON is not None and not os.environ.get("KVDEPOT_REQUIRE_CUDA"), reason=f"no device: {REASON}"

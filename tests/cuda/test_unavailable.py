@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
+import kvdepot_cuda
 from kvdepot import get_backend, list_backends
 from kvdepot.backends import CacheGroup, Capability, KVCache
 from kvdepot.errors import BackendUnavailable, ConfigError, LayoutError
-from kvdepot_cuda import availability, backend
+from kvdepot_cuda import backend
 from kvdepot_cuda.context import CudaTransferContext
 from kvdepot_cuda.copy_route import CudaOptions
 from kvdepot_cuda.driver import DriverError
@@ -42,8 +43,6 @@ def test_it_says_in_words_why_it_cannot_be_used() -> None:
 def test_asking_for_it_is_an_error_with_the_way_out() -> None:
     with pytest.raises(BackendUnavailable, match=r"NVIDIA.*"):
         get_backend("cuda")
-    with pytest.raises(BackendUnavailable, match=r"NVIDIA.*"):
-        backend.create_context(KVCache([], "engine", "bytes"))
 
 
 @without_a_device
@@ -64,19 +63,19 @@ def test_each_thing_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) ->
         return iter(())
 
     monkeypatch.setattr(ctypes, "CDLL", no_library)
-    assert "libcuda.so.1" in str(availability.why_unavailable())
+    assert "libcuda.so.1" in str(backend.why_unavailable())
     monkeypatch.setattr(ctypes, "CDLL", a_library)
     monkeypatch.setattr(Path, "glob", no_device)
-    assert "no NVIDIA device" in str(availability.why_unavailable())
+    assert "no NVIDIA device" in str(backend.why_unavailable())
     for number in ("12", "12.6.2", "12.8.0", "12.9.0.post1"):
-        monkeypatch.setattr(availability, "version", _version(number))
-        assert "keeps Python's lock" in str(availability.why_unavailable())
-        assert "cuda-bindings>=12.9.1'" in str(availability.why_unavailable())
+        monkeypatch.setattr(kvdepot_cuda, "version", _version(number))
+        assert "keeps Python's lock" in str(backend.why_unavailable())
+        assert "cuda-bindings>=12.9.1'" in str(backend.why_unavailable())
     for number in ("12.9.1", "12.9.10", "13.0", "13.5.0.post1"):
-        monkeypatch.setattr(availability, "version", _version(number))
-        assert "no NVIDIA device" in str(availability.why_unavailable())
-    monkeypatch.setattr(availability, "version", _version(None))
-    assert "kvdepot[cuda]" in str(availability.why_unavailable())
+        monkeypatch.setattr(kvdepot_cuda, "version", _version(number))
+        assert "no NVIDIA device" in str(backend.why_unavailable())
+    monkeypatch.setattr(kvdepot_cuda, "version", _version(None))
+    assert "kvdepot[cuda]" in str(backend.why_unavailable())
 
 
 def _version(number: str | None) -> Callable[[str], str]:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from kvdepot import get_backend, list_backends
-from kvdepot.backends import CacheGroup, KVCache
 from kvdepot.errors import BackendUnavailable
 from kvdepot_hpu import backend
 from support.staged.device import FakeDevice
@@ -42,12 +41,6 @@ def test_asking_for_it_is_an_error_with_the_way_out(monkeypatch: pytest.MonkeyPa
     _hide(monkeypatch)
     with pytest.raises(BackendUnavailable, match=r"Gaudi image.*kvdepot\[cpu\]"):
         get_backend("hpu")
-
-
-def test_a_context_cannot_be_made_past_the_registry_either(monkeypatch: pytest.MonkeyPatch) -> None:
-    _hide(monkeypatch)
-    with pytest.raises(BackendUnavailable, match=r"Gaudi image.*kvdepot\[cpu\]"):
-        backend.create_context(KVCache([CacheGroup([], 16)], "engine", "bfloat16"))
 
 
 def test_a_bridge_that_does_not_load_is_named_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ import importlib.util
 from typing import Any
 
 from kvdepot.backends import Capability, EngineTraits, KVCache, TransferContext
-from kvdepot.errors import BackendUnavailable
 
 
 class ToyBackend:
@@ -35,9 +34,6 @@ class ToyBackend:
         self, cache: KVCache, *, url: str | None = None, deadline_seconds: float = 2.0, **options: Any
     ) -> TransferContext:
         """Return a context for one worker."""
-        reason = self.why_unavailable()
-        if reason is not None:
-            raise BackendUnavailable(f"backend 'toy': {reason}")
         from kvdepot.client import TransferOptions
         from kvdepot_toy.context import create_context
 

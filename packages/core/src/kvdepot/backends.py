@@ -304,7 +304,7 @@ class Backend(Protocol):
             options: further options of the backend.
 
         Raises:
-            BackendUnavailable: `why_unavailable` is not None.
+            BackendUnavailable: the driver refuses the device. `get_backend` has checked `why_unavailable`.
             LayoutError: the tensors do not fit their description.
         """
         ...

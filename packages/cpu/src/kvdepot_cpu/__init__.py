@@ -7,7 +7,6 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from kvdepot.backends import Capability, EngineTraits, KVCache
-from kvdepot.errors import BackendUnavailable
 
 if TYPE_CHECKING:
     from kvdepot_cpu.context import CpuTransferContext
@@ -45,14 +44,7 @@ class CpuBackend:
     def create_context(
         self, cache: KVCache, *, url: str | None = None, deadline_seconds: float = 2.0, **options: Any
     ) -> "CpuTransferContext":
-        """Return a `CpuTransferContext`; see `Backend`.
-
-        Raises:
-            BackendUnavailable: numpy is missing.
-        """
-        reason = self.why_unavailable()
-        if reason is not None:
-            raise BackendUnavailable(reason)
+        """Return a `CpuTransferContext`; see `Backend`."""
         from kvdepot_cpu.context import CpuOptions, CpuTransferContext
 
         return CpuTransferContext(cache, CpuOptions(url=url, deadline_seconds=deadline_seconds, **options))

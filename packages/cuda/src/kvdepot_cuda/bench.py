@@ -23,7 +23,7 @@ import numpy.typing as npt
 from kvdepot.config import format_size, parse_size
 from kvdepot.copying.runs import Addresses, Runs, merge
 from kvdepot.errors import BackendUnavailable, KVDepotError
-from kvdepot_cuda.availability import why_unavailable
+from kvdepot_cuda import backend
 from kvdepot_cuda.copy import BATCH_RUNS
 from kvdepot_cuda.driver import CopyKind, Driver, DriverError
 from kvdepot_cuda.gather import CompileGather, Gather, KernelUnavailable, compile_gather
@@ -311,7 +311,7 @@ class CudaBench:
 
 
 def _open(ordinal: int) -> Driver:
-    reason = why_unavailable()
+    reason = backend.why_unavailable()
     if reason is not None:
         raise BackendUnavailable(f"bench cuda: {reason}")
     from kvdepot_cuda.nvidia import CudaDriver

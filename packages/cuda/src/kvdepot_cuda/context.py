@@ -26,7 +26,7 @@ from kvdepot.layout import CacheLayout
 from kvdepot.wire import messages as m
 from kvdepot_cuda import watchdog
 from kvdepot_cuda.copy import CopyEngine
-from kvdepot_cuda.copy_route import DIRECT, IPC, CudaCopier, CudaOptions, MoverRoute
+from kvdepot_cuda.copy_route import DIRECT, IPC, CudaOptions, MoverRoute
 from kvdepot_cuda.driver import Driver, DriverError
 from kvdepot_cuda.export import offer_of
 from kvdepot_cuda.gather import CompileGather, has_triton
@@ -46,7 +46,6 @@ class CudaTransferContext(WorkerTransfers):
     def __init__(self, cache: KVCache, options: CudaOptions = CudaOptions()) -> None:  # noqa: B008  # frozen
         layout = cache.layout(lambda tensor: page_layout_of(tensor, "cuda"))
         ordinal = device_index_of(tensor for group in cache.groups for tensor in group.tensors)
-        stream = options.stream or _stream_of_torch(cache.groups[0].tensors[0], ordinal)
         driver, self._engine = _open(ordinal, cache, layout, options)
         try:
             registration = cache.registration(layout, f"cuda:{ordinal}", DIRECT)
@@ -55,11 +54,10 @@ class CudaTransferContext(WorkerTransfers):
         except BaseException:
             self._engine.close()
             raise
-        copier = CudaCopier(self._engine, stream)
         self.copy_route: Final = MoverRoute(
-            copier, registration, options.deadline_seconds, lambda changed: self.connection.register_as(changed)
+            self._engine, registration, options.deadline_seconds, lambda changed: self.connection.register_as(changed)
         )
-        super().__init__(registration, layout, copier, options, self.copy_route)
+        super().__init__(registration, layout, self._engine, options, self.copy_route)
         self._engine.watch(self.device_hangs, watchdog.HANG_SECONDS)
 
     @property
@@ -128,6 +126,7 @@ def _open(ordinal: int, cache: KVCache, layout: CacheLayout, options: CudaOption
             driver,
             layout,
             cache,
+            stream=options.stream or _stream_of_torch(cache.groups[0].tensors[0], ordinal),
             piece_bytes=options.piece_bytes,
             batch_runs=options.batch_runs,
             compile_gather=_compiler_of(options),

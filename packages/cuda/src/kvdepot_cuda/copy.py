@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable
 from typing import Final, TypeVar
 
-from kvdepot.backends import CopyBarrier, CopyBatch, Direction, ReadyEvent
+from kvdepot.backends import Copier, CopyBarrier, CopyBatch, Direction, ReadyEvent
 from kvdepot.copying.runs import Addresses, BatchRuns, Runs, merge, split
 from kvdepot.errors import ConfigError
 from kvdepot.layout import CacheLayout
@@ -36,13 +36,14 @@ _PAGE_BYTES: Final = 4096
 _T = TypeVar("_T")
 
 
-class CopyEngine:
+class CopyEngine(Copier):
     """The `Copier` of a device.
 
     Args:
         driver: the device's driver. This object takes ownership of it.
         layout: the layout of the blocks.
         keep_alive: the owner of the blocks' memory.
+        stream: returns the inference engine's stream. Transfers come after the work on it. None: only after `ready`.
         piece_bytes: the bytes of the pool that are registered per call.
         batch_runs: the runs per driver call.
         runs: computes the runs of a batch; None for those of `layout`, unchecked.
@@ -61,6 +62,7 @@ class CopyEngine:
         layout: CacheLayout,
         keep_alive: object,
         *,
+        stream: Callable[[], int] | None = None,
         piece_bytes: int = PIECE_BYTES,
         batch_runs: int = BATCH_RUNS,
         runs: BatchRuns | None = None,
@@ -71,7 +73,9 @@ class CopyEngine:
             raise ConfigError(f"piece_bytes={piece_bytes}: a multiple of {_PAGE_BYTES}, at most 64 GiB")
         if batch_runs < 1:
             raise ConfigError(f"batch_runs={batch_runs}: at least 1")
+        self.waits_on_host = False  # True if a mover copies, as its streams cannot wait for an event of this process
         self._driver = driver
+        self._stream = stream
         self._keep_alive = keep_alive
         self._runs = runs or BatchRuns(layout)
         self._piece_bytes = piece_bytes
@@ -119,7 +123,7 @@ class CopyEngine:
 
     # --- order ----------------------------------------------------------------------------------------------------
 
-    def mark(self, stream: int) -> "Mark":
+    def _mark(self, stream: int) -> "Mark":
         """Return a mark that stands for all the work that a stream of the engine has now."""
         with self._driver.activated():
             try:
@@ -131,8 +135,20 @@ class CopyEngine:
             self._driver.record_event(event, stream)
         return mark
 
+    def mark_ready(self, direction: Direction, ready: ReadyEvent | None) -> ReadyEvent | None:
+        """See `Copier`. Mark the inference engine's stream, except for a store with `ready`."""
+        if self._stream is None or (direction is Direction.STORE and ready is not None):
+            return ready
+        try:
+            return self._mark(self._stream())
+        except DriverError as error:
+            return _Unordered(error)
+
     def wait_for(self, direction: Direction, ready: ReadyEvent) -> None:
-        """Order the copies of a direction after `ready`: on the device if it has a handle, else in this thread."""
+        """See `Copier`. Wait on the device if `ready` has a handle and this process copies, else in this thread."""
+        if self.waits_on_host:
+            self._wait_here(ready)
+            return
         event = _event_of(ready)
         if not event:
             ready.synchronize()
@@ -140,7 +156,7 @@ class CopyEngine:
         with self._driver.activated():
             self._driver.wait_for_event(self._streams[direction], event)
 
-    def wait_here(self, ready: ReadyEvent) -> None:
+    def _wait_here(self, ready: ReadyEvent) -> None:
         """Wait in this thread for `ready`.
 
         If it has a handle, wait by the driver, which lets graph captures continue.
@@ -217,14 +233,14 @@ class CopyEngine:
         def begin() -> Mark:
             try:
                 self._enqueue(Direction.RETRIEVE, batch)
-                return self.mark(self._streams[Direction.RETRIEVE])
+                return self._mark(self._streams[Direction.RETRIEVE])
             except BaseException:
                 self._synchronize(Direction.RETRIEVE)
                 raise
 
         def wait() -> None:
             try:
-                self.wait_here(mark)
+                self._wait_here(mark)
             except DriverError:
                 self._synchronize(Direction.RETRIEVE)  # no copy may be running afterwards
                 raise
@@ -386,3 +402,13 @@ class Mark:
     def synchronize(self) -> None:
         """Do not call this: see `CopyEngine.wait_here`."""
         raise NotImplementedError("a mark is waited for by its engine")
+
+
+class _Unordered:
+    """Stands for an event that could not be recorded. The transfer that waits for it fails and is a miss."""
+
+    def __init__(self, error: DriverError) -> None:
+        self._error = error
+
+    def synchronize(self) -> None:
+        raise self._error

@@ -1,6 +1,6 @@
 """Copies for a CUDA worker, in its own process or by a mover of the depot.
 
-`CudaCopier` is the worker's own copier. `MoverRoute` uses a mover instead, as long as the registration offers the
+`MoverRoute` uses a mover instead of the worker's own copier, as long as the registration offers the
 worker's memory to one, and falls back to the copier if no mover can copy.
 
 Order: a store reads its blocks after `ready` or, if none is given, after the work that the engine's stream has at the
@@ -18,17 +18,16 @@ from typing import Final, TypeVar
 
 import msgspec.structs
 
-from kvdepot.backends import Copier, CopyBarrier, CopyBatch, Direction, ReadyEvent
+from kvdepot.backends import CopyBatch, Direction
 from kvdepot.client.channel import Channel
 from kvdepot.client.copy_route import CopyRoute
 from kvdepot.client.session import Session
 from kvdepot.client.transfers import TransferOptions
 from kvdepot.errors import ConfigError, DepotUnavailable
 from kvdepot.movers.client import MoverUnavailable, await_mover, move
-from kvdepot.pool.files import PoolMemory
 from kvdepot.wire import messages as m
 from kvdepot_cuda.copy import BATCH_RUNS, PIECE_BYTES, CopyEngine
-from kvdepot_cuda.driver import DriverError, OpenDriver
+from kvdepot_cuda.driver import OpenDriver
 from kvdepot_cuda.export import MOVER
 from kvdepot_cuda.gather import CompileGather, compile_gather
 from kvdepot_cuda.nvidia import CudaDriver
@@ -69,55 +68,6 @@ class CudaOptions(TransferOptions):
             raise ConfigError(f"mode {self.mode!r}: give {DIRECT!r} or {IPC!r}")
 
 
-class CudaCopier(Copier):
-    """Copies by a `CopyEngine`, ordered after the work on the inference engine's stream."""
-
-    def __init__(self, engine: CopyEngine, stream: Callable[[], int] | None) -> None:
-        self._engine = engine
-        self._stream = stream
-        self.waits_on_host = False  # True if a mover copies, as its streams cannot wait for an event of this process
-
-    def store(self, batch: CopyBatch) -> None:
-        """See `Copier`."""
-        self._engine.store(batch)
-
-    def retrieve(self, batch: CopyBatch) -> None:
-        """See `Copier`."""
-        self._engine.retrieve(batch)
-
-    def begin_retrieve(self, batch: CopyBatch) -> Callable[[], None]:
-        """See `Copier`."""
-        return self._engine.begin_retrieve(batch)
-
-    def mark_ready(self, direction: Direction, ready: ReadyEvent | None) -> ReadyEvent | None:
-        """See `Copier`. Mark the engine's stream, except for a store with `ready`."""
-        if self._stream is None or (direction is Direction.STORE and ready is not None):
-            return ready
-        try:
-            return self._engine.mark(self._stream())
-        except DriverError as error:
-            return _Unordered(error)
-
-    def wait_for(self, direction: Direction, ready: ReadyEvent) -> None:
-        """See `Copier`."""
-        if self.waits_on_host:
-            self._engine.wait_here(ready)
-        else:
-            self._engine.wait_for(direction, ready)
-
-    def attach(self, mapping: PoolMemory, barrier: CopyBarrier) -> None:
-        """See `Copier`."""
-        self._engine.attach(mapping, barrier)
-
-    def start_registering(self) -> None:
-        """See `Copier`."""
-        self._engine.start_registering()
-
-    def close(self) -> None:
-        """See `Copier`."""
-        self._engine.close()
-
-
 class MoverRoute(CopyRoute):
     """Copies batches by a mover of the depot, as long as the registration offers the worker's memory to one.
 
@@ -130,13 +80,13 @@ class MoverRoute(CopyRoute):
 
     def __init__(
         self,
-        copier: CudaCopier,
+        copier: CopyEngine,
         registration: m.RegisterKVCache,
         deadline_seconds: float,
         register_as: Callable[[m.RegisterKVCache], None],
     ) -> None:
         super().__init__(copier)
-        self._cuda_copier = copier
+        self._own_copier = copier
         self._registration = registration
         self._deadline_seconds = deadline_seconds
         self._register_as = register_as
@@ -182,7 +132,7 @@ class MoverRoute(CopyRoute):
             # In this order: once only this process's streams wait, no mover may copy.
             self._register_as(registration)
             self._registration = registration
-            self._cuda_copier.waits_on_host = False
+            self._own_copier.waits_on_host = False
         logger.warning("the worker copies by itself from now on: %s", why)
 
     def end_movers(self) -> None:
@@ -242,13 +192,3 @@ class MoverRoute(CopyRoute):
         except MoverUnavailable as error:
             self.fall_back(f"no mover: {error}")
             raise
-
-
-class _Unordered:
-    """Stands for an event that could not be recorded. The transfer that waits for it fails and is a miss."""
-
-    def __init__(self, error: DriverError) -> None:
-        self._error = error
-
-    def synchronize(self) -> None:
-        raise self._error
