@@ -89,7 +89,7 @@ def test_cells_are_bounded_in_bytes_and_time() -> None:
 def test_the_command_finds_the_bench_and_the_device(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("kvdepot_cuda.CudaBackend.why_unavailable", lambda _backend: None)
+    monkeypatch.setattr("kvdepot_cuda.backend.why_unavailable", lambda: None)
     monkeypatch.setattr("kvdepot_cuda.nvidia.CudaDriver", FakeDriver)
     small = ["bench", "cuda", "--rounds", "1", "--largest", "256KiB"]
     with pytest.raises(SystemExit) as ended:
@@ -103,7 +103,7 @@ def test_the_command_finds_the_bench_and_the_device(
 
 def test_without_a_device_the_command_says_what_is_missing() -> None:
     code = (
-        "import kvdepot_cuda; kvdepot_cuda.CudaBackend.why_unavailable = lambda _backend: 'no driver is installed';"
+        "import kvdepot_cuda; kvdepot_cuda.backend.why_unavailable = lambda: 'no driver is installed';"
         "from kvdepot.ops.cli import main; main(['bench', 'cuda'])"
     )
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)

@@ -179,7 +179,7 @@ def test_a_layer_without_rotation_is_copied_only() -> None:
 def test_the_compiled_move_does_what_torch_does(
     layout: str, dtype: Any, pairs: int, is_neox_style: bool, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvdepot_cpu.kernels.move._BYTES_WORTH_A_THREAD", 1)
+    monkeypatch.setattr("kvdepot_cpu.kernels.move.BYTES_WORTH_A_THREAD", 1)
     compiled = native_move_tokens(num_threads=2)
     if compiled is None:
         pytest.skip("the compiled move was not built, or this processor cannot run it")

@@ -7,14 +7,16 @@ The entry point is `backend`, which imports neither torch nor habana_frameworks.
 import importlib
 import importlib.util
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
 
 from kvdepot.backends import Capability, EngineTraits, KVCache
-from kvdepot_hpu import vllm_gaudi
+from kvdepot.layout import GroupKind
 
 if TYPE_CHECKING:
     from kvdepot_hpu.context import HpuTransferContext
 
+_OFF: Final = ("0", "false", "f", "no", "n", "off")  # as vllm-gaudi reads its flags
 _WAY_OUT = "engines with their KV cache in host memory use kvdepot[cpu]"
 
 
@@ -30,7 +32,7 @@ class HpuBackend:
 
     def why_unsuited(self, engine: EngineTraits) -> str | None:
         """See `Backend`: vllm-gaudi's differences from vLLM."""
-        return vllm_gaudi.why_unsuited(engine, os.environ) if engine.name == "vllm" else None
+        return _why_vllm_gaudi_is_unsuited(engine, os.environ) if engine.name == "vllm" else None
 
     def cuts_pages(self, row_tokens: int, **options: Any) -> bool:
         """See `Backend`."""
@@ -72,6 +74,38 @@ class HpuBackend:
         from kvdepot_hpu.context import HpuOptions, HpuTransferContext
 
         return HpuTransferContext(cache, HpuOptions(url=url, deadline_seconds=deadline_seconds, **options))
+
+
+def _why_vllm_gaudi_is_unsuited(engine: EngineTraits, environment: Mapping[str, str]) -> str | None:
+    """Return why an engine's block ids or tensors do not match its block table, None if they do.
+
+    Based on the source of vllm-gaudi. `kvdepot_hpu.context` checks the tensors themselves.
+
+    Args:
+        engine: vLLM on a Gaudi.
+        environment: the environment of the worker's process.
+    """
+    if GroupKind.RECURRENT in engine.kinds:
+        return (
+            "the model keeps recurrent states, which vllm-gaudi hands over as if they were blocks of attention: models"
+            " with them cannot use a depot on Gaudi"
+        )
+    if _moves_blocks(environment, prefix_caching=engine.prefix_caching):
+        return (
+            "vllm-gaudi moves blocks in device memory behind the scheduler's ids (VLLM_DEFRAG, on with"
+            " VLLM_CONTIGUOUS_PA, which is on without prefix caching): start vLLM with --enable-prefix-caching, or with"
+            " VLLM_DEFRAG=false"
+        )
+    return None
+
+
+def _moves_blocks(environment: Mapping[str, str], *, prefix_caching: bool) -> bool:
+    """Return whether the defragmenter may be on. The first set flag decides; without one, prefix caching does."""
+    for name in ("VLLM_DEFRAG", "VLLM_CONTIGUOUS_PA"):
+        value = environment.get(name)
+        if value is not None:
+            return value.strip().lower() not in _OFF
+    return not prefix_caching
 
 
 backend = HpuBackend()

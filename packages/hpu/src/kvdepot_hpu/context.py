@@ -12,7 +12,7 @@ from typing import Any, Final
 from kvdepot.backends import CacheGroup, KVCache
 from kvdepot.client.transfers import TransferOptions, WorkerTransfers
 from kvdepot.copying import arrays
-from kvdepot.copying.arrays import flattened, page_layout_of
+from kvdepot.copying.arrays import page_layout_of
 from kvdepot.copying.staged.bridge import Bridge
 from kvdepot.copying.staged.copy import STAGING_BYTES, StagedCopier
 from kvdepot.errors import LayoutError
@@ -47,7 +47,7 @@ class HpuTransferContext(WorkerTransfers):
     """
 
     def __init__(self, cache: KVCache, options: HpuOptions = HpuOptions()) -> None:  # frozen
-        cache = flattened(cache, tensors_of)
+        cache = arrays.flattened(cache, tensors_of)
         layout = cache.layout(lambda tensor: page_layout_of(tensor, "hpu", has_address=False))
         bridge = load_bridge()
         bridge.launch()  # the work that created the cache may still be deferred

@@ -20,7 +20,7 @@ from kvdepot.copying.runs import EXTENT_DTYPE, Addresses, BatchRuns, Rows
 from kvdepot.layout import CacheLayout
 from kvdepot.wire.messages import CHECKSUM_BYTES
 
-_BYTES_WORTH_A_THREAD: Final = 8 << 20  # 0.6 ms at 13 GB/s, many times the cost of waking a thread
+BYTES_WORTH_A_THREAD: Final = 8 << 20  # 0.6 ms at 13 GB/s, many times the cost of waking a thread
 _BYTES_WORTH_STREAMING: Final = 1 << 20  # smaller copies stay in the caches for the next reader
 
 CopyRuns = Callable[[Addresses, Addresses, Addresses], None]
@@ -45,7 +45,7 @@ SUMMED_ALIGNMENT_BYTES: Final = 32
 
 def native_copy_runs() -> CopyRuns | None:
     """Return the compiled copy, None if it was not built here."""
-    library = _library()
+    library = library_of_kernels()
     if library is None:
         return None
     function = library.kvdepot_copy_runs
@@ -61,7 +61,7 @@ def native_copy_runs() -> CopyRuns | None:
 
 def native_copy_rows() -> CopyRows | None:
     """Return the compiled copy of rows, None if it was not built here."""
-    function = getattr(_library(), "kvdepot_copy_rows", None)  # a checkout may have an older build
+    function = getattr(library_of_kernels(), "kvdepot_copy_rows", None)  # a checkout may have an older build
     if function is None:
         return None
     array = ctypes.c_void_p
@@ -85,7 +85,7 @@ def native_copy_rows() -> CopyRows | None:
 
 def native_copy_summed() -> CopySummed | None:
     """Return the compiled copy with checksums, None if it was not built or this processor cannot run it."""
-    library = _library()
+    library = library_of_kernels()
     can_sum = getattr(library, "kvdepot_can_sum", None)  # missing in an older build of a checkout
     if library is None or can_sum is None or not can_sum():
         return None
@@ -105,7 +105,8 @@ def native_copy_summed() -> CopySummed | None:
     return copy_summed
 
 
-def _library() -> ctypes.CDLL | None:
+def library_of_kernels() -> ctypes.CDLL | None:
+    """Return the compiled copies and moves, None if they were not built."""
     spec = importlib.util.find_spec("kvdepot_cpu.kernels._copy_runs")
     return None if spec is None or spec.origin is None else ctypes.CDLL(spec.origin)
 
@@ -220,7 +221,7 @@ class PageCopier(Copier):
 
     def _in_parts(self, copy: Callable[[int, int], None], count: int, num_bytes: int, num_threads: int) -> None:
         """Divide `count` items among as many threads as their bytes are worth, and copy each share."""
-        parts = min(num_threads, count, 1 + num_bytes // _BYTES_WORTH_A_THREAD)
+        parts = min(num_threads, count, 1 + num_bytes // BYTES_WORTH_A_THREAD)
         if self._pool is None or parts <= 1:
             copy(0, count)
             return

@@ -1,26 +1,21 @@
 """Moves tokens within a paged cache by `move_tokens.c`, and rotates K for text reused at another position."""
 
 import ctypes
-import importlib.util
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvdepot.kvcache import MoveTokens, TokenLayout
-
-_BYTES_WORTH_A_THREAD: Final = 8 << 20  # as in `copy`
+from kvdepot_cpu.kernels.copy import BYTES_WORTH_A_THREAD, library_of_kernels
 
 
 def native_move_tokens(num_threads: int) -> MoveTokens | None:
     """Return the compiled move, None if it was not built or this processor cannot run it."""
-    spec = importlib.util.find_spec("kvdepot_cpu.kernels._copy_runs")
-    if spec is None or spec.origin is None:
-        return None
-    library = ctypes.CDLL(spec.origin)
-    if not library.kvdepot_can_move_tokens():
+    library = library_of_kernels()
+    if library is None or not library.kvdepot_can_move_tokens():
         return None
     function = library.kvdepot_move_tokens
     array: Any = ctypes.c_void_p
@@ -52,7 +47,7 @@ def native_move_tokens(num_threads: int) -> MoveTokens | None:
         addresses = np.array(pages, np.uint64)
         token_bytes = layout.heads * (layout.k_dims + layout.v_dims) * layout.item_bytes
         num_bytes = len(pages) * int(slices[:, 4].sum()) * token_bytes
-        parts = min(num_threads, len(pages), 1 + num_bytes // _BYTES_WORTH_A_THREAD)
+        parts = min(num_threads, len(pages), 1 + num_bytes // BYTES_WORTH_A_THREAD)
         if parts == 1:
             move(addresses)
             return
