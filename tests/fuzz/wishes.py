@@ -12,8 +12,16 @@ from kvdepot.errors import ConfigError
 from kvdepot.keys import DIGEST_BYTES, Namespace, hash_prefix
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
-from kvdepot_vllm.hand_over import HandOver, asks_for_hand_over, handed_over
-from kvdepot_vllm.params import BlendParams, Hints, SharedHead, request_params, session_operations
+from kvdepot_vllm.params import (
+    BlendParams,
+    HandOver,
+    Hints,
+    SharedHead,
+    asks_for_hand_over,
+    handed_over,
+    request_params,
+    session_operations,
+)
 from kvdepot_vllm.settings import Settings
 
 if TYPE_CHECKING:
@@ -79,7 +87,6 @@ def _configure(config: bytes) -> None:
         for options in ({"copy_threads"}, {"mode", "batch_runs", "gather_kernel"}, set[str]()):
             backend = cast("Backend", SimpleNamespace(name="any", settings=frozenset(options)))
             settings.backend_options(backend)
-            settings.of_other_backends(backend)
 
 
 def seeds() -> list[bytes]:

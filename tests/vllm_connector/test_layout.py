@@ -120,13 +120,13 @@ def test_each_layout_is_understood_or_refused(run_code: RunCode) -> None:
 
 def backend(*settings: str, capabilities: Sequence[Capability] = (Capability.ASYNCHRONOUS,)) -> Any:
     """Return the part of a backend that the settings use."""
-    return SimpleNamespace(settings=frozenset(settings), capabilities=frozenset(capabilities))
+    return SimpleNamespace(name="it", settings=frozenset(settings), capabilities=frozenset(capabilities))
 
 
 cpu, cuda, hpu = backend("copy_threads"), backend("mode", "batch_runs", "gather_kernel"), backend(capabilities=())
 
 
-def test_each_backend_is_told_its_own_settings_and_no_others() -> None:
+def test_each_backend_is_told_its_own_settings_and_no_others(caplog: pytest.LogCaptureFixture) -> None:
     extra: dict[str, Any] = {
         "kvdepot.copy_threads": 2,
         "kvdepot.gather_kernel": True,
@@ -135,10 +135,12 @@ def test_each_backend_is_told_its_own_settings_and_no_others() -> None:
     }
     settings = Settings.parse(extra)
     assert settings.backend_options(cpu) == {"copy_threads": 2}
+    ignored = {f"kvdepot.{name} has no effect on it and is ignored" for name in ("mode", "batch_runs", "gather_kernel")}
+    assert set(caplog.messages) == ignored
+    caplog.clear()
     assert settings.backend_options(cuda) == {"mode": "ipc", "batch_runs": 512, "gather_kernel": True}
+    assert caplog.messages == ["kvdepot.copy_threads has no effect on it and is ignored"]
     assert settings.backend_options(hpu) == {}
-    assert settings.of_other_backends(cpu) == ["kvdepot.mode", "kvdepot.batch_runs", "kvdepot.gather_kernel"]
-    assert settings.of_other_backends(cuda) == ["kvdepot.copy_threads"]
     assert Settings().backend_options(cuda) == {}
 
 

@@ -45,3 +45,4 @@ class Counts(dict[str, int]):
 
 depot_counter: Final = CounterGroup()  # `kvdepot_NAME_total`
 tier_counter: Final = CounterGroup()  # `kvdepot_tier_NAME_total`, by tier
+engine_counter: Final = CounterGroup()  # `vllm:kvdepot_NAME_total`

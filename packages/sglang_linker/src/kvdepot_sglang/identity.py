@@ -4,17 +4,12 @@
 SGLang's names of pages already distinguish tokens, adapters (`extra_key`) and salts (`cache_salt`).
 """
 
-import logging
-from pathlib import Path
 from typing import Any, Final
 
-from kvdepot.engines.identity import commit_of, config_digest, weights_in
+from kvdepot.engines.identity import RANDOM, commit_of, config_digest, weights_of
 from kvdepot.keys import Namespace
 from kvdepot_sglang.settings import Settings
 
-logger = logging.getLogger(__name__)
-
-_RANDOM: Final = "dummy"  # SGLang generates random weights
 _FROM_FILES: Final = frozenset(
     {"auto", "pt", "safetensors", "npcache", "gguf", "bitsandbytes", "layered", "sharded_state", "fastsafetensors"}
 )
@@ -45,7 +40,7 @@ def engine_namespace(server_args: Any, hf_config: Any, device: str, num_ranks: i
         settings: the user's settings.
     """
     model, load_format = str(server_args.model_path), _plain(getattr(server_args, "load_format", ""))
-    weights = "" if settings.weights else _weights(model, load_format, hf_config)
+    weights = "" if settings.weights else weights_of(model, load_format, _FROM_FILES, hf_config)
     extra = {
         "connector": "sglang",
         "namespace": settings.namespace,
@@ -54,9 +49,9 @@ def engine_namespace(server_args: Any, hf_config: Any, device: str, num_ranks: i
         "device": device,
         **{name: _plain(getattr(server_args, name, "")) for name in _DECIDING},
     }
-    if load_format == _RANDOM:
+    if load_format == RANDOM:
         extra["seed"] = str(getattr(server_args, "random_seed", ""))
-    if load_format == _RANDOM or getattr(server_args, "enable_deterministic_inference", False):
+    if load_format == RANDOM or getattr(server_args, "enable_deterministic_inference", False):
         extra["ranks"] = str(num_ranks)
     return Namespace(
         model="" if weights else model,
@@ -71,21 +66,3 @@ def engine_namespace(server_args: Any, hf_config: Any, device: str, num_ranks: i
 def _plain(value: Any) -> str:
     """Return a setting as text; for an enumeration, its value."""
     return str(getattr(value, "value", value) or "").removeprefix("torch.")
-
-
-def _weights(model: str, load_format: str, hf_config: Any) -> str:
-    """Return a digest of the weights' files; empty, with a log line, if no files identify them."""
-    if load_format == _RANDOM:
-        return ""
-    if load_format in _FROM_FILES and Path(model).exists():
-        return weights_in(Path(model))
-    commit = commit_of(hf_config)
-    logger.log(
-        logging.INFO if commit else logging.WARNING,
-        "weights of %s (load format %s) have no fingerprint: they are known by that name and %s. If they change and"
-        " that does not, give them a new name with the setting `weights`.",
-        model,
-        load_format,
-        f"the commit {commit}" if commit else "nothing else",
-    )
-    return ""

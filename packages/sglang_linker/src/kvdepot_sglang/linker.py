@@ -8,12 +8,11 @@ aborted because of the depot, and none waits for it longer than a deadline. An e
 each is caught and logged, and costs a miss.
 """
 
-import functools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import sglang
@@ -23,12 +22,12 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import (
     UnifiedCacheLinkerWrapper,
 )
 
-from kvdepot.backends import Backend, EngineTraits, KVCache, TransferFuture, get_backend
+from kvdepot.backends import EngineTraits, KVCache, TransferFuture, get_backend
 from kvdepot.client.scheduler import SchedulerClient
 from kvdepot.config import directory_of_url
 from kvdepot.errors import DepotUnavailable
 from kvdepot.keys import DIGEST_BYTES, KeyRun
-from kvdepot.processes.logs import log_like
+from kvdepot.processes.logs import log_like, never_raises
 from kvdepot_sglang import stats
 from kvdepot_sglang.asking import Asking
 from kvdepot_sglang.hooks import Placed, are_hooked
@@ -44,25 +43,6 @@ _START_SECONDS: Final = 1.0  # a starting engine waits this long for a depot
 _LONGEST_SESSION: Final = 256  # characters of a session's name that the depot accepts
 _UNNAMED: Final = "default"  # SGLang's version of weights that have no name
 _NO_LOAD: Final = -1  # SGLang's index for a batch without loads
-
-Call = TypeVar("Call", bound=Callable[..., Any])
-
-
-def _never_raises(default: Callable[[], Any]) -> Callable[[Call], Call]:
-    """Decorate a call to log exceptions and return `default()` instead."""
-
-    def decorate(call: Call) -> Call:
-        @functools.wraps(call)
-        def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
-            try:
-                return call(self, *args, **kwargs)
-            except Exception:
-                logger.exception("%s failed; the engine continues without the depot here", call.__name__)
-                return default()
-
-        return guarded  # type: ignore[return-value]
-
-    return decorate
 
 
 class _Offload(NamedTuple):
@@ -158,11 +138,9 @@ class KVDepotLinker(Placed, UnifiedCacheLinker):
         self._landed: set[str] = set()  # requests whose loads are in place but whose batch has not started
         self._offloads: deque[_Offload] = deque()
         self.stats = stats.Stats(ranks.rank, exports=bool(getattr(server_args, "enable_metrics", False)))
-        self._say_hello(backend, device)
+        self._say_hello()
 
-    def _say_hello(self, backend: Backend, device: str) -> None:
-        for name in self._settings.of_other_backends(backend):
-            logger.warning("%s has no effect on %s and is ignored", name, device)
+    def _say_hello(self) -> None:
         try:
             self._worker.wait_until_connected(_START_SECONDS)
             self._client.wait_until_connected(_START_SECONDS)
@@ -199,7 +177,7 @@ class KVDepotLinker(Placed, UnifiedCacheLinker):
 
     # --- SGLang's calls ---------------------------------------------------------------------------------------------
 
-    @_never_raises(list)
+    @never_raises(list)
     def lookup(self, rid: str, transfers: list[Any]) -> list[int]:
         """Return the lengths in pages of the loadable prefixes of a prompt's tail."""
         found = self._ask(rid, transfers[0].keys)
@@ -207,7 +185,7 @@ class KVDepotLinker(Placed, UnifiedCacheLinker):
             return []
         return list(range(1, found + 1)) if len(self.pools) == 1 else [found]  # a shorter prefix may lack its window
 
-    @_never_raises(type(None))
+    @never_raises(type(None))
     def keep_warm(self, rid: str) -> None:
         """See `Placed`."""
         self._ask(rid, ())
@@ -232,7 +210,7 @@ class KVDepotLinker(Placed, UnifiedCacheLinker):
         self.stats.add(stats.LOAD_MICROSECONDS, round((time.perf_counter() - began) * 1e6))
         return ok
 
-    @_never_raises(bool)
+    @never_raises(bool)
     def _retrieve(self, rid: str, transfers: list[Any]) -> bool:
         key = self._asking.key_of(rid, len(transfers[0].keys))
         if key is None:
@@ -273,7 +251,7 @@ class KVDepotLinker(Placed, UnifiedCacheLinker):
         self._landed.discard(rid)
         return was_queued
 
-    @_never_raises(bool)
+    @never_raises(bool)
     def offload(self, transfers: list[Any], session_id: str | None = None) -> bool:
         """Store the pages of a node. Return False if that is impossible now, so that SGLang offers it again."""
         key, first = self._key([*self.before, *transfers[0].keys]), len(self.before)

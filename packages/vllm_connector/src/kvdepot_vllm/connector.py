@@ -11,12 +11,11 @@ worker uses no depot, the whole engine uses none.
 """
 
 import contextlib
-import functools
 import logging
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -31,7 +30,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvdepot.errors import DepotUnavailable, KVDepotError
-from kvdepot.processes.logs import log_like
+from kvdepot.processes.logs import log_like, never_raises
 from kvdepot_vllm.events import Announcer
 from kvdepot_vllm.groups import EngineCache, wished_layout
 from kvdepot_vllm.jobs import StepPlan, WorkerReport
@@ -46,8 +45,6 @@ from kvdepot_vllm.worker import LoadResults, WorkerSide
 logger = logging.getLogger(__name__)
 
 _START_SECONDS: Final = 1.0  # a starting engine waits this long for a depot
-
-Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 
 @dataclass
@@ -67,27 +64,6 @@ class ReportMetadata(KVConnectorWorkerMetadata):
         """Join the reports of two workers."""
         assert isinstance(other, ReportMetadata)
         return ReportMetadata(self.report.merge(other.report))
-
-
-def _never_raises(default: Callable[[], Any]) -> Callable[[Hook], Hook]:
-    """Decorate a hook to log exceptions and return `default()` instead."""
-
-    def decorate(hook: Hook) -> Hook:
-        @functools.wraps(hook)
-        def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
-            try:
-                return hook(self, *args, **kwargs)
-            except Exception:
-                logger.exception("%s failed; the engine continues without the depot here", hook.__name__)
-                return default()
-
-        return guarded  # type: ignore[return-value]
-
-    return decorate
-
-
-def _nothing() -> None:
-    return None
 
 
 class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
@@ -154,7 +130,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
 
     # --- format of the cache, from the workers to the scheduler ------------------------------------------------------
 
-    @_never_raises(_nothing)
+    @never_raises(type(None))
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Return the format of this worker's cache for the scheduler's side, when the engine starts.
 
@@ -169,7 +145,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         told, self._unsaid = self._unsaid, None
         return told
 
-    @_never_raises(_nothing)
+    @never_raises(type(None))
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
@@ -181,7 +157,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
             with contextlib.suppress(DepotUnavailable):
                 self._scheduler.wait_until_connected(_START_SECONDS)
 
-    @_never_raises(_nothing)
+    @never_raises(type(None))
     def _take_formats(self, told: Sequence[WorkerFormat]) -> None:
         """Start the scheduler's side with the format that all workers registered; it blends if all of them can."""
         if self._cache is None or self._scheduler is not None or not told:
@@ -209,17 +185,17 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         except Exception:
             logger.exception("kvdepot failed and is not used by this worker; the engine runs without it")
 
-    @_never_raises(_nothing)
+    @never_raises(type(None))
     def unregister_kv_caches(self) -> None:
         """Release the cache's memory before vLLM frees it. Until `restore_kv_caches`, every load is a miss."""
         self._worker.leave()
 
-    @_never_raises(_nothing)
+    @never_raises(type(None))
     def restore_kv_caches(self) -> None:
         """Register the cache again, after vLLM has reallocated its memory."""
         self._worker.come_back()
 
-    @_never_raises(_nothing)
+    @never_raises(type(None))
     def reset_capture_state(self) -> None:
         """Note that vLLM has captured its graphs: the pool may be registered with the device from now on."""
         self._worker.end_of_captures()
@@ -248,7 +224,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         """Start the step's stores, which read their blocks after the step's work on the device. Never waits."""
         self._worker.start_stores(self._plan)
 
-    @_never_raises(KVConnectorTransferResults)
+    @never_raises(KVConnectorTransferResults)
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Report the loads that ended."""
         if self._plan.is_idle:
@@ -274,20 +250,20 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         """Take the pool whose blocks stores hold."""
         self._block_pool = gpu_block_pool
 
-    @_never_raises(_nothing)
+    @never_raises(type(None))
     def on_new_request(self, request: Any) -> None:
         """Send the request's lookup."""
         if self._scheduler is not None:
             self._scheduler.begin(request)
 
-    @_never_raises(lambda: (0, False))
+    @never_raises(lambda: (0, False))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens a load would bring."""
         if self._scheduler is None:
             return 0, False
         return self._scheduler.matched_tokens(request, num_computed_tokens)
 
-    @_never_raises(dict)
+    @never_raises(dict)
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
         """Split a load by where it came from: tiers (disk), or the pool (host)."""
         if self._scheduler is None or not num_external_tokens:
@@ -296,19 +272,19 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         split = {CacheHitSource.HOST: num_external_tokens - promoted, CacheHitSource.DISK: promoted}
         return {source: count for source, count in split.items() if count}
 
-    @_never_raises(_nothing)
+    @never_raises(type(None))
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Plan the load."""
         if self._scheduler is not None:
             table = blocks.get_block_ids() if num_external_tokens else ()
             self._scheduler.allocated(request, table, num_external_tokens)
 
-    @_never_raises(lambda: StepMetadata(StepPlan()))
+    @never_raises(lambda: StepMetadata(StepPlan()))
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """Plan the step."""
         return StepMetadata(self._scheduler.plan_step(scheduler_output) if self._scheduler is not None else StepPlan())
 
-    @_never_raises(_nothing)
+    @never_raises(type(None))
     def update_connector_output(self, connector_output: Any) -> None:
         """Take the workers' reports."""
         meta = connector_output.kv_connector_worker_meta
@@ -323,7 +299,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
             connector_output.invalid_block_ids or set(),
         )
 
-    @_never_raises(lambda: (False, None))
+    @never_raises(lambda: (False, None))
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
@@ -345,7 +321,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         """Return whether stores that are about to end will free blocks for a waiting request."""
         return self._scheduler is not None and self._scheduler.can_free_blocks_soon
 
-    @_never_raises(_nothing)
+    @never_raises(type(None))
     def reset_cache(self) -> bool | None:
         """Begin a new generation of keys, named by the weights. Other engines keep their entries."""
         if self._scheduler is not None:

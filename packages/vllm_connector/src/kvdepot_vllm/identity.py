@@ -4,23 +4,27 @@ Everything is computed from content and names without a seed, so equal engines g
 """
 
 import importlib
-import logging
 from pathlib import Path
 from typing import Any, Final, cast
 
 import msgspec
 from blake3 import blake3
 
-from kvdepot.engines.identity import commit_of, config_digest, config_values, digest_of, weights_in
+from kvdepot.engines.identity import (
+    RANDOM,
+    commit_of,
+    config_digest,
+    config_values,
+    digest_of,
+    weights_in,
+    weights_of,
+)
 from kvdepot.keys import Namespace
 from kvdepot_vllm.engine import EngineRequest
 from kvdepot_vllm.params import SharedHead
 from kvdepot_vllm.settings import Settings
 
-logger = logging.getLogger(__name__)
-
 _WHOLE_PROMPT: Final = 1 << 40
-_RANDOM: Final = "dummy"  # vLLM makes random weights
 _FROM_FILES: Final = frozenset(
     {
         "auto", "hf", "safetensors", "pt", "npcache", "mistral", "gguf", "bitsandbytes", "fastsafetensors",
@@ -40,7 +44,7 @@ def engine_namespace(vllm_config: Any, settings: Settings, *, is_batch_invariant
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     name, load_format = _name(model), str(vllm_config.load_config.load_format)
-    weights = "" if settings.weights else _weights_fingerprint(model, vllm_config.load_config)
+    weights = "" if settings.weights else weights_of(name, load_format, _FROM_FILES, model.hf_config)
     extra = {
         "connector": "vllm",
         "namespace": settings.namespace,
@@ -57,9 +61,9 @@ def engine_namespace(vllm_config: Any, settings: Settings, *, is_batch_invariant
     }
     if not weights:
         extra["loader"] = str(getattr(vllm_config.load_config, "model_loader_extra_config", None) or "")
-    if load_format == _RANDOM:
+    if load_format == RANDOM:
         extra["seed"] = str(model.seed)
-    if load_format == _RANDOM or is_batch_invariant:  # each rank generates its own random weights
+    if load_format == RANDOM or is_batch_invariant:  # each rank generates its own random weights
         extra["ranks"] = str(vllm_config.parallel_config.tensor_parallel_size)
     return Namespace(
         model="" if weights else name,
@@ -114,7 +118,9 @@ def _drafter(vllm_config: Any, target: str, target_weights: str) -> str:
     if speculative is None or model is None or not speculative.uses_draft_kv_cache():
         return ""
     name, loading = _name(model), getattr(speculative, "draft_load_config", None) or vllm_config.load_config
-    weights = target_weights if name == target else _weights_fingerprint(model, loading)
+    weights = target_weights
+    if name != target:
+        weights = weights_of(name, str(loading.load_format), _FROM_FILES, model.hf_config)
     parts = [
         speculative.method,
         weights or name,
@@ -127,26 +133,6 @@ def _drafter(vllm_config: Any, target: str, target_weights: str) -> str:
         loading.load_format,
     ]
     return digest_of("drafter", [str(part) for part in parts])
-
-
-def _weights_fingerprint(model: Any, load_config: Any) -> str:
-    """Return a digest of the weights' files; empty, with a log line, if no files identify them."""
-    name, load_format = _name(model), str(load_config.load_format)
-    path = Path(name)
-    if load_format == _RANDOM:
-        return ""
-    if load_format not in _FROM_FILES or not path.exists():
-        commit = commit_of(model.hf_config)
-        logger.log(
-            logging.INFO if commit else logging.WARNING,
-            "weights of %s (load format %s) have no fingerprint: they are known by that name and %s. If they change"
-            " and that does not, give them a new name with kvdepot.weights.",
-            name,
-            load_format,
-            f"the commit {commit}" if commit else "nothing else",
-        )
-        return ""
-    return weights_in(path)
 
 
 class RequestIdentity:

@@ -12,10 +12,9 @@ from typing import Final
 
 from kvdepot.client.answers import MISS, Lease
 from kvdepot.client.scheduler import PendingLookup, SchedulerClient
-from kvdepot.counting import Counts
+from kvdepot.counting import Counts, engine_counter
 from kvdepot.wire.messages import MAXIMUM_CHUNKS
-from kvdepot_vllm.counting import engine_counter
-from kvdepot_vllm.hand_over import asks_for_hand_over
+from kvdepot_vllm.params import asks_for_hand_over
 from kvdepot_vllm.settings import Settings
 from kvdepot_vllm.state import Outcome, RequestState
 from kvdepot_vllm.tracing import end_span, start_span

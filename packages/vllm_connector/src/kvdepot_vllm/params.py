@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
+from kvdepot.keys import DIGEST_BYTES, KeyRun
 from kvdepot.wire import operations as o
 from kvdepot.wire.messages import MAXIMUM_PRIORITY, MAXIMUM_RETAIN_SECONDS, MAXIMUM_TTL_SECONDS
 from kvdepot_vllm.engine import EngineRequest
@@ -20,6 +21,7 @@ _LONGEST_SESSION: Final = 256
 _MOST_SESSIONS: Final = 64  # sessions that one request may name
 _A_SESSION: Final = f"a name of 1 to {_LONGEST_SESSION} characters"
 _A_TIME_TO_RETAIN: Final = f"a number from 0 to {MAXIMUM_RETAIN_SECONDS:g}"
+_WAIT_SECONDS: Final = 1.0  # for the prefill engine to begin, unless the request says `wait_ms`
 EVERYTHING: Final = "all"  # recomputes all tokens: slower than no reuse, for tests
 
 
@@ -32,17 +34,17 @@ def request_params(request: EngineRequest) -> Mapping[str, Any]:
     routed: dict[str, Any] = {}
     for action in getattr(request.kv_hints, "actions", None) or ():
         if action.action_type == _OURS:
-            routed |= own_params({_OURS: action.payload})
-    return routed | own_params(request.kv_transfer_params)
+            routed |= _own_params({_OURS: action.payload})
+    return routed | _own_params(request.kv_transfer_params)
 
 
-def own_params(params: Any) -> dict[str, Any]:
+def _own_params(params: Any) -> dict[str, Any]:
     """Return the part of `kv_transfer_params` that is meant for us; empty if there is none."""
     own: Any = cast("dict[str, Any]", params).get(_OURS) if isinstance(params, dict) else None
     return cast("dict[str, Any]", own) if isinstance(own, dict) else {}
 
 
-def checked(params: Mapping[str, Any], name: str, is_valid: Callable[[Any], bool], expected: str) -> Any:
+def _checked(params: Mapping[str, Any], name: str, is_valid: Callable[[Any], bool], expected: str) -> Any:
     """Return a parameter, None if it is missing or wrong. For a wrong one, log what is `expected`."""
     value = params.get(name.rpartition(".")[2])
     if value is None or is_valid(value):
@@ -51,7 +53,7 @@ def checked(params: Mapping[str, Any], name: str, is_valid: Callable[[Any], bool
     return None
 
 
-def is_number(value: Any) -> bool:
+def _is_number(value: Any) -> bool:
     """Return whether a parameter is a number. A boolean is not."""
     return type(value) in (int, float)
 
@@ -69,21 +71,21 @@ class Hints:
     @classmethod
     def parse(cls, params: Mapping[str, Any], session_id: str | None = None) -> "Hints | None":
         """Return the hints of a request, None if it gives none. vLLM's `session_id` names its session, too."""
-        session = checked(params, "session", _is_session, _A_SESSION)
+        session = _checked(params, "session", _is_session, _A_SESSION)
         if session is None and session_id:
-            session = checked({"session_id": session_id}, "session_id", _is_session, _A_SESSION)
-        retain = checked(params, "retain_seconds", _is_time_to_retain, _A_TIME_TO_RETAIN)
-        end = checked(params, "session_end", lambda value: type(value) is bool, "true or false")
-        priority = checked(
+            session = _checked({"session_id": session_id}, "session_id", _is_session, _A_SESSION)
+        retain = _checked(params, "retain_seconds", _is_time_to_retain, _A_TIME_TO_RETAIN)
+        end = _checked(params, "session_end", lambda value: type(value) is bool, "true or false")
+        priority = _checked(
             params,
             "priority",
             lambda value: type(value) is int and 0 <= value <= MAXIMUM_PRIORITY,
             f"a whole number from 0 to {MAXIMUM_PRIORITY}",
         )
-        ttl = checked(
+        ttl = _checked(
             params,
             "ttl_seconds",
-            lambda value: is_number(value) and 0 < value <= MAXIMUM_TTL_SECONDS,
+            lambda value: _is_number(value) and 0 < value <= MAXIMUM_TTL_SECONDS,
             f"a number above 0, at most {MAXIMUM_TTL_SECONDS:g}",
         )
         if end is priority is ttl is session is None:
@@ -95,11 +97,11 @@ def session_operations(params: Mapping[str, Any], tenant: str) -> list[o.Operato
     """Return the operations on its tenant's agent sessions that a request asks for, to be sent when it arrives."""
     operations = list[o.OperatorRequest]()
     expected = f"{{session: seconds}}, at most {_MOST_SESSIONS}"
-    retained: dict[str, float] = checked(params, "retain", _are_times_to_retain, expected) or {}
+    retained: dict[str, float] = _checked(params, "retain", _are_times_to_retain, expected) or {}
     operations += [o.RetainSession(name, float(seconds), tenant) for name, seconds in retained.items()]
     expected = f"a list of at most {_MOST_SESSIONS} names of sessions"
     for key, kind in (("prefetch", o.PrefetchSession), ("demote", o.DemoteSession), ("forget", o.ForgetSession)):
-        names: list[str] = checked(params, key, _are_sessions, expected) or []
+        names: list[str] = _checked(params, key, _are_sessions, expected) or []
         operations += [kind(name, tenant) for name in names]
     return operations
 
@@ -119,7 +121,7 @@ def _are_times_to_retain(value: Any) -> bool:
 
 
 def _is_time_to_retain(value: Any) -> bool:
-    return is_number(value) and 0 <= value <= MAXIMUM_RETAIN_SECONDS
+    return _is_number(value) and 0 <= value <= MAXIMUM_RETAIN_SECONDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +139,10 @@ class SharedHead:
     @classmethod
     def parse(cls, params: Mapping[str, Any]) -> "SharedHead | None":
         """Return the shared beginning of a request's prompt, None if it has none: a wrong value shares nothing."""
-        num_tokens = checked(
+        num_tokens = _checked(
             params, "shared_tokens", lambda value: type(value) is int and value > 0, "a whole number above 0"
         )
-        salt = checked(params, "shared_salt", lambda value: isinstance(value, str), "a text")
+        salt = _checked(params, "shared_salt", lambda value: isinstance(value, str), "a text")
         if num_tokens is None or (salt is None and params.get("shared_salt") is not None):
             return None
         return cls(num_tokens, salt or "")
@@ -168,12 +170,14 @@ class BlendParams:
             return None
         if given is None or given is True:
             return cls(settings.blend_policy, settings.blend_ratio)
-        if checked(params, "blend", lambda value: isinstance(value, dict), "true, false or an object") is None:
+        if _checked(params, "blend", lambda value: isinstance(value, dict), "true, false or an object") is None:
             return None
         policies = "one of " + ", ".join(BLEND_POLICIES)
-        policy = checked(given, "blend.policy", lambda value: value in (*BLEND_POLICIES, EVERYTHING), policies)
-        ratio = checked(given, "blend.ratio", lambda value: is_number(value) and 0 <= value <= 1, "a share from 0 to 1")
-        segments = checked(
+        policy = _checked(given, "blend.policy", lambda value: value in (*BLEND_POLICIES, EVERYTHING), policies)
+        ratio = _checked(
+            given, "blend.ratio", lambda value: _is_number(value) and 0 <= value <= 1, "a share from 0 to 1"
+        )
+        segments = _checked(
             given, "blend.segments", lambda value: _borders(value) is not None, "a list of [first token, end] pairs"
         )
         return cls(
@@ -195,3 +199,86 @@ def _borders(segments: Any) -> tuple[int, ...] | None:
             return None
         found |= {first, end}
     return tuple(sorted(found))
+
+
+# --- hand-overs from a prefill engine to a decode engine --------------------------------------------------------------
+
+# vLLM's proxies send and relay these parameters: `do_remote_decode` asks a prefill engine to report the chunks that it
+# computed, and its answer contains `do_remote_prefill` for the decode engine. No address is needed: both engines share
+# a depot, which finds the chunks by their keys.
+
+
+@dataclass(frozen=True, slots=True)
+class HandOver:
+    """A prompt that another engine computes.
+
+    Attributes:
+        num_tokens: leading tokens that will soon be in the depot; None: all whole chunks.
+        prefix: the key of the last chunk of these tokens, None if unknown.
+        wait_seconds: how long the other engine may take to begin.
+    """
+
+    num_tokens: int | None = None
+    prefix: bytes | None = None
+    wait_seconds: float = _WAIT_SECONDS
+
+    @classmethod
+    def parse(cls, params: Mapping[str, Any] | None) -> "HandOver | None":
+        """Return the hand-over that `kv_transfer_params` announce; None if no other engine computes the prompt.
+
+        A wrong value is ignored with a log line.
+        """
+        if not isinstance(params, dict) or not params.get("do_remote_prefill"):
+            return None
+        own = _own_params(params)
+        num_tokens = _checked(own, "num_tokens", lambda value: type(value) is int and value >= 0, "a whole number")
+        wait_ms = _checked(
+            own, "wait_ms", lambda value: _is_number(value) and 0 <= value <= 60_000, "milliseconds up to 60000"
+        )
+        prefix = _checked(own, "prefix", lambda value: _digest(value) is not None, f"{DIGEST_BYTES} bytes in hex")
+        return cls(num_tokens, _digest(prefix), _WAIT_SECONDS if wait_ms is None else wait_ms / 1000)
+
+    def num_chunks(self, key: KeyRun, end_tokens: int, chunk_tokens: int) -> int:
+        """Return how many leading chunks of a request's key the other engine brings; 0 if it computes another prompt.
+
+        Args:
+            key: the request's wanted chunks, from chunk 0 on. The last one may be incomplete.
+            end_tokens: leading tokens of the request's prompt that can be handed over.
+            chunk_tokens: tokens of one chunk.
+        """
+        if self.num_tokens is None:
+            return min(key.num_chunks, end_tokens // chunk_tokens)
+        is_whole = self.num_tokens == end_tokens
+        count = key.num_chunks if is_whole else min(key.num_chunks, self.num_tokens // chunk_tokens)
+        last = key.digests[(count - 1) * DIGEST_BYTES : count * DIGEST_BYTES]
+        if self.prefix is not None and count * chunk_tokens >= self.num_tokens and last != self.prefix:
+            logger.warning(
+                "the prefill engine computed another prompt, or differs in model, format, tenant or salt:"
+                " nothing is handed over"
+            )
+            return 0
+        return count
+
+
+def asks_for_hand_over(params: Mapping[str, Any] | None) -> bool:
+    """Return whether the prefill engine must report what it computed."""
+    return isinstance(params, dict) and bool(params.get("do_remote_decode"))
+
+
+def handed_over(key: KeyRun, num_tokens: int) -> dict[str, Any]:
+    """Return the `kv_transfer_params` for the decode engine.
+
+    Args:
+        key: chunks of the prompt, from chunk 0 on, that will soon be in the depot.
+        num_tokens: the number of tokens in these chunks.
+    """
+    told = {"num_tokens": num_tokens, "prefix": key.digests[-DIGEST_BYTES:].hex()}
+    return {"do_remote_prefill": True, "do_remote_decode": False, "kvdepot": told}
+
+
+def _digest(text: Any) -> bytes | None:
+    try:
+        digest = bytes.fromhex(text)
+    except (TypeError, ValueError):
+        return None
+    return digest if len(digest) == DIGEST_BYTES else None

@@ -15,20 +15,27 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvdepot.client.news import NewsFeed
 from kvdepot.client.scheduler import SchedulerClient
+from kvdepot.counting import engine_counter
 from kvdepot.engines.generation import Generation
 from kvdepot.errors import KVDepotError
 from kvdepot.keys import Namespace, PrefixHasher
 from kvdepot.wire.messages import MAXIMUM_CHUNKS
 from kvdepot_vllm.blend.planning import Blends
-from kvdepot_vllm.counting import engine_counter
 from kvdepot_vllm.engine import BlockPool, BlockTable, EngineRequest, Step
 from kvdepot_vllm.groups import EngineCache
-from kvdepot_vllm.hand_over import HandOver, asks_for_hand_over, handed_over
 from kvdepot_vllm.identity import RequestIdentity
 from kvdepot_vllm.jobs import StepPlan, WorkerReport
 from kvdepot_vllm.loads import Loads
 from kvdepot_vllm.lookups import Lookups
-from kvdepot_vllm.params import Hints, SharedHead, request_params, session_operations
+from kvdepot_vllm.params import (
+    HandOver,
+    Hints,
+    SharedHead,
+    asks_for_hand_over,
+    handed_over,
+    request_params,
+    session_operations,
+)
 from kvdepot_vllm.prefill_cost import PrefillCost
 from kvdepot_vllm.settings import Settings
 from kvdepot_vllm.state import Outcome, RequestState

@@ -98,10 +98,8 @@ class Start:
         cache_dtype = str(self.vllm_config.cache_config.cache_dtype)
         if device == "cpu" and cache_dtype.endswith("_per_token_head"):
             raise Unsupported(f"vLLM on CPU writes a {cache_dtype} cache over other pages than it describes")
-        permit_tiles(device)
+        _permit_tiles(device)
         backend = get_backend(device)
-        for name in self.settings.of_other_backends(backend):
-            logger.warning("%s has no effect on %s and is ignored", name, device)
         kinds = tuple(group.kind for group in cache.groups)
         prefix_caching = bool(self.vllm_config.cache_config.enable_prefix_caching)
         reason = backend.why_unsuited(EngineTraits("vllm", kinds, prefix_caching))
@@ -236,16 +234,15 @@ def _format_of(cache: EngineCache, groups: Sequence[CacheGroup], layers: Mapping
     except Exception as reason:  # whatever a kernel raises, names tell caches apart
         logger.debug("the pages were not looked at", exc_info=True)
         logger.info("pages are shared only with engines of the same vLLM, attention backend and device: %s", reason)
-    return named_format(cache, layers, device_of_bytes(cache.dtype), vllm.__version__)
+    return named_format(cache, layers, _device_of_bytes(cache.dtype), vllm.__version__)
 
 
 def _kind_of(spec: Any) -> str:
     return get_kv_cache_spec_kind(spec).value
 
 
-def device_of_bytes(dtype: str) -> str:
+def _device_of_bytes(dtype: str) -> str:
     """Return the kind of device, with everything else about the platform that changes how values are written."""
-    from vllm import envs
     from vllm.platforms import current_platform
 
     parts = [str(current_platform.device_name)]
@@ -256,7 +253,7 @@ def device_of_bytes(dtype: str) -> str:
     return " ".join(parts)
 
 
-def permit_tiles(device: str) -> None:
+def _permit_tiles(device: str) -> None:
     """Request AMX tiles from the kernel for this process, if vLLM's attention on CPU uses them.
 
     The first use of a tile without this permission ends the process with SIGILL

@@ -9,9 +9,8 @@ from kvdepot.client.answers import BlendHit, BlendRun, Lease
 from kvdepot.client.scheduler import PendingBlendLookup, PendingLookup
 from kvdepot.keys import KeyRun, PrefixHasher
 from kvdepot_vllm.engine import EngineRequest
-from kvdepot_vllm.hand_over import HandOver
 from kvdepot_vllm.jobs import BlendFigures, LoadJob
-from kvdepot_vllm.params import BlendParams, Hints
+from kvdepot_vllm.params import BlendParams, HandOver, Hints
 
 if TYPE_CHECKING:
     from kvdepot.client.segments import Segments  # it loads numpy

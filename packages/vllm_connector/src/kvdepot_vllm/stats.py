@@ -5,7 +5,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from kvdepot_vllm.counting import engine_counter
+from kvdepot.counting import engine_counter
 
 
 class KVDepotStats(KVConnectorStats):

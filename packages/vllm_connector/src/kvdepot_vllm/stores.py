@@ -11,10 +11,9 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from kvdepot.counting import Counts
+from kvdepot.counting import Counts, engine_counter
 from kvdepot.layout import GroupKind
 from kvdepot_vllm.blocks import blocks_per_chunk, blocks_to_store
-from kvdepot_vllm.counting import engine_counter
 from kvdepot_vllm.engine import BlockPool, BlockTable
 from kvdepot_vllm.groups import EngineCache
 from kvdepot_vllm.jobs import StoreJob

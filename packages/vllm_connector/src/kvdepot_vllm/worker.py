@@ -10,9 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from kvdepot.backends import NO_BLOCK, TransferContext, TransferFuture
-from kvdepot.counting import CounterName
+from kvdepot.counting import CounterName, engine_counter
 from kvdepot.errors import LayoutError
-from kvdepot_vllm.counting import engine_counter
 from kvdepot_vllm.jobs import BlendFigures, LoadJob, StepPlan, StoreJob, WorkerReport
 
 logger = logging.getLogger(__name__)

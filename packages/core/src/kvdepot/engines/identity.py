@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -12,6 +13,7 @@ from kvdepot.engines.weights import fingerprint
 
 logger = logging.getLogger(__name__)
 
+RANDOM: Final = "dummy"  # the load format with which engines make random weights
 _VOLATILE: Final = frozenset({"_name_or_path", "transformers_version", "_commit_hash"})  # do not change the KV
 
 
@@ -34,6 +36,27 @@ def config_digest(hf_config: Any) -> str:
 def commit_of(hf_config: Any) -> str:
     """Return the commit of the hub's snapshot that a configuration came from; empty if there is none."""
     return str(getattr(hf_config, "_commit_hash", None) or "")
+
+
+def weights_of(model: str, load_format: str, from_files: Collection[str], hf_config: Any) -> str:
+    """Return a text that identifies the weights of a model; "", with a log line, if no files identify them.
+
+    `from_files` are the load formats that take the weights from the model's folder. Random weights are "" as well.
+    """
+    if load_format == RANDOM:
+        return ""
+    if load_format in from_files and Path(model).exists():
+        return weights_in(Path(model))
+    commit = commit_of(hf_config)
+    logger.log(
+        logging.INFO if commit else logging.WARNING,
+        "weights of %s (load format %s) have no fingerprint: they are known by that name and %s. If they change and"
+        " that does not, give them a new name with the setting `weights` of kvdepot.",
+        model,
+        load_format,
+        f"the commit {commit}" if commit else "nothing else",
+    )
+    return ""
 
 
 def weights_in(path: Path, what: str = "weights") -> str:

@@ -1,5 +1,6 @@
 """The settings that users of every engine have, and the parser of an engine's free-form configuration."""
 
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -7,6 +8,8 @@ from typing import Any, ClassVar, Final, Self, get_args
 
 from kvdepot.backends import Backend
 from kvdepot.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 _BACKEND_OPTIONS: Final = ("copy_threads", "mode", "batch_runs", "gather_kernel")
 """Settings that are options of some backends: see `kvdepot.backends.Backend.settings`."""
@@ -59,14 +62,11 @@ class EngineSettings:
                 raise ConfigError(f"{self.PREFIX}{name} is {value}: at least 1")
 
     def backend_options(self, backend: Backend) -> dict[str, int | str]:
-        """Return the options of this backend that are set."""
-        values = {name: getattr(self, name) for name in _BACKEND_OPTIONS if name in backend.settings}
-        return {name: value for name, value in values.items() if value is not None}
-
-    def of_other_backends(self, backend: Backend) -> list[str]:
-        """Return the names of set options that have no effect on this backend."""
-        names = [name for name in _BACKEND_OPTIONS if name not in backend.settings]
-        return [self.PREFIX + name for name in names if getattr(self, name) is not None]
+        """Return the options of this backend that are set, and log those that have no effect on it."""
+        given = {name: getattr(self, name) for name in _BACKEND_OPTIONS if getattr(self, name) is not None}
+        for name in given.keys() - backend.settings:
+            logger.warning("%s has no effect on %s and is ignored", self.PREFIX + name, backend.name)
+        return {name: value for name, value in given.items() if name in backend.settings}
 
     @classmethod
     def read(cls, extra: Mapping[str, Any], **defaults: Any) -> Self:

@@ -1,16 +1,22 @@
 """Formats log lines as plain text, or as one JSON object per line for log collectors.
 
 A record is always one line without control characters, whatever names clients chose. In an engine's process, kvdepot's
-records go to the engine's handlers, the only ones configured there.
+records go to the engine's handlers, the only ones configured there, and an exception of kvdepot is a record, too.
 """
 
 import copy
+import functools
 import json
 import logging
+from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from kvdepot.errors import printable
+
+Call = TypeVar("Call", bound=Callable[..., Any])
+
+logger = logging.getLogger(__name__)
 
 _TEXT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
@@ -76,3 +82,20 @@ def log_like(engine: str) -> None:
             ours.addHandler(_Named(engine))
             ours.setLevel(theirs.level)
             ours.propagate = False
+
+
+def never_raises(default: Callable[[], Any]) -> Callable[[Call], Call]:
+    """Decorate a call of the engine to log exceptions and return `default()` instead."""
+
+    def decorate(call: Call) -> Call:
+        @functools.wraps(call)
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return call(*args, **kwargs)
+            except Exception:
+                logger.exception("%s failed; the engine continues without the depot here", call.__name__)
+                return default()
+
+        return guarded  # pyright: ignore[reportReturnType]
+
+    return decorate

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvdepot.client.answers import BlendRun
 from kvdepot.client.scheduler import SchedulerClient
-from kvdepot.counting import CounterName, Counts
+from kvdepot.counting import CounterName, Counts, engine_counter
 from kvdepot.keys import KeyRun, Namespace
-from kvdepot_vllm.counting import engine_counter
 from kvdepot_vllm.engine import BlockPool, BlockTable, EngineRequest
 from kvdepot_vllm.groups import EngineCache
 from kvdepot_vllm.jobs import BlendFigures, BlendJob, LoadJob, RunJob
