@@ -509,8 +509,8 @@ def test_a_url_that_cannot_work_says_why(text: str, words: str) -> None:
 
 
 def test_masters_and_etcd_are_named_as_the_sdk_wants_them() -> None:
-    assert parse_options(TierUrl.parse("mooncake://one")).master == "one:50051"
-    assert parse_options(TierUrl.parse("mooncake://one:1,two?ha=etcd")).master == "etcd://one:1;two:2379"
+    assert parse_options(TierUrl.parse("mooncake://one")).setup.master == "one:50051"
+    assert parse_options(TierUrl.parse("mooncake://one:1,two?ha=etcd")).setup.master == "etcd://one:1;two:2379"
     assert parse_options(TierUrl.parse("mooncake://[::1]:5")).masters == (("::1", 5),)
 
 

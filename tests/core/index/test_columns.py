@@ -1,39 +1,9 @@
-"""Columns, lists within them and sizes in the order of use, compared with plain lists and dictionaries."""
+"""Columns and lists within them, compared with plain lists."""
 
 import random
-from collections import OrderedDict
 
 from kvdepot.index.columns import make_column
 from kvdepot.index.evictor import Links
-from kvdepot.tiers.sizes import LruSizes
-
-
-def test_sizes_are_in_the_order_of_their_last_use() -> None:
-    rng = random.Random(9)
-    keys = [rng.randbytes(32) for _ in range(2000)]
-    sizes, plain = LruSizes(), OrderedDict[bytes, int]()
-    assert (sizes.newest(), sizes.oldest(3)) == (None, [])
-    for _ in range(20_000):
-        key = rng.choice(keys)
-        assert sizes.get(key) == plain.get(key)
-        match rng.randrange(4):
-            case 0:
-                assert sizes.pop(key) == plain.pop(key, 0)
-            case 1:
-                sizes.use(key)
-                if key in plain:
-                    plain.move_to_end(key)
-            case _:
-                plain[key] = rng.randrange(1 << 48)
-                plain.move_to_end(key)
-                sizes.put(key, plain[key])
-    assert sizes.oldest(len(keys)) == list(plain)
-    assert sizes.oldest(5) == list(plain)[:5]
-    assert sizes.newest() == next(reversed(plain))
-    assert sorted(sizes) == sorted(plain)
-    assert len(sizes) == len(plain)
-    sizes.clear()
-    assert (len(sizes), list(sizes)) == (0, [])
 
 
 def test_linked_lists_agree_with_plain_ones() -> None:

@@ -33,7 +33,7 @@ class Vandal:
     def __init__(self, url: str) -> None:
         options = parse_options(TierUrl.parse(url))
         self._store: Any = importlib.import_module("mooncake.store").MooncakeDistributedStore()
-        code: int = self._store.setup("127.0.0.1", "P2PHANDSHAKE", 0, 1 << 24, "tcp", "", options.master)
+        code: int = self._store.setup("127.0.0.1", "P2PHANDSHAKE", 0, 1 << 24, "tcp", "", options.setup.master)
         assert code == 0, code
 
     def damage(self, prefix: str, key: bytes, other: bytes, how: Damage) -> None:

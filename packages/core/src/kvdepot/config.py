@@ -28,6 +28,8 @@ MAXIMUM_NUMBER: Final = 1e9  # bound for plain numbers, e.g. seconds; larger one
 
 _SIZE: Final = re.compile(r"^\s*(\d{1,20}(?:\.\d{1,20})?)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
 
+_DURATION: Final = re.compile(r"(\d{1,10}(?:\.\d{1,10})?)(ms|s|m|h|d)")
+_SECONDS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 # --- units ----------------------------------------------------------------------------------------------------------
 
@@ -71,6 +73,18 @@ def parse_count(text: str) -> int:
     if not text.isdecimal() or not 0 < int(text) <= MAXIMUM_NUMBER:
         raise ConfigError(f"{text!r} is not a whole number from 1 to {MAXIMUM_NUMBER:,.0f}")
     return int(text)
+
+
+def parse_duration(text: str) -> float:
+    """Return a time as seconds, for example of 500ms, 90s, 1.5h or 7d.
+
+    Raises:
+        ConfigError: it has another form.
+    """
+    match = _DURATION.fullmatch(text)
+    if match is None:
+        raise ConfigError(f"{text!r} is not a time: write for example 90s, 12h or 7d")
+    return float(match[1]) * _SECONDS[match[2]]
 
 
 def parse_quota(text: str) -> tuple[str, int]:

@@ -1,28 +1,18 @@
 """`kvdepot tier gc`: removes objects from the store of a tier while depots use it."""
 
 import argparse
-import re
 import time
 from typing import Any, Final
 
-from kvdepot.config import format_size
+from kvdepot.config import format_size, parse_duration
 from kvdepot.errors import ConfigError, reason_of
 from kvdepot.ops.settings import as_argument, size_argument
 from kvdepot.tiers.base import TierPool
 from kvdepot.tiers.url import TierUrl, open_tier
 
-_DURATION: Final = re.compile(r"(\d{1,9})([smhd])")
-_SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _FORMATS: Final = ("runs", "entries")
 _ENOUGH: Final = 1.05  # share of the capacity: the command ends when the store has no more than this
 _MOST_ROUNDS: Final = 8  # otherwise depots that write faster than the command removes would keep it running for ever
-
-
-def _duration(text: str) -> float:
-    found = _DURATION.fullmatch(text)
-    if found is None:
-        raise ConfigError(f"{text}: write for example 90s, 12h or 7d")
-    return float(found[1]) * _SECONDS[found[2]]
 
 
 def add_tier_gc(commands: Any, common: argparse.ArgumentParser) -> None:
@@ -42,7 +32,7 @@ def add_tier_gc(commands: Any, common: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--older-than",
-        type=as_argument(_duration),
+        type=as_argument(parse_duration),
         default=0.0,
         metavar="TIME",
         help="remove objects that were written longer ago than this, e.g. 7d",

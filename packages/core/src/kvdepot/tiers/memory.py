@@ -1,12 +1,12 @@
 """A tier in this process's memory, `memory://?capacity=SIZE`: for tests, and as the smallest example of a tier."""
 
 import threading
+from collections import OrderedDict
 from collections.abc import Container, Iterator, Sequence
 
 from kvdepot.config import parse_size
 from kvdepot.tiers.base import EVICTED, Extents, Tier, TierPool, TierUsage
 from kvdepot.tiers.keys import generation_of, has_names
-from kvdepot.tiers.sizes import LruSizes
 from kvdepot.tiers.url import TierUrl
 
 
@@ -18,8 +18,8 @@ class MemoryTier(Tier):
         self._capacity_bytes = capacity_bytes
         self._used_bytes = 0
         self._num_evicted = 0
-        self._sizes = LruSizes()
-        self._entries: dict[bytes, tuple[bytes, bytes]] = {}  # trailer and payload
+        # Trailer and payload, the least recently used first.
+        self._entries = OrderedDict[bytes, tuple[bytes, bytes]]()
         self._lock = threading.Lock()
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
@@ -30,7 +30,7 @@ class MemoryTier(Tier):
         """See `Tier`."""
         with self._lock:
             for key in reversed(keys):  # so that the first chunk is the most recently used
-                self._sizes.use(key)
+                self._use(key)
         return self.contains(keys)
 
     def write(self, keys: Sequence[bytes], trailers: Sequence[bytes], extents: Extents) -> list[bool]:
@@ -40,10 +40,9 @@ class MemoryTier(Tier):
             with self._lock:
                 self._forget(key)
                 self._entries[key] = trailer, payload
-                self._sizes.put(key, num_bytes)
-                self._used_bytes += num_bytes
+                self._used_bytes += len(payload)
                 while self._used_bytes > self._capacity_bytes:
-                    self._forget(*self._sizes.oldest(1))
+                    self._forget(next(iter(self._entries)))
                     self._num_evicted += 1
         return self.contains(keys)
 
@@ -53,7 +52,7 @@ class MemoryTier(Tier):
         for key, (offset, num_bytes) in zip(keys, extents, strict=True):
             with self._lock:
                 trailer, payload = self._entries.get(key, (None, b""))
-                self._sizes.use(key)
+                self._use(key)
             trailers.append(trailer)
             self._pool.view[offset : offset + min(num_bytes, len(payload))] = payload[:num_bytes]
         return trailers
@@ -67,7 +66,7 @@ class MemoryTier(Tier):
     def clear(self, tenant: bytes | None, model: bytes | None) -> Iterator[int]:
         """See `Tier`."""
         with self._lock:
-            wanted = [key for key in self._sizes if has_names(key, tenant, model)]
+            wanted = [key for key in self._entries if has_names(key, tenant, model)]
             for key in wanted:
                 self._forget(key)
         yield len(wanted)
@@ -75,23 +74,27 @@ class MemoryTier(Tier):
     def outdate(self, generations: Container[bytes]) -> None:
         """See `Tier`."""
         with self._lock:
-            self._sizes.outdate(lambda key: generation_of(key) in generations)
+            for key in [key for key in reversed(self._entries) if generation_of(key) in generations]:
+                self._entries.move_to_end(key, last=False)
+
+    def _use(self, key: bytes) -> None:
+        if key in self._entries:
+            self._entries.move_to_end(key)
 
     def _forget(self, key: bytes) -> None:
-        self._entries.pop(key, None)
-        self._used_bytes -= self._sizes.pop(key)
+        _, payload = self._entries.pop(key, (b"", b""))
+        self._used_bytes -= len(payload)
 
     def probe(self) -> None:
         """See `Tier`."""
 
     def usage(self) -> TierUsage:
         """See `Tier`."""
-        return TierUsage(len(self._sizes), self._used_bytes, self._capacity_bytes, {EVICTED: self._num_evicted})
+        return TierUsage(len(self._entries), self._used_bytes, self._capacity_bytes, {EVICTED: self._num_evicted})
 
     def close(self) -> None:
         """See `Tier`."""
         with self._lock:
-            self._sizes.clear()
             self._entries.clear()
             self._used_bytes = 0
 

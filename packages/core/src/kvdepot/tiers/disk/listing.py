@@ -8,13 +8,13 @@ import heapq
 import logging
 import os
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from typing import Final, TypeAlias
 
 from kvdepot.tiers.disk.files import FOLDER_DIGITS, Folder, is_hex, is_temporary, key_of
 from kvdepot.tiers.keys import has_names
-from kvdepot.tiers.sizes import LruSizes
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ class Entries:
     def __init__(self) -> None:
         self.used_bytes = 0
         self.is_listed = False  # whether the index is complete
-        self._sizes = LruSizes()  # sizes on disk
+        self._sizes = OrderedDict[bytes, int]()  # sizes on disk, the least recently used first
         self._gone: set[bytes] = set()  # entries removed while the folder was being listed
         self._unremoved: dict[bytes, None] = {}  # cleared entries whose files could not be removed
         self._outdated: list[Callable[[bytes], bool]] = []
@@ -44,27 +44,28 @@ class Entries:
     def use(self, key: bytes) -> None:
         """Mark an entry as most recently used, if it still exists."""
         with self._lock:
-            self._sizes.use(key)
+            if key in self._sizes:
+                self._sizes.move_to_end(key)
 
     def use_if_size(self, key: bytes, size: int) -> bool:
         """Return whether an entry exists with this size. If so, mark it as used."""
         with self._lock:
             if self._sizes.get(key) != size:
                 return False
-            self._sizes.use(key)
+            self._sizes.move_to_end(key)
             return True
 
     def put(self, key: bytes, size: int) -> None:
         """Add an entry whose file was written."""
         with self._lock:
-            self.used_bytes += size - self._sizes.pop(key)
-            self._sizes.put(key, size)
+            self.used_bytes += size - self._sizes.pop(key, 0)
+            self._sizes[key] = size
             self._unremoved.pop(key, None)
 
     def forget(self, key: bytes, *, is_unremoved: bool = False) -> None:
         """Remove an entry. With `is_unremoved`, its file still exists and must not be served."""
         with self._lock:
-            self.used_bytes -= self._sizes.pop(key)
+            self.used_bytes -= self._sizes.pop(key, 0)
             self._unremoved.pop(key, None)
             if is_unremoved:
                 self._unremoved[key] = None
@@ -78,23 +79,22 @@ class Entries:
     def oldest(self, count: int) -> list[bytes]:
         """Return the least recently used entries."""
         with self._lock:
-            return list(self._sizes.oldest(count))
+            return list(islice(self._sizes, count))
 
     def newest(self) -> bytes | None:
         """Return the most recently used entry."""
         with self._lock:
-            return self._sizes.newest()
+            return next(reversed(self._sizes), None)
 
     def matching(self, tenant: bytes | None, model: bytes | None) -> list[bytes]:
         """Return the entries with these hashes of names, including those whose files could not be removed."""
         with self._lock:
-            unremoved = list(self._unremoved)
-            return [key for key in chain(self._sizes, unremoved) if has_names(key, tenant, model)]
+            return [key for key in chain(self._sizes, self._unremoved) if has_names(key, tenant, model)]
 
     def outdate(self, is_meant: Callable[[bytes], bool]) -> None:
         """Make the entries for which `is_meant` holds the least recently used."""
         with self._lock:
-            self._sizes.outdate(is_meant)
+            _outdate(self._sizes, is_meant)
             if not self.is_listed:
                 self._outdated.append(is_meant)  # applied to entries that are found later
 
@@ -109,25 +109,30 @@ class Entries:
         found: list[list[File]] = []
         while some := sorted(islice(files, _SORTED_AT_ONCE), reverse=True):
             found.append(some)
-        sizes, used_bytes = LruSizes(), 0
+        sizes, used_bytes = OrderedDict[bytes, int](), 0
         for _, key, size in heapq.merge(*map(_taken_from_end, found)):
-            sizes.put(key, size)
+            sizes[key] = size
             used_bytes += size
         # Reads and writes wait for the lock, so only the entries that changed meanwhile are handled under it.
         with self._lock:
             for key in self._gone:
-                used_bytes -= sizes.pop(key)
+                used_bytes -= sizes.pop(key, 0)
             # Entries written meanwhile are newer than all of them.
-            for key in self._sizes:
-                used_bytes -= sizes.pop(key)
-                sizes.put(key, self._sizes.get(key) or 0)
+            for key, size in self._sizes.items():
+                used_bytes -= sizes.pop(key, 0)
+                sizes[key] = size
             self._sizes = sizes
             self.used_bytes += used_bytes
             while self._outdated:
-                sizes.outdate(self._outdated.pop())
+                _outdate(sizes, self._outdated.pop())
             self._gone.clear()
             self.is_listed = True
         return bool(found)
+
+
+def _outdate(sizes: OrderedDict[bytes, int], is_meant: Callable[[bytes], bool]) -> None:
+    for key in [key for key in reversed(sizes) if is_meant(key)]:
+        sizes.move_to_end(key, last=False)
 
 
 def found_files(folder: Folder, is_over: Callable[[], bool]) -> Iterator[File]:

@@ -31,14 +31,14 @@ class Setup(msgspec.Struct, frozen=True, array_like=True, tag="setup"):
     """Join the cluster. Answered by `Ready` or `Failed`."""
 
     pool_bytes: int
-    prefix: str
-    local: str
+    prefix: str  # begins all names in the cluster
+    local: str  # address at which other nodes reach this node; "": the one from which it reaches the master
     metadata: str
-    segment_bytes: int
-    buffer_bytes: int
+    segment_bytes: int  # memory contributed to the cluster
+    buffer_bytes: int  # the SDK's buffer, which entries do not pass through
     protocol: str
     device: str
-    master: str
+    master: str  # in the SDK's notation
     replicas: int
 
 

@@ -5,6 +5,8 @@ import socket
 from dataclasses import dataclass
 from typing import Final
 
+from msgspec import structs
+
 from kvdepot.config import parse_size
 from kvdepot.errors import ConfigError, KVDepotError
 from kvdepot.tiers.mooncake import messages as m
@@ -23,39 +25,15 @@ class MooncakeOptions:
     """The parsed URL."""
 
     masters: tuple[tuple[str, int], ...]  # or the hosts of etcd, which knows the present master
-    ha: str  # "" or "etcd"
-    prefix: str  # begins all names in the cluster
-    local: str  # address at which other nodes reach this node; "": the one from which it reaches the master
-    metadata: str
-    segment_bytes: int  # memory contributed to the cluster
-    buffer_bytes: int  # the SDK's buffer, which entries do not pass through
-    protocol: str
-    device: str
-    replicas: int
+    setup: m.Setup  # for the child, without the size of the pool
     timeout_seconds: float  # a longer call makes the depot kill the child
     start_seconds: float
     num_threads: int  # concurrent calls, in addition to probes
 
-    @property
-    def master(self) -> str:
-        """The master, in the SDK's notation."""
-        text = ";".join(f"{host}:{port}" for host, port in self.masters)
-        return f"{self.ha}://{text}" if self.ha else text
-
-    def setup(self, pool_bytes: int, reached_from: str) -> m.Setup:
+    def setup_for(self, pool_bytes: int, reached_from: str) -> m.Setup:
         """Return the setup message for the child. `reached_from` is this node's address as the master sees it."""
-        return m.Setup(
-            pool_bytes=pool_bytes,
-            prefix=self.prefix,
-            local=self.local or (f"[{reached_from}]" if ":" in reached_from else reached_from),
-            metadata=self.metadata,
-            segment_bytes=self.segment_bytes,
-            buffer_bytes=self.buffer_bytes,
-            protocol=self.protocol,
-            device=self.device,
-            master=self.master,
-            replicas=self.replicas,
-        )
+        local = self.setup.local or (f"[{reached_from}]" if ":" in reached_from else reached_from)
+        return structs.replace(self.setup, pool_bytes=pool_bytes, local=local)
 
     def look_for_master(self) -> str:
         """Connect to the master. Return this node's address on that connection.
@@ -88,9 +66,10 @@ def parse_options(url: TierUrl) -> MooncakeOptions:
     if len(hosts) > 1 and not ha:
         raise ConfigError(f"--tier {url.name}: several hosts are those of etcd: add ha=etcd")
     default_port = 2379 if ha else DEFAULT_PORT
-    return MooncakeOptions(
-        masters=tuple(_host_and_port(host, default_port, url) for host in hosts),
-        ha=ha,
+    masters = tuple(_host_and_port(host, default_port, url) for host in hosts)
+    master = ";".join(f"{host}:{port}" for host, port in masters)
+    setup = m.Setup(
+        pool_bytes=0,
         prefix=prefix,
         local=url.take("local", ""),
         metadata=url.take("metadata", "P2PHANDSHAKE"),
@@ -98,7 +77,12 @@ def parse_options(url: TierUrl) -> MooncakeOptions:
         buffer_bytes=url.take_size("buffer", parse_size("16MiB")),
         protocol=url.take("protocol", "tcp"),
         device=url.take("device", ""),
+        master=f"{ha}://{master}" if ha else master,
         replicas=int(url.take_number("replicas", 1, 1)),
+    )
+    return MooncakeOptions(
+        masters,
+        setup,
         timeout_seconds=url.take_number("timeout", 10.0, 0.1),
         start_seconds=url.take_number("start", 60.0, 0.1),
         num_threads=url.num_threads,

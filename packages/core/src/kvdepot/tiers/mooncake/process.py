@@ -107,7 +107,7 @@ class ChildProcess:
     def _keep(self) -> None:
         try:
             self._start()
-            logger.info("mooncake: child process %s has joined the cluster of %s", self.pid, self._options.master)
+            logger.info("mooncake: child process %s has joined the cluster of %s", self.pid, self._options.setup.master)
         except Exception as error:
             if not isinstance(error, MooncakeUnavailable):
                 logger.exception("mooncake: the child process could not be started")
@@ -150,7 +150,7 @@ class ChildProcess:
             for _, theirs in pairs:
                 theirs.close()
         try:
-            setup = self._options.setup(self._pool.view.nbytes, reached_from)
+            setup = self._options.setup_for(self._pool.view.nbytes, reached_from)
             reply = _exchange(channels[0], setup, self._options.start_seconds)
         except OSError as error:
             raise MooncakeUnavailable(f"the child process did not start: {error}") from error

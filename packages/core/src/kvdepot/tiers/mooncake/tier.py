@@ -111,7 +111,9 @@ class MooncakeTier(Tier):
         if self._child.is_final:
             raise ConfigError(f"Mooncake's SDK cannot be used: {self._child.why}")
         if self._child.why:
-            logger.warning("mooncake: continuing without the cluster of %s: %s", self._options.master, self._child.why)
+            logger.warning(
+                "mooncake: continuing without the cluster of %s: %s", self._options.setup.master, self._child.why
+            )
 
     def usage(self) -> TierUsage:
         """See `Tier`. Only the master knows the contents of the cluster."""

@@ -15,7 +15,6 @@ mode is not supported: redirections are errors.
 """
 
 import math
-import re
 import ssl
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import unquote, urlsplit
 
+from kvdepot.config import parse_duration
 from kvdepot.counting import CounterName, Counts, tier_counter
 from kvdepot.errors import ConfigError
 from kvdepot.tiers.base import Extents, Tier, TierPool, TierUsage
@@ -44,8 +44,6 @@ _HEAD_BYTES: Final = TRAILER_BYTES + 4
 _MOST_PARTS: Final = 1024  # parts removed with an entry
 _SCANNED_AT_ONCE: Final = b"1000"
 _PROBE: Final = b"kvdepot-probe"
-_DURATION: Final = re.compile(r"(\d{1,10}(?:\.\d{1,10})?)(ms|s|m|h|d)")
-_UNITS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def head_name(key: bytes) -> bytes:
@@ -249,9 +247,7 @@ def open_tier(url: TierUrl, pool: TierPool) -> ValkeyTier:
     """
     timeout = url.take_timeout()
     ttl = url.take("ttl", "0")
-    duration = _DURATION.fullmatch(ttl)
-    if duration is None and ttl != "0":
-        raise ConfigError(f"--tier {url.name}: ttl={ttl}: write for example 90s, 1h or 7d")
+    ttl_seconds = parse_duration(ttl) if ttl != "0" else 0.0
     try:
         parts = urlsplit(url.location)
         port = parts.port or 6379
@@ -282,4 +278,4 @@ def open_tier(url: TierUrl, pool: TierPool) -> ValkeyTier:
         tls=tls,
         timeout_seconds=timeout,
     )
-    return ValkeyTier(pool, server, float(duration[1]) * _UNITS[duration[2]] if duration else 0.0)
+    return ValkeyTier(pool, server, ttl_seconds)
