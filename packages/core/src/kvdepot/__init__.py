@@ -33,20 +33,6 @@ _HOMES = {
     "list_backends": "kvdepot.backends",
 }
 
-__all__ = [
-    "CacheGroup",
-    "KVCache",
-    "KVDepotError",
-    "KeyRun",
-    "Lease",
-    "Namespace",
-    "PrefixHasher",
-    "SchedulerClient",
-    "get_backend",
-    "hash_prefix",
-    "list_backends",
-]
-
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:

@@ -44,7 +44,6 @@ _PROMOTIONS_REFUSED: Final = depot_counter(
 _PROMOTIONS: Final = depot_counter("promotions", "Lookups that asked the tiers")
 _TIER_JOBS_LATE: Final = depot_counter("tier_jobs_late", "Jobs of tiers that passed their deadline")
 
-__all__ = ["Tiering", "TieringSettings"]
 
 T = TypeVar("T")
 
