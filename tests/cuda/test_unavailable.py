@@ -117,7 +117,6 @@ def test_a_mover_gets_larger_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     def keep(_cache: KVCache, options: CudaOptions) -> None:
         given.append(options)
 
-    monkeypatch.setattr("kvdepot_cuda.why_unavailable", lambda: None)
     monkeypatch.setattr("kvdepot_cuda.context.CudaTransferContext", keep)
     chosen: list[dict[str, Any]] = [{}, {"mode": "direct"}, {"mode": "ipc"}, {"mode": "ipc", "batch_bytes": 1 << 20}]
     for options in chosen:
