@@ -84,7 +84,7 @@ class CopyEngine(Copier):
         self._takes_batches = driver.has_batch_copy
         self._compile_gather = compile_gather
         self._gathers: list[Gather] = []  # by direction
-        self._uses_gathers = False
+        self.uses_kernel = False  # whether the kernel is loaded and in use
         self._loading: threading.Thread | None = None  # of the kernel
         self._registration: PoolRegistration | None = None
         self._registering: threading.Thread | None = None
@@ -105,11 +105,6 @@ class CopyEngine(Copier):
     def num_registered(self) -> int:
         """The number of registered ranges of the pool: pieces, or parts of pieces that the driver refused."""
         return 0 if self._registration is None else self._registration.num_registered
-
-    @property
-    def uses_kernel(self) -> bool:
-        """Whether the kernel is loaded and in use."""
-        return self._uses_gathers
 
     @property
     def is_settled(self) -> bool:
@@ -312,7 +307,7 @@ class CopyEngine(Copier):
             is_registered = registration.covers(runs.offsets)
             is_all = bool(is_registered.all())
             reachable = runs if is_all else runs.where(is_registered)
-            if self._uses_gathers:
+            if self.uses_kernel:
                 reachable = self._launch_for(direction, registration, reachable)
             self._copy_in_batches(direction, batch, reachable)
             if not is_all:
@@ -330,7 +325,7 @@ class CopyEngine(Copier):
         except (DriverError, KernelUnavailable, OSError) as error:
             logger.warning("DMA copies small pages, as the kernel for them cannot be loaded: %s", error)
         else:
-            self._uses_gathers = True
+            self.uses_kernel = True
 
     def _launch_for(self, direction: Direction, registration: PoolRegistration, runs: Runs) -> Runs:
         """Make the kernel copy the suitable runs. Return the others."""
@@ -346,7 +341,7 @@ class CopyEngine(Copier):
             if error.is_permanent:
                 raise
             # The other direction may fail at the same time. Nothing is closed yet, as a launch may still be running.
-            was_used, self._uses_gathers = self._uses_gathers, False
+            was_used, self.uses_kernel = self.uses_kernel, False
             if was_used:
                 logger.warning("DMA copies small pages from now on, as the kernel for them failed: %s", error)
             return runs

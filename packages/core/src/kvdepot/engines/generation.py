@@ -50,18 +50,13 @@ class Generation:
         self._has_slept = False
         self._version: str = ""
         self._named_version: str = ""
-        self._is_known = True
+        self.is_known = True  # whether KV that is computed now has a name
         self._asked_at: float | None = None
         self._number = 0  # number of the last question
 
-    @property
-    def is_known(self) -> bool:
-        """Whether the weights have a name now."""
-        return self._is_known
-
     def reset(self) -> None:
         """Note that the weights may have changed, so that they have no name now."""
-        self._is_known, self._asked_at = False, None
+        self.is_known, self._asked_at = False, None
         self._told, self._has_slept = {}, False
 
     def set_version(self, version: str) -> bool:
@@ -72,7 +67,7 @@ class Generation:
 
     def ask(self) -> int:
         """Return the number of the question to send to the workers now that a request needs a name; 0 for none."""
-        if self._is_known or self._asked_at is not None:
+        if self.is_known or self._asked_at is not None:
             return 0
         self._asked_at = self._clock()
         self._number += 1
@@ -88,7 +83,7 @@ class Generation:
                 earlier questions are ignored, because the weights may have changed since.
             has_slept: whether one of these workers has slept since its last answer.
         """
-        if self._asked_at is None or self._is_known:
+        if self._asked_at is None or self.is_known:
             return False
         self._told.update((worker, told) for worker, (number, told) in weights.items() if number == self._number)
         self._has_slept |= has_slept
@@ -96,7 +91,7 @@ class Generation:
             return False
         found = digest_of_ranks(self._told, self._num_workers)
         is_same = found == self._weights and self._version == self._named_version
-        self._is_known = True
+        self.is_known = True
         self._weights, self._named_version = found, self._version
         if not (found and is_same and self._has_slept):
             name = found if found and not is_same else uuid.uuid4().hex

@@ -16,8 +16,8 @@ import msgspec
 from kvdepot.backends import CacheGroup, KVCache, get_backend
 from kvdepot.client.answers import Lease
 from kvdepot.client.scheduler import SchedulerClient
-from kvdepot.errors import BackendUnavailable, ConfigError
-from kvdepot.keys import KeyRun, Namespace, PrefixHasher, digest_at
+from kvdepot.errors import ConfigError
+from kvdepot.keys import KeyRun, Namespace, digest_at, hash_prefix
 from kvdepot.layout import default_chunk_tokens
 
 CACHE_ALIGNMENT_BYTES: Final = 4096
@@ -108,14 +108,9 @@ class EngineModel:
         tokens_per_second: float | None = None,
     ) -> None:
         backend = get_backend("cpu")
-        try:
-            import numpy as np
+        import numpy as np  # after `get_backend`, which reports a missing one
 
-            from kvdepot.lab.pattern import PagePattern
-        except ImportError as error:
-            raise BackendUnavailable(
-                f"the built-in engine needs the CPU backend: pip install 'kvdepot[cpu]' ({error})"
-            ) from error
+        from kvdepot.lab.pattern import PagePattern
 
         self.geometry = geometry
         self.chunk_tokens = chunk_tokens or default_chunk_tokens([geometry.block_tokens])
@@ -163,9 +158,7 @@ class EngineModel:
         Raises:
             ConfigError: the prompt does not fit into the engine's cache.
         """
-        hasher = PrefixHasher(self._namespace, self.chunk_tokens)
-        hasher.extend(tokens)
-        key = hasher.run()
+        key = hash_prefix(self._namespace, self.chunk_tokens, tokens)
         chunks = [digest_at(key.digests, chunk) for chunk in range(key.num_chunks)]
         local = self.blocks.pin_prefix(chunks)
         started = time.perf_counter()
@@ -180,10 +173,9 @@ class EngineModel:
 
     def abandon(self, request_id: str, tokens: Sequence[int]) -> RequestReport:
         """Look up a prompt and drop the request, without a further message to the depot."""
-        hasher = PrefixHasher(self._namespace, self.chunk_tokens)
-        hasher.extend(tokens)
+        key = hash_prefix(self._namespace, self.chunk_tokens, tokens)
         started = time.perf_counter()
-        pending = self.scheduler.submit_lookup(request_id, hasher.run(), joins=True, announces=True)
+        pending = self.scheduler.submit_lookup(request_id, key, joins=True, announces=True)
         pending.query()
         pending.cancel()
         self.scheduler.end_request(request_id)

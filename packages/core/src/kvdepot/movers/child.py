@@ -76,12 +76,14 @@ def run_mover(
 
 
 def _serve(depot: "_Depot", copy: CopyNow) -> NoReturn:
-    threads = [_CopyThread(depot, copy) for _ in range(2)]  # retrieves, stores
+    queues = [queue.SimpleQueue[Copy]() for _ in range(2)]  # of retrieves, of stores
+    for requests in queues:
+        threading.Thread(target=_copy_all, args=(depot, copy, requests), name="kvdepot-mover-copy", daemon=True).start()
     while True:
         request = depot.receive()
         if not isinstance(request, Copy):
             os._exit(0)
-        threads[request.is_store].put(request)
+        queues[request.is_store].put(request)
 
 
 class _Depot:
@@ -122,26 +124,15 @@ class _Depot:
         return bytes(parts)
 
 
-class _CopyThread:
-    """Makes the copies of one direction, in order."""
-
-    def __init__(self, depot: _Depot, copy: CopyNow) -> None:
-        self._depot = depot
-        self._copy = copy
-        self._requests: queue.SimpleQueue[Copy] = queue.SimpleQueue()
-        threading.Thread(target=self._loop, name="kvdepot-mover-copy", daemon=True).start()
-
-    def put(self, request: Copy) -> None:
-        self._requests.put(request)
-
-    def _loop(self) -> None:
-        while True:
-            request = self._requests.get()
-            try:
-                is_settled = bool(self._copy(request))
-            except CopyRefused as error:
-                self._depot.send(Refused(request.number, str(error)[:_MAXIMUM_TEXT]))
-            except BaseException as error:
-                self._depot.send_last(error if isinstance(error, Exception) else RuntimeError(repr(error)))
-            else:
-                self._depot.send(Copied(request.number, is_settled))
+def _copy_all(depot: _Depot, copy: CopyNow, requests: "queue.SimpleQueue[Copy]") -> None:
+    """Make the copies of one direction, in order."""
+    while True:
+        request = requests.get()
+        try:
+            is_settled = bool(copy(request))
+        except CopyRefused as error:
+            depot.send(Refused(request.number, str(error)[:_MAXIMUM_TEXT]))
+        except BaseException as error:
+            depot.send_last(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+        else:
+            depot.send(Copied(request.number, is_settled))
