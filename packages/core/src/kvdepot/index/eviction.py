@@ -7,7 +7,7 @@ use touched the whole prefix from its deepest chunk to the root, so an ancestor 
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeAlias
 
 from kvdepot.index.columns import make_column
 from kvdepot.index.tree import NO_NODE, ChunkTree
@@ -305,13 +305,8 @@ class AdaptiveReplacement:
         self._num_marked[seen] += 1
 
 
-class PolicyFactory(Protocol):
-    """Creates a policy for a tree. The policy may follow the preference."""
-
-    def __call__(self, tree: ChunkTree, preference: Preference, /) -> EvictionPolicy:
-        """Return a new policy."""
-        ...
-
+PolicyFactory: TypeAlias = Callable[[ChunkTree, Preference], EvictionPolicy]
+"""Creates a policy for a tree. The policy may follow the preference."""
 
 AUTO: Final = "auto"
 POLICIES: Final[dict[str, PolicyFactory]] = {

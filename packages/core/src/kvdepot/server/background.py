@@ -90,32 +90,24 @@ class Background:
     def __init__(self, counters: Counts) -> None:
         self.num_waiting = 0  # entries of all queues
         self.present: Turns | None = None  # the queue whose step is running
-        self.urgent = Turns(self, None)
-        self.operators = Turns(self, MAXIMUM_OPERATIONS)
-        self.hints = Turns(self, _MOST_HINTS)  # the rest of long prefixes; a request ranks their ends itself
-        self.notes = Turns(self, _MOST_NOTES)  # contents of chunks, for blends
-        self.endings = Turns(self, 1)  # prefixes whose time to live has passed
-        self.unpinnings = Turns(self, 1)  # pins whose time has passed
-        self.generations = Turns(self, 1)  # chunks of weights that became outdated
-        self.samples = Turns(self, 1)  # counts a very long lookup for the estimates
-        self.replays = Turns(self, 1)  # resends events
-        self.hottest = Turns(self, 1)  # lists the most used prefixes
-        self.descriptions = Turns(self, 1)  # reads the tokens of an earlier server, or rewrites the file of tokens
         self._counters = counters
-        self._others = deque(
-            [
-                self.operators,
-                self.hints,
-                self.notes,
-                self.endings,
-                self.unpinnings,
-                self.generations,
-                self.samples,
-                self.replays,
-                self.hottest,
-                self.descriptions,
-            ]
-        )
+        self._others = deque[Turns]()
+        self.urgent = Turns(self, None)
+        self.operators = self._other(MAXIMUM_OPERATIONS)
+        self.hints = self._other(_MOST_HINTS)  # the rest of long prefixes; a request ranks their ends itself
+        self.notes = self._other(_MOST_NOTES)  # contents of chunks, for blends
+        self.endings = self._other(1)  # prefixes whose time to live has passed
+        self.unpinnings = self._other(1)  # pins whose time has passed
+        self.generations = self._other(1)  # chunks of weights that became outdated
+        self.samples = self._other(1)  # counts a very long lookup for the estimates
+        self.replays = self._other(1)  # resends events
+        self.hottest = self._other(1)  # lists the most used prefixes
+        self.descriptions = self._other(1)  # reads the tokens of an earlier server, or rewrites the file of tokens
+
+    def _other(self, most: int) -> Turns:
+        """Return another queue of those that take turns."""
+        self._others.append(Turns(self, most))
+        return self._others[-1]
 
     def add_urgent(self, task: Task, num_steps: int | None = None) -> None:
         """Run a chore before all work that is not urgent: now if it is known to have few steps."""

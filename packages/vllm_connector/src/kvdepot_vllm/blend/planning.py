@@ -194,11 +194,10 @@ class Blends:
             return False
         step, question = self._block_tokens, request.num_prompt_tokens - offer.end
         wanted = (offer.end + min(question, QUESTION_TOKENS)) // step + 1
-        wanted += sum(2 if self._is_aligned(run) else run.length // step + 2 for run in offer.runs)  # staging
+        for run in offer.runs:  # staging
+            is_aligned = (run.position - run.source_position) % step == 0
+            wanted += 2 if is_aligned else run.length // step + 2
         return self.pool.get_num_free_blocks() - wanted >= _FREE_SHARE * len(self.pool.blocks)
-
-    def _is_aligned(self, run: BlendRun) -> bool:
-        return (run.position - run.source_position) % self._block_tokens == 0
 
     # --- jobs -----------------------------------------------------------------------------------------------------
 
