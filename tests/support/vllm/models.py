@@ -19,6 +19,7 @@ _COMMON: dict[str, Any] = {
 }
 _YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
 _SMALL: dict[str, Any] = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, **_COMMON}
+_TINY: dict[str, Any] = {"intermediate_size": 512, "num_hidden_layers": 4, "head_dim": 64, **_SMALL}
 _MLA: dict[str, Any] = {
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -46,12 +47,9 @@ def _configurations() -> dict[str, Any]:
     import transformers as t
 
     return {
-        "gqa": lambda: t.LlamaConfig(intermediate_size=512, num_hidden_layers=4, head_dim=64, **_SMALL),
+        "gqa": lambda: t.LlamaConfig(**_TINY),
         "eight-heads": lambda: t.LlamaConfig(
-            intermediate_size=512,
-            num_hidden_layers=2,
-            head_dim=64,
-            **{**_SMALL, "num_attention_heads": 8, "num_key_value_heads": 8},
+            **{**_TINY, "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 8}
         ),
         # 128 KiB of float32 KV a token and little computation, for benchmarks of a cache
         "large-kv": lambda: t.LlamaConfig(
@@ -80,18 +78,9 @@ def _configurations() -> dict[str, Any]:
         "mla-yarn": lambda: t.DeepseekV2Config(
             rope_parameters={"rope_theta": 1e4, "mscale": 0.7, "mscale_all_dim": 0.7, **_YARN}, **_MLA
         ),
-        "qk-norm": lambda: t.Qwen3Config(intermediate_size=512, num_hidden_layers=4, head_dim=64, **_SMALL),
-        "yarn": lambda: t.LlamaConfig(
-            intermediate_size=512,
-            num_hidden_layers=4,
-            head_dim=64,
-            rope_parameters={"rope_theta": 1e4, **_YARN},
-            **_SMALL,
-        ),
+        "qk-norm": lambda: t.Qwen3Config(**_TINY),
+        "yarn": lambda: t.LlamaConfig(rope_parameters={"rope_theta": 1e4, **_YARN}, **_TINY),
         "scaled": lambda: t.LlamaConfig(
-            intermediate_size=512,
-            num_hidden_layers=4,
-            head_dim=64,
             rope_parameters={
                 "rope_type": "llama3",
                 "rope_theta": 5e5,
@@ -100,48 +89,32 @@ def _configurations() -> dict[str, Any]:
                 "high_freq_factor": 4.0,
                 "original_max_position_embeddings": 1024,
             },
-            **_SMALL,
+            **_TINY,
         ),
-        "partial": lambda: t.Glm4Config(  # rotates half of the dims, in pairs of neighbours
-            intermediate_size=512, num_hidden_layers=4, head_dim=64, **_SMALL
-        ),
+        "partial": lambda: t.Glm4Config(**_TINY),  # rotates half of the dims, in pairs of neighbours
         "learned": lambda: t.GPT2Config(n_embd=256, n_head=4, n_layer=4, n_positions=8192, **_COMMON),
         "windows": lambda: t.Gemma3TextConfig(
-            intermediate_size=512,
-            num_hidden_layers=6,
-            head_dim=64,
             sliding_window=512,
             query_pre_attn_scalar=64,
             layer_types=["sliding_attention"] * 5 + ["full_attention"],
-            **_SMALL,
+            **{**_TINY, "num_hidden_layers": 6},
         ),
-        "only-windows": lambda: t.MistralConfig(
-            intermediate_size=512, num_hidden_layers=4, head_dim=64, sliding_window=512, **_SMALL
-        ),
+        "only-windows": lambda: t.MistralConfig(sliding_window=512, **_TINY),
         "short-windows": lambda: t.GptOssConfig(
-            intermediate_size=256,
-            num_hidden_layers=4,
-            head_dim=64,
             sliding_window=128,
             num_local_experts=4,
             num_experts_per_tok=2,
             layer_types=["sliding_attention", "full_attention"] * 2,
-            **_SMALL,
+            **{**_TINY, "intermediate_size": 256},
         ),
         # SGLang keeps this model's windows in a pool of their own, and runs it on CPU
         "window-pool": lambda: t.MellumConfig(
-            intermediate_size=512,
-            num_hidden_layers=4,
-            head_dim=64,
             sliding_window=128,
             layer_types=["sliding_attention", "full_attention"] * 2,
             mlp_layer_types=["dense"] * 4,
-            **_SMALL,
+            **_TINY,
         ),
         "recurrent": lambda: t.Qwen3NextConfig(
-            intermediate_size=512,
-            num_hidden_layers=3,
-            head_dim=64,
             linear_num_key_heads=2,
             linear_num_value_heads=4,
             linear_key_head_dim=64,
@@ -151,18 +124,10 @@ def _configurations() -> dict[str, Any]:
             moe_intermediate_size=128,
             shared_expert_intermediate_size=128,
             layer_types=["linear_attention"] * 2 + ["full_attention"],
-            **_SMALL,
+            **{**_TINY, "num_hidden_layers": 3},
         ),
         "mamba": lambda: t.FalconH1Config(
-            intermediate_size=512,
-            num_hidden_layers=4,
-            head_dim=64,
-            mamba_d_ssm=512,
-            mamba_n_heads=8,
-            mamba_d_head=64,
-            mamba_d_state=64,
-            mamba_n_groups=1,
-            **_SMALL,
+            mamba_d_ssm=512, mamba_n_heads=8, mamba_d_head=64, mamba_d_state=64, mamba_n_groups=1, **_TINY
         ),
     }
 
