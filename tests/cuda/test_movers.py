@@ -211,7 +211,7 @@ def test_an_engine_that_sleeps_gives_its_memory_up_each_time_and_has_a_mover_aga
 
 
 def test_a_mover_of_an_earlier_depot_that_lives_on_is_dead_when_its_worker_is_closed(
-    device: FakeDevice, depot: DepotProcess, cache: MakeCache
+    depot: DepotProcess, cache: MakeCache
 ) -> None:
     """The mover is stopped and has no parent-death signal. The later depots have movers of their own."""
     worker = cache(mover="stubborn")
@@ -508,13 +508,7 @@ def packed(*block_ids: int) -> bytes:
 )
 @pytest.mark.parametrize("is_store", [True, False])
 def test_a_message_cannot_make_a_mover_touch_anything_else(
-    is_store: bool,
-    block_ids: bytes,
-    first_covered: int,
-    why: str,
-    device: FakeDevice,
-    depot: DepotProcess,
-    cache: MakeCache,
+    is_store: bool, block_ids: bytes, first_covered: int, why: str, depot: DepotProcess, cache: MakeCache
 ) -> None:
     worker = cache()
     assert worker.store(prompt(2))

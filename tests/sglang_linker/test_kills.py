@@ -15,7 +15,7 @@ AT_ONCE = 16
 
 
 @pytest.mark.slow
-def test_kills_of_the_depot_under_many_requests_cost_none(tmp_path: Path, model: Callable[[str], Path]) -> None:
+def test_kills_of_the_depot_under_many_requests_cost_none(model: Callable[[str], Path]) -> None:
     """Every request ends with the tokens of an engine without a depot, and hits continue between the kills."""
     wanted = prompts(4 * AT_ONCE, 140, seed=5, shared=64)
     rounds = [wanted[start : start + AT_ONCE] for start in range(0, len(wanted), AT_ONCE)]

@@ -31,7 +31,7 @@ def test_others_are_served_while_one_loads(engine: Engine) -> None:
 
 
 @pytest.mark.promise(13, 18, 36)
-def test_a_store_holds_its_blocks_and_nothing_else(engine: Engine, depot: DepotProcess) -> None:
+def test_a_store_holds_its_blocks_and_nothing_else(engine: Engine) -> None:
     before = engine.ask("state")
     engine.ask("hold_stores")
     assert engine.ask("submit", requests={"stores": FOURTH}, max_tokens=4, steps=100)["finished"] == ["stores"]

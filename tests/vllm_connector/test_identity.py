@@ -150,7 +150,7 @@ def test_a_folder_without_weights_is_known_by_its_path(tmp_path: Path, caplog: p
     assert "no file of a known kind" in caplog.text
 
 
-def test_weights_in_an_object_store_are_known_by_its_address(weights: Path) -> None:
+def test_weights_in_an_object_store_are_known_by_its_address() -> None:
     """VLLM loads the configuration into a folder with a new name every time."""
     first, same, other = (
         digest(folder, model_weights=address)

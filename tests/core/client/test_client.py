@@ -328,7 +328,7 @@ def test_ten_restarts_leave_nothing_behind(client: SchedulerClient, depot: Depot
 
 
 @pytest.mark.promise(20)
-def test_a_depot_that_refuses_is_a_miss_with_the_reason(depot: DepotProcess, make_client: MakeClient) -> None:
+def test_a_depot_that_refuses_is_a_miss_with_the_reason(depot: DepotProcess) -> None:
     bad = m.CacheSpec(60, SPEC.groups, "bytes")
     client = SchedulerClient(bad, "engine", url=depot.url, deadline_seconds=DEADLINE)
     with pytest.raises(DepotUnavailable, match="bad_layout"):

@@ -173,9 +173,7 @@ def test_nonsense_at_the_replay_hurts_nobody(depot: DepotProcess, engine: Engine
         {"digests": b"\0" * 31},
     ],
 )
-def test_a_description_that_contradicts_itself_is_refused(
-    depot: DepotProcess, engine: Engine, change: dict[str, Any]
-) -> None:
+def test_a_description_that_contradicts_itself_is_refused(engine: Engine, change: dict[str, Any]) -> None:
     run = prompt(1, "a")
     engine.worker.store(run)
     (request,) = description(run).requests(engine.scheduler.context, run)
@@ -194,7 +192,7 @@ def test_without_events_no_engine_is_asked_for_tokens() -> None:
         engine.close()
 
 
-def test_a_hit_that_nobody_described_asks_for_its_tokens(depot: DepotProcess, engine: Engine) -> None:
+def test_a_hit_that_nobody_described_asks_for_its_tokens(engine: Engine) -> None:
     run = prompt(3, "a")
     engine.worker.store(run)
     assert engine.scheduler.session.wants_tokens

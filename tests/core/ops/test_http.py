@@ -422,7 +422,7 @@ def test_a_client_that_leaves_while_it_sends_puts_nothing_into_the_log(capfd: py
 
 @pytest.mark.slow
 @pytest.mark.promise(62)
-def test_a_depot_makes_a_token_for_its_user_alone(tmp_path: Path) -> None:
+def test_a_depot_makes_a_token_for_its_user_alone() -> None:
     with DepotProcess("--http", "127.0.0.1:0") as depot:
         path = depot.directory / "http.token"
         first = path.read_text().strip()
@@ -505,7 +505,7 @@ def test_find_reports_the_owner_of_a_prefix_and_whether_it_is_held(http: Http, p
 
 
 @pytest.mark.slow
-def test_one_prefix_is_cleared_up_to_what_another_needs(http: Http, peer: Peer, depot: DepotProcess) -> None:
+def test_one_prefix_is_cleared_up_to_what_another_needs(http: Http, peer: Peer) -> None:
     peer.store(prompt(6, "a"))
     other = hash_prefix(Namespace("model", tenant_salt="a"), 64, [*range(128), *range(1000, 1128)])
     peer.store(other)
@@ -531,7 +531,7 @@ def test_a_quota_is_changed_at_runtime(http: Http, peer: Peer) -> None:
 
 
 @pytest.mark.slow
-def test_a_draining_depot_finds_and_takes_no_stores(http: Http, peer: Peer, depot: DepotProcess) -> None:
+def test_a_draining_depot_finds_and_takes_no_stores(http: Http, peer: Peer) -> None:
     peer.store(prompt(3, "a"))
     ticket = peer.prepare(prompt(2, "b")).ticket
     assert http.post("/drain") == (200, {"count": 1})
@@ -546,7 +546,7 @@ def test_a_draining_depot_finds_and_takes_no_stores(http: Http, peer: Peer, depo
 
 
 @pytest.mark.slow
-def test_the_log_level_is_changed_at_runtime(http: Http, depot: DepotProcess) -> None:
+def test_the_log_level_is_changed_at_runtime(http: Http) -> None:
     assert json.loads(http.get("/loglevel")[1]) == {"level": "warning"}
     assert http.post("/loglevel", {"level": "debug"}) == (200, {"level": "debug"})
     assert json.loads(http.get("/loglevel")[1]) == {"level": "debug"}

@@ -3,6 +3,7 @@
 import os
 import random
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -11,11 +12,12 @@ import pytest
 
 from kvdepot.client.connection import open_session
 from kvdepot.client.operator import ask_depot
-from kvdepot.config import CONTROL_SOCKET
+from kvdepot.config import CONTROL_SOCKET, ServerConfig
 from kvdepot.errors import ErrorCode, RemoteError
 from kvdepot.keys import KeyRun, Namespace, hash_prefix
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.layout import GroupKind
+from kvdepot.server.app import DepotServer
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
@@ -102,27 +104,18 @@ def test_random_frames_hurt_nobody(raw: RawSocket, depot: DepotProcess, bystande
 
 
 @pytest.mark.promise(1)
-def test_a_handler_that_raises_gives_an_error_reply(depot: DepotProcess, raw: RawSocket, bystander: Peer) -> None:
-    reply = ask_depot(m.Hello(m.PROTOCOL_VERSION), depot.url)
-    assert isinstance(reply, m.HelloReply)
-    # No known input makes a handler raise, so a server in this process gets a handler that does.
-    import threading
-    from tempfile import TemporaryDirectory
-
-    from kvdepot.config import ServerConfig
-    from kvdepot.server.app import DepotServer
-
-    with TemporaryDirectory() as directory:
-        server = DepotServer(ServerConfig(Path(directory), pool_size_bytes=1 << 20, ephemeral=True))
-        server.depot.status.fields = lambda: 1 // 0  # type: ignore[method-assign,assignment,return-value]
-        thread = threading.Thread(target=server.run)
-        thread.start()
-        with pytest.raises(RemoteError) as caught:
-            ask_depot(o.Status(), directory, 1.0)
-        assert caught.value.code is ErrorCode.INTERNAL
-        assert isinstance(ask_depot(m.Hello(m.PROTOCOL_VERSION), directory, 1.0), m.HelloReply)
-        server.stop()
-        thread.join(10)
+def test_a_handler_that_raises_gives_an_error_reply(tmp_path: Path) -> None:
+    """No known input makes a handler raise, so a server in this process gets a handler that does."""
+    server = DepotServer(ServerConfig(tmp_path, pool_size_bytes=1 << 20, ephemeral=True))
+    server.depot.status.fields = lambda: 1 // 0  # type: ignore[method-assign,assignment,return-value]
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    with pytest.raises(RemoteError) as caught:
+        ask_depot(o.Status(), str(tmp_path), 1.0)
+    assert caught.value.code is ErrorCode.INTERNAL
+    assert isinstance(ask_depot(m.Hello(m.PROTOCOL_VERSION), str(tmp_path), 1.0), m.HelloReply)
+    server.stop()
+    thread.join(10)
 
 
 @pytest.mark.promise(1)

@@ -48,7 +48,6 @@ _installed: "FakeDevice | None" = None  # for the life of the process, like the 
 class Stats:
     """Counts operations of the device."""
 
-    num_copies_to_device: int = 0
     num_waits: int = 0
     graphs: set[tuple[Any, tuple[Any, ...]]] = field(default_factory=set[tuple[Any, tuple[Any, ...]]])
 
@@ -265,8 +264,6 @@ class FakeDevice:
         with self.lock:
             to_device, from_device = self._is_here(target), self._is_here(source)
             plain_target, plain_source = self._plain(target), self._plain(source)
-            if to_device and not from_device:
-                self.stats.num_copies_to_device += 1
             if non_blocking or (to_device and from_device):
                 if not to_device:
                     self._poison(plain_target)
