@@ -141,20 +141,6 @@ def test_a_tier_of_very_many_threads_comes_back_though_all_of_them_hang() -> Non
     bench.queue.close()
 
 
-@pytest.mark.promise(31)
-def test_lookups_beside_a_tier_whose_reads_hang_pay_the_deadline_a_few_times_only(bench: Bench) -> None:
-    bench.tier.hanging = {Operation.READ}
-    num_late = 0
-    for second in range(60):
-        bench.now = max(bench.now, 100.0 + second)
-        while (due := bench.queue.next_deadline()) is not None and bench.queue.is_suspended and due <= bench.now:
-            bench.probe()
-        if not bench.queue.is_suspended:
-            bench.hang(Operation.READ)
-            num_late += 1
-    assert 2 <= num_late <= 7
-
-
 def test_a_read_in_time_ends_the_trial(bench: Bench) -> None:
     write(bench.queue, bench.keys[:1], extents_of(0, [4096]))
     bench.tier.hanging = {Operation.READ}

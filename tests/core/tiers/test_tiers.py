@@ -1,7 +1,7 @@
 """The suite of tiers on a tier in memory, and the queue's own rules."""
 
 import errno
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 
 import pytest
@@ -147,19 +147,6 @@ def test_a_hung_call_gives_its_extents_back_when_it_returns(bench: FaultyBench) 
     assert job.num_left == 0
 
 
-def test_a_probe_brings_a_tier_back_even_while_old_calls_still_hang(bench: FaultyBench) -> None:
-    write(bench.queue, bench.keys, extents_of(0, [4096] * 16))
-    bench.tier.hang = True
-    bench.submit(Operation.READ, 0, 16)
-    bench.wait_for_calls(5)
-    bench.let_pass(1.1)
-    bench.tier.strand()
-    bench.probe()
-    assert not bench.queue.is_suspended
-    assert bench.queue.status().num_hung_calls == 4
-    assert contains(bench.queue, bench.keys[:2]) == [True, True]
-
-
 def test_probes_come_less_and_less_often_while_the_storage_is_away(bench: FaultyBench) -> None:
     bench.tier.error = OSError("away")
     for _ in range(ERRORS_TO_SUSPEND):
@@ -245,6 +232,16 @@ def test_passwords_of_a_url_are_not_in_its_name() -> None:
     assert TierUrl.parse("valkey://me:secret@host:1/0?password=x").name == "valkey://host:1/0"
 
 
+def install(monkeypatch: pytest.MonkeyPatch, opener: Callable[[TierUrl, TierPool], Tier]) -> None:
+    """Install a tier `mine`."""
+
+    def entry_points(*, group: str) -> list[SimpleNamespace]:
+        assert group == url.ENTRY_POINT_GROUP
+        return [SimpleNamespace(name="mine", load=lambda: opener)]
+
+    monkeypatch.setattr(url, "entry_points", entry_points)
+
+
 @pytest.mark.parametrize(
     ("missing", "said"),
     [
@@ -259,15 +256,7 @@ def test_a_tier_that_lacks_something_is_refused_when_it_is_opened(
 ) -> None:
     """Regression: the tier was opened, and then every store of an engine was refused."""
     incomplete: type[MemoryTier] = type("Incomplete", (MemoryTier,), dict.fromkeys(missing))
-
-    def opener(_url: TierUrl, pool: TierPool) -> MemoryTier:
-        return incomplete(pool, 1 << 20)
-
-    def entry_points(*, group: str) -> list[SimpleNamespace]:
-        assert group == url.ENTRY_POINT_GROUP
-        return [SimpleNamespace(name="mine", load=lambda: opener)]
-
-    monkeypatch.setattr(url, "entry_points", entry_points)
+    install(monkeypatch, lambda _url, pool: incomplete(pool, 1 << 20))
     with pytest.raises(
         ConfigError, match=rf"--tier mine://: the class Incomplete {said}, as a kvdepot\.tiers\.Tier must"
     ):
@@ -282,15 +271,7 @@ def test_a_call_that_a_tier_only_inherits_is_missing_and_the_tier_is_closed(monk
         closed.append(tier)
 
     forgetful: type[Tier] = type("Forgetful", (Tier,), {"close": close})
-
-    def opener(_url: TierUrl, _pool: TierPool) -> Tier:
-        return forgetful()
-
-    def entry_points(*, group: str) -> list[SimpleNamespace]:
-        assert group == url.ENTRY_POINT_GROUP
-        return [SimpleNamespace(name="mine", load=lambda: opener)]
-
-    monkeypatch.setattr(url, "entry_points", entry_points)
+    install(monkeypatch, lambda _url, _pool: forgetful())
     said = r"Forgetful does not define contains\(\), write\(\), read\(\), remove\(\), clear\(\), probe\(\), usage\(\)"
     with pytest.raises(ConfigError, match=said):
         open_tier(TierUrl.parse("mine://"), make_pool())
