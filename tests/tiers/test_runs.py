@@ -22,9 +22,9 @@ from kvdepot.keys import DIGEST_BYTES, KeyRun, Namespace, digest_at, hash_prefix
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.layout import GroupKind
 from kvdepot.ops.cli import main
+from kvdepot.ops.collect import collect
 from kvdepot.testing.tier.traffic import contains, content, make_pool, read, read_from, write_to
 from kvdepot.tiers.base import TierPool
-from kvdepot.tiers.collecting import collect
 from kvdepot.tiers.keys import (
     DEPTH_BYTES,
     KEY_BYTES,
