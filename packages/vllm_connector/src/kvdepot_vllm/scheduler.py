@@ -39,7 +39,7 @@ from kvdepot_vllm.params import (
 from kvdepot_vllm.prefill_cost import PrefillCost
 from kvdepot_vllm.settings import Settings
 from kvdepot_vllm.state import Outcome, RequestState
-from kvdepot_vllm.stores import EndedStore, Stores
+from kvdepot_vllm.stores import Stores
 
 if TYPE_CHECKING:
     from kvdepot_vllm.events import Announcer, Describer  # it loads vLLM
@@ -307,9 +307,9 @@ class SchedulerSide:
             self._blends.note(state, namespace, key)
             state.must_note = False
 
-    def _store_ended(self, state: RequestState, store: EndedStore) -> None:
-        if store.num_chunks:
-            self._describe(state, store.first_chunk, store.first_chunk + store.num_chunks)
+    def _store_ended(self, state: RequestState, chunks: range) -> None:
+        if chunks:
+            self._describe(state, chunks.start, chunks.stop)
         if not state.has_ended:
             self._note(state)
 

@@ -30,19 +30,6 @@ _STORES_WITHOUT_BLOCKS: Final = engine_counter("stores_without_blocks", "Stores 
 _MOST_PUT_OFF: Final = 256  # ended requests; each step looks at the oldest only while there is room for its chunks
 
 
-@dataclass(frozen=True, slots=True)
-class EndedStore:
-    """A store that every worker has reported.
-
-    Attributes:
-        first_chunk: the first chunk of the store.
-        num_chunks: the leading chunks that all workers stored; 0 for a store of a prompt's incomplete chunk.
-    """
-
-    first_chunk: int
-    num_chunks: int
-
-
 @dataclass(slots=True)
 class _PendingStore:
     state: RequestState
@@ -73,7 +60,8 @@ class Stores:
         cache: the engine's cache.
         settings: the user's settings.
         num_workers: the number of workers, which all report each store.
-        on_ended: called with the request after a store has ended and its blocks are released.
+        on_ended: called with the request after a store has ended and its blocks are released, and with the whole chunks
+            that all workers stored.
         clock: returns monotonic seconds.
     """
 
@@ -82,7 +70,7 @@ class Stores:
         cache: EngineCache,
         settings: Settings,
         num_workers: int,
-        on_ended: Callable[[RequestState, EndedStore], None],
+        on_ended: Callable[[RequestState, range], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.counters = Counts()
@@ -294,10 +282,8 @@ class Stores:
             store.first_chunk,
             store.num_chunks - store.num_stored,
         )
-        self._on_ended(
-            store.state,
-            EndedStore(store.first_chunk, 0 if store.is_tail else store.num_stored),
-        )
+        stop = store.first_chunk + (0 if store.is_tail else store.num_stored)
+        self._on_ended(store.state, range(store.first_chunk, stop))
         self._call_afterwards(store.state)
 
     def _call_afterwards(self, state: RequestState) -> None:

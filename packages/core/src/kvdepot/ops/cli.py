@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Final, NoReturn
 
 import msgspec
 
@@ -248,7 +248,7 @@ def make_parser(benches: Mapping[str, DeviceBench | BackendUnavailable] | None =
 def _backends(options: argparse.Namespace) -> int:
     found = list_backends()
     if options.json:
-        print(json.dumps([_as_dict(backend) for backend in found], indent=2))
+        print(json.dumps(msgspec.to_builtins(found), indent=2))
         return 0
     for backend in found:
         state = backend.why_unavailable or f"usable ({', '.join(backend.capabilities)})"
@@ -340,7 +340,7 @@ def _doctor(options: argparse.Namespace) -> int:
     config = ServerConfig(**{name: getattr(options, name) for name in _SETTINGS_OF_DOCTOR if name in options})
     findings = diagnose(read_facts(config))
     if options.json:
-        print(json.dumps([_as_dict(finding) for finding in findings], indent=2))
+        print(json.dumps(msgspec.to_builtins(findings), indent=2))
     else:
         for finding in findings:
             mark = "" if finding.verdict is Verdict.FINE else f"{finding.verdict.upper()}: "
@@ -386,7 +386,3 @@ def _bench(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(result, indent=2))
     return 0
-
-
-def _as_dict(value: object) -> dict[str, Any]:
-    return msgspec.to_builtins(value)

@@ -43,7 +43,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser, json_output: ar
 def _pools(options: argparse.Namespace) -> int:
     if options.remove and not (options.paths or options.stopped):
         raise PoolError("--remove needs the PATH of a pool, or --stopped for all that no depot serves")
-    found = [_look_at(path) for path in options.paths] or find_pools()
+    found = [look_at(path) for path in options.paths] or find_pools()
     if options.stopped:
         found = [pool for pool in found if not pool.is_served]
     if options.remove:
@@ -57,13 +57,6 @@ def _pools(options: argparse.Namespace) -> int:
     else:
         print(f"no pools{' without a depot' if options.stopped else ''} in {SHARED_MEMORY}")
     return 0
-
-
-def _look_at(path: Path) -> FoundPool:
-    try:
-        return look_at(path)
-    except OSError as error:
-        raise PoolError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def _without_recent(pools: list[FoundPool], now: float) -> list[FoundPool]:
