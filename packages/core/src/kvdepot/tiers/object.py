@@ -111,11 +111,6 @@ class ObjectTier(Tier):
         """See `Tier`."""
         return self._run(lambda: self._contains(keys))
 
-    def touch(self, keys: Sequence[bytes], sizes: Sequence[int]) -> list[bool]:
-        """See `Tier`."""
-        del sizes
-        return self.contains(keys)
-
     def write(self, keys: Sequence[bytes], trailers: Sequence[bytes], extents: Extents) -> list[bool]:
         """See `Tier`. Raises only if no entry was written."""
         runs = _by_run(keys)

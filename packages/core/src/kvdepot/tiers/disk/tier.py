@@ -15,7 +15,7 @@ from typing import Final
 from kvdepot.config import format_size
 from kvdepot.counting import Counts, tier_counter
 from kvdepot.errors import ConfigError
-from kvdepot.tiers.base import Extents, TierPool, TierUsage
+from kvdepot.tiers.base import Extents, Tier, TierPool, TierUsage
 from kvdepot.tiers.disk import listing
 from kvdepot.tiers.disk.capacity import Capacity
 from kvdepot.tiers.disk.files import NO_ROOM, NOT_WRITABLE, PAGE, STORAGE_AWAY, Folder, round_up, size_on_disk
@@ -31,7 +31,7 @@ _CLEARED_AT_ONCE: Final = 256
 _LEAST_SLOTS: Final = 2  # with one slot, the drive idles while the slot is passed on
 
 
-class DiskTier:
+class DiskTier(Tier):
     """A tier in its own folder.
 
     Args:
@@ -46,9 +46,6 @@ class DiskTier:
     """
 
     batch_entries = 1
-    writer_pid = 0
-    keeps_runs = False
-    wants_places = False
 
     def __init__(
         self, pool: TierPool, directory: Path, capacity_bytes: int, num_threads: int = DEFAULT_THREADS

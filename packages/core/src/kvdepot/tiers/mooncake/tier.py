@@ -43,8 +43,6 @@ class MooncakeTier(Tier):
     """Entries in a Mooncake cluster. See `Tier`."""
 
     batch_entries = 256
-    keeps_runs = False
-    wants_places = False
 
     def __init__(self, options: MooncakeOptions, pool: TierPool) -> None:
         self._options = options
@@ -65,10 +63,6 @@ class MooncakeTier(Tier):
         for first in range(0, len(keys), m.KEYS_A_MESSAGE):
             outcomes += self._ask(m.Contains(list(keys[first : first + m.KEYS_A_MESSAGE]))).values
         return [outcome is m.Outcome.HERE for outcome in outcomes]
-
-    def touch(self, keys: Sequence[bytes], sizes: Sequence[int]) -> list[bool]:
-        """See `Tier`."""
-        return self.contains(keys)
 
     def write(self, keys: Sequence[bytes], trailers: Sequence[bytes], extents: Extents) -> list[bool]:
         """See `Tier`. Without room, or if the target node does not answer, an entry is not written."""

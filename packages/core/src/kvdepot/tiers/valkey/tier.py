@@ -67,7 +67,6 @@ class ValkeyTier(Tier):
     """
 
     batch_entries = 256
-    keeps_runs = False
     wants_places = True
 
     def __init__(self, pool: TierPool, server: Server, ttl_seconds: float = 0.0) -> None:
