@@ -161,9 +161,8 @@ def directory_of_url(url: str | None) -> Path:
     return Path(url)
 
 
-def is_loopback(endpoint: str) -> bool:
-    """Return whether only this machine can reach an endpoint `tcp://HOST:PORT`."""
-    host = endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+def is_loopback(host: str) -> bool:
+    """Return whether only processes of this machine reach a host."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

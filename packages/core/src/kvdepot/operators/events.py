@@ -252,7 +252,7 @@ def check_endpoint(endpoint: str, flag: str) -> bool:
         return True
     if not endpoint.startswith("tcp://") or not endpoint.rpartition(":")[2].isdigit():
         raise ConfigError(f"{flag} {endpoint}: give tcp://HOST:PORT or ipc://PATH, for example tcp://127.0.0.1:5557")
-    return is_loopback(endpoint)
+    return is_loopback(endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]"))
 
 
 def _listen(

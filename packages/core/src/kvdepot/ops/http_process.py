@@ -5,7 +5,6 @@ while the metrics of very many tenants were written. If the process exits, anoth
 """
 
 import contextlib
-import ipaddress
 import logging
 import os
 import secrets
@@ -21,6 +20,7 @@ from typing import Final
 
 import msgspec
 
+from kvdepot.config import is_loopback
 from kvdepot.errors import ConfigError, reason_of
 
 logger = logging.getLogger(__name__)
@@ -44,12 +44,7 @@ class HttpSettings:
     @property
     def is_loopback(self) -> bool:
         """Whether only this machine can connect."""
-        if self.host == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
+        return is_loopback(self.host)
 
     @classmethod
     def parse(cls, address: str, token_file: Path | None = None, names: Sequence[str] = ()) -> "HttpSettings":

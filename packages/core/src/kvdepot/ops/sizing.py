@@ -128,15 +128,12 @@ def read_model_config(path: Path | str) -> Mapping[str, Any]:
     if path.is_dir():
         path = path / "config.json"
     try:
-        config: Any = msgspec.json.decode(path.read_bytes())
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except OSError as error:
         why = error.strerror or error
         raise ConfigError(f"{path} cannot be read: {why} (give the config.json of a model on this machine)") from error
     except msgspec.DecodeError as error:
-        raise ConfigError(f"{path}: {error}") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"{path} is not a model's configuration")
-    return msgspec.convert(config, dict[str, Any])
+        raise ConfigError(f"{path} is not a model's configuration: {error}") from error
 
 
 def size_model(config: Mapping[str, Any], cache_dtype: str = "auto") -> Sizing:
