@@ -205,7 +205,8 @@ def simulate(
         raise TraceError("the trace has no requests with blocks")
     chunk_bytes = extent_size(max(1, round(BLOCK_TOKENS * bytes_per_token)))
     unique_bytes = len(workload.digests) * chunk_bytes
-    sizes = sorted(set(pool_sizes)) or [_whole_chunks(share * unique_bytes, chunk_bytes) for share in LADDER]
+    ladder = [max(1, int(share * len(workload.digests))) * chunk_bytes for share in LADDER]
+    sizes = sorted(set(pool_sizes)) or ladder
     next_uses = _next_uses(workload)
     ends = _session_ends(workload, next_uses, session_ends)
     rows: list[SimulationRow] = []
@@ -451,10 +452,6 @@ def _replay_offline(workload: Workload, next_uses: "list[array[int]]", capacity_
                 del kept[number]
                 evictions += 1
     return found, evictions
-
-
-def _whole_chunks(num_bytes: float, chunk_bytes: int) -> int:
-    return max(1, int(num_bytes / chunk_bytes)) * chunk_bytes
 
 
 def _pool_name(num_bytes: int) -> str:
