@@ -31,7 +31,7 @@ from kvdepot.server.replies import PendingReply, Refused
 from kvdepot.server.restoring import take_over
 from kvdepot.tiers.jobs import Operation
 from kvdepot.tiers.keys import name_hash, place_of, tier_key
-from kvdepot.tiers.tiering import Tiering, TieringSettings
+from kvdepot.tiers.tiering import TieringSettings
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
@@ -65,7 +65,7 @@ from simulation.setup import (
 )
 from simulation.tier import SimulatedQueue, Storage, make_queue
 from support.integrity import check_empty
-from support.operate import operate
+from support.operate import operate, put_tiers_below
 
 Event = tuple[str, int, int, int]
 
@@ -160,16 +160,8 @@ class Server:
         self.queue: SimulatedQueue | None = None
         if setup.demotion is not None:
             self.queue = make_queue(world.storage, f"the server {pid}", world.clock)
-            self.depot.state.tiering = Tiering(
-                self.index,
-                [self.queue],
-                TieringSettings(setup.demotion),
-                names_of=self.depot.labels.names.__getitem__,
-                end_store=self.depot.stores.end_one_above_quota,
-                on_corrupt=self.depot.remove_corrupt,
-                clock=world.clock,
-            )
-            self.depot.state.tiering.promotion_context.own_writer = self.writer
+            tiering = put_tiers_below(self.depot, [self.queue], TieringSettings(setup.demotion))
+            tiering.promotion_context.own_writer = self.writer
         found = self.names.found
         self.watched: set[Writer] = set()
         restored = restore(self.index, found.spaces, len(found.labels))

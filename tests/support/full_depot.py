@@ -15,9 +15,9 @@ from kvdepot.server.depot import Depot
 from kvdepot.testing.tier.traffic import make_pool
 from kvdepot.tiers.memory import MemoryTier
 from kvdepot.tiers.queue import TierQueue
-from kvdepot.tiers.tiering import Tiering, TieringSettings
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
+from support.operate import put_tiers_below
 
 PAGE = 4096
 NUM_CHUNKS = 8192
@@ -83,15 +83,7 @@ def put_tier_below(bench: Bench) -> TierQueue:
     pool = make_pool(NUM_CHUNKS * PAGE)
     tier = MemoryTier(pool, 4 * NUM_CHUNKS * PAGE)
     queue = TierQueue(tier, pool, "memory", write_bytes=2 * NUM_CHUNKS * PAGE, clock=lambda: bench.now)
-    bench.depot.state.tiering = Tiering(
-        bench.index,
-        [queue],
-        TieringSettings(),
-        names_of=bench.depot.labels.names.__getitem__,
-        end_store=bench.depot.stores.end_one_above_quota,
-        on_corrupt=bench.depot.remove_corrupt,
-        clock=lambda: bench.now,
-    )
+    put_tiers_below(bench.depot, [queue])
     return queue
 
 

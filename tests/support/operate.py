@@ -1,5 +1,6 @@
-"""Asks a depot for an operation without a socket, as `kvdepot.server.commands.Operators` does."""
+"""Asks a depot for an operation, and puts tiers below it, as its server does, without a socket."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from msgspec import Struct
@@ -7,6 +8,8 @@ from msgspec import Struct
 from kvdepot.server.commands import HANDLERS
 from kvdepot.server.depot import Depot
 from kvdepot.server.replies import PendingReply, run
+from kvdepot.tiers.queue import TierQueue
+from kvdepot.tiers.tiering import Tiering, TieringSettings
 from kvdepot.wire import frames
 from kvdepot.wire import operations as o
 
@@ -27,3 +30,17 @@ def operate(depot: Depot, request: o.OperatorRequest) -> PendingReply | Answered
     handled = HANDLERS[type(request)](depot, request, lambda: "this test")
     reply = handled if isinstance(handled, Struct) else run(handled, depot.state.fail)
     return reply if isinstance(reply, PendingReply) else Answered(reply)
+
+
+def put_tiers_below(depot: Depot, queues: Sequence[TierQueue], settings: TieringSettings | None = None) -> Tiering:
+    """Give a depot tiers, fastest first, with the depot's clock."""
+    depot.state.tiering = tiering = Tiering(
+        depot.index,
+        [*queues],
+        settings or TieringSettings(),
+        names_of=depot.labels.names.__getitem__,
+        end_store=depot.stores.end_one_above_quota,
+        on_corrupt=depot.remove_corrupt,
+        clock=depot.state.clock,
+    )
+    return tiering

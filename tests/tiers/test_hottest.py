@@ -21,10 +21,10 @@ from kvdepot.server.depot import Depot
 from kvdepot.server.hottest import LIST_BYTES, PERIOD_SECONDS, Hottest
 from kvdepot.tiers.base import TierPool
 from kvdepot.tiers.queue import TierQueue
-from kvdepot.tiers.tiering import Tiering, TieringSettings
 from kvdepot.tiers.url import TierUrl, open_tier
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
+from support.operate import put_tiers_below
 
 PAGE = 4096
 POOL_BYTES = 8 << 20
@@ -47,16 +47,8 @@ class Node:
         self.pool = TierPool(self.fd, memoryview(mmap.mmap(self.fd, POOL_BYTES)))
         self.index = ChunkIndex(ExtentAllocator(POOL_BYTES), IndexTable.in_memory(num_chunks))
         self.depot = Depot(self.index, epoch=1, lease_seconds=10.0, clock=lambda: self.now)
-        self.tiering = Tiering(
-            self.index,
-            [TierQueue(open_tier(TierUrl.parse(f"file://{folder}"), self.pool), self.pool, "shared")],
-            TieringSettings(),
-            names_of=self.depot.labels.names.__getitem__,
-            end_store=self.depot.stores.end_one_above_quota,
-            on_corrupt=self.depot.remove_corrupt,
-            clock=lambda: self.now,
-        )
-        self.depot.state.tiering = self.tiering
+        shared = open_tier(TierUrl.parse(f"file://{folder}"), self.pool)
+        self.tiering = put_tiers_below(self.depot, [TierQueue(shared, self.pool, "shared")])
         Hottest(self.depot.state, self.depot.contexts, self.fd, wall_clock)
         self.context = 0
 

@@ -25,11 +25,12 @@ from kvdepot.server.depot import Depot
 from kvdepot.testing.tier.traffic import make_pool
 from kvdepot.tiers.memory import MemoryTier
 from kvdepot.tiers.queue import TierQueue
-from kvdepot.tiers.tiering import Tiering, TieringSettings
+from kvdepot.tiers.tiering import TieringSettings
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 from support.index import PAGE, SHARDED, Bench, prompt
 from support.integrity import check_empty
+from support.operate import put_tiers_below
 
 NUM_RECORDS = 256
 LONG = prompt(60)
@@ -65,15 +66,7 @@ class Successor:
         depot.state.accepts_stores = False
         pool = make_pool(NUM_RECORDS * PAGE)
         self.queue = TierQueue(MemoryTier(pool, 1 << 20), pool, "memory", write_bytes=1 << 20, clock=lambda: self.now)
-        depot.state.tiering = self.tiering = Tiering(
-            self.index,
-            [self.queue],
-            TieringSettings(Demotion.EVICT),
-            names_of=depot.labels.names.__getitem__,
-            end_store=depot.stores.end_one_above_quota,
-            on_corrupt=depot.remove_corrupt,
-            clock=lambda: self.now,
-        )
+        self.tiering = put_tiers_below(depot, [self.queue], TieringSettings(Demotion.EVICT))
         spec = m.CacheSpec(1, SHARDED, "bytes")
         self.steps = restore(self.index, [spec], 1)
         self.num_steps = 0

@@ -42,7 +42,7 @@ from kvdepot.tiers.trailer import checksum_of
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
-from support.operate import Answered, operate
+from support.operate import Answered, operate, put_tiers_below
 
 PAGE = 4096
 NUM_RECORDS = 256
@@ -89,21 +89,14 @@ class Bench:
         )
         self.depot = Depot(self.index, epoch=1, lease_seconds=10.0, clock=self.clock, save_names=save_names)
         self.tiers = [FaultyTier(MemoryTier(self.pool, tier_pages * PAGE)) for _ in range(num_tiers)]
-        self.tiering = Tiering(
-            self.index,
-            [
-                TierQueue(
-                    tier, self.pool, f"tier-{number}", write_bytes=write_bytes, deadline_seconds=1.0, clock=self.clock
-                )
-                for number, tier in enumerate(self.tiers)
-            ],
-            TieringSettings(demotion, least_tokens, 1.0, promotion_least_tokens),
-            names_of=self.depot.labels.names.__getitem__,
-            end_store=self.depot.stores.end_one_above_quota,
-            on_corrupt=self.depot.remove_corrupt,
-            clock=self.clock,
-        )
-        self.depot.state.tiering = self.tiering
+        queues = [
+            TierQueue(
+                tier, self.pool, f"tier-{number}", write_bytes=write_bytes, deadline_seconds=1.0, clock=self.clock
+            )
+            for number, tier in enumerate(self.tiers)
+        ]
+        settings = TieringSettings(demotion, least_tokens, 1.0, promotion_least_tokens)
+        self.tiering = put_tiers_below(self.depot, queues, settings)
         self.verify = verify
         self.time_passes = False  # if True, waiting advances the clock while a tier hangs
         self.contexts: list[int] = []
