@@ -80,6 +80,12 @@ class Node:
 
         wait_until(is_so, WAIT_SECONDS, what)
 
+    def ready(self, device: str = "quick") -> int:
+        """Register a worker and wait for its mover. Return the context."""
+        context = self.register(device)
+        self.wait_until_ready(context)
+        return context
+
     def state(self, context: int) -> str:
         return self.movers.status(context)[0]
 
@@ -167,8 +173,11 @@ def test_a_mover_writes_what_the_depot_chose_and_nothing_else(node: Node) -> Non
     assert node.prepare(context).num_declined == 4  # no mover could write yet
     assert node.outcome(node.move(context, 0)) is m.MoveOutcome.DONE
     plan = node.prepare(context)
+    extents, pid = [*m.EXTENT.iter_unpack(plan.extents)], node.pid(context)
+    for extent in extents:  # so if this depot is killed, the next one waits for the mover's death
+        assert node.depot.index.table.writer_of(extent[3]) == Writer(pid, process_start_time(pid))
     assert node.outcome(node.move(context, plan.ticket)) is m.MoveOutcome.DONE
-    offsets = {extent[6] for extent in m.EXTENT.iter_unpack(plan.extents)}
+    offsets = {extent[6] for extent in extents}
     pool = os.pread(node.pool_fd, POOL_BYTES, 0)
     assert {place for place, byte in enumerate(pool) if byte} == offsets
     assert node.ask(m.CommitStore(context, plan.ticket)) == m.Done(1, 4)
@@ -194,19 +203,8 @@ def test_a_mover_says_whether_later_copies_will_be_faster(device: str, node: Nod
     assert node.move(context, 0) == m.Moved(1, m.MoveOutcome.DONE)
 
 
-def test_records_name_the_mover_as_the_writer(node: Node) -> None:
-    """So if this depot is killed, the next one waits for the mover's death."""
-    context = node.register()
-    node.wait_until_ready(context)
-    plan = node.prepare(context)
-    pid = node.pid(context)
-    for _, _, _, record, _, _, _, _ in m.EXTENT.iter_unpack(plan.extents):
-        assert node.depot.index.table.writer_of(record) == Writer(pid, process_start_time(pid))
-
-
 def test_a_ticket_that_is_being_written_can_neither_be_committed_nor_given_away(node: Node) -> None:
-    context = node.register("hangs")
-    node.wait_until_ready(context)
+    context = node.ready("hangs")
     plan = node.prepare(context)
     moving = node.move(context, plan.ticket)
     with pytest.raises(Refused, match="still being written"):
@@ -223,8 +221,7 @@ def test_a_ticket_that_is_being_written_can_neither_be_committed_nor_given_away(
 
 
 def test_one_copy_a_direction(node: Node) -> None:
-    context = node.register("hangs")
-    node.wait_until_ready(context)
+    context = node.ready("hangs")
     first = node.prepare(context)
     node.move(context, first.ticket)
     other = hash_prefix(Namespace("model", tenant="other"), 1, range(4))
@@ -238,8 +235,7 @@ def test_one_copy_a_direction(node: Node) -> None:
 
 @pytest.mark.parametrize("how", ["connection", "unregister"])
 def test_extents_that_a_mover_may_be_writing_are_free_when_it_is_dead_and_not_before(how: str, node: Node) -> None:
-    context = node.register("hangs")
-    node.wait_until_ready(context)
+    context = node.ready("hangs")
     node.move(context, node.prepare(context).ticket)
     if how == "connection":
         node.depot.end_session(SESSION)
@@ -323,8 +319,7 @@ def test_a_mover_that_is_late_says_where_it_hangs(
 
 
 def test_a_copy_that_a_mover_refuses_costs_only_itself(node: Node) -> None:
-    context = node.register("refuses")
-    node.wait_until_ready(context)
+    context = node.ready("refuses")
     plan = node.prepare(context)
     moved = node.ended(node.move(context, plan.ticket))
     assert (moved.outcome, moved.why) == (m.MoveOutcome.FAILED, "blocks of somebody else")
