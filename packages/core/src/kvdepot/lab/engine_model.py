@@ -17,7 +17,7 @@ from kvdepot.backends import CacheGroup, KVCache, get_backend
 from kvdepot.client.answers import Lease
 from kvdepot.client.scheduler import SchedulerClient
 from kvdepot.errors import ConfigError
-from kvdepot.keys import KeyRun, Namespace, digest_at, hash_prefix
+from kvdepot.keys import KeyRun, Namespace, hash_prefix, split_digests
 from kvdepot.layout import default_chunk_tokens
 
 CACHE_ALIGNMENT_BYTES: Final = 4096
@@ -159,7 +159,7 @@ class EngineModel:
             ConfigError: the prompt does not fit into the engine's cache.
         """
         key = hash_prefix(self._namespace, self.chunk_tokens, tokens)
-        chunks = [digest_at(key.digests, chunk) for chunk in range(key.num_chunks)]
+        chunks = split_digests(key.digests)
         local = self.blocks.pin_prefix(chunks)
         started = time.perf_counter()
         lease = self.scheduler.submit_lookup(request_id, key, joins=True, announces=True).result()
