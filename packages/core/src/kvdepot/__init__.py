@@ -7,17 +7,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvdepot.backends import CacheGroup as CacheGroup
-    from kvdepot.backends import KVCache as KVCache
-    from kvdepot.backends import get_backend as get_backend
-    from kvdepot.backends import list_backends as list_backends
-    from kvdepot.client.answers import Lease as Lease
-    from kvdepot.client.scheduler import SchedulerClient as SchedulerClient
-    from kvdepot.errors import KVDepotError as KVDepotError
-    from kvdepot.keys import KeyRun as KeyRun
-    from kvdepot.keys import Namespace as Namespace
-    from kvdepot.keys import PrefixHasher as PrefixHasher
-    from kvdepot.keys import hash_prefix as hash_prefix
+    from kvdepot.backends import CacheGroup, KVCache, get_backend, list_backends
+    from kvdepot.client.answers import Lease
+    from kvdepot.client.scheduler import SchedulerClient
+    from kvdepot.errors import KVDepotError
+    from kvdepot.keys import KeyRun, Namespace, PrefixHasher, hash_prefix
 
 _HOMES = {
     "CacheGroup": "kvdepot.backends",
@@ -32,6 +26,20 @@ _HOMES = {
     "hash_prefix": "kvdepot.keys",
     "list_backends": "kvdepot.backends",
 }
+
+__all__ = [
+    "CacheGroup",
+    "KVCache",
+    "KVDepotError",
+    "KeyRun",
+    "Lease",
+    "Namespace",
+    "PrefixHasher",
+    "SchedulerClient",
+    "get_backend",
+    "hash_prefix",
+    "list_backends",
+]
 
 
 def __getattr__(name: str) -> Any:
