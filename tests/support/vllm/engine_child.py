@@ -370,8 +370,7 @@ class Child:
 
     @staticmethod
     def _groups_of(context: Any) -> Any:
-        copier = getattr(context.copier, "_engine", context.copier)  # the former on CUDA
-        return [group.tensors for group in copier._keep_alive.groups]
+        return [group.tensors for group in context.copier._keep_alive.groups]
 
     def submit(self, requests: dict[str, list[int]], max_tokens: int, steps: int = 0) -> Any:
         """Add requests and make `steps` steps."""
