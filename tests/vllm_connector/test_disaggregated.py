@@ -44,7 +44,8 @@ def test_prefill_and_decode_engines_share_a_depot(model: MakeModel, serve: dict[
     output = run(*command(model("gqa")), PORT=str(free_port(3)), POOL_SIZE="128MiB", **serve)
     for name in ("prefill first", "both at once", "without the prefill engine"):
         (answer,) = re.findall(rf"^{name}: (.*?\[DONE\])", output, re.MULTILINE | re.DOTALL)
-        assert answer.count('"text"') >= 4
+        assert '"text"' in answer
+        assert '"finish_reason":"length"' in answer, "all four tokens, in fewer pieces if vLLM's server is slow"
     (loaded,) = re.findall(r"decode engine loaded: ([\d.]+)", output)
     assert float(loaded) in (692 + 640, 692 + 692), "at once, the last 53 tokens may be computed as quickly"
 
