@@ -135,7 +135,7 @@ def test_a_hybrid_engine_hands_over_the_last_incomplete_chunk(
     with prefill, Engine(model(name), connector(depot.url), **options) as decode:
         for number, prompt in enumerate(given):
             loaded = depot.status().counters.get("retrieve_chunks_hit", 0)
-            chunk_tokens = next(each.chunk_tokens for each in depot.status().contexts if each.role == "worker")
+            chunk_tokens = [each.chunk_tokens for each in depot.status().contexts if each.role == "worker"][-1]
             asked = prefill.ask("generate", prompts=[prompt], max_tokens=1, params={"do_remote_decode": True})
             (prefilled,) = asked["outputs"]
             assert prefilled["params"]["kvdepot"]["num_tokens"] == num_tokens

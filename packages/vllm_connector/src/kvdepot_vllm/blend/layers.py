@@ -136,7 +136,23 @@ class Layer:
         if not self.is_latent:
             return query.view(len(query), module.num_heads, -1)
         plain, turned = query.split([module.qk_nope_head_dim, module.qk_rope_head_dim], -1)
-        return torch.cat([torch.einsum("qhp,hpl->qhl", plain, module.W_UK_T), turned], -1)
+        return torch.cat([_latent(module, plain), turned], -1)
+
+
+def _latent(module: Any, plain: Any) -> Any:
+    """Return the plain part of queries, `(n, heads, dims)`, as vectors to compare with latent ones.
+
+    With AMX, only the backend has the weights for it, packed for its own product (`uses_amx_bmm` in vLLM 0.32's
+    `mla_attention.py`).
+    """
+    if not getattr(module.impl, "uses_amx_bmm", False):
+        return torch.einsum("qhp,hpl->qhl", plain, module.W_UK_T)
+    from vllm import _custom_ops as ops
+
+    found = plain.new_empty(*plain.shape[:2], module.kv_lora_rank)
+    packed, scale = module.impl._w_uk_packed, module.impl._w_scale  # noqa: SLF001
+    ops.bmm_cpu(found.transpose(0, 1), plain.transpose(0, 1), packed, True, scale)
+    return found
 
 
 def layers_of(model: Any, modules: Iterable[Any], num_slots: int, scratch_block: int) -> list[Layer]:
