@@ -1,6 +1,8 @@
 """Updates of weights in running engines: no stale tokens, and replicas with equal weights share at once."""
 
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -96,6 +98,75 @@ def test_a_reset_without_an_update_finds_nothing_from_before(replicas: tuple[Eng
         assert answers(first, PROMPTS) == (expected, [0, 0])
         assert answers(first, PROMPTS) == (expected, [256, 256])
     assert answers(second, PROMPTS) == (expected, [256, 256])
+
+
+TRAIN = """
+import sys
+from safetensors.torch import load_file, save_file
+
+file, by = sys.argv[1], int(sys.argv[2])
+weights = load_file(file)
+for name, tensor in weights.items():
+    if "norm" in name:
+        tensor += 0.01
+    elif "o_proj" in name:
+        weights[name] = tensor.roll(by, 0)
+save_file(weights, file, metadata={"format": "pt"})
+"""
+
+
+@pytest.mark.promise(80)
+def test_weights_that_a_kernel_has_packed_count(
+    replicas: tuple[Engine, Engine], model: MakeModel, tmp_path: Path, run_code: RunCode
+) -> None:
+    """On CPU, vLLM packs the weights of most layers for its kernels and empties the parameters.
+
+    Regression: two engines that reloaded equal norms, but different projections, shared their KV.
+    """
+    paths = [tmp_path / "1", tmp_path / "2"]
+    for path in paths:
+        shutil.copytree(model("gqa"), path)
+        run_code(TRAIN, str(path / "model.safetensors"), path.name)
+
+    def reload(engine: Engine, path: Path) -> None:
+        engine.execute(
+            f"child._core.collective_rpc('reload_weights', kwargs={{'weights_path': {str(path)!r}}})\n"
+            "child._core.set_weight_version('reloaded')"
+        )
+        engine.reset(connector=True)
+
+    first, second = replicas
+    reload(first, paths[0])
+    expected = computed(first, PROMPTS)
+    assert answers(first, PROMPTS) == (expected, [0, 0])
+    reload(second, paths[1])
+    others = computed(second, PROMPTS)
+    assert others != expected
+    assert answers(second, PROMPTS) == (others, [0, 0])
+    reload(second, paths[0])
+    assert answers(second, PROMPTS) == (expected, [256, 256])
+
+
+LATENT = """
+from kvdepot_vllm.runner import digest_of_weights
+
+runner = child._core.model_executor.driver_worker.worker.model_runner
+found = [digest_of_weights(runner), digest_of_weights(runner)]
+module = next(each for each in runner.get_model().modules() if hasattr(each, "kv_lora_rank") and hasattr(each, "impl"))
+packed = [getattr(module.impl, name, None) for name in ("_w_uk_packed", "_w_uv_packed")]
+for tensor in packed if packed[0] is not None else (module.W_UK_T, module.W_UV):
+    tensor.data.view(-1)[7] += 1
+    found.append(digest_of_weights(runner))
+result = found
+"""
+
+
+def test_the_weights_of_latent_attention_count(model: MakeModel) -> None:
+    """vLLM's backend for AMX packs them. vLLM 0.32 cannot reload them there."""
+    with Engine(model("mla"), None) as engine:
+        first, again, *changed = engine.execute(LATENT)
+    assert first == again != ""
+    assert len({first, *changed}) == 3
 
 
 DIGESTS = """

@@ -1,4 +1,4 @@
-# pyright: basic
+# pyright: basic, reportMissingImports=false
 """Finds vLLM's objects that no hook passes: the runner with its model, and the engine core.
 
 They construct or call the connector, so a frame of the call stack refers to them.
@@ -6,13 +6,15 @@ They construct or call the connector, so a frame of the call stack refers to the
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from kvdepot.engines.weights import models_digest
 
 logger = logging.getLogger(__name__)
 
+_PRODUCTS = 32  # of each layer: for 7 GB of bfloat16 weights, as much arithmetic as a prompt of 32 tokens
+_SEED = 20261127  # arbitrary, but equal in all processes that compare digests
 _UNNAMED = "default"  # vLLM's version of weights to which nobody gave a version
 
 
@@ -43,10 +45,33 @@ def digest_of_weights(runner: Any | None) -> str:
         return ""
     try:
         drafters = (getattr(getattr(runner, name, None), "model", None) for name in ("drafter", "speculator"))
-        return models_digest([runner.get_model(), *(each for each in drafters if hasattr(each, "named_parameters"))])
+        models = [runner.get_model(), *(each for each in drafters if hasattr(each, "named_parameters"))]
+        return models_digest(models, _hidden_weights)
     except Exception:
         logger.exception("the weights have no digest: after each reset this engine shares with no other")
         return ""
+
+
+def _hidden_weights(model: Any) -> Iterator[tuple[str, Any]]:
+    """Yield tensors that stand for the weights that vLLM on CPU keeps packed, outside of parameters and buffers.
+
+    vLLM empties the parameter of such a layer (`dispatch_cpu_unquantized_gemm`; `uses_amx_bmm` in latent attention).
+    oneDNN does not show what it packed, so the layer multiplies vectors instead, whose dims are all 1 or -1. So every
+    weight counts. Rounding may hide a small change of one weight in some of the products, but hardly in all of them.
+    """
+    import torch
+
+    generator = torch.Generator().manual_seed(_SEED)
+    for name, module in model.named_modules():
+        backend = getattr(module, "impl", None)
+        if getattr(backend, "uses_amx_bmm", False):
+            for field in ("_w_uk_packed", "_w_uv_packed"):
+                yield f"{name}.{field}", getattr(backend, field)
+        is_packed = hasattr(module, "cpu_linear") and not getattr(module, "_cpu_skip_gemm_dispatch", False)
+        if is_packed and not (weight := module.weight).numel():
+            shape = _PRODUCTS, getattr(module, "input_size_per_partition", module.input_size)
+            vectors = torch.randint(2, shape, generator=generator).mul_(2).sub_(1).to(weight.dtype)
+            yield f"{name}.products", module.cpu_linear(vectors, weight, None)
 
 
 def _find(*names: str) -> Any | None:

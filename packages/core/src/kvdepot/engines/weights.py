@@ -14,9 +14,10 @@ only by chance.
 """
 
 import importlib
+import itertools
 import os
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -40,12 +41,19 @@ Tensor = Any
 """A torch tensor. This module imports torch only when it is called."""
 
 
-def models_digest(models: Iterable[Any]) -> str:
-    """Return a digest of the parameters and persistent buffers of torch models."""
+def models_digest(
+    models: Iterable[Any], hidden_of: Callable[[Any], Iterable[tuple[str, Tensor]]] = lambda _model: ()
+) -> str:
+    """Return a digest of the parameters and persistent buffers of torch models.
+
+    Args:
+        models: have the weights.
+        hidden_of: returns tensors that stand for those weights of a model which it keeps elsewhere.
+    """
     return weights_digest(
         (f"{number}.{name}", tensor)
         for number, model in enumerate(models)
-        for name, tensor in model.state_dict().items()
+        for name, tensor in itertools.chain(model.state_dict().items(), hidden_of(model))
         if hasattr(tensor, "numel")
     )
 
