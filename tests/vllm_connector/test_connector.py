@@ -29,7 +29,7 @@ def backend(create):
 
 good = {
     "engine_cache": lambda *_: EngineCache((group,), 1, 16, 1, "bfloat16"),
-    "worker_groups": lambda *_, **__: [Space(plane=(1, 1))],
+    "worker_groups": lambda *_, **__: [Space(plane=(1, 1), is_mla=False)],
     "get_backend": backend(lambda cache, **k: Space(format=cache.format, spec=SPEC, close=lambda: None)),
     "engine_namespace": lambda *_, **__: Namespace("m"),
     "named_format": setup.named_format,

@@ -113,6 +113,27 @@ def test_latent_attention_by_bytes_and_log_probabilities(depot: DepotProcess, mo
             assert after["logprobs"][0] == pytest.approx(before["logprobs"][0], abs=0.05)
 
 
+@pytest.mark.skipif(
+    "amx_tile" not in Path("/proc/cpuinfo").read_text().split(),
+    reason="vLLM on CPU has blocks of latent attention of one size only, but for CPUs with AMX",
+)
+@pytest.mark.promise(33)
+def test_engines_with_other_blocks_of_latent_attention_share(depot: DepotProcess, model: MakeModel) -> None:
+    given = prompts(2, 800, seed=79)
+    to = connector(depot.url, chunk_tokens=128, namespace="blocks")
+    with Engine(model("mla"), to, max_tokens=4, block_size=64) as first:
+        generate_until_stored(first, given, depot, depot.status().num_chunks + 12)
+        first.reset()
+        loaded = tokens(first.generate(given))  # vLLM's own partial prefill differs from its full one, as above
+        for block_tokens in (32, 128):
+            with Engine(model("mla"), to, max_tokens=4, block_size=block_tokens) as engine:
+                wait_until_stored(engine, depot, seed=80 + block_tokens)
+                num_entries = depot.status().num_entries
+                outputs = engine.generate(given)
+                assert (cached(outputs), tokens(outputs)) == ([768, 768], loaded)
+                assert depot.status().num_entries == num_entries
+
+
 @pytest.mark.promise(32)
 def test_states_that_are_not_cacheable_are_refused_with_the_way_out(depot: DepotProcess, model: MakeModel) -> None:
     with Engine(

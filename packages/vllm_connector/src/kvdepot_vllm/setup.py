@@ -115,7 +115,8 @@ class Start:
             pp_rank,
             cuts_pages=lambda row_tokens: backend.cuts_pages(row_tokens, **options),
         )
-        cache = replace(cache, format=_format_of(cache, groups, layers))
+        text, groups = _seen_or_named(cache, groups, layers)
+        cache = replace(cache, format=text)
         open_context = partial(
             backend.create_context,
             KVCache(
@@ -223,18 +224,24 @@ class Start:
         return scheduler
 
 
-def _format_of(cache: EngineCache, groups: Sequence[CacheGroup], layers: Mapping[str, Any]) -> str:
-    """Return the format of a worker's cache, by looking at its pages if that is possible, else by names."""
+def _seen_or_named(
+    cache: EngineCache, groups: list[CacheGroup], layers: Mapping[str, Any]
+) -> tuple[str, list[CacheGroup]]:
+    """Return the format of a worker's cache, by looking at its pages if that is possible, else by names.
+
+    Also return the groups. Pages of latent attention that were not looked at may have other rows than tokens.
+    """
     try:
         if envs.VLLM_BATCH_INVARIANT:  # another version, backend or device computes other last bits
             raise LayoutError("VLLM_BATCH_INVARIANT asks for equal bits")
         from kvdepot_vllm.encoding import seen_format
 
-        return seen_format(cache, groups, layers, vllm.__version__)
+        return seen_format(cache, groups, layers, vllm.__version__), groups
     except Exception as reason:  # whatever a kernel raises, names tell caches apart
         logger.debug("the pages were not looked at", exc_info=True)
         logger.info("pages are shared only with engines of the same vLLM, attention backend and device: %s", reason)
-    return named_format(cache, layers, _device_of_bytes(cache.dtype), vllm.__version__)
+    groups = [replace(group, rows=1) if group.is_mla else group for group in groups]
+    return named_format(cache, layers, _device_of_bytes(cache.dtype), vllm.__version__), groups
 
 
 def _kind_of(spec: Any) -> str:
