@@ -34,6 +34,7 @@ class PartlyDeadTier(MemoryTier):
         self.failing: set[Operation] = set()
         self.error: BaseException = OSError(5, "Input/output error")
         self.num_waiting = 0
+        self.askers: list[int] = []  # threads
         self.is_over = threading.Event()
 
     def _suffer(self, operation: Operation) -> None:
@@ -44,6 +45,7 @@ class PartlyDeadTier(MemoryTier):
             raise self.error
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        self.askers.append(threading.get_ident())
         self._suffer(Operation.CONTAINS)
         return super().contains(keys)
 
@@ -64,12 +66,16 @@ class PartlyDeadTier(MemoryTier):
         super().close()
 
 
+class InstantTier(PartlyDeadTier):
+    contains_is_instant = True
+
+
 class Bench:
     """A `PartlyDeadTier`, its queue with a deadline of 1 s, and a clock that tests set."""
 
-    def __init__(self, num_threads: int = 4) -> None:
+    def __init__(self, num_threads: int = 4, tier: type[PartlyDeadTier] = PartlyDeadTier) -> None:
         self.now = 100.0
-        self.tier = PartlyDeadTier()
+        self.tier = tier()
         self.queue = TierQueue(
             self.tier,
             self.tier.pool,
@@ -113,6 +119,24 @@ def bench() -> Iterator[Bench]:
     bench = Bench()
     yield bench
     bench.queue.close()
+
+
+def test_a_question_that_takes_no_time_is_asked_on_the_loop() -> None:
+    """Its answer is still reported by `poll`, and its errors suspend the tier."""
+    bench = Bench(tier=InstantTier)
+    try:
+        for _ in range(3):
+            assert contains(bench.queue, bench.keys) == [False] * NUM_KEYS
+        assert set(bench.tier.askers) == {threading.get_ident()}
+        assert write(bench.queue, bench.keys, extents_of(0, [4096] * NUM_KEYS)) == [True] * NUM_KEYS
+        assert contains(bench.queue, bench.keys) == [True] * NUM_KEYS
+        bench.tier.failing = {Operation.CONTAINS}
+        while not bench.queue.is_suspended:
+            assert bench.submit(Operation.CONTAINS)
+            assert [part.outcomes for part in bench.queue.poll()] == [[False]]
+        assert not bench.submit(Operation.CONTAINS)
+    finally:
+        bench.queue.close()
 
 
 @pytest.mark.promise(31)

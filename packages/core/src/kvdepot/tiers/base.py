@@ -63,6 +63,9 @@ class Tier(Protocol):
     has entries of a single run.
     """
 
+    contains_is_instant: bool = False
+    """Whether `contains` only reads memory. Then the depot's loop calls it, so that lookups wait for no thread."""
+
     wants_places: bool = False
     """Whether the entry's run and the depth of its chunk follow each key (`keys.run_of`, `keys.depth_of`)."""
 

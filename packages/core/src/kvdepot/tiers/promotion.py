@@ -255,7 +255,8 @@ class Promotion:
         chunks_a_step = max(1, QUESTIONS_A_STEP // len(self.prefix.places))
         entries: list[Wanted] = []
         for start in range(first, limit, chunks_a_step):
-            yield Pause.STEP
+            if start > first:
+                yield Pause.STEP
             for chunk in range(start, min(start + chunks_a_step, limit)):
                 entries += self._missing_of(chunk)
         return entries
@@ -267,7 +268,7 @@ class Promotion:
         index, prefix, space = self._index, self.prefix, self.prefix.space
         in_tier: set[tuple[int, int, int]] = set()
         for number, ((chunk, place), is_there) in enumerate(zip(entries, there, strict=True)):
-            if number % QUESTIONS_A_STEP == 0:
+            if number and number % QUESTIONS_A_STEP == 0:
                 yield Pause.STEP
             if is_there:
                 in_tier.add((chunk, place.group, place.part))
@@ -308,7 +309,7 @@ class Promotion:
         ]
         wanted: deque[Wanted] = deque()
         for chunk in range(min(first_of), length):
-            if chunk % QUESTIONS_A_STEP == 0:
+            if chunk and chunk % QUESTIONS_A_STEP == 0:
                 yield Pause.STEP
             wanted.extend((chunk, place) for place in places if chunk >= first_of[place.group])
         return wanted, sum((length - first_of[place.group]) * place.num_bytes for place in places)

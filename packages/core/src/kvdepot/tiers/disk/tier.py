@@ -46,6 +46,7 @@ class DiskTier(Tier):
     """
 
     batch_entries = 1
+    contains_is_instant = True
 
     def __init__(
         self, pool: TierPool, directory: Path, capacity_bytes: int, num_threads: int = DEFAULT_THREADS
