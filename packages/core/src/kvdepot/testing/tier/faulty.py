@@ -43,6 +43,7 @@ class FaultyTier:
         self.pool = pool
         self.batch_entries = inner.batch_entries
         self.writer_pid = inner.writer_pid
+        self.contains_is_instant = False  # it may hang here
         self.keeps_runs = getattr(inner, "keeps_runs", False)
         self.wants_places = getattr(inner, "wants_places", False)
         self.error: Exception | None = None
