@@ -147,11 +147,9 @@ def _latent(module: Any, plain: Any) -> Any:
     """
     if not getattr(module.impl, "uses_amx_bmm", False):
         return torch.einsum("qhp,hpl->qhl", plain, module.W_UK_T)
-    from vllm import _custom_ops as ops
-
     found = plain.new_empty(*plain.shape[:2], module.kv_lora_rank)
     packed, scale = module.impl._w_uk_packed, module.impl._w_scale  # noqa: SLF001
-    ops.bmm_cpu(found.transpose(0, 1), plain.transpose(0, 1), packed, True, scale)
+    torch.ops._C.bmm_cpu(found.transpose(0, 1), plain.transpose(0, 1), packed, True, scale)  # noqa: SLF001
     return found
 
 
