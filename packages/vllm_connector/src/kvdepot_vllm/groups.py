@@ -292,7 +292,7 @@ def worker_groups(
         ratio = physical.pop() // num_blocks
         rows = rows_of(cache.layout, group.block_tokens, ratio)
         if group.is_mla:
-            rows = group.block_tokens  # if a probe sees it: a token's bytes lie together, and nobody cuts them
+            rows = group.block_tokens  # one row a token, unless no probe confirms it (`setup._seen_or_named`)
         elif not cuts_pages(group.block_tokens // rows) or not lie_apart(
             tensors, rows // ratio, max(1, group.heads // cache.num_ranks)
         ):

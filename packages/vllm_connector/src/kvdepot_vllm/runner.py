@@ -13,7 +13,7 @@ from kvdepot.engines.weights import models_digest
 
 logger = logging.getLogger(__name__)
 
-_PRODUCTS = 32  # of each layer: for 7 GB of bfloat16 weights, as much arithmetic as a prompt of 32 tokens
+_PRODUCTS = 32  # of each layer: together they take as long as a prompt of 32 tokens, after each reset
 _SEED = 20261127  # arbitrary, but equal in all processes that compare digests
 _UNNAMED = "default"  # vLLM's version of weights to which nobody gave a version
 
@@ -56,8 +56,8 @@ def _hidden_weights(model: Any) -> Iterator[tuple[str, Any]]:
     """Yield tensors that stand for the weights that vLLM on CPU keeps packed, outside of parameters and buffers.
 
     vLLM empties the parameter of such a layer (`dispatch_cpu_unquantized_gemm`; `uses_amx_bmm` in latent attention).
-    oneDNN does not show what it packed, so the layer multiplies vectors instead, whose dims are all 1 or -1. So every
-    weight counts. Rounding may hide a small change of one weight in some of the products, but hardly in all of them.
+    oneDNN does not give its packed weights back, so the layer multiplies vectors whose elements are 1 or -1. Every weight
+    counts in each product. Rounding may hide a small change of one weight in some products, but rarely in all of them.
     """
     import torch
 

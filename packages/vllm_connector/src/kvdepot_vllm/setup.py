@@ -229,7 +229,8 @@ def _seen_or_named(
 ) -> tuple[str, list[CacheGroup]]:
     """Return the format of a worker's cache, by looking at its pages if that is possible, else by names.
 
-    Also return the groups. Pages of latent attention that were not looked at may have other rows than tokens.
+    Also return the groups to register. Without a look, a page of latent attention is one row, because its tokens may
+    not lie apart.
     """
     try:
         if envs.VLLM_BATCH_INVARIANT:  # another version, backend or device computes other last bits

@@ -48,7 +48,7 @@ def models_digest(
 
     Args:
         models: have the weights.
-        hidden_of: returns tensors that stand for those weights of a model which it keeps elsewhere.
+        hidden_of: returns tensors that stand for the weights that a model keeps outside of both.
     """
     return weights_digest(
         (f"{number}.{name}", tensor)
