@@ -56,8 +56,8 @@ def _hidden_weights(model: Any) -> Iterator[tuple[str, Any]]:
     """Yield tensors that stand for the weights that vLLM on CPU keeps packed, outside of parameters and buffers.
 
     vLLM empties the parameter of such a layer (`dispatch_cpu_unquantized_gemm`; `uses_amx_bmm` in latent attention).
-    oneDNN does not give its packed weights back, so the layer multiplies vectors whose elements are 1 or -1. Every weight
-    counts in each product. Rounding may hide a small change of one weight in some products, but rarely in all of them.
+    oneDNN does not give its packed weights back, so the layer multiplies vectors whose elements are 1 or -1. In each
+    product, every weight counts. Rounding may hide a small change of one weight in some products, but rarely in all.
     """
     import torch
 
