@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import xxhash
 
+from kvdepot.copying.runs import Addresses
 from kvdepot_cpu.kernels.copy import (
     SUMMED_ALIGNMENT_BYTES,
     SUMMED_BLOCK_BYTES,
@@ -85,7 +86,7 @@ def test_rows_of_any_size_and_step_arrive_whole(seed: int) -> None:
 def test_a_copy_that_makes_checksums_makes_those_of_xxhash(seed: int) -> None:
     copy_summed = native_copy_summed()
     if copy_summed is None:
-        tool_is_missing("the compiled copy was not built, or this processor lacks AVX2")
+        tool_is_missing("the compiled copy was not built")
     rng = np.random.default_rng(seed)
     block, gap = SUMMED_BLOCK_BYTES, SUMMED_ALIGNMENT_BYTES
     runs = [block * rng.choice((1, 2, 3, 63, 64, 65, 200), int(rng.integers(1, 9))) for _ in range(5)]  # by extent
@@ -101,7 +102,33 @@ def test_a_copy_that_makes_checksums_makes_those_of_xxhash(seed: int) -> None:
 
     digests = copy_summed(reads + np.uint64(source.ctypes.data), writes + np.uint64(target.ctypes.data), sizes, extents)
 
+    if digests is None:
+        tool_is_missing("this processor lacks AVX2")
     assert np.array_equal(target, expected)
     stops = 1 + np.cumsum(extents.astype(np.int64))
     payloads = np.split(source[1:], stops[:-1] - 1)
     assert [each.tobytes() for each in digests] == [xxhash.xxh3_128_digest(each.tobytes()) for each in payloads]
+
+
+def test_a_copy_that_makes_checksums_refuses_what_it_cannot_sum() -> None:
+    """The caller then copies the runs and makes the checksums by other means."""
+    copy_summed = native_copy_summed()
+    if copy_summed is None:
+        tool_is_missing("the compiled copy was not built")
+    block = SUMMED_BLOCK_BYTES
+    source, target = np.ones(4 * block, np.uint8), np.zeros(5 * block, np.uint8)
+    aligned = target.ctypes.data + -target.ctypes.data % SUMMED_ALIGNMENT_BYTES
+
+    def numbers(*values: int) -> Addresses:
+        return np.array(values, np.uint64)
+
+    for targets, sizes, extents in (
+        (numbers(aligned + 1), numbers(2 * block), numbers(2 * block)),  # not aligned
+        (numbers(aligned), numbers(block + 512), numbers(block + 512)),  # half a block
+        (numbers(aligned), numbers(2 * block), numbers(block + 512, block - 512)),
+        (numbers(aligned), numbers(2 * block), numbers(2 * block, 0)),
+        (numbers(aligned), numbers(2 * block), numbers(3 * block)),  # the runs do not fill the extent
+        (numbers(aligned), numbers(2 * block), numbers(block)),
+    ):
+        assert copy_summed(numbers(source.ctypes.data), targets, sizes, extents) is None
+    assert not target.any()

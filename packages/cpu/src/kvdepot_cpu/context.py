@@ -19,6 +19,9 @@ from kvdepot_cpu.kernels.move import native_move_tokens
 class CpuOptions(TransferOptions):
     """Options of a `CpuTransferContext`."""
 
+    # A copy of 64 MiB takes 7 ms and empties the caches, and the code between two copies then takes .7 ms. So larger
+    # batches than elsewhere: a store with checksums has .87 of a large memcpy with them, .84 with 64 MiB (Intel Xeon).
+    batch_bytes: int = 128 << 20
     copy_threads: int | None = None  # per large copy; None: half of the cores for stores, all for retrieves, at most 4
 
     @property

@@ -33,11 +33,13 @@ Args: sources, targets and sizes in bytes of each page's first row, its steps in
 at the target, `(num_pages,)` each, and how many rows every page has.
 """
 
-CopySummed = Callable[[Addresses, Addresses, Addresses, Addresses], npt.NDArray[np.uint8]]
+CopySummed = Callable[[Addresses, Addresses, Addresses, Addresses], npt.NDArray[np.uint8] | None]
 """Copies runs that fill extents one after the other, and returns the XXH3-128 of each extent, `(num_extents, 16)`.
 
-Args: sources, targets and sizes of the runs, sizes of the extents. Runs are whole blocks of `SUMMED_BLOCK_BYTES`,
-targets aligned to `SUMMED_ALIGNMENT_BYTES`.
+Returns None and copies nothing if runs or extents are not whole blocks of `SUMMED_BLOCK_BYTES`, targets are not aligned
+to `SUMMED_ALIGNMENT_BYTES`, the runs do not fill the extents, or the processor cannot.
+
+Args: sources, targets and sizes of the runs, sizes of the extents.
 """
 SUMMED_BLOCK_BYTES: Final = 1024
 SUMMED_ALIGNMENT_BYTES: Final = 32
@@ -84,23 +86,20 @@ def native_copy_rows() -> CopyRows | None:
 
 
 def native_copy_summed() -> CopySummed | None:
-    """Return the compiled copy with checksums, None if it was not built or this processor cannot run it."""
-    library = library_of_kernels()
-    can_sum = getattr(library, "kvdepot_can_sum", None)  # missing in an older build of a checkout
-    if library is None or can_sum is None or not can_sum():
+    """Return the compiled copy with checksums, None if it was not built here."""
+    function = getattr(library_of_kernels(), "kvdepot_copy_and_sum", None)  # a checkout may have an older build
+    if function is None:
         return None
-    function = library.kvdepot_copy_summed
-    array = ctypes.c_void_p
-    function.argtypes = [array, array, array, ctypes.c_size_t, array, array]
-    function.restype = None
+    array, size = ctypes.c_void_p, ctypes.c_size_t
+    function.argtypes = [array, array, array, size, array, size, array]
 
     def copy_summed(
         sources: Addresses, targets: Addresses, sizes: Addresses, extents: Addresses
-    ) -> npt.NDArray[np.uint8]:
+    ) -> npt.NDArray[np.uint8] | None:
         digests = np.empty((len(extents), CHECKSUM_BYTES), np.uint8)
         addresses = [each.ctypes.data for each in (sources, targets, sizes)]
-        function(*addresses, len(sizes), extents.ctypes.data, digests.ctypes.data)
-        return digests
+        done = function(*addresses, len(sizes), extents.ctypes.data, len(extents), digests.ctypes.data)
+        return digests if done else None
 
     return copy_summed
 
@@ -197,27 +196,26 @@ class PageCopier(Copier):
     def _store_summed(
         self, sources: Addresses, targets: Addresses, sizes: Addresses, extents: Addresses
     ) -> npt.NDArray[np.uint8] | None:
-        """Copy a store, and return the digest of each extent. If that is impossible, copy nothing and return None."""
-        copy_summed, num_bytes = self._copy_summed, int(sizes.sum())
-        if (
-            copy_summed is None
-            or num_bytes < _BYTES_WORTH_STREAMING
-            or num_bytes != int(extents.sum())
-            or (sizes % SUMMED_BLOCK_BYTES).any()
-            or (targets % SUMMED_ALIGNMENT_BYTES).any()
-        ):
+        """Copy a store, and return the digest of each extent, None if that failed for some."""
+        copy_summed, num_bytes, num_threads = self._copy_summed, int(sizes.sum()), self._num_threads[0]
+        if copy_summed is None or num_bytes < _BYTES_WORTH_STREAMING:
             return None
+        if num_threads == 1:
+            return copy_summed(sources, targets, sizes, extents)
         firsts = np.searchsorted(np.cumsum(sizes), np.cumsum(extents)) + 1  # the first run after each extent
         digests = np.empty((len(extents), CHECKSUM_BYTES), np.uint8)
+        refused: list[int] = []
 
         def copy(start: int, stop: int) -> None:
-            first, end = int(firsts[start - 1]) if start else 0, int(firsts[stop - 1])
-            digests[start:stop] = copy_summed(
-                sources[first:end], targets[first:end], sizes[first:end], extents[start:stop]
-            )
+            runs = slice(int(firsts[start - 1]) if start else 0, int(firsts[stop - 1]))
+            part = copy_summed(sources[runs], targets[runs], sizes[runs], extents[start:stop])
+            if part is None:
+                refused.append(start)
+            else:
+                digests[start:stop] = part
 
-        self._in_parts(copy, len(extents), num_bytes, self._num_threads[0])
-        return digests
+        self._in_parts(copy, len(extents), num_bytes, num_threads)
+        return None if refused else digests
 
     def _in_parts(self, copy: Callable[[int, int], None], count: int, num_bytes: int, num_threads: int) -> None:
         """Divide `count` items among as many threads as their bytes are worth, and copy each share."""

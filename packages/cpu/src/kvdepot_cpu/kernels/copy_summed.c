@@ -18,9 +18,12 @@
 #define STREAMS 4
 #define STEP 256    /* bytes that one stream copies at a time */
 #define BLOCK 1024  /* bytes between two scrambles of the accumulators */
-#define SLICE 65536 /* bytes of a run that are copied before their blocks are taken: a group of slices stays in the caches */
+#define SLICE 65536 /* bytes of a run that are copied before their blocks are taken: their sums stay in the caches */
 #define STRIPE 64
 #define DIGEST 16
+/* Bytes that are prefetched ahead of the copy. Sums take so many instructions that the processor sees few loads ahead:
+ * .86 of a large memcpy without, .95 with it, as copies without sums; 1,024 and 4,096 bytes give less (Intel Xeon). */
+#define AHEAD 2048
 
 #define PRIME32_1 0x9E3779B1U
 #define PRIME32_2 0x85EBCA77U
@@ -59,9 +62,19 @@ typedef struct {
     size_t bytes;
 } run;
 
-/* The checksum in progress, and the extents to come. */
+/* Slices that are copied side by side, and the sums of their blocks. */
+typedef struct {
+    run slices[STREAMS];
+    int count;
+    lanes sums[STREAMS][SLICE / BLOCK];
+} group;
+
+/* The checksum in progress, the next block to take, and the extents to come. */
 typedef struct {
     lanes total;
+    const group *group;
+    int slice;               /* of the group */
+    size_t block;            /* of the slice */
     size_t blocks_left;      /* of this extent */
     const uint64_t *extents; /* sizes in bytes, of this extent and those after it */
     uint8_t *digests;        /* of the same extents */
@@ -84,12 +97,14 @@ AVX2 static inline lanes sum_stripe(lanes sum, const char *source, const uint8_t
     return (lanes){sum_half(sum.low, load(source), secret), sum_half(sum.high, load(source + 32), secret + 32)};
 }
 
-/* Copy STEP bytes, of which the first is byte `at` of its block, and add them to the block's sum. */
-AVX2 static inline lanes copy_step(lanes sum, char *target, const char *source, size_t at)
+/* Copy STEP bytes, of which the first is byte `at` of its block, add them to the block's sum, and prefetch the STEP bytes
+ * at `ahead`. */
+AVX2 static inline lanes copy_step(lanes sum, char *target, const char *source, size_t at, const char *ahead)
 {
     for (size_t i = 0; i < STEP; i += STRIPE) {
         const uint8_t *secret = SECRET + (at + i) / STRIPE * 8;
         __m256i low = load(source + i), high = load(source + i + 32);
+        _mm_prefetch(ahead + i, _MM_HINT_T0);
         _mm256_stream_si256((__m256i *)(target + i), low);
         _mm256_stream_si256((__m256i *)(target + i + 32), high);
         sum = (lanes){sum_half(sum.low, low, secret), sum_half(sum.high, high, secret + 32)};
@@ -147,84 +162,120 @@ AVX2 static void end(checksum *c, const char *block)
     c->digests += DIGEST;
 }
 
-/* Take the sums of the next blocks, whose bytes are at `source`. */
-AVX2 static void take(checksum *c, const lanes *sums, size_t num_blocks, const char *source)
+/* Take the sums of at most `limit` blocks of the group. */
+AVX2 static void take(checksum *c, size_t limit)
 {
-    for (size_t i = 0; i < num_blocks; i++) {
+    for (; limit > 0 && c->slice < c->group->count; limit--) {
+        const run *slice = &c->group->slices[c->slice];
+        const lanes *sum = &c->group->sums[c->slice][c->block];
+        size_t at = c->block++ * BLOCK;
         if (c->blocks_left == 0)
             begin(c);
         if (--c->blocks_left == 0) {
-            end(c, source + i * BLOCK);
-            continue;
+            end(c, slice->source + at);
+        } else {
+            c->total.low = scramble(_mm256_add_epi64(c->total.low, sum->low), SCRAMBLE);
+            c->total.high = scramble(_mm256_add_epi64(c->total.high, sum->high), SCRAMBLE + 32);
         }
-        c->total.low = scramble(_mm256_add_epi64(c->total.low, sums[i].low), SCRAMBLE);
-        c->total.high = scramble(_mm256_add_epi64(c->total.high, sums[i].high), SCRAMBLE + 32);
+        if (at + BLOCK == slice->bytes) {
+            c->slice++;
+            c->block = 0;
+        }
     }
 }
 
-/* Copy slices side by side as far as the shortest reaches, then the rest of each. */
-AVX2 static void copy_slices(const run *slices, int count, checksum *c)
+/* Copy the slices of a group side by side as far as the shortest reaches, then the rest of each. Prefetch the `next` group
+ * at the end. Meanwhile take the group before: each block waits for the one before it, and the copy fills these waits
+ * (.90 and .95 of a large memcpy if the blocks are taken after and during a copy, Intel Xeon). */
+AVX2 static void copy_group(group *g, const group *next, checksum *c)
 {
-    lanes sums[STREAMS][SLICE / BLOCK];
-    size_t body = count == STREAMS ? SIZE_MAX : 0;
-    for (int i = 0; i < count; i++)
+    run *slices = g->slices;
+    size_t body = g->count == STREAMS ? SIZE_MAX : 0;
+    for (int i = 0; i < g->count; i++)
         if (slices[i].bytes < body)
             body = slices[i].bytes;
     const lanes zero = {_mm256_setzero_si256(), _mm256_setzero_si256()};
     for (size_t at = 0; at < body; at += BLOCK) {
         lanes sum[STREAMS] = {zero, zero, zero, zero};
+        const char *ahead[STREAMS];
+        for (int i = 0; i < STREAMS; i++)
+            ahead[i] = at + AHEAD < body ? slices[i].source + at + AHEAD
+                       : i < next->count ? next->slices[i].source + (at + AHEAD - body)
+                                         : slices[i].source + at; /* nothing */
         for (size_t step = 0; step < BLOCK; step += STEP)
             for (int i = 0; i < STREAMS; i++)
-                sum[i] = copy_step(sum[i], slices[i].target + at + step, slices[i].source + at + step, step);
+                sum[i] = copy_step(sum[i], slices[i].target + at + step, slices[i].source + at + step, step,
+                                   ahead[i] + step);
         for (int i = 0; i < STREAMS; i++)
-            sums[i][at / BLOCK] = sum[i];
+            g->sums[i][at / BLOCK] = sum[i];
+        take(c, STREAMS);
     }
-    for (int i = 0; i < count; i++) {
+    for (int i = 0; i < g->count; i++)
         for (size_t at = body; at < slices[i].bytes; at += BLOCK) {
+            const char *source = slices[i].source + at;
             lanes sum = zero;
             for (size_t step = 0; step < BLOCK; step += STEP)
-                sum = copy_step(sum, slices[i].target + at + step, slices[i].source + at + step, step);
-            sums[i][at / BLOCK] = sum;
+                sum = copy_step(sum, slices[i].target + at + step, source + step, step, source + step);
+            g->sums[i][at / BLOCK] = sum;
         }
-        take(c, sums[i], slices[i].bytes / BLOCK, slices[i].source);
-    }
+    take(c, SIZE_MAX);
+    c->group = g;
+    c->slice = 0;
 }
-#endif
 
-/* Return whether this processor can copy and sum. */
-int kvdepot_can_sum(void)
+/* Copy the group before number `filled` of the ring, and empty the group after it. */
+AVX2 static void advance(group *ring, size_t filled, checksum *c)
 {
-#if defined(__x86_64__)
-    return __builtin_cpu_supports("avx2") != 0;
-#else
-    return 0;
-#endif
+    copy_group(&ring[(filled + 2) % 3], &ring[filled % 3], c);
+    ring[(filled + 1) % 3].count = 0;
 }
+#endif
 
-/* Copy `count` runs that fill extents one after the other, and write the digest of each extent, 16 bytes, to `digests`.
+/* Copy `count` runs that fill `num_extents` extents one after the other, and write the digest of each extent, 16 bytes, to
+ * `digests`. `extents` are the sizes of the extents in bytes.
  *
- * Runs are whole blocks of 1,024 bytes, their targets aligned to 32 bytes. `extents` are the sizes of the extents in
- * bytes; together they have the bytes of the runs. When it returns, the bytes are visible to every process. */
-void kvdepot_copy_summed(const uint64_t *sources, const uint64_t *targets, const uint64_t *bytes, size_t count,
-                         const uint64_t *extents, uint8_t *digests)
+ * Return 1 when the bytes are visible to every process. Return 0 and copy nothing if a run or an extent is not whole
+ * blocks of 1,024 bytes, a target is not aligned to 32 bytes, the runs have more or fewer bytes than the extents, or the
+ * processor lacks AVX2. */
+int kvdepot_copy_and_sum(const uint64_t *sources, const uint64_t *targets, const uint64_t *bytes, size_t count,
+                         const uint64_t *extents, size_t num_extents, uint8_t *digests)
 {
 #if defined(__x86_64__)
-    checksum c = {.extents = extents, .digests = digests};
-    run slices[STREAMS];
-    int waiting = 0;
+    uint64_t left = 0;
+    if (!__builtin_cpu_supports("avx2"))
+        return 0;
+    for (size_t i = 0; i < num_extents; i++) {
+        if (extents[i] == 0 || extents[i] % BLOCK)
+            return 0;
+        left += extents[i];
+    }
+    for (size_t i = 0; i < count; i++) {
+        if (bytes[i] % BLOCK || targets[i] % sizeof(__m256i))
+            return 0;
+        left -= bytes[i];
+    }
+    if (left != 0)
+        return 0;
+    group ring[3]; /* one is filled, the one before it is copied, and the one before that is taken */
+    ring[0].count = ring[2].count = 0;
+    size_t filled = 0;
+    checksum c = {.group = &ring[2], .extents = extents, .digests = digests};
     for (size_t i = 0; i < count; i++) {
         for (size_t at = 0; at < bytes[i]; at += SLICE) {
-            slices[waiting++] = (run){(char *)(uintptr_t)targets[i] + at, (const char *)(uintptr_t)sources[i] + at,
-                                      bytes[i] - at < SLICE ? bytes[i] - at : SLICE};
-            if (waiting == STREAMS) {
-                copy_slices(slices, waiting, &c);
-                waiting = 0;
-            }
+            group *g = &ring[filled % 3];
+            g->slices[g->count++] = (run){(char *)(uintptr_t)targets[i] + at, (const char *)(uintptr_t)sources[i] + at,
+                                          bytes[i] - at < SLICE ? bytes[i] - at : SLICE};
+            if (g->count == STREAMS)
+                advance(ring, filled++, &c);
         }
     }
-    copy_slices(slices, waiting, &c);
+    advance(ring, filled++, &c);
+    advance(ring, filled, &c);
+    take(&c, SIZE_MAX);
     _mm_sfence();
+    return 1;
 #else
-    (void)sources, (void)targets, (void)bytes, (void)count, (void)extents, (void)digests;
+    (void)sources, (void)targets, (void)bytes, (void)count, (void)extents, (void)num_extents, (void)digests;
+    return 0;
 #endif
 }
