@@ -22,7 +22,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any, Self
@@ -35,7 +36,6 @@ sys.path.insert(0, str(ROOT / "tests"))
 from kvdepot.backends import CacheGroup, KVCache  # noqa: E402  # after the path
 from kvdepot.keys import Namespace, hash_prefix  # noqa: E402
 from kvdepot.lab.processes import DepotProcess, wait_until  # noqa: E402
-from kvdepot_cuda import bench, gather  # noqa: E402
 from kvdepot_cuda.context import CudaTransferContext  # noqa: E402
 from kvdepot_cuda.copy_route import CudaOptions  # noqa: E402
 from kvdepot_cuda.driver import CopyKind  # noqa: E402
@@ -47,10 +47,15 @@ FAKE = "--fake" in sys.argv
 MIB = 1 << 20
 LAYERS, PAGE = (4, 8192) if FAKE else (32, 65536)  # of an 8B model: 32 layers, 16 tokens of 64 KiB
 COUNT = 12 if FAKE else 10_000 // 16  # blocks for 10,000 tokens
-FAKE_TESTS = (  # two of those that need no device: they show that tests run in parallel
-    "device_suites.py::TestByAMover",
-    "device_suites.py::TestFaults::test_the_successor_of_a_killed_engine_finds_what_it_had_stored",
-)
+# Transfers queued after device work of a second: the bytes must be right, and no transfer may run too early.
+ORDER = ["order_on_device.py"]
+# The suites of every backend at the same time, in both modes and with kills.
+SUITES = "ByTheWorker ByTheWorkerWithTheKernel ByAMover SmallAllocations WorkerAndDepotKilled WorkerMoverAndDepotKilled"
+CONFORMANCE = [f"on_device.py::Test{name}" for name in SUITES.split()]
+if FAKE:  # two of the tests that need no device: they show that tests run in parallel
+    ORDER = ["device_suites.py::TestByAMover"]
+    CONFORMANCE = [*ORDER]
+    CONFORMANCE.append("device_suites.py::TestFaults::test_the_successor_of_a_killed_engine_finds_what_it_had_stored")
 
 
 def report(what: str, **values: Any) -> None:
@@ -103,14 +108,13 @@ class Cache:
         layers: int = LAYERS,
         page: int = PAGE,
         block_outermost: bool = True,
-        pool_bytes: int = 0,
         verify: str = "sample",
         **options: Any,
     ) -> None:
         self.half: list[int] = np.random.default_rng(0).permutation(num_blocks)[: num_blocks // 2].tolist()
         self.salts = itertools.count()
         self.block_bytes, self.num_bytes = layers * page, layers * page * num_blocks
-        pool_bytes = pool_bytes or 2 * self.num_bytes + 128 * MIB
+        pool_bytes = 2 * self.num_bytes + 128 * MIB
         self.depot = DepotProcess("--move-seconds", "20", "--verify", verify, pool_size=str(pool_bytes))
         wait_until(lambda: self.depot.status().pool_ready_bytes == self.depot.status().pool_size_bytes, 120)
         self.driver = open_driver()
@@ -165,9 +169,9 @@ class Cache:
 
     @property
     def state(self) -> dict[str, Any]:
-        """Return the mode and the state of registration. A mover's pieces and kernel are not known here."""
-        made, mode = self.context, self.context.transfer_mode
-        return {"mode": mode, "settled": made.is_settled, "pieces": made.num_registered, "kernel": made.uses_kernel}
+        """Return the mode, and when the pool was registered. A mover's pieces and kernel are not known here."""
+        made, settled = self.context, {"settled": self.context.is_settled, "settle_seconds": self.settle_seconds}
+        return {"mode": made.transfer_mode, **settled, "pieces": made.num_registered, "kernel": made.uses_kernel}
 
 
 def bytes_(_seconds: float) -> None:
@@ -253,21 +257,7 @@ def stress(seconds: float) -> None:
             report("stress", batch_runs=batch_runs, kernel=kernel, right=right, **percentiles(times))
 
 
-def order(seconds: float) -> None:
-    """Queue transfers after device work of a second: the bytes must be right, and no transfer may run too early."""
-    run_tests(seconds, FAKE_TESTS[0] if FAKE else "order_on_device.py")
-
-
-def conformance(seconds: float) -> None:
-    """Run the suites of every backend at the same time, in both modes and with kills."""
-    names = (
-        "ByTheWorker ByTheWorkerWithTheKernel ByAMover SmallAllocations WorkerAndDepotKilled WorkerMoverAndDepotKilled"
-    )
-    tests = ["on_device.py::Test" + name for name in names.split()]
-    run_tests(seconds, *(FAKE_TESTS if FAKE else tests))
-
-
-def run_tests(seconds: float, *names: str) -> None:
+def run_tests(seconds: float, names: Sequence[str]) -> None:
     """Run tests in parallel. Report the end of each one's output, also of those that were cut off."""
     environment = os.environ | ({} if FAKE else {"KVDEPOT_REQUIRE_CUDA": "1"})
     flags = ["-q", "--maxfail=3", "--tb=short", "-m", "", "-p", "no:cacheprovider", "--color=no"]
@@ -288,17 +278,6 @@ def run_tests(seconds: float, *names: str) -> None:
 
 
 # --- how fast, and at whose cost --------------------------------------------------------------------------------------
-
-
-def copies(seconds: float) -> None:
-    """Time every way to copy pages by size, count and direction, relative to one large copy: `kvdepot bench cuda`."""
-    small = {"page_bytes": (4 << 10, 64 << 10), "counts": (16, 64), "largest_bytes": 4 * MIB} if FAKE else {}
-    plan = bench.BenchPlan(rounds=3, seconds=seconds * 0.8, **small)
-    compiler = fake_gather if FAKE else gather.compile_gather
-    result = bench.bench_copies(open_driver(), plan, compile_gather=compiler)
-    for row in result["rows"]:
-        report("copies", **row | {name: way["ratio"] for name, way in row.pop("ways").items()})
-    report("copies, in all", kernel=result["kernel"], cells_left_out=result["cells_left_out"])
 
 
 def interference(_seconds: float) -> None:
@@ -352,33 +331,16 @@ def retrieve(_seconds: float) -> None:
             store = statistics.median(cache.again("store") for _ in range(3))
             one = [cache.move("retrieve", "settle", [0]) for _ in range(20)]
             times = [cache.again("retrieve") for _ in range(5)]
-            speed = COUNT * cache.block_bytes / statistics.median(times) / 1e9
-            report(
-                "retrieve",
-                **cache.state,
-                block_outermost=outermost,
-                batch_mib=batch_mib,
-                verify=verify,
-                store_ms=round(store * 1e3, 2),
-                **percentiles(times),
-                gb_per_s=round(speed, 2),
-                one_block=percentiles(one),
-            )
-
-
-def registration(_seconds: float) -> None:
-    """Time the registration of a pool by the size of its pieces."""
-    total = 64 * MIB if FAKE else 4096 * MIB
-    for piece_bytes in (total // 16, total // 4, total):
-        shape = {"pool_bytes": total, "piece_bytes": piece_bytes, "gather_kernel": False}  # no compiler in the time
-        with part(f"{piece_bytes // MIB} MiB"), Cache("direct", 8, **shape) as cache:
-            report("registration", **cache.state, pool_mib=total // MIB, seconds=round(cache.settle_seconds, 3))
+            row = {"block_outermost": outermost, "batch_mib": batch_mib, "verify": verify, **percentiles(times)}
+            row |= {"store_ms": round(store * 1e3, 2), "one_block": percentiles(one)}
+            row["gb_per_s"] = round(COUNT * cache.block_bytes / statistics.median(times) / 1e9, 2)
+            report("retrieve", **cache.state, **row)
 
 
 PHASES: dict[str, tuple[Callable[[float], None], float]] = {  # with each one's time limit in seconds
-    "machine": (machine, 30), "bytes": (bytes_, 90), "order": (order, 90), "captures": (captures, 60),
-    "stress": (stress, 120), "conformance": (conformance, 200), "copies": (copies, 180),
-    "interference": (interference, 150), "retrieve": (retrieve, 150), "registration": (registration, 60),
+    "machine": (machine, 30), "bytes": (bytes_, 90), "order": (partial(run_tests, names=ORDER), 90),
+    "captures": (captures, 60), "stress": (stress, 120), "conformance": (partial(run_tests, names=CONFORMANCE), 200),
+    "interference": (interference, 150), "retrieve": (retrieve, 150),
 }  # fmt: skip
 
 
