@@ -41,6 +41,7 @@ from kvdepot.tiers.url import open_tier as open_any_tier
 from support.peer import Peer, find, prompt
 from support.tiers.mooncake_cluster import Client, Master, Node, need_sdk
 from support.tiers.mooncake_node import make_shared_pool
+from support.tiers.servers import is_written
 
 EXTENTS: Final = extents_of(0, [EXTENT_BYTES] * 8)
 KEYS: Final = [make_key(number) for number in range(8)]
@@ -267,7 +268,7 @@ def test_entries_lost_with_a_node_are_written_again_by_the_next_depot_that_uses_
             for run in runs:
                 for chunk in range(0, 64, 32):
                     assert first.store(run.slice(chunk, chunk + 32)) == 32
-            wait_until(lambda: not one.status().tiers[0].queued_write_bytes, what="the end of writes")
+            wait_until(lambda: is_written(one), what="the end of writes")
         with contextlib.closing(Node(f"{url}?segment=64MiB")):
             began = time.monotonic()
             while (found := [find(second, run) for run in runs]) != [64] * 4:
@@ -419,7 +420,7 @@ class DepotOfCluster:
         return self._engine.listen()
 
     def settle(self) -> None:
-        wait_until(lambda: not self.depot.status().tiers[0].queued_write_bytes, what="the end of writes")
+        wait_until(lambda: is_written(self.depot), what="the end of writes")
 
     def child_pid(self) -> int:
         stats = [stat_of(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]

@@ -45,7 +45,7 @@ from kvdepot.tiers.url import TierUrl, open_tier
 from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
 from support.peer import Peer, find, registration
-from support.tiers.servers import S3Server
+from support.tiers.servers import S3Server, is_written
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
@@ -382,8 +382,7 @@ def settle(depot: DepotProcess) -> None:
     def is_quiet() -> bool:
         status = depot.status()
         seen.append((status.pool_used_bytes, [tier.counters for tier in status.tiers]))
-        is_writing = status.num_unwritten or any(tier.queued_write_bytes for tier in status.tiers)
-        return len(seen) > 20 and seen[-20] == seen[-1] and not is_writing
+        return len(seen) > 20 and seen[-20] == seen[-1] and is_written(depot)
 
     wait_until(is_quiet, what="the end of writes")
 

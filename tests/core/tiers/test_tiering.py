@@ -79,6 +79,7 @@ class Bench:
         verify: bool = False,
         ranks: int = 1,
         save_names: SaveNames = save_nothing,
+        gathers_stores: bool = False,
         demoted: int = 0,  # chunks of a prompt that tiers alone have
     ) -> None:
         self.clock = Clock()
@@ -89,6 +90,8 @@ class Bench:
         )
         self.depot = Depot(self.index, epoch=1, lease_seconds=10.0, clock=self.clock, save_names=save_names)
         self.tiers = [FaultyTier(MemoryTier(self.pool, tier_pages * PAGE)) for _ in range(num_tiers)]
+        for tier in self.tiers:
+            tier.gathers_stores = gathers_stores
         queues = [
             TierQueue(
                 tier, self.pool, f"tier-{number}", write_bytes=write_bytes, deadline_seconds=1.0, clock=self.clock
@@ -1177,6 +1180,20 @@ def test_a_tier_that_declines_entries_is_asked_for_them_once_a_second(make: Make
             bench.lookup(prompt(4))
             bench.settle()
         assert bench.tiers[0].num_calls == before + 2, "a question and a write"
+
+
+def test_a_prompt_that_is_stored_in_pieces_costs_a_tier_that_gathers_stores_few_calls(make: Maker) -> None:
+    bench = make(pages=240, tier_pages=480, write_bytes=4 << 20, gathers_stores=True)
+    bench.tiers[0].batch_entries = 256
+    bench.store_long(prompt(240))
+    assert not bench.tiers[0].num_calls
+    bench.clock.now += 1.0
+    bench.settle()
+    stored = bench.tiers[0].num_calls
+    assert 0 < stored <= 10, "30 stores"
+    bench.forget()
+    assert bench.wait(bench.begin_lookup(prompt(240))).num_chunks == 240
+    assert bench.tiers[0].num_calls - stored <= 10
 
 
 def test_bytes_that_changed_in_the_pool_never_go_down(make: Maker, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,12 +12,18 @@ import urllib.request
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 
-from kvdepot.lab.processes import wait_until
+from kvdepot.lab.processes import DepotProcess, wait_until
 
 
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         return listening.getsockname()[1]
+
+
+def is_written(depot: DepotProcess) -> bool:
+    """Return whether nothing that was stored still has to be written to a tier."""
+    status = depot.status()
+    return not status.num_unwritten and not any(tier.queued_write_bytes for tier in status.tiers)
 
 
 class Server:

@@ -63,6 +63,11 @@ class Tier(Protocol):
     has entries of a single run.
     """
 
+    gathers_stores: bool = False
+    """Whether each call costs a request or a round trip. Then stores wait for those that continue them
+    (`kvdepot.tiers.gathering`), and the tier is asked before they are written, as another node may have written them.
+    """
+
     contains_is_instant: bool = False
     """Whether `contains` only reads memory. Then the depot's loop calls it, so that lookups wait for no thread."""
 

@@ -31,6 +31,7 @@ class CheckedTier:
     def __init__(self, tier: Tier, pool: TierPool, name: str) -> None:
         self._tier = tier
         self.keeps_runs: bool = getattr(tier, "keeps_runs", False)
+        self.gathers_stores: bool = getattr(tier, "gathers_stores", False)
         self.contains_is_instant: bool = getattr(tier, "contains_is_instant", False)
         self._wants_places: bool = getattr(tier, "wants_places", False)
         self._pool = pool

@@ -113,11 +113,11 @@ class Demotions:
             return
         first, last = index.entries.node_of(records[0]), index.entries.node_of(records[-1])
         before = index.nodes.tree.parent[first]
-        in_runs, others = self._by_kind()
-        if in_runs:
+        gathering, others = self._by_kind()
+        if gathering:
             run_chunks = chunks_a_run(index.table.extent(records[-1])[1])
             if not self._gathering.adds(before, last, run_chunks, self._clock(), is_first=is_first):
-                self._refresh(last, in_runs, _reason(is_first=is_first))
+                self._refresh(last, gathering, _reason(is_first=is_first))
         if before != NO_NODE and self._is_missing(before, others):
             # In a tier, they are useless without the chunks before them.
             self._refresh(last, others, _reason(is_first=is_first))
@@ -234,9 +234,9 @@ class Demotions:
         return self._gathering.next_deadline
 
     def _by_kind(self) -> tuple[list[TierState], list[TierState]]:
-        """Return the tiers that keep runs, and the others."""
-        in_runs = [tier for tier in self._tiers if tier.queue.keeps_runs]
-        return in_runs, [tier for tier in self._tiers if not tier.queue.keeps_runs]
+        """Return the tiers for which stores wait for more, and the others."""
+        gathering = [tier for tier in self._tiers if tier.queue.gathers_stores]
+        return gathering, [tier for tier in self._tiers if not tier.queue.gathers_stores]
 
     def _refresh(self, node: int, tiers: Sequence[TierState], reason: Reason) -> None:
         """Ask tiers for the prefix that ends here, and write its missing chunks."""
@@ -339,7 +339,7 @@ class Demotions:
         """Write and evict the entries that leave next, until the reserve is free or `is_over`."""
         index, tree = self._index, self._index.nodes.tree
         reserve = int(index.extents.ready_bytes * _RESERVE_SHARE)
-        in_runs, others = self._by_kind()
+        gathering, others = self._by_kind()
         leaving = sum(tier.queue.queued_write_bytes for tier in self._tiers)
         leaving += sum(each.num_bytes for each in self._leaving.values())
         self.lacks_victims = self._is_cut = False
@@ -367,8 +367,8 @@ class Demotions:
             num_bytes = sum(index.table.extent(record)[1] for record in missing)
             is_taken = False
             if missing and self._is_wanted(nodes[0]):
-                if not all(self._is_written(record, in_runs) for record in missing):
-                    self._let_leave(nodes[0], in_runs, is_forced=True, num_bytes=num_bytes)
+                if not all(self._is_written(record, gathering) for record in missing):
+                    self._let_leave(nodes[0], gathering, is_forced=True, num_bytes=num_bytes)
                     is_taken = True
                 is_taken |= self._write(missing, others, Reason.STORED, leaves=True)
             if is_taken:

@@ -1,4 +1,4 @@
-"""Gathers consecutive stores, so that they become few objects in a tier that keeps runs.
+"""Gathers consecutive stores, so that a tier gets few large calls, and few objects if it keeps runs.
 
 Engines store a long prompt in many pieces, and a chunk or two in each step of decoding. So chunks wait for the stores
 that continue them: 0.05 seconds if another node waits for them, otherwise 0.25 seconds, or 2 seconds if they are few.

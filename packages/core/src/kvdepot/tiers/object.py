@@ -91,6 +91,7 @@ class ObjectTier(Tier):
 
     batch_entries = MOST_CHUNKS_A_RUN
     keeps_runs = True
+    gathers_stores = True
     wants_places = True
 
     def __init__(self, pool: TierPool, store: ObjectStore, patient: ObjectStore | None = None) -> None:

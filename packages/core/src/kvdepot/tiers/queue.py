@@ -102,6 +102,11 @@ class TierQueue:
         return self._checked.keeps_runs
 
     @property
+    def gathers_stores(self) -> bool:
+        """Whether stores wait for those that continue them, so that the tier gets few large calls."""
+        return self._checked.gathers_stores
+
+    @property
     def is_retired(self) -> bool:
         """Whether `retire` was called."""
         return self.breaker.is_retired

@@ -45,6 +45,7 @@ class FaultyTier:
         self.writer_pid = inner.writer_pid
         self.contains_is_instant = False  # it may hang here
         self.keeps_runs = getattr(inner, "keeps_runs", False)
+        self.gathers_stores = getattr(inner, "gathers_stores", False)
         self.wants_places = getattr(inner, "wants_places", False)
         self.error: Exception | None = None
         self.lie = False

@@ -43,6 +43,7 @@ class MooncakeTier(Tier):
     """Entries in a Mooncake cluster. See `Tier`."""
 
     batch_entries = 256
+    gathers_stores = True
 
     def __init__(self, options: MooncakeOptions, pool: TierPool) -> None:
         self._options = options

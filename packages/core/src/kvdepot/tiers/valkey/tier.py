@@ -67,6 +67,7 @@ class ValkeyTier(Tier):
     """
 
     batch_entries = 256
+    gathers_stores = True
     wants_places = True
 
     def __init__(self, pool: TierPool, server: Server, ttl_seconds: float = 0.0) -> None:
