@@ -954,6 +954,12 @@ def test_settings_come_in_the_hints_of_a_router_too() -> None:
     assert it.side.matched_tokens(request, 0) == (64, True)
     it.side.finished(request, (blocks(1, 7),))
     assert it.client.hints[-1][1]["priority"] == 2
+    named = {"session_id": "agent", "retain_seconds": 5, "prefetch": ["other"], "forget": ["third"]}
+    request = it.request(100, "e", kv_hints=hints(named))
+    assert it.side.matched_tokens(request, 0) == (64, True)
+    it.side.finished(request, (blocks(1, 7),))
+    assert (it.client.hints[-1][1]["session"], it.client.hints[-1][1]["retain_seconds"]) == ("agent", 5.0)
+    assert it.client.operations == [o.PrefetchSession("other", "default"), o.ForgetSession("third", "default")]
 
 
 def test_the_log_tells_each_decision_about_a_request(caplog: pytest.LogCaptureFixture) -> None:

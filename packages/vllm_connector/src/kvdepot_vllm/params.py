@@ -70,10 +70,12 @@ class Hints:
 
     @classmethod
     def parse(cls, params: Mapping[str, Any], session_id: str | None = None) -> "Hints | None":
-        """Return the hints of a request, None if it gives none. vLLM's `session_id` names its session, too."""
-        session = _checked(params, "session", _is_session, _A_SESSION)
-        if session is None and session_id:
-            session = _checked({"session_id": session_id}, "session_id", _is_session, _A_SESSION)
+        """Return the hints of a request, None if it gives none.
+
+        Its session is named by `session` or, as vLLM calls it, `session_id`, here or in the request itself.
+        """
+        named = {"session": params.get("session_id") or session_id or None, **params}
+        session = _checked(named, "session", _is_session, _A_SESSION)
         retain = _checked(params, "retain_seconds", _is_time_to_retain, _A_TIME_TO_RETAIN)
         end = _checked(params, "session_end", lambda value: type(value) is bool, "true or false")
         priority = _checked(
