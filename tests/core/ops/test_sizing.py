@@ -46,6 +46,13 @@ GPT_OSS_120B = {
     "layer_types": ["sliding_attention", "full_attention"] * 18, "experts_per_token": 4, "num_local_experts": 128,
     "router_aux_loss_coef": 0.9, "swiglu_limit": 7.0, "initial_context_length": 4096,
 }  # fmt: skip
+MISTRAL_SMALL = {
+    "architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", "image_token_index": 10,
+    "multimodal_projector_bias": False, "projector_hidden_act": "gelu", "spatial_merge_size": 2,
+    "torch_dtype": "bfloat16", "transformers_version": "4.50.0", "vision_config": {"num_hidden_layers": 24},
+    "vision_feature_layer": -1, "text_config": {
+        **COMMON, "model_type": "mistral", "hidden_size": 5120, "num_attention_heads": 32, "head_dim": 128,
+        "num_key_value_heads": 8, "num_hidden_layers": 40, "sliding_window": None}}  # fmt: skip
 EXACT = {
     # name: (configuration, layers with full attention / a window, bytes a token, bytes in windows)
     "Llama 3 8B": (LLAMA_8B, (32, 0), 128 * KIB, 0),
@@ -65,6 +72,24 @@ EXACT = {
             "num_key_value_heads": 8, "num_hidden_layers": 48, "sliding_window": 1024, "query_pre_attn_scalar": 256,
             "rope_local_base_freq": 10000, "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 8}},
         (8, 40), 64 * KIB, 320 * KIB),
+    "Gemma 3 1B as transformers 5 writes it": (
+        {**COMMON, "model_type": "gemma3_text", "hidden_size": 1152, "num_attention_heads": 4, "head_dim": 256,
+         "num_key_value_heads": 1, "num_hidden_layers": 26, "sliding_window": 512, "query_pre_attn_scalar": 256,
+         "_sliding_window_pattern": 6, "use_bidirectional_attention": False, "is_encoder_decoder": False,
+         "rope_parameters": {"full_attention": {"rope_theta": 1e6}},
+         "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 4 + ["sliding_attention"] * 2},
+        (4, 22), 4 * KIB, 22 * KIB),
+    "DeepSeek R1 Distill Qwen 7B": (
+        {**COMMON, "model_type": "qwen2", "hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4,
+         "num_hidden_layers": 28, "sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28,
+         "use_mrope": False}, (28, 0), 56 * KIB, 0),
+    "SmolLM2 1.7B": (
+        {**COMMON, "model_type": "llama", "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 32,
+         "num_hidden_layers": 24, "is_llama_config": True, "rope_interleaved": False,
+         "transformers.js_config": {"kv_cache_dtype": {"fp16": "float16"}}}, (24, 0), 192 * KIB, 0),
+    "Mistral Small 3.1, with images": (MISTRAL_SMALL, (40, 0), 160 * KIB, 0),
+    "A wrapper that repeats fields of its text model": (
+        {**MISTRAL_SMALL, "hidden_size": 5120, "num_hidden_layers": 40}, (40, 0), 160 * KIB, 0),
 }  # fmt: skip
 
 
@@ -78,7 +103,7 @@ def test_a_configuration_with_explicit_fields_is_sized_as_by_hand(name: str) -> 
 
 HEADS = {**COMMON, "hidden_size": 4544, "num_attention_heads": 71, "num_hidden_layers": 32}
 HYBRID = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 32}
-REFUSED = {
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     # name: (published configuration, a word of the refusal)
     "Falcon 7B": ({**HEADS, "model_type": "falcon", "multi_query": True, "parallel_attn": True}, "'multi_query'"),
     "Falcon 40B": ({**HEADS, "model_type": "falcon", "num_kv_heads": 8}, "'num_kv_heads'"),
@@ -99,6 +124,27 @@ REFUSED = {
     "Qwen3-Next": ({**COMMON, **HYBRID, "full_attention_interval": 4}, "'full_attention_interval'"),
     "Qwen3.5": ({**COMMON, **HYBRID, "layer_types": ["linear_attention", "full_attention"] * 16}, "'linear_attention'"),
     "Nemotron-H": ({**COMMON, **HYBRID, "hybrid_override_pattern": "M-M*"}, "'hybrid_override_pattern'"),
+    "Gemma 3 1B": (
+        {**COMMON, **HYBRID, "model_type": "gemma3_text", "head_dim": 256, "sliding_window_pattern": 6},
+        "no 'layer_types'"),
+    "DeepSeek-VL2": ({**DEEPSEEK_V3, "use_mla": False}, "'use_mla'"),
+    "layers that share a cache, beside the text model": (
+        {**MISTRAL_SMALL, "num_kv_shared_layers": 10}, "'num_kv_shared_layers'"),
+    "one head, beside the text model": ({**MISTRAL_SMALL, "multi_query": True}, "'multi_query'"),
+    "states, beside the text model": ({**MISTRAL_SMALL, "mamba_ssm_dtype": "float32"}, "'mamba_ssm_dtype'"),
+    "an encoder, beside the text model": ({**MISTRAL_SMALL, "is_encoder_decoder": True}, "'is_encoder_decoder'"),
+    "a wrapper that contradicts its text model": ({**MISTRAL_SMALL, "num_key_value_heads": 4}, "'num_key_value_heads'"),
+    "an empty text model": ({**LLAMA_8B, "text_config": {}}, "'num_hidden_layers'"),
+    "a text model in a text model": (
+        {**MISTRAL_SMALL, "text_config": {**LLAMA_8B, "text_config": LLAMA_8B}}, "'text_config'"),
+    "an unknown key of 0": ({**LLAMA_8B, "attention_layer_offset": 0}, "'attention_layer_offset'"),
+    "an unknown key of 0.0": ({**LLAMA_8B, "cache_ratio": 0.0}, "'cache_ratio'"),
+    "an unknown flag that is false": ({**LLAMA_8B, "share_kv": False}, "'share_kv'"),
+    "a flag that should be false, of 0": ({**LLAMA_8B, "is_encoder_decoder": 0}, "'is_encoder_decoder'"),
+    "a dimension that looks like RoPE's": ({**LLAMA_8B, "rope_head_dim": 64}, "'rope_head_dim'"),
+    "heads that look like a router's": ({**LLAMA_8B, "router_num_heads": 8}, "'router_num_heads'"),
+    "an unknown multiplier": ({**LLAMA_8B, "foo_multiplier": 2}, "'foo_multiplier'"),
+    "an unknown bias": ({**LLAMA_8B, "foo_bias": True}, "'foo_bias'"),
     "Bamba": ({**COMMON, **HYBRID, "attn_layer_indices": [9, 18, 27]}, "'attn_layer_indices'"),
 }  # fmt: skip
 

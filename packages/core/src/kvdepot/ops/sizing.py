@@ -5,8 +5,8 @@ plain or grouped (keys and values of every token), the same with a window in the
 DeepSeek's latent attention (one compressed row per token, the same on all ranks).
 
 A size is exact or refused. Models differ in too many ways to list: defaults in code, layers that share a cache, states
-of another dtype. So a single unknown key is refused. The error names the method that is exact for every model: attach
-an engine, and `kvdepot status` prints the sizes that it registered.
+of another dtype. So a single unknown key is refused unless it is null, also beside `text_config`. The error names the
+method that is exact for every model: attach an engine, and `kvdepot status` prints the sizes that it registered.
 """
 
 from collections.abc import Mapping
@@ -25,11 +25,11 @@ _MODEL_DTYPES: Final = ("bfloat16", "float16")
 
 _EXACT_WAY: Final = "attach an engine, and 'kvdepot status' prints its bytes a token and bytes a state"
 
-# Keys that the arithmetic reads.
-_READ: Final = frozenset({
-    "architectures", "model_type", "dtype", "torch_dtype", "hidden_size", "head_dim", "num_attention_heads",
-    "num_key_value_heads", "num_hidden_layers", "layer_types", "sliding_window", "use_sliding_window",
-    "max_window_layers", "quantization_config",
+# Keys that the arithmetic reads: from the wrapper of a model with images, too, and from the text model alone.
+_READ_OF_BOTH: Final = frozenset({"architectures", "model_type", "dtype", "torch_dtype", "quantization_config"})
+_READ_OF_TEXT: Final = frozenset({
+    "hidden_size", "head_dim", "num_attention_heads", "num_key_value_heads", "num_hidden_layers", "layer_types",
+    "sliding_window", "sliding_window_pattern", "_sliding_window_pattern", "use_sliding_window", "max_window_layers",
 })  # fmt: skip
 _READ_OF_LATENT: Final = frozenset(
     {
@@ -41,29 +41,35 @@ _READ_OF_LATENT: Final = frozenset(
         "v_head_dim",
     }
 )
-# Keys that change the computation, never the bytes of a token in the cache.
+# Keys that change the computation, never the bytes of a token in the cache. Each is a whole name: `rope_theta` is
+# harmless, but `rope_head_dim` is not.
 _WITHOUT_EFFECT: Final = frozenset({
-    "_name_or_path", "auto_map", "aux_loss_alpha", "chunk_size_feed_forward", "decoder_sparse_step", "ep_size",
-    "experts_per_token", "final_logit_softcapping", "first_k_dense_replace", "hidden_act", "hidden_activation",
-    "id2label", "initial_context_length", "initializer_range", "intermediate_size", "label2id", "logit_scale",
-    "logits_scaling", "max_position_embeddings", "mlp_only_layers", "moe_intermediate_size", "moe_layer_freq",
-    "n_group", "n_routed_experts", "n_shared_experts", "norm_topk_prob", "num_experts", "num_experts_per_tok",
-    "num_local_experts", "num_nextn_predict_layers", "original_max_position_embeddings", "output_attentions",
-    "output_hidden_states", "output_router_logits", "partial_rotary_factor", "pretraining_tp", "problem_type",
-    "query_pre_attn_scalar", "return_dict", "routed_scaling_factor", "scoring_func", "seq_aux",
-    "shared_expert_intermediate_size", "swiglu_limit", "tie_word_embeddings", "topk_group", "topk_method",
-    "transformers_version", "unsloth_fixed", "use_cache", "use_qk_norm", "vocab_size",
+    "_name_or_path", "attention_bias", "attention_dropout", "attention_multiplier", "attention_out_bias",
+    "attn_logit_softcapping", "auto_map", "aux_loss_alpha", "boi_token_id", "boi_token_index", "bos_token_id",
+    "cache_implementation", "chunk_size_feed_forward", "decoder_sparse_step", "embd_pdrop", "embedding_multiplier",
+    "eoi_token_id", "eoi_token_index", "eos_token_id", "ep_size", "experts_per_token", "final_logit_softcapping",
+    "first_k_dense_replace", "hidden_act", "hidden_activation", "id2label", "ignore_index", "image_grid_pinpoints",
+    "image_seq_length", "image_token_id", "image_token_index", "initial_context_length", "initializer_range",
+    "input_jitter_noise", "intermediate_size", "is_composition", "is_llama_config", "label2id", "layer_norm_eps",
+    "lm_head_bias", "logit_scale", "logits_scaling", "max_position_embeddings", "media_placeholder_token_id",
+    "mlp_bias", "mlp_only_layers", "mm_tokens_per_image", "moe_intermediate_size", "moe_layer_freq",
+    "multimodal_projector_bias", "n_group", "n_routed_experts", "n_shared_experts", "norm_topk_prob", "num_experts",
+    "num_experts_per_tok", "num_local_experts", "num_nextn_predict_layers", "original_max_position_embeddings",
+    "output_attentions", "output_hidden_states", "output_router_logits", "pad_token_id", "partial_rotary_factor",
+    "pretraining_tp", "problem_type", "projector_hidden_act", "qkv_bias", "query_pre_attn_scalar", "resid_pdrop",
+    "residual_dropout", "residual_multiplier", "return_dict", "rms_norm_eps", "rope_interleave", "rope_interleaved",
+    "rope_local_base_freq", "rope_parameters", "rope_scaling", "rope_theta", "routed_scaling_factor",
+    "router_aux_loss_coef", "router_jitter_noise", "scoring_func", "seq_aux", "shared_expert_intermediate_size",
+    "spatial_merge_size", "swiglu_alpha", "swiglu_limit", "tie_word_embeddings", "topk_group", "topk_method",
+    "transformers.js_config", "transformers_version", "unsloth_fixed", "unsloth_version", "use_cache",
+    "use_image_newline_parameter", "use_mrope", "use_qk_norm", "video_token_id", "video_token_index",
+    "vision_aspect_ratio", "vision_config", "vision_end_token_id", "vision_feature_layer",
+    "vision_feature_select_strategy", "vision_start_token_id", "vision_token_id", "vocab_size",
 })  # fmt: skip
-_WITHOUT_EFFECT_BY_START: Final = ("rope_", "router_")
-_WITHOUT_EFFECT_BY_END: Final = (
-    "_bias",
-    "_dropout",
-    "_eps",
-    "_multiplier",
-    "_pdrop",
-    "_softcapping",
-    "_token_id",
-)
+# Flags of another kind of model if they are true. transformers writes them out if they are false, too.
+_WITHOUT_EFFECT_IF_FALSE: Final = frozenset({
+    "add_cross_attention", "is_decoder", "is_encoder_decoder", "tie_encoder_decoder", "use_bidirectional_attention",
+})  # fmt: skip
 
 # Types whose code defaults `head_dim` to hidden_size / num_attention_heads. Gemma's, for example, does not.
 _DERIVE_HEAD_DIM: Final = frozenset({"llama", "mistral", "mixtral", "phi3", "qwen2", "qwen2_moe"})
@@ -146,11 +152,11 @@ def size_model(config: Mapping[str, Any], cache_dtype: str = "auto") -> Sizing:
     Raises:
         ConfigError: the configuration does not determine the size, or the dtype is unknown.
     """
-    text: Mapping[str, Any] = config.get("text_config") or config
+    inner: Any = config.get("text_config")
+    text: Mapping[str, Any] = config if inner is None else inner
     name = str((config.get("architectures") or [config.get("model_type", "?")])[0])
     is_mla = bool(text.get("kv_lora_rank")) and text.get("model_type") in _LATENT_TYPES
-    known = _READ | _WITHOUT_EFFECT | (_READ_OF_LATENT if is_mla else frozenset[str]())
-    unknown = [key for key, value in text.items() if value not in (None, False) and not _is_known(key, known)]
+    unknown = _unknown_keys(config, text, _READ_OF_TEXT | _READ_OF_LATENT if is_mla else _READ_OF_TEXT)
     if unknown:
         keys = ", ".join(map(repr, sorted(unknown)))
         raise ConfigError(f"the configuration of {name} has keys that may change its KV cache ({keys}): {_EXACT_WAY}")
@@ -167,8 +173,19 @@ def size_model(config: Mapping[str, Any], cache_dtype: str = "auto") -> Sizing:
     return Sizing(name, dtype, num_full, num_windows, window, num_full * row, num_windows * row, is_mla)
 
 
-def _is_known(key: str, known: frozenset[str]) -> bool:
-    return key in known or key.startswith(_WITHOUT_EFFECT_BY_START) or key.endswith(_WITHOUT_EFFECT_BY_END)
+def _unknown_keys(config: Mapping[str, Any], text: Mapping[str, Any], read: frozenset[str]) -> set[str]:
+    """Return the keys with an unknown effect, also those of the wrapper, which may repeat `text` but not differ."""
+    known = _READ_OF_BOTH | _WITHOUT_EFFECT | read
+    unknown = {
+        key
+        for part in (config, text)
+        for key, value in part.items()
+        if key not in known and value is not None and not (value is False and key in _WITHOUT_EFFECT_IF_FALSE)
+        if key != "text_config" or part is text
+    }
+    if text is not config:
+        unknown.update(key for key in read if config.get(key) not in (None, text.get(key)))
+    return unknown
 
 
 def _number(config: Mapping[str, Any], key: str) -> int:
@@ -190,8 +207,8 @@ def _cache_dtype(config: Mapping[str, Any], text: Mapping[str, Any], wanted: str
         if wanted not in DTYPE_BYTES:
             raise ConfigError(f"a cache in {wanted!r}: known are {', '.join(DTYPE_BYTES)}")
         return wanted
-    quantization: Any = config.get("quantization_config") or text.get("quantization_config") or {}
-    settings = [key for key, value in dict(quantization).items() if key.startswith("kv_cache") and value]
+    quantizations: list[dict[str, Any]] = [part.get("quantization_config") or {} for part in (config, text)]
+    settings = [key for each in quantizations for key, value in each.items() if key.startswith("kv_cache") and value]
     own = next((str(part[key]) for part in (text, config) for key in ("torch_dtype", "dtype") if part.get(key)), "")
     dtype = own.removeprefix("torch.")
     if settings or dtype not in _MODEL_DTYPES:
@@ -204,7 +221,8 @@ def _num_windows(config: Mapping[str, Any]) -> int:
     """Return how many layers have a window instead of full attention."""
     kinds = [str(kind) for kind in config.get("layer_types") or ()]
     if not kinds:
-        if config.get("sliding_window") and config.get("use_sliding_window") is not False:
+        signs = ("sliding_window", "sliding_window_pattern", "_sliding_window_pattern")
+        if any(map(config.get, signs)) and config.get("use_sliding_window") is not False:
             raise ConfigError(f"the model has a window, but no 'layer_types' says in which layers: {_EXACT_WAY}")
         return 0
     others = sorted({*kinds} - {"full_attention", "sliding_attention"})
