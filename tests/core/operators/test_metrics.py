@@ -187,6 +187,20 @@ def test_the_table_in_the_docs_and_the_metrics_of_a_depot_are_the_same() -> None
     assert exported | declared_by_tiers() == documented()
 
 
+@pytest.mark.parametrize(
+    ("package", "declare", "page"),
+    [("vllm_connector", "engine_counter", "vllm.md"), ("sglang_linker", "linker_counter", "sglang.md")],
+)
+def test_the_tables_of_engines_counters_are_their_declarations(package: str, declare: str, page: str) -> None:
+    sources = (DEPLOY.parent / "packages" / package).rglob("*.py")  # importing them would need the engine
+    declaration = re.compile(rf'{declare}\(\s*"(\w+)",\s*"([^"]*)",?\s*\)')
+    texts = dict(found for path in sources for found in declaration.findall(path.read_text()))
+    text = (DEPLOY.parent / "docs" / page).read_text()
+    table = re.search(r"^\| `\w+:kvdepot_\.\.\._total` .*\n((?:\|.*\n)+)", text, re.MULTILINE)
+    assert table is not None
+    assert dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", table[1], re.MULTILINE)) == texts
+
+
 def test_each_counter_is_there_from_the_start_with_a_sentence_about_it() -> None:
     with DepotProcess("--tier", "memory://?capacity=1MiB") as depot:
         text = render_metrics(depot.status()).decode()
