@@ -1,7 +1,6 @@
 """Common mistakes on the command line give one sentence that says what to do, no traceback, and no leftovers."""
 
 import re
-import socket
 import subprocess
 import sys
 import tempfile
@@ -9,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvdepot.lab.processes import DepotProcess, wait_until
+from kvdepot.lab.processes import DepotProcess
 from kvdepot.ops.cli import make_parser
 from kvdepot.pool.size import MEMORY_FILE_SYSTEMS, file_system_of
 
@@ -124,23 +123,6 @@ def test_after_a_kill_status_says_at_once_that_there_is_no_depot(depot: DepotPro
         1,
         f"kvdepot: no depot in {depot.url}: start one with 'kvdepot serve', or name its directory by --url\n",
     )
-
-
-@pytest.mark.slow
-def test_a_tier_that_cannot_work_is_told_at_the_start_in_one_line(tmp_path: Path) -> None:
-    folder, log = str(tmp_path / "d"), tmp_path / "log"
-    with socket.socket() as closed, log.open("w") as written:
-        closed.bind(("127.0.0.1", 0))  # no socket listens on the port
-        address = f"valkey://127.0.0.1:{closed.getsockname()[1]}"
-        command = [*_COMMAND, "serve", "--ephemeral", "--dir", folder, "--pool-size", "4MiB", "--tier", address]
-        with subprocess.Popen(command, stderr=written) as process:
-            try:
-                wait_until(lambda: "serving" in log.read_text())
-                wait_until(lambda: "SUSPENDED" in said_by("status", "--url", folder))
-            finally:
-                process.terminate()
-    (line,) = [line for line in log.read_text().splitlines() if "is suspended" in line]
-    assert ("WARNING" in line, address in line, "Connection refused" in line) == (True, True, True)
 
 
 def said_by(*arguments: str) -> str:
