@@ -14,14 +14,17 @@ from support.vllm.engines import Engine, MakeModel, cached, connector, prompts, 
 # Three: from the fourth promotion on, the depot compares the speeds of tier and engine, and may prefer computation.
 PROMPTS = prompts(1, 1500) + prompts(2, 1000, seed=1, shared=600)
 
-CASES: dict[str, tuple[str, dict[str, Any], list[int], int]] = {  # model, options, cached tokens, chunks of all prompts
-    "grouped queries": ("gqa", {}, [1408, 896, 896], 21),
-    "sliding windows": ("windows", {}, [1408, 896, 896], 21),
+# Model, options, cached tokens, tokens that vLLM counts as hits from disk, chunks of all prompts. The last two prompts
+# begin with the same four chunks. A pool that promoted them with the first of the two has no window or state there.
+CASES: dict[str, tuple[str, dict[str, Any], list[int], int, int]] = {
+    "grouped queries": ("gqa", {}, [1408, 896, 896], 1408 + 896 + 384, 21),
+    "sliding windows": ("windows", {}, [1408, 896, 896], 1408 + 896 + 896, 21),
     # vLLM's default type of states depends on the CPU: without AVX-512 BF16, blocks had 128 tokens instead of 256.
     "recurrent states": (
         "recurrent",
         {"dtype": "bfloat16", "mamba_ssm_cache_dtype": "float32", "kv_cache_memory_bytes": 256 << 20},
         [1280, 768, 768],
+        1280 + 768 + 768,
         9,
     ),
 }  # fmt: skip
@@ -36,7 +39,7 @@ def wait_until_in_tier(depot: DepotProcess, num_chunks: int) -> None:
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.promise(29, 32)
 def test_evicted_chunks_come_back_from_disk(case: str, model: MakeModel, tmp_path: Path) -> None:
-    name, options, expected, num_chunks = CASES[case]
+    name, options, expected, num_from_disk, num_chunks = CASES[case]
     all_options: dict[str, Any] = {"kv_cache_memory_bytes": 128 << 20, "max_tokens": 4, **options}
     with (
         DepotProcess(
@@ -62,6 +65,7 @@ def test_evicted_chunks_come_back_from_disk(case: str, model: MakeModel, tmp_pat
         warm = engine.generate(PROMPTS, together=False)
         assert tokens(warm) == engine.reference
         assert cached(warm) == expected
+        assert engine.hit_sources().get("disk") == num_from_disk
         watched = engine.execute("result = child.watched")
         assert watched["loaded"] >= 10
         assert (watched["wrong"], watched["unknown"]) == (0, 0)

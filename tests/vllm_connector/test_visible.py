@@ -55,12 +55,7 @@ def test_counters_log_line_and_source(depot: DepotProcess, model: MakeModel) -> 
         num_bytes = 5 * 4 * 128 * 2 * 128 * 4  # 5 blocks, 4 layers
         assert metrics["vllm:kvdepot_store_bytes"] == metrics["vllm:kvdepot_load_bytes"] == num_bytes
         assert metrics["vllm:kvdepot_hit_tokens"] == metrics["vllm:external_prefix_cache_hits"] == 640
-        sources = engine.execute(
-            "from prometheus_client import REGISTRY\n"
-            "result = {s.labels.get('source'): s.value for m in REGISTRY.collect() for s in m.samples"
-            " if 'source' in s.labels and s.value and s.name.endswith('_total')}"
-        )
-        assert sources.get("host") == 640, sources
+        assert engine.hit_sources() == {"host": 640}
         names = engine.execute("from prometheus_client import REGISTRY\nresult = [m.name for m in REGISTRY.collect()]")
         assert "vllm:kvdepot_hand_overs_missed" in names, "each declared counter is there before it counts"
         (worker,) = [line for line in describe_status(depot.status()).splitlines() if "worker on cpu" in line]

@@ -36,6 +36,16 @@ CPUWorker.determine_available_memory = lambda worker: worker.model_runner.profil
 """
 """Makes vLLM on CPU create the buffers of a pipeline's stages. Without compilation it skips this run, and fails."""
 
+_SOURCES = """
+from prometheus_client import REGISTRY
+result = {
+    sample.labels["source"]: sample.value
+    for metric in REGISTRY.collect()
+    for sample in metric.samples
+    if sample.name == "vllm:prompt_tokens_cached_by_source_total" and sample.value
+}
+"""
+
 
 class MakeModel(Protocol):
     """Makes a tiny model unless it exists, and returns its path."""
@@ -179,6 +189,10 @@ class Engine:
     def execute(self, code: str) -> Any:
         """Run test code in the engine's process and return its variable `result`."""
         return self.ask("execute", code=code)["result"]
+
+    def hit_sources(self) -> dict[str, float]:
+        """Return the number of cached prompt tokens so far by their source, as vLLM counts them."""
+        return self.execute(_SOURCES)
 
     def reset(self, *, connector: bool = False) -> None:
         """Empty vLLM's own prefix cache."""
