@@ -32,6 +32,70 @@ def test_vllm_s_decoder_reads_a_depot_s_events(run_code: RunCode) -> None:
     assert run_code(_DECODE).splitlines()[-1] == "ff" * 8
 
 
+# Compares descriptions with the events that vLLM makes for the same blocks. Prints the number of blocks with extra keys.
+_DESCRIBE = """
+import struct
+import msgspec, torch
+from kvdepot.keys import Namespace, hash_prefix
+from kvdepot.layout import GroupKind
+from kvdepot.wire import messages as m
+from kvdepot_vllm.events import Describer
+from kvdepot_vllm.groups import EngineCache, EngineGroup
+from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.utils.hashing import sha256_cbor
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.request import Request
+
+HASHED, BLOCK, CHUNK, CHUNKS = 16, 32, 128, 3
+init_none_hash(sha256_cbor)
+spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
+config = KVCacheConfig(8, [], [KVCacheGroupSpec(["layer"], spec)], hash_block_size=HASHED)
+group = EngineGroup(0, GroupKind.FULL_ATTENTION, BLOCK, 0, ("layer",), is_mla=False, states_by_position=False)
+describer = Describer(EngineCache((group,), 1, CHUNK, 1, "float32"), config)
+image = lambda name, offset: MultiModalFeatureSpec(None, "image", name, PlaceholderRange(offset, 100))
+cases = {
+    "plain": {},
+    "adapter": {"lora_request": LoRARequest("poet", 3, "/adapters/poet")},
+    "salt": {"cache_salt": "secret"},
+    "images": {"mm_features": [image("cat", 40), image("dog", 150)]},
+    "embeddings": {"prompt_token_ids": None, "prompt_embeds": torch.rand(CHUNKS * CHUNK + 50, 4)},
+}
+cases["all"] = cases["adapter"] | cases["salt"] | cases["images"]
+for name, fields in cases.items():
+    fields = {"prompt_token_ids": list(range(1000, 1050 + CHUNKS * CHUNK))} | fields
+    hasher = get_request_block_hasher(HASHED, sha256_cbor)
+    request = Request("r", sampling_params=SamplingParams(), pooling_params=None, block_hasher=hasher, **fields)
+    for first in range(CHUNKS):
+        pool = BlockPool(32, True, HASHED, enable_kv_cache_events=True)
+        blocks, per_chunk = pool.get_new_blocks(CHUNKS * CHUNK // BLOCK), CHUNK // BLOCK
+        pool.cache_full_blocks(request, blocks, first * per_chunk, len(blocks), BLOCK, 0)
+        (event,) = pool.take_events()
+        run = hash_prefix(Namespace("model"), CHUNK, request.all_token_ids).slice(first)
+        run, description = describer.describe(request, bytes(32), run)
+        (told,) = description.requests(1, run)
+        told = msgspec.msgpack.decode(msgspec.msgpack.encode(told), type=m.DescribeChunks)
+        assert run.num_chunks == CHUNKS - first and told.first_chunk == first
+        assert list(struct.unpack(f"<{len(told.tokens) // 4}I", told.tokens)) == list(event.token_ids)
+        assert list(struct.unpack(f"<{len(told.block_ids) // 8}Q", told.block_ids)) == event.block_hashes
+        assert int.from_bytes(told.parent_id, "little") == (event.parent_block_hash or 0), name
+        assert (told.lora_name or None, told.groups[0].number) == (event.lora_name, event.group_idx)
+        as_text = lambda key: key.hex() if isinstance(key, bytes) else key
+        wanted = [keys and tuple(map(as_text, keys)) for keys in event.extra_keys]
+        assert list(told.extra_keys) == (wanted if any(wanted) else []), (name, told.extra_keys, wanted)
+        if not first:
+            print(name, sum(map(bool, wanted)))
+"""
+
+
+def test_descriptions_equal_the_events_of_vllm_with_adapters_salts_and_images(run_code: RunCode) -> None:
+    with_keys = dict(line.split() for line in run_code(_DESCRIBE).splitlines())
+    assert with_keys == {"plain": "0", "adapter": "12", "salt": "1", "images": "7", "embeddings": "12", "all": "12"}
+
+
 def test_each_engine_announces_what_its_depot_holds(model: MakeModel, tmp_path: Path, context: Context) -> None:
     """Two engines store, one empties its own cache, the pool is cleared, one is restarted, and a router comes late."""
     endpoints = [f"ipc://{tmp_path}/{name}" for name in "ab"]
