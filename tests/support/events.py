@@ -142,7 +142,7 @@ class Listener(Router):
     """A subscriber of an engine that takes only the events about its depot."""
 
     def take(self, event: dict[str, Any]) -> None:
-        if event.get("medium") == "CPU" or event["type"] == "AllBlocksCleared":
+        if event.get("medium") in ("CPU", "STORAGE") or event["type"] == "AllBlocksCleared":
             super().take(event)
 
     def holds(self, depot: Router) -> bool:

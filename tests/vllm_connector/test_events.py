@@ -32,7 +32,7 @@ def test_vllm_s_decoder_reads_a_depot_s_events(run_code: RunCode) -> None:
     assert run_code(_DECODE).splitlines()[-1] == "ff" * 8
 
 
-# Compares descriptions with the events that vLLM makes for the same blocks. Prints the number of blocks with extra keys.
+# Compares descriptions with vLLM's events for the same blocks. Prints the number of blocks that have extra keys.
 _DESCRIBE = """
 import struct
 import msgspec, torch
@@ -96,14 +96,18 @@ def test_descriptions_equal_the_events_of_vllm_with_adapters_salts_and_images(ru
     assert with_keys == {"plain": "0", "adapter": "12", "salt": "1", "images": "7", "embeddings": "12", "all": "12"}
 
 
+def announcing_engine(model: MakeModel, depot: DepotProcess, endpoint: str) -> Engine:
+    events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint}
+    return Engine(model("gqa"), connector(depot.url), kv_events=events)
+
+
 def test_each_engine_announces_what_its_depot_holds(model: MakeModel, tmp_path: Path, context: Context) -> None:
     """Two engines store, one empties its own cache, the pool is cleared, one is restarted, and a router comes late."""
     endpoints = [f"ipc://{tmp_path}/{name}" for name in "ab"]
     asked = prompts(6, 300, seed=70)
 
     def start(endpoint: str) -> Engine:
-        events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint}
-        return Engine(model("gqa"), connector(depot.url), kv_events=events)
+        return announcing_engine(model, depot, endpoint)
 
     with DepotProcess(*FLAGS, new_session=True) as depot, contextlib.ExitStack() as others:
         truth, routers = Router(depot, context), [Listener(endpoint, context) for endpoint in endpoints]
@@ -141,3 +145,36 @@ result = [int.from_bytes(b.block_hash[:-4], "big") & (1 << 64) - 1 for b in pool
         latest = Listener(endpoints[1], context)  # of an idle engine
         for router in (late, routers[1], latest):
             wait_until(lambda: router.num_found() == 2 * per_prompt, what="what the depot holds")  # noqa: B023
+
+
+def test_each_engine_announces_what_came_back_from_a_tier(model: MakeModel, tmp_path: Path, context: Context) -> None:
+    """An engine's lookup promotes a prompt that its neighbour computed and that was evicted to the disk."""
+    endpoints = [f"ipc://{tmp_path}/{name}" for name in "ab"]
+    tier = f"disk://{tmp_path}/tier?capacity=64MiB"
+    flags = (*FLAGS, "--tier", tier, "--promote-seconds", "30", "--policy", "lru")
+    (asked,), others = prompts(1, 300, seed=73), iter(prompts(40, 300, seed=74))
+    with (
+        DepotProcess(*flags, pool_size="8MiB", new_session=True) as depot,
+        announcing_engine(model, depot, endpoints[0]) as first,
+        announcing_engine(model, depot, endpoints[1]) as second,
+    ):
+        routers = [Listener(endpoint, context) for endpoint in endpoints]
+        first.generate([asked])
+        for router in routers:
+            wait_until(lambda: router.num_found() == 2, what="the stored chunks")  # noqa: B023
+        chunks = set(routers[0].found)
+        wait_until(lambda: depot.status().tiers[0].counters.get("written_entries", 0) >= 2)
+
+        def are_only_in_tier() -> bool:
+            first.generate([next(others)])
+            return all((router.num_found(), chunks <= router.in_tier - router.found)[1] for router in routers)
+
+        wait_until(are_only_in_tier, what="that the chunks were evicted")
+        (output,) = second.generate([asked])
+        assert output["cached"] == 256
+        assert second.hit_sources() == {"disk": 256}
+        for router in routers:
+            wait_until(
+                lambda: (router.num_found(), chunks <= router.found - router.in_tier)[1],  # noqa: B023
+                what="that the chunks came back",
+            )
