@@ -573,7 +573,7 @@ def test_a_depot_without_events_forgets_the_tokens_of_an_earlier_one(tmp_path: P
 
 @pytest.mark.slow
 def test_chunks_that_only_a_tier_has_are_announced_there(tmp_path: Path, context: Context) -> None:
-    """A hit promotes them to the pool, and they leave the tier's medium."""
+    """They leave the tier's medium when a lookup or a command promotes them. No engine describes them again."""
     tier = f"disk://{tmp_path}/tier?capacity=64MiB"
     flags = (*FLAGS, "--tier", tier, "--promote-seconds", "10", "--policy", "lru")
     with DepotProcess(*flags, pool_size="1MiB") as depot:
@@ -592,14 +592,35 @@ def test_chunks_that_only_a_tier_has_are_announced_there(tmp_path: Path, context
         late = Router(depot, context)
         wait_until(lambda: (late.take_all(), set(ids_of(run)) <= late.in_tier)[1])
 
+        ask_depot(o.Warm(tenant=run.tenant, digests=run.digests), depot.url, 30)
+        wait_until(lambda: router.knows(run))
+        assert not set(ids_of(run)) & router.in_tier
+        wait_until(is_only_in_tier, 20)
         request = m.Lookup(engine.scheduler.context, "r", run.digests, run.tenant, wait_seconds=10.0)
         reply = engine.scheduler.channel.call(request, 20)
         assert isinstance(reply, m.LookupReply)
-        assert (reply.num_chunks, reply.num_promoted, reply.wants_tokens) == (5, 5, True)
-        assert engine.describe(run) == 5
+        assert (reply.num_chunks, reply.num_promoted, reply.wants_tokens) == (5, 5, False)
         wait_until(lambda: router.knows(run))
         assert not set(ids_of(run)) & router.in_tier
         engine.close()
+
+
+def test_promoted_chunks_are_announced_as_far_as_their_descriptions_were_kept() -> None:
+    described = Described(holdings=Holdings(is_in_tier=lambda _node: True, most_bytes=20 * 8))
+    view, run, bench, reader = View(), chunks(3, 1), described.bench, described.reader()
+    assert described.store(run) == 3
+    while bench.index.evictor.evict_one():
+        pass
+    follow(reader, view)
+    assert (view.in_tier, view.found) == (set(ids_of(run)[:2]), set()), "there is room for 40 bytes: two chunks"
+    bench.worker().store(run)
+    bench.index.visibility.promoted(bench.index.spaces[0], run.digests, 0, 3)
+    follow(reader, view)
+    assert (view.in_tier, view.found) == (set(), set(ids_of(run)[:2]))
+    described.check_integrity()
+    assert described.store(run) == 1, "an engine describes the rest"
+    assert follow(reader, view).found == set(ids_of(run))
+    described.check_integrity()
 
 
 def test_chunks_that_a_tier_lost_are_taken_back_by_the_lookup_that_misses_them() -> None:

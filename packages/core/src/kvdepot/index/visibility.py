@@ -79,13 +79,16 @@ class Match(NamedTuple):
 
 
 class Watcher:
-    """Receives notes of evicted and hidden chunks. This base class ignores them."""
+    """Receives notes of evicted, hidden and promoted chunks. This base class ignores them."""
 
     def evicted(self, node: int, key: bytes, /) -> None:
         """Note that a chunk is about to be evicted to make room."""
 
     def hidden(self, node: int, /, *, has_children: bool) -> None:
         """Note that lookups no longer find the chunk of a node."""
+
+    def promoted(self, space: Space, digests: bytes, nodes: Sequence[tuple[int, int]], /) -> None:
+        """Note that a tier brought consecutive chunks. `nodes`: as from `Visibility.find_run`."""
 
 
 class Visibility:
@@ -159,6 +162,11 @@ class Visibility:
             node = self.find(space, digest_at(digests, chunk), depth + chunk)
             found.append((NO_NODE, NO_NODE) if node is None else (node, self._nodes.tree.parent[node]))
         return found
+
+    def promoted(self, space: Space, digests: bytes, first: int, stop: int) -> None:
+        """Tell the watcher that a tier brought the chunks from `first` on, up to `stop`, of a prefix."""
+        run = digests[first * DIGEST_BYTES : stop * DIGEST_BYTES]
+        self._watcher.promoted(space, run, self.find_run(space, run, first))
 
     def is_reachable(self, node: int) -> bool:
         """Return whether a lookup reaches a node: it is visible, and with full attention so are all nodes before it."""

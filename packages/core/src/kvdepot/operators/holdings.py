@@ -2,7 +2,7 @@
 
 Engines describe their chunks (`m.DescribeChunks`) after a store, and after a hit on undescribed chunks. A described
 chunk appears as soon as lookups find it, and leaves when the index reports that they no longer do. If it is evicted and
-a tier has it, it appears in that medium until it is described in the pool again, or a lookup misses it. Each change is
+a tier has it, it appears in that medium until it is promoted or described again, or a lookup misses it. Each change is
 appended to the log of its topic. Readers (the published stream and attached engines) follow the log. A reader that is
 new or too far behind first scans all held chunks. A scan may be slow: the changes since its start follow it, and
 reporting a change twice does no harm.
@@ -307,6 +307,20 @@ class Holdings(Watcher):
         while len(self._in_tier) > _MOST_IN_TIER or self._num_tier_bytes > self._most_bytes // _TIER_SHARE:
             self._leave_tier(next(iter(self._in_tier)))
         self._count()
+
+    def promoted(self, space: Space, digests: bytes, nodes: Sequence[tuple[int, int]], /) -> None:
+        """Note that a tier brought chunks. Show those whose descriptions were kept at their eviction."""
+        for chunk, (node, above) in enumerate(nodes if self._in_tier else ()):
+            if node == NO_NODE or not (above == NO_NODE or self.is_described(above)):
+                return
+            if self.is_described(node):
+                continue
+            key = digest_at(digests, chunk)
+            described = self._in_tier.get((space.number, key))
+            if described is None or self.num_bytes + len(described.content) > self._most_bytes:
+                return  # the engine that finds it describes it
+            described.above = above
+            self._show(node, key, described)
 
     def _leave_tier(self, name: tuple[int, bytes]) -> bool:
         chunk = self._in_tier.pop(name, None)

@@ -315,7 +315,7 @@ class Promotion:
         return wanted, sum((length - first_of[place.group]) * place.num_bytes for place in places)
 
     def _read(self, tier: TierState, wanted: deque[Wanted]) -> Generator[Pause, IsOver, None]:
-        """Read entries, then update the length of the pool's prefix and the tier's speed."""
+        """Read entries, then update the tier's speed and the length of the pool's prefix, and report its new chunks."""
         context, waiter, began = self._context, self.waiter, self._context.clock()
         self._reading = reading = Reading(context, self.prefix, tier, wanted, lambda: self._wake(self))
         reading.is_stopped = self._is_stopped
@@ -328,8 +328,12 @@ class Promotion:
             has_waited = now - waiter.deadline + waiter.seconds
             if waiter.on_answer is not None and has_waited <= context.patience_seconds:
                 tier.queue.breaker.was_in_time()
-        found, _ = self._index.visibility.match(self.prefix.space, self.prefix.digests)
-        self._found = max(self._found, found)
+        visibility, prefix, before = self._index.visibility, self.prefix, self._found
+        self._found = max(before, visibility.match(prefix.space, prefix.digests).num_chunks)
+        for start in range(before, self._found, QUESTIONS_A_STEP):
+            if start > before:
+                yield Pause.STEP
+            visibility.promoted(prefix.space, prefix.digests, start, min(start + QUESTIONS_A_STEP, self._found))
 
 
 class Promotions:
