@@ -81,6 +81,11 @@ class Match(NamedTuple):
 class Watcher:
     """Receives notes of evicted, hidden and promoted chunks. This base class ignores them."""
 
+    @property
+    def awaits_promoted(self) -> bool:
+        """Whether `promoted` has an effect now: finding the nodes of its chunks takes time."""
+        return False
+
     def evicted(self, node: int, key: bytes, /) -> None:
         """Note that a chunk is about to be evicted to make room."""
 
@@ -165,8 +170,9 @@ class Visibility:
 
     def promoted(self, space: Space, digests: bytes, first: int, stop: int) -> None:
         """Tell the watcher that a tier brought the chunks from `first` on, up to `stop`, of a prefix."""
-        run = digests[first * DIGEST_BYTES : stop * DIGEST_BYTES]
-        self._watcher.promoted(space, run, self.find_run(space, run, first))
+        if self._watcher.awaits_promoted:
+            run = digests[first * DIGEST_BYTES : stop * DIGEST_BYTES]
+            self._watcher.promoted(space, run, self.find_run(space, run, first))
 
     def is_reachable(self, node: int) -> bool:
         """Return whether a lookup reaches a node: it is visible, and with full attention so are all nodes before it."""

@@ -308,9 +308,14 @@ class Holdings(Watcher):
             self._leave_tier(next(iter(self._in_tier)))
         self._count()
 
+    @property
+    def awaits_promoted(self) -> bool:
+        """See `Watcher`."""
+        return bool(self._in_tier)
+
     def promoted(self, space: Space, digests: bytes, nodes: Sequence[tuple[int, int]], /) -> None:
         """Note that a tier brought chunks. Show those whose descriptions were kept at their eviction."""
-        for chunk, (node, above) in enumerate(nodes if self._in_tier else ()):
+        for chunk, (node, above) in enumerate(nodes):
             if node == NO_NODE or not (above == NO_NODE or self.is_described(above)):
                 return
             if self.is_described(node):
