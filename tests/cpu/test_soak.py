@@ -8,6 +8,16 @@ from pathlib import Path
 import pytest
 
 
+@pytest.mark.parametrize("command", ["soak", "simulation"])
+@pytest.mark.parametrize("seconds", ["-1", "0", "nan"])
+def test_a_run_without_time_is_refused(command: str, seconds: str) -> None:
+    """Regression: it passed, although nothing had been tried."""
+    line = [sys.executable, "-m", command, "--seconds", seconds]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "error: argument --seconds: " in done.stderr.splitlines()[-1]
+
+
 @pytest.mark.slow
 @pytest.mark.promise(24, 25, 29)
 def test_half_a_minute_of_load_and_kills_leaves_nothing_wrong_late_or_behind(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import sys
 import time
 
 from simulation.history import run_seed, story
+from support.arguments import seconds_argument
 
 _SEEDS_AT_ONCE = 25
 
@@ -34,7 +35,7 @@ def run_seeds(seeds: range) -> tuple[int, int, int, list[int]]:
 def main() -> int:
     """Run histories until the time is up or one fails."""
     parser = argparse.ArgumentParser(prog="python -m simulation", description="simulate a node with crashes")
-    parser.add_argument("--seconds", type=float, default=120, help="how long (default 120)")
+    parser.add_argument("--seconds", type=seconds_argument, default=120, help="how long (default 120)")
     parser.add_argument("--crashes", type=int, default=0, help="end earlier, after so many crashes")
     parser.add_argument("--seed", type=int, default=0, help="the first seed (default 0)")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="default: one a core")

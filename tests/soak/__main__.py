@@ -9,15 +9,16 @@ import json
 import sys
 from pathlib import Path
 
-from kvdepot.ops.settings import count_argument, number_argument
+from kvdepot.ops.settings import count_argument
 from kvdepot.wire import messages as m
 from soak.soak import Soak
+from support.arguments import seconds_argument
 
 
 def main() -> int:
     """Run one soak and print its numbers."""
     parser = argparse.ArgumentParser(prog="python -m soak", description="run a depot under load and random kills")
-    parser.add_argument("--seconds", type=number_argument, default=60.0, help="duration (default 60)")
+    parser.add_argument("--seconds", type=seconds_argument, default=60.0, help="duration (default 60)")
     parser.add_argument("--engines", type=count_argument, default=3, help="number of engine processes (default 3)")
     parser.add_argument("--seed", type=int, default=1, help="random seed of prompts and kills (default 1)")
     parser.add_argument("--disk", type=Path, metavar="DIR", help="use a smaller pool with a disk tier in this folder")

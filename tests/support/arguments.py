@@ -1,0 +1,13 @@
+"""Reads arguments of the commands beside the tests: the soak and the simulation."""
+
+from argparse import ArgumentTypeError
+
+from kvdepot.ops.settings import number_argument
+
+
+def seconds_argument(text: str) -> float:
+    """Parse a number of seconds above 0. With any other, a run would try nothing and pass."""
+    seconds = number_argument(text)
+    if seconds <= 0:
+        raise ArgumentTypeError(f"{text} seconds: give a number above 0")
+    return seconds
