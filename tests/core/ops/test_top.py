@@ -44,6 +44,7 @@ def test_a_frame_shows_the_engines_and_recent_events(busy: tuple[DepotStatus, De
     text = text_of(after, before, 2.0)
     assert "75.0%" in text, "three of four chunks"
     assert "0 /s" in text
+    assert "per token" in text, "as on the live page"
     assert "worker" in text
     assert "1.0 MiB" in text, "the quota"
     assert "memory://" in text

@@ -124,7 +124,7 @@ def pool_map(status: DepotStatus) -> str:
 
 
 def _engines(status: DepotStatus) -> Table:
-    table = _table("engine", "role", "model", "device", "a token", "leases", "stores")
+    table = _table("engine", "role", "model", "device", "per token", "leases", "stores")
     for context in status.contexts:
         role = f"worker {context.rank} of {context.world_size}" if context.world_size > 1 else context.role
         model = context.model.rstrip("/").rpartition("/")[2]  # a whole path would leave no room for the rest
