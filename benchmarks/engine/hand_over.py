@@ -35,8 +35,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 import pytest
 
 from kvdepot.lab.processes import DepotProcess
+from support.leftovers import own_places
 from support.vllm.engines import Engine, Prompt, connector, prompts, wait_until_stored
-from support.vllm.leftovers import own_places
 from support.vllm.models import make_model
 
 _POLLING_SECONDS = 1.5  # vLLM's worker polls for this long after a step, on a core that another engine may need

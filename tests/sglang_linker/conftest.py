@@ -5,10 +5,19 @@ from pathlib import Path
 import pytest
 
 from kvdepot.lab.processes import DepotProcess
+from support.leftovers import own_places
 from support.sglang.engines import nursery
 
 MODELS = Path(__file__).parents[1] / "support" / "vllm" / "models.py"
 MakeModel = Callable[..., Path]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Remove the leftovers of killed engines."""
+    tmp_path_factory.getbasetemp()  # before TMPDIR changes, so that pytest keeps its own folders
+    with pytest.MonkeyPatch.context() as monkeypatch, own_places(monkeypatch):
+        yield
 
 
 @pytest.fixture(scope="session")

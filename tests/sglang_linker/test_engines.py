@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvdepot.lab.processes import DepotProcess, wait_until
+from support.leftovers import left_in_shared_memory
 from support.sglang.engines import Engine, Prompt, linker, prompts, tokens
 
 pytestmark = pytest.mark.slow
@@ -152,6 +153,8 @@ def test_two_ranks_share_with_one(engines: tuple[Engine, Engine], shared_depot: 
         back = one.each(wanted[3:])
         assert [each.from_depot for each in back] == [640] * 3
         assert tokens(back) == tokens(mine)
+        kinds = {path.name.split("_")[2] == "mq" for path in left_in_shared_memory()}
+        assert kinds == {True, False}, "both the queues and the loads of these engines can be told from those of others"
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ import pytest
 
 from kvdepot.lab.processes import DepotProcess
 from support.forking_python import ForkingPython
+from support.leftovers import own_places
 from support.nursery import Nursery
 from support.vllm.engines import ENVIRONMENT, Engine, MakeModel, RunCode
 from support.vllm.examples import SERVE
-from support.vllm.leftovers import own_places
 
 MODELS = Path(__file__).parents[1] / "support" / "vllm" / "models.py"
 

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from kvdepot.lab.processes import DepotProcess, wait_until
+from support.leftovers import left_in_shared_memory
 from support.vllm.engines import (
     PROFILE,
     Engine,
@@ -17,7 +18,6 @@ from support.vllm.engines import (
     tokens,
     wait_until_stored,
 )
-from support.vllm.leftovers import left_in_shared_memory
 
 pytestmark = pytest.mark.slow
 

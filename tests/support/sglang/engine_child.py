@@ -15,6 +15,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from support.leftovers import take_own_names_in_sglang
+
 
 def main() -> None:
     sys.path.insert(0, sys.argv[1])  # the folder with plugins
@@ -102,5 +104,6 @@ else:
     for name in ("sglang", "sglang.srt.entrypoints.http_server", "sglang.srt.managers.scheduler"):
         importlib.import_module(name)
     importlib.import_module("sglang.srt.models.registry").import_model_classes("sglang.srt.models")
+    take_own_names_in_sglang()
     multiprocessing.set_start_method("fork", force=True)
     multiprocessing.set_start_method = lambda *_, **__: None

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from support.vllm.leftovers import take_own_names
+from support.leftovers import take_own_names
 
 take_own_names()
 if "vllm" in sys.modules:  # imported before the fork; else vLLM's own processes on CPU would import it again

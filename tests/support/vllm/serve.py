@@ -10,7 +10,7 @@ import os
 import runpy
 import time
 
-from support.vllm.leftovers import take_own_names
+from support.leftovers import take_own_names
 
 if __name__ == "__main__":
     take_own_names()

@@ -1,9 +1,10 @@
-"""Removes the sockets, files and shared memory that a killed vLLM leaves behind. The tests kill most engines.
+"""Removes the sockets, files and shared memory that a killed vLLM or SGLang leaves behind. The tests kill most engines.
 
-A test session gives its engines a folder, and their shared memory a prefix, and removes both at its end. vLLM draws all
-other names at random, so they could belong to engines that run beside the tests.
+A test session gives its engines a folder, and their shared memory a prefix, and removes both at its end. The engines
+draw all other names at random, so they could belong to engines that run beside the tests.
 """
 
+import importlib
 import os
 import secrets
 import tempfile
@@ -11,7 +12,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from multiprocessing import shared_memory
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import pytest  # only for types, as engines load this module, too
@@ -48,3 +49,19 @@ def take_own_names() -> None:
     """Use the tests' prefix for Python's shared memory in this process and its forks."""
     if _PREFIX in os.environ:
         shared_memory._SHM_NAME_PREFIX = f"/{os.environ[_PREFIX]}"  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def take_own_names_in_sglang() -> None:
+    """Use the tests' prefix for the names that SGLang makes, in this process and its forks: of queues and loads."""
+    prefix = os.environ.get(_PREFIX)
+    if prefix is None:
+        return
+    queues: Any = importlib.import_module("sglang.srt.utils.stale_shm_cleanup")
+    loads: Any = importlib.import_module("sglang.srt.managers.load_snapshot")
+    path_of = loads.shm_path_for
+
+    def own_path_of(instance: str) -> str:
+        return path_of(instance).replace("sglang_loads", prefix)
+
+    queues._SGL_SHM_PREFIX = prefix
+    loads.shm_path_for = own_path_of
