@@ -1,13 +1,19 @@
 """Runs the conformance suite on the example's tier, and the tier in a real depot."""
 
+import re
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from kvdepot_folder import FolderTier
 
-from kvdepot.lab.processes import DepotProcess
+from kvdepot.client.scheduler import SchedulerClient
+from kvdepot.lab.filler import IndexFiller, filler_spec, prompt_key
+from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.testing.tier import Damage, TierSuite
 from kvdepot.tiers import TierPool
+
+README = Path(__file__).parents[1] / "README.md"
 
 
 class TestFolderTier(TierSuite):
@@ -32,7 +38,20 @@ class TestFolderTier(TierSuite):
         file.write_bytes(data)
 
 
-def test_a_depot_opens_it_by_its_url(tmp_path: Path) -> None:
-    with DepotProcess("--tier", f"folder://{tmp_path}") as depot:
+def test_started_as_the_readme_says_a_depot_finds_what_another_stored(tmp_path: Path) -> None:
+    (flags,) = re.findall(r"^    kvdepot serve (.*)$", README.read_text(), re.MULTILINE)
+    started = flags.replace("/var/cache/entries", str(tmp_path)).split()
+    prompt = prompt_key(1, 4)
+    with DepotProcess(*started) as depot, closing(IndexFiller(depot.url)) as worker:
         (tier,) = depot.status().tiers
         assert (tier.name, tier.state) == (f"folder://{tmp_path}", "closed")
+        worker.store(prompt)
+        wait_until(lambda: depot.status().tiers[0].num_entries == 4)
+    with (
+        DepotProcess(*started) as other,
+        closing(IndexFiller(other.url)),  # the depot learns the size of an entry from it
+        SchedulerClient(filler_spec(64), "filler", url=other.url, deadline_seconds=30.0) as scheduler,
+    ):
+        scheduler.wait_until_connected(30.0)
+        lease = scheduler.lookup("a request", prompt)
+        assert (lease.num_chunks, lease.num_promoted) == (4, 4)
