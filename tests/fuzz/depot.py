@@ -1,4 +1,3 @@
-# pyright: reportPrivateUsage=false
 """The stateful target: bytes become requests and events of a depot without sockets. Its state must stay consistent."""
 
 import itertools

@@ -1,4 +1,3 @@
-# pyright: reportPrivateUsage=false
 """The stateful target with movers: extents being copied have no other owner until the copy or its mover ends."""
 
 from collections import Counter

@@ -1,4 +1,3 @@
-# pyright: reportPrivateUsage=false
 """Users' input for vLLM as a target: the connector's settings, and `kv_transfer_params` of requests."""
 
 import json

@@ -1,4 +1,3 @@
-# pyright: reportPrivateUsage=false
 """A simulated tier: the real queue with its breaker over storage that is slow, hangs, fails and recovers."""
 
 from collections import deque

@@ -1,4 +1,3 @@
-# pyright: reportPrivateUsage=false
 """A node: one depot at a time over memory that outlives it, processes of engines, a tier, operators.
 
 Every step is one event of a history, `(name, a, b, c)`, whose numbers choose among the possibilities at that moment. An

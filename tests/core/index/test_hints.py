@@ -1,4 +1,3 @@
-# pyright: reportPrivateUsage=false
 """Clients hint how a prefix will be used, and eviction follows the hints."""
 
 from typing import Any

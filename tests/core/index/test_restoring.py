@@ -1,4 +1,3 @@
-# pyright: reportPrivateUsage=false
 """Requests and failures while the table of an earlier server is read back."""
 
 import os

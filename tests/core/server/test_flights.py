@@ -1,4 +1,3 @@
-# pyright: reportPrivateUsage=false
 """Single flight: lookups wait for chunks that another request computes, but no longer than it pays off."""
 
 import os

@@ -1,4 +1,3 @@
-# pyright: reportPrivateUsage=false
 """A depot's process has no device, no engine and no network, and runs no code from a peer or a file."""
 
 import ast

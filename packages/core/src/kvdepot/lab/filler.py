@@ -7,7 +7,7 @@ from kvdepot.layout import GroupKind
 from kvdepot.wire import messages as m
 
 ENTRY_BYTES = 4096
-"""The default size of an entry in the pool."""
+"""The size of an entry in the pool."""
 
 _PATIENT_SECONDS = 30.0
 
@@ -17,10 +17,9 @@ def filler_spec(chunk_tokens: int) -> m.CacheSpec:
     return m.CacheSpec(chunk_tokens, (m.GroupShape(GroupKind.FULL_ATTENTION, chunk_tokens),), "bytes", "filler")
 
 
-def prompt_key(prompt: int, num_chunks: int, tenant: str = "default") -> KeyRun:
-    """Return the key of a tenant's prompt of `num_chunks` chunks, with digests like those of a real one."""
-    run = hash_prefix(Namespace(f"prompt {prompt}"), 1, range(num_chunks))
-    return KeyRun(run.digests, 0, run.parent, tenant)
+def prompt_key(prompt: int, num_chunks: int) -> KeyRun:
+    """Return the key of a prompt of `num_chunks` chunks, with digests like those of a real one."""
+    return hash_prefix(Namespace(f"prompt {prompt}"), 1, range(num_chunks))
 
 
 class IndexFiller:
@@ -29,11 +28,10 @@ class IndexFiller:
     Args:
         url: the URL of the depot.
         chunk_tokens: tokens of a chunk.
-        entry_bytes: size of an entry in the pool.
     """
 
-    def __init__(self, url: str, *, chunk_tokens: int = 64, entry_bytes: int = ENTRY_BYTES) -> None:
-        spec, details = filler_spec(chunk_tokens), (m.GroupDetail((entry_bytes,), 1),)
+    def __init__(self, url: str, *, chunk_tokens: int = 64) -> None:
+        spec, details = filler_spec(chunk_tokens), (m.GroupDetail((ENTRY_BYTES,), 1),)
         registration = m.RegisterKVCache(m.PROTOCOL_VERSION, "filler", 0, 1, "none", "none", "filler", spec, details)
         self._connection = Connection(url, "filler", registration, maps_pool=False, deadline_seconds=_PATIENT_SECONDS)
         self._session = self._connection.wait_until_open(_PATIENT_SECONDS)
@@ -48,15 +46,15 @@ class IndexFiller:
         assert isinstance(plan, m.StorePlan)
         return plan
 
-    def store(self, key: KeyRun, *, whole: bool = True) -> None:
-        """Store a prompt; unless it must be stored `whole`, leave out the chunks that the depot declines.
+    def store(self, key: KeyRun) -> None:
+        """Store a prompt.
 
         Raises:
-            AssertionError: the depot declined a part of a `whole` prompt.
+            AssertionError: the depot declined a part of it.
         """
         for start in range(0, key.num_chunks, m.MAXIMUM_STORE_ENTRIES):
             plan = self.prepare(key.slice(start, min(start + m.MAXIMUM_STORE_ENTRIES, key.num_chunks)))
-            assert not (whole and plan.num_declined), "the pool is too small"
+            assert not plan.num_declined, "the pool is too small"
             if plan.ticket:
                 self._channel.call(m.CommitStore(self._session.context, plan.ticket), _PATIENT_SECONDS)
 

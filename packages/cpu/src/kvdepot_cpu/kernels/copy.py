@@ -131,16 +131,13 @@ class PageCopier(Copier):
         num_threads: the numbers of threads for a large store and a large retrieve. Engines wait for retrieves, but not
             for stores.
         keep_alive: the owner of the blocks' memory.
-        copy_runs: moves the bytes; None for the fastest available function.
     """
 
-    def __init__(
-        self, layout: CacheLayout, num_threads: tuple[int, int], keep_alive: object, copy_runs: CopyRuns | None = None
-    ) -> None:
+    def __init__(self, layout: CacheLayout, num_threads: tuple[int, int], keep_alive: object) -> None:
         self._keep_alive = keep_alive
-        self._copy_runs = copy_runs or native_copy_runs() or memcpy_runs()
-        self._copy_rows = native_copy_rows() if copy_runs is None else None
-        self._copy_summed = native_copy_summed() if copy_runs is None else None
+        self._copy_runs = native_copy_runs() or memcpy_runs()
+        self._copy_rows = native_copy_rows()
+        self._copy_summed = native_copy_summed()
         self._runs = BatchRuns(layout)
         self._num_threads = num_threads
         self._pool = ThreadPoolExecutor(max(num_threads), "kvdepot-copy") if max(num_threads) > 1 else None
