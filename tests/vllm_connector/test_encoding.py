@@ -159,6 +159,14 @@ def test_names_do_not_count() -> None:
     assert one != seen(layer(heads_outermost), version="1.0"), "a new major version may mean other values"
 
 
+def test_pages_between_those_of_other_layers_have_the_same_encoding() -> None:
+    """With the block outermost, the pages of all layers of a block lie together."""
+    between = layer(heads_outermost)
+    between.kv_cache = between.kv_cache.repeat(1, 3)[:, : between.kv_cache.shape[1]]
+    assert not between.kv_cache.is_contiguous()
+    assert seen(between) == seen(layer(heads_outermost)) != seen(layer(tokens_outermost), rows=TOKENS)
+
+
 def test_blocks_of_any_number_of_rows_have_one_encoding() -> None:
     def of(pack: Pack, tokens: int, rows: int) -> str:
         return seen(layer(pack, tokens=tokens), tokens=tokens, rows=rows)
