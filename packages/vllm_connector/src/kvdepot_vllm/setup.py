@@ -241,24 +241,19 @@ def _seen_or_named(
     except Exception as reason:  # whatever a kernel raises, names tell caches apart
         logger.debug("the pages were not looked at", exc_info=True)
         logger.info("pages are shared only with engines of the same vLLM, attention backend and device: %s", reason)
+    from vllm.platforms import current_platform
+
+    device = str(current_platform.device_name)
+    if cache.dtype not in ("float32", "float16", "bfloat16") and current_platform.is_fp8_fnuz():
+        device += " fnuz"  # 8-bit floats of older AMD GPUs: other bits for the same value
+    if current_platform.is_rocm() and envs.VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT:
+        device += " shuffled"
     groups = [replace(group, rows=1) if group.is_mla else group for group in groups]
-    return named_format(cache, layers, _device_of_bytes(cache.dtype), vllm.__version__), groups
+    return named_format(cache, layers, device, vllm.__version__), groups
 
 
 def _kind_of(spec: Any) -> str:
     return get_kv_cache_spec_kind(spec).value
-
-
-def _device_of_bytes(dtype: str) -> str:
-    """Return the kind of device, with everything else about the platform that changes how values are written."""
-    from vllm.platforms import current_platform
-
-    parts = [str(current_platform.device_name)]
-    if dtype not in ("float32", "float16", "bfloat16") and current_platform.is_fp8_fnuz():
-        parts.append("fnuz")  # 8-bit floats of older AMD GPUs: other bits for the same value
-    if current_platform.is_rocm() and envs.VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT:
-        parts.append("shuffled")
-    return " ".join(parts)
 
 
 def _permit_tiles(device: str) -> None:
