@@ -10,8 +10,8 @@ import pytest
 from kvdepot.backends import Capability
 from kvdepot.errors import ConfigError
 from kvdepot.layout import GroupKind
-from kvdepot_vllm.groups import EngineCache, EngineGroup, Unsupported, named_format, wished_layout
-from kvdepot_vllm.heads import layers_of
+from kvdepot_vllm.groups import EngineCache, EngineGroup, Unsupported, engine_cache, named_format, wished_layout
+from kvdepot_vllm.heads import heads_of, layers_of, lie_apart
 from kvdepot_vllm.settings import Settings
 from support.vllm.engines import RunCode
 
@@ -192,6 +192,84 @@ def test_all_stages_divide_the_layers_or_none_does() -> None:
         assert of(names[3:], **change) == (0, 0), "wherever such layers are, all stages say so"
     assert of(names[3:], config={"num_kv_shared_layers": 2}) == (0, 0)
     assert of(names[3:], config={"num_kv_shared_layers": 0}) == (3, 6)
+
+
+def heads(
+    total: int = 8, ranks: int = 2, *, config: dict[str, Any] | None = None, cache_dtype: str = "auto", **changes: Any
+) -> int:
+    """Return `heads_of` a group of full attention. `changes` are fields of its spec, group or architecture."""
+    kind = changes.pop("name", "FullAttentionSpec")
+    arch = SimpleNamespace(per_layer_overrides=changes.pop("per_layer_overrides", None))
+    group = SimpleNamespace(is_eagle_group=changes.pop("is_eagle_group", False))
+    group.kv_cache_spec = type(kind, (), {"num_kv_heads": max(1, total // ranks), **changes})()
+    hf_text_config = SimpleNamespace(to_dict=lambda: {"num_key_value_heads": total, **(config or {})})
+    model = SimpleNamespace(hf_text_config=hf_text_config, model_arch_config=arch, get_total_num_kv_heads=lambda: total)
+    vllm_config = SimpleNamespace(
+        model_config=model,
+        cache_config=SimpleNamespace(cache_dtype=cache_dtype),
+        parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
+    )
+    return heads_of(vllm_config, group, "full_attention")
+
+
+@pytest.mark.parametrize(
+    "plain",
+    [
+        {},
+        {"ranks": 8},
+        {"ranks": 16},
+        {"total": 256},
+        {"cache_dtype": "bfloat16"},
+        {"config": {"num_global_key_value_heads": None, "kv_lora_rank": 4}},
+        {"name": "SlidingWindowSpec", "num_head_slots": 4, "tokens_per_state": 1},
+    ],
+    ids=str,
+)
+def test_ranks_divide_the_heads_of_plain_pages(plain: dict[str, Any]) -> None:
+    assert heads(**plain) == plain.get("total", 8)
+
+
+@pytest.mark.parametrize(
+    "opaque",
+    [
+        {"is_eagle_group": True},
+        {"cache_dtype": "fp8"},
+        {"total": 512},
+        {"ranks": 3},
+        {"total": 3, "ranks": 4},
+        {"per_layer_overrides": {3: {"num_key_value_heads": 4}}},
+        {"config": {"num_global_key_value_heads": 4}},
+        {"config": {"attn_kv_heads_per_layer": [8, 4]}},
+        {"num_kv_heads": 2},
+        {"num_head_slots": 8},
+        {"state_content_bytes": 64},
+        {"tokens_per_state": 4},
+        {"name": "RSWASpec"},
+    ],
+    ids=str,
+)
+def test_pages_whose_heads_ranks_cannot_divide_are_opaque(opaque: dict[str, Any]) -> None:
+    """A drafter's, quantised ones, too many heads, a remainder, layers that differ, and specs with other pages."""
+    assert heads(**opaque) == 0
+
+
+@pytest.mark.parametrize(
+    ("strides", "rows"),
+    [((4096, 1024, 64, 1), 1), ((4096, 64, 256, 1), 16), ((4096, 1, 256, 4), 0)],
+    ids=["heads outermost", "tokens outermost", "heads innermost"],
+)
+def test_heads_lie_apart_in_the_rows_of_one_layout(strides: tuple[int, ...], rows: int) -> None:
+    """A view of vLLM is (blocks, heads, tokens, content), whatever the order in memory."""
+    view = SimpleNamespace(shape=(8, 4, 16, 64), stride=lambda: strides)
+    assert [number for number in (1, 16) if lie_apart([view, view], number, 4)] == [rows] * (rows > 0)
+    assert lie_apart([view], 16, 1), "a single head"
+
+
+def test_an_engine_with_context_parallelism_uses_no_depot() -> None:
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        config = SimpleNamespace(parallel_config=SimpleNamespace(**{name: 2}))
+        with pytest.raises(Unsupported, match=f"{name} is 2: context parallelism is not supported"):
+            engine_cache(config, None, str, None)
 
 
 FULL = EngineGroup(0, GroupKind.FULL_ATTENTION, 16, 0, ("a", "b"), False, False)
