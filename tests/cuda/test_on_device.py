@@ -44,7 +44,7 @@ class TestByTheWorkerWithTheKernel(Workers, BackendSuite):
 
 
 class TestByAMover(ByAMover, BackendSuite):
-    splits = BackendSuite.splits[:2]  # each worker has a mover with a context of 0.5 GB, which takes seconds to start
+    splits = BackendSuite.splits[:3]  # each worker has a mover with a context of 0.5 GB, which takes seconds to start
 
 
 class TestSmallAllocations(ByAMover):
