@@ -440,6 +440,24 @@ class BackendSuite:
             assert worker.store(run)
             assert worker.retrieve(run) == 5
 
+    @pytest.mark.promise(30, 33)
+    def test_a_changed_byte_is_noticed_by_a_rank_that_takes_other_heads(self, cache: MakeCache) -> None:
+        """The checksum covers the whole entry, so each reader of a part compares all of it."""
+        with DepotProcess("--verify", "all", pool_size=_POOL_SIZE) as depot:
+            plans = [*_plans_of_engine(1, (0, 3), 8, 1, (64,)), *_plans_of_engine(2, (0, 3), 8, 1, (64,))]
+            writer, *readers = [cache(replace(plan, groups=plan.groups[:1]), url=depot.url) for plan in plans]
+            for each in (writer, *readers):
+                each.worker.wait_until_connected(WAIT_SECONDS)
+            run = prompt(3)
+            assert writer.store(run)
+            assert [reader.retrieve(run) for reader in readers] == [3, 3]
+            _flip_a_byte(depot, writer.plan.chunk_size_bytes(0) + 5)  # of the first head in the second chunk
+            assert readers[1].retrieve(run) == 1
+            wait_until(lambda: depot.status().counters.get("entries_corrupt") == 1)
+            assert depot.status().num_entries == 2
+            assert all(reader.store(run) for reader in readers)
+            assert [each.retrieve(run) for each in (writer, *readers)] == [3, 3, 3]
+
     def _came_of_corrupt(self, worker: Cache, run: KeyRun) -> int:
         block_ids = worker.blocks(run)
         future = worker.context.submit_retrieve("request", run, block_ids)
