@@ -104,10 +104,18 @@ def test_an_engine_of_another_size_loads_every_prompt(name: str, depot: DepotPro
 
 
 def test_states_of_another_size_are_a_miss(depot: DepotProcess, model: MakeModel) -> None:
+    """Each of two engines computes what the other one stored, with the tokens of its own size without a depot."""
     options: dict[str, Any] = {"dtype": "bfloat16", "kv_cache_memory_bytes": 256 << 20}
-    with Engine(model("recurrent"), connector(depot.url), **options) as engine:
-        generate_until_stored(engine, PROMPTS, depot, depot.status().num_chunks + 1)
-    with Engine(model("recurrent"), connector(depot.url), **options, **options_of(2)) as engine:
-        num_chunks = depot.status().num_chunks
-        generate_until_stored(engine, prompts(1, 800, seed=980), depot, num_chunks + 1)  # so it is connected
-        assert cached(engine.generate(PROMPTS)) == [0]
+    others = prompts(1, 800, seed=980)
+    with Engine(model("recurrent"), connector(depot.url), reference=others, **options) as one:
+        generate_until_stored(one, PROMPTS, depot, depot.status().num_chunks + 1)
+        two_ranks = options | options_of(2)
+        with Engine(model("recurrent"), connector(depot.url), reference=PROMPTS, **two_ranks) as two:
+            num_chunks = depot.status().num_chunks
+            generate_until_stored(two, others, depot, num_chunks + 1)  # so it is connected
+            outputs = two.generate(PROMPTS)
+            assert cached(outputs) == [0]
+            assert tokens(outputs) == two.reference
+        outputs = one.generate(others)
+        assert cached(outputs) == [0]
+        assert tokens(outputs) == one.reference
