@@ -38,6 +38,11 @@ def first_failure() -> int:
     pytest.fail(f"none of {NUM_SEEDS} histories fails")
 
 
+def first_reason() -> str:
+    """Return why the first history that fails does, without shrinking it."""
+    return str(run_seed(first_failure()).failure)
+
+
 @pytest.mark.slow
 @pytest.mark.promise(64)
 def test_no_history_fails() -> None:
@@ -163,3 +168,41 @@ def test_a_reader_that_is_given_too_few_heads_is_found(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(Entries, "cover", cover)
     assert "without some of its layers or heads" in story(first_failure())
+
+
+def test_a_group_that_is_whole_by_the_parts_of_another_one_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Entries.whole_bit
+
+    def whole_bit(entries: Entries, node: int, group: int, sealed: int | None = None) -> int:
+        return (
+            any(original(entries, node, each, sealed if each == group else None) for each in range(group + 1)) << group
+        )
+
+    monkeypatch.setattr(Entries, "whole_bit", whole_bit)
+    assert "has other groups than it says" in first_reason()
+
+
+def test_a_reader_that_is_given_unfinished_parts_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Entries.cover
+
+    def cover(entries: Entries, node: int, place: PartPlace) -> list[tuple[int, Extent]]:
+        with monkeypatch.context() as patch:
+            patch.setattr(Entries, "is_sealed", Mock(return_value=True))
+            return original(entries, node, place)
+
+    monkeypatch.setattr(Entries, "cover", cover)
+    assert "retrieved other bytes" in first_reason()
+
+
+@pytest.mark.parametrize("wrong", ["first head", "size"])
+def test_a_reader_that_is_told_a_wrong_form_of_an_entry_is_found(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Entries.cover
+
+    def cover(entries: Entries, node: int, place: PartPlace) -> list[tuple[int, Extent]]:
+        found = original(entries, node, place)
+        if wrong == "first head":
+            return [(part ^ 1, extent) for part, extent in found]
+        return [(part, (*extent[:3], place.num_bytes)) for part, extent in found]
+
+    monkeypatch.setattr(Entries, "cover", cover)
+    assert {"first head": "retrieved other bytes", "size": "which are not the entry's"}[wrong] in first_reason()

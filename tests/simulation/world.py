@@ -709,6 +709,9 @@ class World:
         )
         if plan is None or not plan.num_chunks or not plan.lease:
             return f"{worker.name} asks to retrieve {self._name(run)}: a miss"
+        for _, group, heads, _, layers, _, _, size in m.EXTENT.iter_unpack(plan.extents):
+            if size != self.setup.entry_bytes[group] * Part.of(layers << 16 | heads).num_cells:
+                raise Violation(f"{worker.name} is told of {size} bytes, which are not the entry's")
         is_checked = self.is_full_attention and not run.first_chunk
         worker.leases.append(Lease(plan.lease, run, plan.num_chunks if is_checked else 0))
         if c >= 240 and plan.extents:
