@@ -28,8 +28,11 @@ _CUT: Final = (  # each replaces the second of `SPECS` in a quarter of its histo
     m.CacheSpec(CHUNK_TOKENS, (structs.replace(_FULL, layers=2, heads=2),), "layers and heads"),
 )
 NUM_CHUNKS: Final = 4
-RANKS: Final = ((1, 0), (2, 0), (2, 1), (4, 2))
-"""The number of ranks and the own rank of each worker of a cut cache. Two workers are stages of two layers."""
+_RANKS: Final = (((1, 0), (2, 0), (2, 1), (4, 2)), ((1, 0), (4, 0), (4, 1), (4, 2), (4, 3)))
+"""The number of ranks and the own rank of each worker of a cut cache: a rank of each size, or every rank of four.
+
+With all ranks of all sizes in one history, each worker would do too little.
+"""
 
 
 def _prompt(text: str, tenant: str) -> KeyRun:
@@ -73,11 +76,11 @@ def segments_of(text: str, tenant: str) -> bytes:
 DEMOTIONS: Final = (None, Demotion.STORE, Demotion.STORE, Demotion.REUSE, Demotion.EVICT)
 
 
-def part_of(group: m.GroupShape, worker: int) -> Part:
-    """Return a worker's part of a group."""
+def part_of(group: m.GroupShape, worker: int, ranks: tuple[tuple[int, int], ...]) -> Part:
+    """Return a worker's part of a group. If there are two layers, an engine of several ranks has two stages."""
     if group.heads == 1:
         return Part(worker % 2 if group.layers > 1 else 0)
-    size, rank = RANKS[worker]
+    size, rank = ranks[worker]
     held = max(1, group.layers // size)
     size = size * held // group.layers  # ranks of a stage
     stage, rank = divmod(rank, size)
@@ -99,6 +102,7 @@ class Setup:
     is_slow: bool  # reads of the tier hang
     num_prompts: int  # the first prompts are used
     is_roomy: bool  # several whole prompts stay, so that blends find them
+    ranks: tuple[tuple[int, int], ...]  # of the workers, if their cache is cut; also their number
 
     @classmethod
     def of_seed(cls, seed: int) -> "Setup":
@@ -130,4 +134,5 @@ class Setup:
             is_slow,
             num_prompts,
             is_roomy,
+            _RANKS[spec in _CUT and seed // 4 % 2],
         )

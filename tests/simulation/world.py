@@ -54,7 +54,6 @@ from simulation.setup import (
     NAMES,
     NUM_CHUNKS,
     PROMPTS,
-    RANKS,
     STATE,
     TEXTS,
     WINDOW,
@@ -69,8 +68,7 @@ from support.operate import operate, put_tiers_below
 Event = tuple[str, int, int, int]
 
 LEASE_SECONDS: Final = 10.0
-PROCESS_OF_WORKER: Final = (0, 0, 1, 2)  # two workers share a process
-NUM_WORKERS: Final = len(PROCESS_OF_WORKER)
+PROCESS_OF_WORKER: Final = (0, 0, 1, 2, 2)  # some workers share a process
 
 
 def _cells(part: Part) -> set[tuple[int, int]]:
@@ -195,7 +193,7 @@ class World:
         self.suspect: set[bytes] = set()  # chunks with an entry that a client reported as corrupt
         self.waiting: list[PendingReply] = []  # lookups that the current server has not answered
         processes = [Process(Writer(self._number(), 1)) for _ in set(PROCESS_OF_WORKER)]
-        self.workers = [self._new_worker(number, processes[each]) for number, each in enumerate(PROCESS_OF_WORKER)]
+        self.workers = [self._new_worker(n, processes[PROCESS_OF_WORKER[n]]) for n in range(len(setup.ranks))]
         self._events: dict[str, Callable[[int, int, int], str | None]] = {
             name.removeprefix("on_"): getattr(self, name) for name in dir(self) if name.startswith("on_")
         }
@@ -208,7 +206,8 @@ class World:
                 for group, shape in enumerate(self.setup.spec.groups):
                     cell_bytes = self.setup.entry_bytes[group]
                     check = int.from_bytes(digest_of((1, 1, (cell_bytes,)))[:4], "little")
-                    for part in dict.fromkeys(part_of(shape, worker) for worker in range(NUM_WORKERS)):
+                    workers = range(len(self.setup.ranks))
+                    for part in dict.fromkeys(part_of(shape, worker, self.setup.ranks) for worker in workers):
                         num_bytes = cell_bytes * part.num_cells
                         place = place_of(spec, group, part.number, check, num_bytes)
                         tags = tags_of((key, group, part.number), num_pages(num_bytes))
@@ -253,7 +252,7 @@ class World:
 
     def _new_worker(self, number: int, process: Process) -> Worker:
         if max(group.heads for group in self.setup.spec.groups) > 1:
-            return Worker(f"engine of {RANKS[number][0]}", process, number)
+            return Worker(f"engine of {self.setup.ranks[number][0]}", process, number)
         return Worker(f"engine-{PROCESS_OF_WORKER[number]}", process, number % 2)
 
     # --- the server -----------------------------------------------------------------------------------------------
@@ -446,7 +445,7 @@ class World:
 
     def _able(self, a: int) -> Worker | None:
         """Return a process that can act."""
-        worker = self.workers[a % NUM_WORKERS]
+        worker = self.workers[a % len(self.workers)]
         return worker if worker.process.is_alive and not worker.process.is_stopped else None
 
     def _connected(self, a: int) -> Worker | None:
@@ -482,14 +481,16 @@ class World:
         assert self.server is not None
         worker.session, worker.epoch, worker.leases = self._number(), self.server.writer.pid, []
         spec = self.setup.spec
-        worker.parts = tuple(part_of(group, worker.rank) for group in spec.groups)
+        worker.parts = tuple(part_of(group, worker.rank, self.setup.ranks) for group in spec.groups)
         details = tuple(
             m.GroupDetail((self.setup.entry_bytes[number] * part.num_heads,) * part.num_layers, 8, part=part.number)
             for number, part in enumerate(worker.parts)
         )
         reply = self._ask(
             worker,
-            m.RegisterKVCache(m.PROTOCOL_VERSION, worker.name, worker.rank, 4, "none", "none", "model", spec, details),
+            m.RegisterKVCache(
+                m.PROTOCOL_VERSION, worker.name, worker.rank, len(self.workers), "none", "none", "model", spec, details
+            ),
         )
         worker.context = reply.context
 
@@ -510,7 +511,7 @@ class World:
 
     def on_disconnect(self, a: int, b: int, c: int) -> str | None:
         """Close the connection. The process lives and may continue copying."""
-        worker = self.workers[a % NUM_WORKERS]
+        worker = self.workers[a % len(self.workers)]
         if not worker.process.is_alive or self.server is None or not worker.session:
             return None
         self._end_session(worker)
@@ -525,7 +526,7 @@ class World:
 
     def on_kill(self, a: int, b: int, c: int) -> str | None:
         """Kill a process. Another one with the same name takes its place."""
-        process, successor = self.workers[a % NUM_WORKERS].process, Process(Writer(self._number(), 1))
+        process, successor = self.workers[a % len(self.workers)].process, Process(Writer(self._number(), 1))
         process.is_alive = False
         for number, worker in enumerate(self.workers):
             if worker.process is process:
@@ -545,7 +546,7 @@ class World:
         return f"the server sees that process {writer.pid} is dead"
 
     def on_stop(self, a: int, b: int, c: int) -> str | None:
-        process = self.workers[a % NUM_WORKERS].process
+        process = self.workers[a % len(self.workers)].process
         process.is_stopped = not (process.is_stopped or c % 4)
         return f"process {process.writer.pid} is {'stopped' if process.is_stopped else 'continued'}"
 
@@ -991,7 +992,7 @@ class World:
             self.do(("turn", 2, 0, 0))
         if not all(deferred.reply for deferred in self.waiting):
             raise Violation("a lookup is never answered")
-        for number in range(NUM_WORKERS):
+        for number in range(len(self.workers)):
             self.do(("kill", number, 0, 0))
         while self.do(("bury", 0, 0, 0)):
             pass
