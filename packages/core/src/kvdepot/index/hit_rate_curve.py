@@ -134,7 +134,7 @@ class HitRateCurve:
         self._pool_bytes = pool_bytes
         self._scales = scales
         self._budget = budget
-        self._duel = PolicySelector(budget)
+        self._selector = PolicySelector(budget)
         self._own = scales.index(1.0)  # the last segment of a pool of the present size
         self._hits = [0] * len(scales)  # by segment
         self._segments: list[OrderedDict[bytes, int]] = [OrderedDict() for _ in scales]  # key -> bytes
@@ -173,8 +173,8 @@ class HitRateCurve:
         self._hits[0] += num_warm * self._weight
         self.num_chunks += len(keys) * self._weight
         if keys:
-            self._duel.looked_up(keys, chunk_bytes, found)
-            self.preference.lru = self._duel.prefers_lru
+            self._selector.looked_up(keys, chunk_bytes, found)
+            self.preference.lru = self._selector.prefers_lru
         if len(self.segment_of) > self._budget:
             self._set_threshold(self._threshold // 2)
 
@@ -184,7 +184,7 @@ class HitRateCurve:
             self._begin(chunk_bytes)
         for key in self._sampled(digests):
             self._use(key, chunk_bytes)
-            self._duel.stored(key, chunk_bytes)
+            self._selector.stored(key, chunk_bytes)
 
     def ended(self, key: bytes) -> None:
         """Remove a chunk whose session ended. The next lookup misses it."""
@@ -192,7 +192,7 @@ class HitRateCurve:
             segment = self.segment_of.pop(key, None)
             if segment is not None:
                 self._sizes[segment] -= self._segments[segment].pop(key)
-            self._duel.ended(key)
+            self._selector.ended(key)
 
     def estimates(self) -> list[PoolEstimate]:
         """Return the hits that pools of other sizes would have had so far."""
@@ -219,7 +219,7 @@ class HitRateCurve:
         for key in [key for key in self.segment_of if key >= self._end]:
             segment = self.segment_of.pop(key)
             self._sizes[segment] -= self._segments[segment].pop(key)
-        self._duel.keep(self._pool_bytes * self.rate, self._end.__gt__)
+        self._selector.keep(self._pool_bytes * self.rate, self._end.__gt__)
         ends = [scale * self._pool_bytes * self.rate for scale in self._scales]
         self._limits = [end - start for start, end in zip([0.0, *ends], ends, strict=False)]
 
