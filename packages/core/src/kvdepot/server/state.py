@@ -74,7 +74,7 @@ class DepotState:
     usage: Usage = field(default_factory=Usage)
     counters: Counts = field(default_factory=Counts)
     background: Background = field(init=False)
-    timers: Timers = field(default_factory=Timers)  # all deadlines of the depot
+    timers: Timers = field(default_factory=Timers)  # deadlines that must be met sooner than the sweep of the loop
     events: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=MAXIMUM_EVENTS))
     recent: deque[int] = field(default_factory=lambda: deque(maxlen=_MOST_RECENT))  # last nodes of used prefixes
     numbers: "count[int]" = field(default_factory=lambda: count(1))  # for contexts and tickets
