@@ -40,7 +40,7 @@ def test_the_log_says_why_a_lookup_found_no_more(capfd: pytest.CaptureFixture[st
     with DepotProcess(log_level="debug") as depot:
         peer, log = Peer(depot), Log(capfd)
         peer.store(prompt(2))
-        assert "2 entries begun, 0 are here, 0 declined" in log.line("store of r:")
+        assert "2 entries begun, 0 already present, 0 declined" in log.line("store of r:")
         assert lookup(peer, "whole", 2) == 2
         assert log.line("lookup whole of engine: 2 of 2 chunks").endswith("waited 0.000 s for nothing; none is missing")
         assert lookup(peer, "short", 3) == 2

@@ -106,7 +106,7 @@ class Stores:
         begun, num_present = index.reserve(run, wanted, self.end_one_above_quota)
         num_declined = len(wanted) - num_present - len(begun)
         logger.debug(
-            "store of %s: %d entries begun, %d are here, %d declined for lack of room; %d chunks evicted for it",
+            "store of %s: %d entries begun, %d already present, %d declined for lack of room; %d chunks evicted for it",
             request.request_id,
             len(begun),
             num_present,
