@@ -79,7 +79,7 @@ def test_chunk_whose_session_ended_is_a_miss() -> None:
 
 
 @pytest.mark.parametrize("traffic", [popular, soon_again])
-def test_arc_of_the_duel_finds_what_the_policy_finds(traffic: Traffic) -> None:
+def test_arc_of_the_selector_finds_what_the_policy_finds(traffic: Traffic) -> None:
     selector, hits, count = PolicySelector(2 * POOL), 0.0, 0
     selector.keep(POOL, lambda _key: True)
     for number in traffic(random.Random(1)):

@@ -349,7 +349,7 @@ class ServerConfig:
     )
     events_replay: str | None = setting(None, "resend past events to subscribers that missed some", metavar="URL")
     policy: Literal["arc", "auto", "lru"] = setting(
-        "auto", "eviction policy: lru, arc, or auto for the one that finds more of the traffic (default {default})"
+        "auto", "eviction policy: lru, arc, or auto, which uses whichever has more hits (default {default})"
     )
     lease_seconds: float = setting(
         300.0, "longest life of a lease (default {default})", metavar="SECONDS", most=MAXIMUM_NUMBER

@@ -254,7 +254,12 @@ class Stores:
         return tuple(planned)
 
     def report(self, ended: Mapping[int, tuple[int, int]]) -> None:
-        """Take for each store how many workers ended it since the last report, and how many chunks all these stored."""
+        """Record which workers have ended their part of a store. End each store that all workers have ended.
+
+        Args:
+            ended: by the store's number, how many workers ended it since the last report, and the fewest chunks that
+                any of them stored.
+        """
         for number, (count, num_stored) in ended.items():
             store = self._pending.get(number)
             if store is None:

@@ -123,7 +123,8 @@ class NewsDesk:
         if listener is None or listener.reader.namespace != request.namespace:
             self.end_context(context.number)
             listener = self._listeners[context.number] = _Listener(Reader(holdings, shelf, request.namespace))
-        # Answer an earlier request of the scheduler first: nobody reads its reply, which must not begin the list.
+        # The scheduler no longer reads the reply to its earlier request. Answer that one before the restart, which then
+        # lists the events of the lost reply again.
         self._resume(listener)
         if request.position != listener.position or not request.position:
             listener.reader.restart()

@@ -83,7 +83,7 @@ class Stores:
         counters[_STORES] += 1
         counters[_STORE_CHUNKS] += num_chunks
         writer: Writer | None = context.writer
-        if context.has_mover:  # it writes; until it is ready, nobody does
+        if context.has_mover:  # the mover writes in place of the worker, once it is ready
             writer = None if state.movers is None else state.movers.writer_of(context.number)
         if not state.accepts_stores or state.is_draining:
             return self._decline(context, request, "stores are declined: the depot restores, drains or stops")

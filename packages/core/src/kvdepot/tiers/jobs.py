@@ -35,7 +35,7 @@ class Job:
     generations: frozenset[bytes] = frozenset()  # to outdate
     is_first: bool = False  # whether to write it before others, as an engine of another node waits for it
     on_part: "Callable[[Part], object]" = _ignore  # called with each part, on the thread of the queue's owner
-    on_late: Callable[[], object] = _ignore  # likewise, called once if a call is late; parts may follow
+    on_late: Callable[[], object] = _ignore  # called once on that thread if a call is late; parts may follow
     num_left: int = 0  # keys without an outcome
     num_cleared: int | None = None  # None: it failed
     is_late: bool = False  # one of its calls exceeded its deadline

@@ -156,7 +156,7 @@ class Promotion:
             there = yield from self._ask(tier, entries)
             length = yield from self._usable_prefix(limit, entries, there or [False] * len(entries))
         if length <= self._found or self._is_stopped:
-            self._log(tier, "it has no longer prefix, or nobody waits for it")
+            self._log(tier, "it has no longer prefix, or the promotion was stopped")
             return 0
         wanted, num_bytes = yield from self._wanted(length)
         num_tokens = (length - self._found) * space.spec.chunk_tokens

@@ -6,9 +6,9 @@ so that a scan finds them. The head is written last. The server may evict single
 miss.
 
 The option `ttl` limits the lifetime of entries after their last use. The server chooses the entries to evict. With
-`maxmemory-policy volatile-ttl`, it evicts the entries that expire next. A chunk expires a little before the one that it
-follows, so prefixes lose their ends first. With `allkeys-lru`, the server counts uses in whole seconds, and evicts the
-chunks of a prompt that was stored within one second in any order.
+`maxmemory-policy volatile-ttl`, it evicts the entries that expire next. Each chunk expires a little before its
+predecessor, so prefixes lose their ends first. With `allkeys-lru`, the server counts uses in whole seconds, and evicts
+the chunks of a prompt that was stored within one second in any order.
 
 If a full server refuses a write, only that write fails. A batch of entries is one round trip on one connection. Cluster
 mode is not supported: redirections are errors.
@@ -37,7 +37,7 @@ _REFUSED: Final = tier_counter("refused", "Entries that the server refused for l
 _INCOMPLETE: Final = tier_counter("incomplete", "Entries removed because a part was missing")
 
 PART_BYTES: Final = 4 << 20
-_CHUNK_MS: Final = 20  # a chunk expires this long before the one that it follows: engines compute 16 tokens in less
+_CHUNK_MS: Final = 20  # a chunk expires this long before its predecessor: engines compute 16 tokens in less
 
 _PREFIX: Final = b"kvdepot:"
 _HEAD_BYTES: Final = TRAILER_BYTES + 4
