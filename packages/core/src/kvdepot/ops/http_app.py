@@ -264,7 +264,6 @@ def _page() -> tuple[bytes, str]:
 
 
 def _sum(tenants: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
-    """Return the sums over all tenants."""
     total = Counter(used_bytes=0)
     for usage in tenants.values():
         total.update(usage)

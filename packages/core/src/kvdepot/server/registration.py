@@ -77,7 +77,7 @@ def _groups_of(request: m.RegisterKVCache) -> tuple[PartPlace, ...]:
 
 
 def _check_blocks(number: int, chunk_tokens: int, block_tokens: int) -> int:
-    """Return the blocks of a chunk."""
+    """Return the number of blocks in a chunk. Refuse chunks that do not consist of whole blocks."""
     num_blocks, rest = divmod(chunk_tokens, block_tokens)
     if rest:
         raise Refused(

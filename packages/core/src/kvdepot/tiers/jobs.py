@@ -19,7 +19,7 @@ class Operation(IntEnum):
 
 
 def _ignore(*_: object) -> None:
-    """Ignore a report."""
+    """Do nothing: the default of callbacks."""
 
 
 @dataclass(slots=True, eq=False)
