@@ -2,6 +2,7 @@
 
 import errno
 import itertools
+import logging
 import math
 import random
 import threading
@@ -458,6 +459,15 @@ def test_a_tier_that_was_slower_than_the_engine_is_not_read_but_tried_now_and_th
     assert bench.tiering.counters["promotions_not_worth_it"] == 15
     bench.forget()
     assert bench.lookup(run) == 4, "an engine that does not say how fast it is"
+
+
+def test_the_debug_log_says_what_a_promotion_reads_or_why_not(make: Maker, caplog: pytest.LogCaptureFixture) -> None:
+    bench = make(demoted=4)
+    caplog.set_level(logging.DEBUG, "kvdepot.tiers.promotion")
+    assert bench.lookup(prompt(4)) == 4
+    assert f"from tier tier-0: reads chunks 0 to 4, {4 * PAGE} bytes" in caplog.text
+    assert bench.lookup(prompt(5)) == 4
+    assert "from tier tier-0: it does not have the next chunk" in caplog.text
 
 
 def test_a_tier_that_is_added_gets_what_is_used_and_one_that_is_removed_is_left_alone(make: Maker) -> None:

@@ -163,9 +163,10 @@ class Promotion:
         is_coming = not entries  # another promotion reads all of it: wait for that one
         if not is_coming and not tier.is_worth_reading(num_bytes, num_tokens * prefix.token_seconds):
             self._context.counters[_PROMOTIONS_NOT_WORTH_IT] += 1
-            self._log(tier, f"declined: the engine computes {num_tokens} tokens faster than {num_bytes} bytes are read")
+            why = "declined: the engine computes %d tokens faster than %d bytes are read"
+            self._log(tier, why, num_tokens, num_bytes)
             return 0
-        self._log(tier, f"reads chunks {self._found} to {length}, {num_bytes} bytes")
+        self._log(tier, "reads chunks %d to %d, %d bytes", self._found, length, num_bytes)
         yield from self._read(tier, wanted)
         return limit
 
@@ -189,8 +190,10 @@ class Promotion:
                 return True
         return False
 
-    def _log(self, tier: TierState, decision: str) -> None:
-        logger.debug("promotion for %s from tier %s: %s", self.prefix.request_id or "-", tier.queue.name, decision)
+    def _log(self, tier: TierState, decision: str, *numbers: int) -> None:
+        if logger.isEnabledFor(logging.DEBUG):
+            request_id = self.prefix.request_id or "-"
+            logger.debug("promotion for %s from tier %s: %s", request_id, tier.queue.name, decision % numbers)
 
     def _ask(self, tier: TierState, entries: Sequence[Wanted]) -> Generator[Pause, IsOver, list[bool] | None]:
         """Return which entries the tier claims to have. None if it is suspended or late."""
