@@ -248,8 +248,9 @@ def install(monkeypatch: pytest.MonkeyPatch, opener: Callable[[TierUrl, TierPool
         (["read"], r"does not define read\(\)"),
         (["probe", "writer_pid"], r"does not define probe\(\), writer_pid"),
         (["touch", "outdate"], r"does not define touch\(\), outdate\(\)"),
+        (["keeps_runs", "wants_places"], r"does not define keeps_runs, wants_places"),
     ],
-    ids=["a call", "a call and an attribute", "calls that Tier has"],
+    ids=["a call", "a call and an attribute", "calls that Tier has", "flags that Tier has"],
 )
 def test_a_tier_that_lacks_something_is_refused_when_it_is_opened(
     missing: list[str], said: str, monkeypatch: pytest.MonkeyPatch

@@ -30,16 +30,15 @@ class CheckedTier:
 
     def __init__(self, tier: Tier, pool: TierPool, name: str) -> None:
         self._tier = tier
-        self.keeps_runs: bool = getattr(tier, "keeps_runs", False)
-        self.gathers_stores: bool = getattr(tier, "gathers_stores", False)
-        self.contains_is_instant: bool = getattr(tier, "contains_is_instant", False)
-        self._wants_places: bool = getattr(tier, "wants_places", False)
+        self.keeps_runs = tier.keeps_runs
+        self.gathers_stores = tier.gathers_stores
+        self.contains_is_instant = tier.contains_is_instant
         self._pool = pool
         self._name = name
 
     def _names(self, keys: Sequence[bytes]) -> Sequence[bytes]:
         """Return keys in the form that the tier expects."""
-        return keys if self._wants_places else [key[:KEY_BYTES] for key in keys]
+        return keys if self._tier.wants_places else [key[:KEY_BYTES] for key in keys]
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """Return one answer per key."""

@@ -153,7 +153,8 @@ def check_shape(tier: object, name: str) -> None:
     inherited = [each for each in calls if getattr(type(tier), each, None) is getattr(Tier, each)]
     missing = [f"{each}()" for each in calls if each in inherited or not callable(getattr(tier, each, None))]
     missing += [f"{each}()" for each in ("touch", "outdate") if not callable(getattr(tier, each, None))]
-    missing += [each for each in ("batch_entries", "writer_pid") if not isinstance(getattr(tier, each, None), int)]
+    values = ("batch_entries", "writer_pid", "keeps_runs", "gathers_stores", "contains_is_instant", "wants_places")
+    missing += [each for each in values if not isinstance(getattr(tier, each, None), int)]
     if missing:
         raise ConfigError(
             f"--tier {name}: the class {type(tier).__name__} does not define {', '.join(missing)}, as a"

@@ -44,9 +44,9 @@ class FaultyTier:
         self.batch_entries = inner.batch_entries
         self.writer_pid = inner.writer_pid
         self.contains_is_instant = False  # it may hang here
-        self.keeps_runs = getattr(inner, "keeps_runs", False)
-        self.gathers_stores = getattr(inner, "gathers_stores", False)
-        self.wants_places = getattr(inner, "wants_places", False)
+        self.keeps_runs = inner.keeps_runs
+        self.gathers_stores = inner.gathers_stores
+        self.wants_places = inner.wants_places
         self.error: Exception | None = None
         self.lie = False
         self.forget = False
