@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Final, TypeAlias
 
+from kvdepot.counting import depot_counter
 from kvdepot.errors import require
 from kvdepot.index.columns import make_column
 from kvdepot.index.entries import Entries
@@ -19,6 +20,11 @@ from kvdepot.index.quotas import MAXIMUM_QUOTAS, Shares
 from kvdepot.index.tree import NO_NODE, Nodes, Space
 from kvdepot.index.visibility import Visibility, Watcher
 from kvdepot.wire.histogram import Histogram
+
+CHUNKS_EVICTED: Final = depot_counter("chunks_evicted", "Chunks evicted to make room")
+CHUNKS_EVICTED_LEASED: Final = depot_counter(
+    "chunks_evicted_leased", "Evicted chunks that were leased by a tenant above its quota, for a tenant within its own"
+)
 
 _REMOVE_STEP: Final = 32  # chunks removed per step
 _SCAN_STEP: Final = 500  # chunks skipped per step
@@ -103,8 +109,8 @@ class Evictor:
         priorities: Priorities,
         watcher: Watcher,
     ) -> None:
-        self.num_evicted = 0
-        self.num_leased_evicted = 0  # leased ones among them
+        self.num_evicted = 0  # `CHUNKS_EVICTED`
+        self.num_leased_evicted = 0  # `CHUNKS_EVICTED_LEASED`: leased ones among them
         self.num_steps = 0  # evictions, plus unfinished stores ended to make room
         self.is_frozen = False  # no chunk is removed while the index is being rebuilt
         self.eviction_ages = Histogram(1.0)  # seconds since the last use of chunks evicted to make room

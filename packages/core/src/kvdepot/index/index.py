@@ -9,6 +9,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from typing import Final
 
+from kvdepot.counting import depot_counter
 from kvdepot.index.entries import Begun, Entries, NewRun, Room, Wanted
 from kvdepot.index.eviction import AUTO, POLICIES, EvictionPolicy
 from kvdepot.index.evictor import EndStore, Evictor, cannot_end
@@ -20,6 +21,16 @@ from kvdepot.index.visibility import Visibility, Watcher
 from kvdepot.pool.extents import ExtentAllocator, extent_size
 from kvdepot.pool.table import IndexTable
 from kvdepot.wire.messages import CacheSpec
+
+STORE_ENTRIES_OVER_SHARE: Final = depot_counter(
+    "store_entries_over_share", "Entries declined because unfinished stores already fill their tenant's share"
+)
+STORE_ENTRIES_NOT_READY: Final = depot_counter(
+    "store_entries_not_ready", "Entries declined because the pool's memory was still being allocated"
+)
+ENTRIES_OVERLAPPING: Final = depot_counter(
+    "entries_overlapping", "Entries begun of which other engines' entries have some heads, not all"
+)
 
 MOST_EVICTED: Final = 80  # chunks per request: that takes two milliseconds, four with ARC
 _SPARE_NODES: Final = 1024  # in addition to twice the records, for ghosts
@@ -52,9 +63,9 @@ class ChunkIndex:
         self.quotas = quotas or QuotaTable(extents.capacity_bytes)
         self.spaces: list[Space] = []
         self.hit_rates = HitRateCurve(extents.capacity_bytes)
-        self.num_over_share = 0  # entries declined because their share has too many unfinished ones
-        self.num_not_ready = 0  # entries declined because the pool was still growing
-        self.num_overlapping = 0  # entries begun although others have some of their heads
+        self.num_over_share = 0  # `STORE_ENTRIES_OVER_SHARE`
+        self.num_not_ready = 0  # `STORE_ENTRIES_NOT_READY`
+        self.num_overlapping = 0  # `ENTRIES_OVERLAPPING`
         self.num_restore_errors = 0
         self._space_by_spec: dict[bytes, Space] = {}
         self._policy = policy

@@ -7,9 +7,13 @@ context ends, or when it expires. A reader that continues after the end notices 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Final
 
+from kvdepot.counting import depot_counter
 from kvdepot.errors import require
 from kvdepot.index.index import ChunkIndex
+
+LEASES_EXPIRED: Final = depot_counter("leases_expired", "Leases not released in time")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +33,7 @@ class LeaseTable:
 
     def __init__(self, index: ChunkIndex, lease_seconds: float) -> None:
         self.lease_seconds = lease_seconds
-        self.num_expired = 0
+        self.num_expired = 0  # `LEASES_EXPIRED`
         self._index = index
         self._leases: OrderedDict[int, Lease] = OrderedDict()  # unlike `dict`, it finds its first item in O(1)
         self._of_context: dict[int, set[int]] = {}

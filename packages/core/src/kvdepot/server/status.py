@@ -1,12 +1,15 @@
 """The status of a depot: the fields of `DepotStatus` that need no socket."""
 
 from collections import Counter
-from typing import Any, Final
+from typing import Any
 
 import msgspec.structs
 
 from kvdepot.counting import depot_counter, tier_counter
 from kvdepot.index.contents import ContentIndex
+from kvdepot.index.evictor import CHUNKS_EVICTED, CHUNKS_EVICTED_LEASED
+from kvdepot.index.index import ENTRIES_OVERLAPPING, STORE_ENTRIES_NOT_READY, STORE_ENTRIES_OVER_SHARE
+from kvdepot.index.leases import LEASES_EXPIRED
 from kvdepot.layout import GroupKind, Part
 from kvdepot.server.agents import Agents
 from kvdepot.server.contexts import Context, ContextTable
@@ -17,21 +20,6 @@ from kvdepot.server.state import MAXIMUM_ROWS, OTHERS, DepotState
 from kvdepot.server.stores import Stores
 from kvdepot.wire import messages as m
 from kvdepot.wire.status import ContextStatus, GenerationStatus, GroupStatus
-
-_CHUNKS_EVICTED: Final = depot_counter("chunks_evicted", "Chunks evicted to make room")
-_CHUNKS_EVICTED_LEASED: Final = depot_counter(
-    "chunks_evicted_leased", "Evicted chunks that were leased by a tenant above its quota, for a tenant within its own"
-)
-_STORE_ENTRIES_OVER_SHARE: Final = depot_counter(
-    "store_entries_over_share", "Entries declined because unfinished stores already fill their tenant's share"
-)
-_STORE_ENTRIES_NOT_READY: Final = depot_counter(
-    "store_entries_not_ready", "Entries declined because the pool's memory was still being allocated"
-)
-_ENTRIES_OVERLAPPING: Final = depot_counter(
-    "entries_overlapping", "Entries begun of which other engines' entries have some heads, not all"
-)
-_LEASES_EXPIRED: Final = depot_counter("leases_expired", "Leases not released in time")
 
 
 class StatusReport:
@@ -86,12 +74,12 @@ class StatusReport:
                 **state.counters,
                 **(state.tiering.counters if state.tiering else {}),
                 **(state.movers.counters if state.movers else {}),
-                _CHUNKS_EVICTED: index.evictor.num_evicted,
-                _CHUNKS_EVICTED_LEASED: index.evictor.num_leased_evicted,
-                _STORE_ENTRIES_OVER_SHARE: index.num_over_share,
-                _STORE_ENTRIES_NOT_READY: index.num_not_ready,
-                _ENTRIES_OVERLAPPING: index.num_overlapping,
-                _LEASES_EXPIRED: state.leases.num_expired,
+                CHUNKS_EVICTED: index.evictor.num_evicted,
+                CHUNKS_EVICTED_LEASED: index.evictor.num_leased_evicted,
+                STORE_ENTRIES_OVER_SHARE: index.num_over_share,
+                STORE_ENTRIES_NOT_READY: index.num_not_ready,
+                ENTRIES_OVERLAPPING: index.num_overlapping,
+                LEASES_EXPIRED: state.leases.num_expired,
             },
             "devices": {
                 name: {"stored_bytes": stored, "retrieved_bytes": retrieved}
