@@ -39,8 +39,18 @@ _SPARE_NODES: Final = 1024  # in addition to twice the records, for ghosts
 class ChunkIndex:
     """Nodes, entries, space and eviction.
 
-    A store is `reserve`, then `seal` (or `discard_entry`, `abandon_entry`). A read is `visibility.match`, then
-    `evictor.pin` and `evictor.unpin`.
+    A store is `reserve`, then `seal`. A read is `visibility.match`, then `evictor.pin` and `evictor.unpin`.
+
+    | verb | before | after |
+    |---|---|---|
+    | `visibility.match` | any state | a usable prefix, valid until the next store or eviction, or while pinned |
+    | `reserve` | a parent in the tree, or none | entries with extents, which lookups ignore; each holds its chunk |
+    | `seal` | reserved entries with all bytes in place | lookups count the entries; their holds are undone |
+    | `evictor.release` | a held chunk | one hold less; without holds and children, the chunk may be evicted |
+    | `evictor.evict_one` | not `is_frozen` | a chunk without children is gone, and its extents are free |
+
+    `evict_one` takes an unheld chunk or, if a share within its quota needs room, one that only leases hold. Reserved
+    entries that are not sealed end with `discard_entry` or `abandon_entry`, which undo their holds, too.
 
     Args:
         extents: allocates the pool's space.
