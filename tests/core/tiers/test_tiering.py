@@ -907,8 +907,11 @@ def test_without_a_descriptor_nothing_is_read_and_nobody_waits_for_it(
 
 
 @pytest.mark.parametrize("error", [OSError("no space left on device"), Refused(ErrorCode.MALFORMED, "too many")])
-def test_a_lookup_whose_tenant_finds_no_name_gets_what_the_pool_has(make: Maker, error: Exception) -> None:
+def test_a_lookup_whose_tenant_finds_no_name_gets_what_the_pool_has(
+    make: Maker, error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
     """Regression: the lookup failed, and so did every client's lookup once one name had found no room."""
+    caplog.set_level(logging.DEBUG, "kvdepot.server.lookups")
     disk_is_full = False
 
     def save(_names: Names) -> None:
@@ -920,6 +923,7 @@ def test_a_lookup_whose_tenant_finds_no_name_gets_what_the_pool_has(make: Maker,
     bench.store(known)
     disk_is_full = True
     assert bench.lookup(new) == 0
+    assert "the tiers are not asked as the name of its tenant or model found no room" in caplog.text
     assert bench.lookup(prompt(6)) == 4
     assert (bench.depot.counters["lookups_without_name"], bench.tiering.counters["promotions"]) == (1, 1)
 

@@ -153,6 +153,7 @@ class Lookups:
             label = self._state.labels.number_of(request.tenant, model, weights)
         except (Refused, OSError):  # too many tenants, or no room for the name
             self._counters[_LOOKUPS_WITHOUT_NAME] += 1
+            query.why_not_promoted = "as the name of its tenant or model found no room"
             return False
         return tiering.promote(
             context.space,
@@ -248,7 +249,7 @@ class Lookups:
             return "the pool lacks the next one, and the tiers are not asked without a worker for each layer and head"
         if all(queue.is_suspended for queue in tiering.queues):
             return "the pool lacks the next one, and every tier is suspended"
-        return "the pool lacks the next one, and the tiers are not asked for so few tokens or by so many lookups"
+        return f"the pool lacks the next one, and the tiers are not asked {query.why_not_promoted}"
 
     def release(self, context: Context, request: m.Release) -> frames.Reply:
         """End leases. The reply counts them."""
