@@ -1,4 +1,4 @@
-"""Generations of weights in a depot process with tiers: its knowledge of them, and their chunks after a restart."""
+"""Generations of weights in a depot process with tiers: its knowledge of them; chunks and sessions after a kill."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -58,15 +58,16 @@ def test_a_generation_is_found_in_the_tier_under_its_own_name_and_by_session(dep
 
 
 @pytest.mark.slow
-def test_status_names_versions_and_the_next_server_knows_them(depot: DepotProcess) -> None:
+def test_status_names_versions_and_the_next_server_knows_them_and_the_sessions(depot: DepotProcess) -> None:
     with ExitStack() as stack:
         engine = EngineModel("trained", GEOMETRY, 512, namespace(""), url=depot.url, chunk_tokens=CHUNK_TOKENS)
         stack.callback(engine.close)
         engine.wait_until_connected()
-        store(engine, "", 0)
+        engine.scheduler.hint(store(engine, "", 0), session="old")
         engine.scheduler.change_weights(namespace("7 abc").weights)
         wait_until(lambda: "weights 7 abc" in describe_status(depot.status()), what="the scheduler's weights")
-        store(engine, "7 abc", 1, num_chunks=2)
+        engine.scheduler.hint(store(engine, "7 abc", 1, num_chunks=2), session="new")
+        wait_until(lambda: depot.status().num_agent_sessions == 2, what="both sessions")
         depot.kill()
         depot.start()
         engine.wait_until_connected()
@@ -78,3 +79,6 @@ def test_status_names_versions_and_the_next_server_knows_them(depot: DepotProces
         text = describe_status(status)
         assert "weights  7 abc of small: 128.0 KiB, 1 engine" in text
         assert "weights  as loaded of small: 256.0 KiB" in text
+        assert status.num_agent_sessions == 2
+        retained = [ask_depot(o.RetainSession(name, 60.0), depot.url, 30).count for name in ("old", "new")]
+        assert (retained, depot.status().num_pins) == ([4, 2], 2)
