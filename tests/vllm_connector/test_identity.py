@@ -430,6 +430,28 @@ def test_salts_and_adapters_share_with_nobody_but_themselves(
 
 
 @pytest.mark.promise(19)
+def test_users_with_own_salts_share_the_head_that_both_declare_and_nothing_else(
+    depot: DepotProcess, model: MakeModel
+) -> None:
+    wanted, head = prompts(2, 500, seed=32, shared=300), {"kvdepot": {"shared_tokens": 300}}
+    salts: list[dict[str, Any]] = [{"salt": "a"}, {"salt": "b"}]
+    with Engine(model("gqa"), connector(depot.url), reference=wanted, enable_prefix_caching=False) as engine:
+
+        def serve(wishes: dict[str, Any]) -> list[int]:
+            outputs = [
+                engine.generate([prompt], params=wishes, **salt)[0] for prompt, salt in zip(wanted, salts, strict=True)
+            ]
+            assert tokens(outputs) == engine.reference
+            return cached(outputs)
+
+        assert serve({}) == [0, 0]
+        assert serve(head) == [0, 256], "the chunk beyond the head is private"
+        assert serve(head) == serve({}) == [384, 384], "each user finds all of the own prompt"
+        swapped = engine.generate([wanted[0]], params=head, salt="b")
+        assert (tokens(swapped), cached(swapped)) == ([engine.reference[0]], [256]), "the same prompt of another user"
+
+
+@pytest.mark.promise(19)
 def test_another_engine_with_other_weights_or_dtype_finds_nothing(depot: DepotProcess, model: MakeModel) -> None:
     with Engine(model("gqa"), connector(depot.url)) as engine:
         engine.generate(PROMPTS)
