@@ -11,11 +11,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 from typing import Any, cast
 
 import pytest
 
 from kvdepot.client.channel import Channel
+from kvdepot.keys import KeyRun
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.movers.client import await_mover
 from kvdepot.testing.backend import MakeCache
@@ -206,8 +208,29 @@ def test_an_engine_that_sleeps_gives_its_memory_up_each_time_and_has_a_mover_aga
         assert worker.retrieve(prompt(3)) == (3 if night else 0)
         assert worker.store(prompt(3))
         assert device.holders() == {wait_for_mover(depot)}
-        worker.context.close()
+        close_during_a_retrieve(worker, prompt(3), device)
         assert device.holders() == set()
+
+
+def close_during_a_retrieve(worker: Cache, run: KeyRun, device: FakeDevice) -> None:
+    """Close the context while its mover copies. The retrieve ends first, with all bytes."""
+    worker.wipe()
+    block_ids = worker.blocks(run)
+    device.close_gate()
+    retrieve = worker.context.submit_retrieve("under way", run, block_ids)
+    device.wait_for_a_copy()
+    closing = Thread(target=worker.context.close)
+    closing.start()
+    # A retrieve behind the one under way can end before it only as a miss of a context that is closing.
+    wait_until(lambda: worker.context.submit_retrieve("late", prompt(0), [[]]).query(), WAIT_SECONDS, "the close")
+    assert not retrieve.query()
+    device.open_gate()
+    closing.join(WAIT_SECONDS)
+    assert not closing.is_alive()
+    assert retrieve.query()
+    assert retrieve.result()
+    assert worker.holds(run, block_ids)
+    assert worker.untouched(block_ids)
 
 
 def test_a_mover_of_an_earlier_depot_that_lives_on_is_dead_when_its_worker_is_closed(

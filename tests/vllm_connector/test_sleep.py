@@ -28,6 +28,7 @@ def test_a_hundred_sleeps_with_transfers_under_way() -> None:
         )
         assert done.returncode == 0, done.stderr[-2000:]
         found = json.loads(done.stdout)
+        assert found["loads_under_way"], "no load was under way when the memory went: the test shows nothing"
         assert found["wrong"] == 0
         assert found["first_hits"] == 100
         assert found["stores"] == 101

@@ -15,7 +15,7 @@ from collections import Counter
 import numpy as np
 from blake3 import blake3
 
-from kvdepot.backends import CacheGroup, KVCache
+from kvdepot.backends import BlockIds, CacheGroup, KVCache, TransferFuture
 from kvdepot.keys import KeyRun, Namespace, PrefixHasher
 from kvdepot_cpu.context import CpuOptions, CpuTransferContext
 from kvdepot_vllm.jobs import LoadJob, StepPlan, StoreJob
@@ -46,16 +46,28 @@ class Memory:
         self.blocks[:] = 0xAB
 
 
+class Context(CpuTransferContext):
+    """A context that knows its last retrieve."""
+
+    last: TransferFuture[bool]
+
+    def submit_retrieve(
+        self, request_id: str, key: KeyRun, block_ids: BlockIds, skip_tokens: int = 0
+    ) -> TransferFuture[bool]:
+        self.last = super().submit_retrieve(request_id, key, block_ids, skip_tokens)
+        return self.last
+
+
 class Sleeper:
     """The worker, and the results of its loads and stores."""
 
     def __init__(self, url: str) -> None:
         self.memory = Memory()
         cache = KVCache([CacheGroup(list(self.memory.blocks), BLOCK_TOKENS)], "sleeper", "bytes")
-        self._open: list[CpuTransferContext] = []
+        self._open: list[Context] = []
 
-        def open_context() -> CpuTransferContext:
-            self._open = [CpuTransferContext(cache, CpuOptions(url=url, deadline_seconds=20))]
+        def open_context() -> Context:
+            self._open = [Context(cache, CpuOptions(url=url, deadline_seconds=20))]
             return self._open[0]
 
         self.side = WorkerSide(open_context(), CHUNK_TOKENS, BLOCK_TOKENS, None, open_context)
@@ -109,6 +121,7 @@ class Sleeper:
         self.begin_load(0, "before")
         early = self.poll()[0] if prompt % 2 else set[str]()
         started = time.perf_counter()
+        self.counts["loads_under_way"] += not self._open[0].last.query()
         self.side.leave()
         self.counts["slowest_ms"] = max(self.counts["slowest_ms"], int((time.perf_counter() - started) * 1000))
         self.memory.take_away()
