@@ -40,6 +40,7 @@ def put_tiers_below(depot: Depot, queues: Sequence[TierQueue], settings: Tiering
         settings or TieringSettings(),
         names_of=depot.labels.names.__getitem__,
         end_store=depot.stores.end_one_above_quota,
+        splits_of=depot.contexts.splits,
         on_corrupt=depot.remove_corrupt,
         clock=depot.state.clock,
     )

@@ -329,6 +329,24 @@ def test_entries_of_an_engine_of_any_stages_come_back_from_a_tier(
     assert bench.index.entries.num_sealed == math.prod(stored_by) * 5, "nothing is stored again"
 
 
+def test_entries_of_an_attached_engine_come_back_however_it_divides_the_layers(
+    make: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench, run = make(STAGED, pages=64), prompt(5)
+    even, [shape] = bench.contexts, STAGED
+
+    def uneven(_group: int, rank: int) -> Part:
+        return (Part(0, 1, 0, shape.heads), Part(1, shape.layers - 1, 0, shape.heads))[rank]
+
+    monkeypatch.setattr(bench, "part", uneven)
+    bench.contexts = [bench.register(rank, instance="uneven") for rank in range(2)]
+    bench.store(run)
+    bench.forget()
+    bench.contexts = even
+    assert bench.lookup(run) == 5
+    assert bench.index.entries.num_sealed == 2 * 5, "as they were stored"
+
+
 def test_a_prompt_that_engines_of_two_sizes_continued_comes_back_whole(make: Maker) -> None:
     bench, run = make(HEADS[:1], pages=64), prompt(6)
     bench.store(run.slice(0, 3))

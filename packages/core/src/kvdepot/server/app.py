@@ -193,6 +193,7 @@ class DepotServer:
             settings,
             names_of=depot.labels.names.__getitem__,
             end_store=depot.stores.end_one_above_quota,
+            splits_of=depot.contexts.splits,
             on_corrupt=depot.remove_corrupt,
             clock=time.monotonic,
         )

@@ -74,6 +74,7 @@ class Workers:
         # The workers by group and layers of their part.
         self._alike: dict[tuple[int, int], dict[int, Context]] = {}
         self._places: dict[str, list[PartPlace]] = {}  # by instance; a cache
+        self._splits: list[list[PartPlace]] = []  # a cache; empty until it is asked for
 
     def __iter__(self) -> Iterator[Context]:
         return (worker for mates in self.by_instance.values() for worker in mates.values())
@@ -84,6 +85,7 @@ class Workers:
         for place in context.groups:
             self._alike.setdefault((place.group, place.part >> 16), {})[context.number] = context
         self._places.clear()
+        self._splits.clear()
 
     def remove(self, context: Context) -> None:
         """Remove a worker."""
@@ -97,6 +99,7 @@ class Workers:
             if not alike:
                 del self._alike[place.group, place.part >> 16]
         self._places.clear()
+        self._splits.clear()
 
     def places(self, instance: str) -> list[PartPlace]:
         """Return the parts of an engine, or those of another engine if its workers lack a cell.
@@ -116,6 +119,15 @@ class Workers:
         if instance not in self._places:
             self._places[instance] = self._places_of(mates)
         return self._places[instance]
+
+    def splits(self) -> list[list[PartPlace]]:
+        """Return the parts of each engine whose workers have all cells, once for engines with the same parts."""
+        if not self._splits:
+            found = map(self.own_places, self.by_instance)
+            self._splits = [
+                *{tuple((place.group, place.part) for place in each): each for each in found if each}.values()
+            ]
+        return self._splits
 
     def _places_of(self, mates: dict[int, Context]) -> list[PartPlace]:
         found = {(place.group, place.part): place for mate in mates.values() for place in mate.groups}
@@ -284,6 +296,11 @@ class ContextTable:
         workers = self._workers.get(space.number)
         places = [] if workers is None else workers.places(instance)
         return (places, workers.first_of(instance).model) if workers is not None and places else ([], "")
+
+    def splits(self, space: Space) -> list[list[PartPlace]]:
+        """Return the different ways in which the engines of a space divide its layers and heads."""
+        workers = self._workers.get(space.number)
+        return [] if workers is None else workers.splits()
 
     def can_store(self, space: Space, instance: str) -> bool:
         """Return whether an engine has a worker for each layer and head of a space."""

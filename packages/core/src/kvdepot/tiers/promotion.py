@@ -111,11 +111,7 @@ class Promotion:
             limit = yield from self._bring_from(tiers[number], is_end=is_end)
             if limit and (self._found == num_chunks or self.waiter.on_answer is None):
                 return
-            is_end = (
-                limit == num_chunks
-                and self._found > before
-                and bool(other_splits(self.prefix.space, self.prefix.places))
-            )
+            is_end = limit == num_chunks and self._found > before and bool(self._other_splits())
             if not limit or self._found == before or (limit == num_chunks and not is_end):
                 number += 1
 
@@ -176,7 +172,7 @@ class Promotion:
         One part stands for its whole split; the other parts are asked for with the chunks that follow. Of many chunks,
         a sample is asked for, so that this asks for no more keys than there are missing entries.
         """
-        splits = other_splits(self.prefix.space, self.prefix.places)
+        splits = self._other_splits()
         if not splits or not missing:
             return False
         group, chunks = missing[0][1].group, list(dict.fromkeys(chunk for chunk, _ in missing))
@@ -189,6 +185,10 @@ class Promotion:
                 self.prefix = replace(self.prefix, places=split)
                 return True
         return False
+
+    def _other_splits(self) -> list[list[PartPlace]]:
+        prefix = self.prefix
+        return other_splits(prefix.space, prefix.places, self._context.splits_of(prefix.space))
 
     def _log(self, tier: TierState, decision: str, *numbers: int) -> None:
         if logger.isEnabledFor(logging.DEBUG):

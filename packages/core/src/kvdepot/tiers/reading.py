@@ -113,6 +113,7 @@ class PromotionContext:
     clock: Callable[[], float]
     patience_seconds: float  # the longest wait of a lookup for tiers
     end_store: EndStore  # to make room for a share within its quota
+    splits_of: Callable[[Space], Sequence[Sequence[PartPlace]]]  # returns the parts of each attached engine
     own_writer: Writer | None = field(init=False, default=None)  # this process; cached
     awaited: "dict[int, list[Reading]]" = field(init=False)  # by record
     is_coming: "memoryview[int]" = field(init=False)  # by record: 1 while a tier reads it into the pool

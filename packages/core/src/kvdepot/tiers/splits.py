@@ -1,7 +1,7 @@
 """Splits: the ways in which engines of other sizes may divide the layers and heads of a cache among their ranks.
 
-A tier has entries under the parts of the engine that stored them, and cannot be searched. But engines split evenly, so
-there are few parts to ask for.
+A tier has entries under the parts of the engine that stored them, and cannot be searched. But attached engines have
+told their parts, and others mostly split evenly, so there are few parts to ask for.
 """
 
 from collections.abc import Sequence
@@ -14,14 +14,17 @@ from kvdepot.layout import Part
 
 Layers = list[tuple[int, int]]  # (first layer, number of layers) of each pipeline stage
 
+_MOST_ATTACHED: Final = 8  # splits of attached engines to ask for; a question has one key for each split
 _STAGES: Final = (1, 2, 4)  # numbers of pipeline stages to ask for; each adds keys to the question of a new prompt
 
 
-def other_splits(space: Space, places: Sequence[PartPlace]) -> list[list[PartPlace]]:
-    """Return the places of a cache in each even split except that of `places`, coarsest first.
+def other_splits(
+    space: Space, places: Sequence[PartPlace], attached: Sequence[Sequence[PartPlace]] = ()
+) -> list[list[PartPlace]]:
+    """Return the places of a cache in other splits than that of `places`.
 
-    Splits of the heads with the stages of `places` come first. Opaque groups keep their places, as no engine of another
-    size has this space.
+    The splits of `attached` engines come first, then even splits of the heads with the stages of `places`, coarsest
+    first, then those with other stages. Opaque groups keep their places, as no engine of another size has this space.
     """
     most, parts = max(space.heads), [Part.of(place.part) for place in places]
     own_stages = sorted({(part.first_layer, part.num_layers) for part in parts})
@@ -30,9 +33,19 @@ def other_splits(space: Space, places: Sequence[PartPlace]) -> list[list[PartPla
         num_layers = space.spec.groups[0].layers
         even = (_even(num_layers, count) for count in _STAGES if not num_layers % count)
         stages += [each for each in even if each != own_stages]
-    own = {(place.group, place.part) for place in places}
-    splits = [_split(space, places, each, ranks) for each in stages for ranks in range(1, most + 1) if not most % ranks]
-    return [split for split in splits if {(place.group, place.part) for place in split} != own]
+    splits = [list(each) for each in attached[:_MOST_ATTACHED]]
+    splits += [
+        _split(space, places, each, ranks) for each in stages for ranks in range(1, most + 1) if not most % ranks
+    ]
+    found: dict[frozenset[tuple[int, int]], list[PartPlace]] = {}
+    for split in splits:
+        found.setdefault(_cut_of(split), split)
+    found.pop(_cut_of(places), None)
+    return [*found.values()]
+
+
+def _cut_of(places: Sequence[PartPlace]) -> frozenset[tuple[int, int]]:
+    return frozenset((place.group, place.part) for place in places)
 
 
 def _even(num_layers: int, count: int) -> Layers:

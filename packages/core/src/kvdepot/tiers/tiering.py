@@ -86,6 +86,7 @@ class Tiering:
         names_of: returns the label with a number.
         on_corrupt: called with the record and header of an entry with a checksum mismatch.
         end_store: ends an unfinished store, to make room for a promotion.
+        splits_of: returns the parts of each attached engine of a space.
         clock: returns monotonic seconds.
     """
 
@@ -98,6 +99,7 @@ class Tiering:
         names_of: Callable[[int], Label],
         on_corrupt: Callable[[int, int], object],
         end_store: EndStore,
+        splits_of: Callable[[Space], Sequence[Sequence[PartPlace]]],
         clock: Callable[[], float],
     ) -> None:
         self.counters = Counts()
@@ -110,7 +112,7 @@ class Tiering:
             index, self._tiers, self._keys, settings.demotion, settings.least_tokens, self.counters, on_corrupt, clock
         )
         self.promotion_context = PromotionContext(
-            index, self._keys, self.counters, clock, settings.promotion_seconds, end_store
+            index, self._keys, self.counters, clock, settings.promotion_seconds, end_store, splits_of
         )
         self.promotions = Promotions(self.promotion_context, self._tiers)
         self._awaiting: list[tuple[Sequence[Job], Callable[[], None]]] = []  # see `stop`
