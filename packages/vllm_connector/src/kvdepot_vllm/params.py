@@ -17,7 +17,7 @@ from kvdepot_vllm.settings import BLEND_POLICIES, Settings
 logger = logging.getLogger(__name__)
 
 _OURS: Final = "kvdepot"  # the key of our parameters
-_LONGEST_SESSION: Final = 256
+_LONGEST_SESSION: Final = 256  # characters; the depot keeps the names
 _MOST_SESSIONS: Final = 64  # sessions that one request may name
 _A_SESSION: Final = f"a name of 1 to {_LONGEST_SESSION} characters"
 _A_TIME_TO_RETAIN: Final = f"a number from 0 to {MAXIMUM_RETAIN_SECONDS:g}"

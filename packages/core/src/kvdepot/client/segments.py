@@ -25,7 +25,7 @@ _WINDOW: Final = 16  # tokens that choose an anchor
 _LEAST_TOKENS: Final = 8  # per segment
 # Hashes below this make anchors: one in 14, of which 60 % are far enough apart.
 _CHOSEN: Final = np.uint32((1 << 32) // 14)
-_BASE: Final = np.uint32(0x9E3779B1)
+_BASE: Final = np.uint32(0x9E3779B1)  # odd, with well-mixed bits, like the next one: both are xxHash's primes
 _MIX: Final = np.uint32(0x85EBCA77)
 _TYPE: Final = np.dtype([("name", f"V{SEGMENT_NAME_BYTES}"), ("position", "<u4"), ("length", "<u4")])
 

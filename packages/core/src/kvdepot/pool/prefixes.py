@@ -25,8 +25,8 @@ from kvdepot.errors import PoolError, require
 from kvdepot.keys import DIGEST_BYTES
 
 MAGIC: Final = b"KVDEPOTR\x01\x00\x00\x00"  # includes the version of the file
-MAXIMUM_BLOCKS: Final = 131_072
-MAXIMUM_TENANTS: Final = 1024
+MAXIMUM_BLOCKS: Final = 131_072  # of 1 KiB; a session of up to 31 chunks takes one
+MAXIMUM_TENANTS: Final = 1024  # with sessions; their names stay in memory
 MAXIMUM_CHUNKS: Final = 16_384  # per prefix; the rest of a longer one is not remembered
 
 _HEADER: Final = struct.Struct("<8s16sHHI")  # tenant, session, place in the prefix, digests, crc32

@@ -21,9 +21,9 @@ from kvdepot.errors import PoolError
 from kvdepot.keys import DIGEST_BYTES
 from kvdepot.pool.extents import EXTENT_ALIGNMENT_BYTES
 
-RECORD_BYTES: Final = 128
+RECORD_BYTES: Final = 128  # two lines of the cache: no record shares a line with another
 HEADER_PAGE_BYTES: Final = 4096
-TABLE_VERSION: Final = 4
+TABLE_VERSION: Final = 4  # another one starts with an empty pool
 NO_RECORD: Final = 0xFFFFFFFF
 PARENT_BYTES: Final = 16  # leading bytes of the parent's key: enough to identify it among the chunks of one depth
 OWNER_BYTES: Final = 16

@@ -49,8 +49,8 @@ from kvdepot.wire.status import DepotStatus
 logger = logging.getLogger(__name__)
 
 _BYTES_PER_ENTRY: Final = 64 << 10  # the smallest entry that the default number of entries allows for
-_MINIMUM_ENTRIES: Final = 65_536
-_MAXIMUM_ENTRIES: Final = 4_194_304
+_MINIMUM_ENTRIES: Final = 65_536  # 8 MiB of records: a small pool may have small entries
+_MAXIMUM_ENTRIES: Final = 4_194_304  # 512 MiB of records, in a pool of 256 GiB or more; --max-entries may give more
 _DRAIN_SECONDS: Final = 2.0  # for writes to tiers: a container is killed ten seconds after its first signal
 
 

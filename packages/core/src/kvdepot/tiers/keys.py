@@ -13,7 +13,7 @@ from blake3 import blake3
 
 from kvdepot.keys import DIGEST_BYTES
 
-NAME_HASH_BYTES: Final = 8
+NAME_HASH_BYTES: Final = 8  # of tenants and models, of which there are few: equal hashes are unlikely
 PLACE_BYTES: Final = 16
 KEY_BYTES: Final = 2 * NAME_HASH_BYTES + PLACE_BYTES + DIGEST_BYTES  # tenant, model, place, chunk
 MARK_BYTES: Final = 4  # at the end of the place

@@ -20,7 +20,7 @@ KNOWN_TIERS: Final = {
     "valkey": "kvdepot[valkey]", "redis": "kvdepot[valkey]", "rediss": "kvdepot[valkey]", "valkeys": "kvdepot[valkey]",
 }  # fmt: skip
 DEADLINE_SECONDS: Final = 1.0  # the default
-DEFAULT_THREADS: Final = 4
+DEFAULT_THREADS: Final = 4  # calls at one time, to hide round trips
 PATIENCE: Final = 10  # a write or a step of a clear may take this many deadlines
 _MOST_THREADS: Final = 256  # they are threads of the server and share its interpreter lock
 _MOST: Final = 1_000_000.0  # seconds: fits into 32 bits in milliseconds

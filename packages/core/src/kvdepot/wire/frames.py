@@ -102,7 +102,7 @@ MOVER_NOTE: Final = b"m"
 LENGTH: Final = struct.Struct("<I")
 """The length before a greeting, before its answer, and before each frame."""
 
-TOKEN_BYTES: Final = 16
+TOKEN_BYTES: Final = 16  # of a session: nobody guesses 128 random bits
 MAXIMUM_GREETING_BYTES: Final = 4096  # far above a greeting with the longest name of a client
 
 

@@ -33,7 +33,7 @@ payload bytes u64. `kvdepot.layout.Part` has heads and layers in the lower 16 an
 
 MAXIMUM_SEGMENTS: Final = 8192  # per request, of about 24 tokens each
 MAXIMUM_SEGMENT_TOKENS: Final = 1024  # a paragraph; longer text is cut into several
-SEGMENT_NAME_BYTES: Final = 16
+SEGMENT_NAME_BYTES: Final = 16  # a digest: no two texts share one by chance
 SEGMENT: Final = struct.Struct(f"<{SEGMENT_NAME_BYTES}sII")
 """One segment of a prompt, 24 bytes: its name, its first token u32, its tokens u32."""
 
@@ -69,7 +69,7 @@ class Verify(enum.StrEnum):
 
 
 VERIFY_ONE_IN: Final = 16  # damage to a whole region is found at once, at a sixteenth of the cost of all
-MAXIMUM_PRIORITY: Final = 3
+MAXIMUM_PRIORITY: Final = 3  # each priority in use has its own policy in each share
 MAXIMUM_TTL_SECONDS: Final = 1e9  # thirty years: small enough to add to any clock
 CHECKSUM_BYTES: Final = 16  # XXH3-128 of an extent's payload; zeros for none
 

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 _NOT_WRITABLE: Final = tier_counter("not_writable", "Entries not written because the file system cannot be written")
 
-_CLEARED_AT_ONCE: Final = 256
+_CLEARED_AT_ONCE: Final = 256  # files removed per step
 _LEAST_SLOTS: Final = 2  # with one slot, the drive idles while the slot is passed on
 
 

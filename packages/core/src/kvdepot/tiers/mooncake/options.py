@@ -12,7 +12,7 @@ from kvdepot.errors import ConfigError, KVDepotError
 from kvdepot.tiers.mooncake import messages as m
 from kvdepot.tiers.url import TierUrl
 
-DEFAULT_PORT: Final = 50051
+DEFAULT_PORT: Final = 50051  # of Mooncake's master
 _LOOK_SECONDS: Final = 0.5  # limit to reach the master by TCP
 
 

@@ -14,7 +14,7 @@ Reader: TypeAlias = "BufferedReader[socket.SocketIO]"
 
 _CRLF: Final = b"\r\n"
 _LARGEST_REPLY: Final = 64 << 20  # limit of a string: a tier writes none larger
-_MOST_ITEMS: Final = 1 << 20
+_MOST_ITEMS: Final = 1 << 20  # of an array: bounds what a foreign server can make this process allocate
 _DEEPEST: Final = 4  # nested arrays; the reply to a scan has two levels
 _SMALL: Final = 4096  # strings up to this size are copied into one send
 

@@ -42,7 +42,7 @@ _CHUNK_MS: Final = 20  # a chunk expires this long before its predecessor: engin
 _PREFIX: Final = b"kvdepot:"
 _HEAD_BYTES: Final = TRAILER_BYTES + 4
 _MOST_PARTS: Final = 1024  # parts removed with an entry
-_SCANNED_AT_ONCE: Final = b"1000"
+_SCANNED_AT_ONCE: Final = b"1000"  # names per SCAN, during which the server answers nobody else
 _PROBE: Final = b"kvdepot-probe"
 
 
