@@ -11,7 +11,7 @@ import pytest
 from kvdepot.index.contents import ContentIndex, SourceRun
 from kvdepot.index.entries import Entries, Extent, PartPlace
 from kvdepot.index.tree import Space
-from kvdepot.index.visibility import Visibility
+from kvdepot.index.visibility import Match, Visibility
 from kvdepot.pool.names import decode_names
 from kvdepot.pool.table import IndexTable
 from kvdepot.server.contexts import Fence
@@ -120,9 +120,9 @@ def test_a_blend_that_goes_on_in_another_prompt_is_found(monkeypatch: pytest.Mon
 def test_a_window_of_which_only_the_last_chunk_is_leased_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     match = Visibility.match
 
-    def lease_last(index: Visibility, space: Space, digests: bytes) -> tuple[int, tuple[int, ...]]:
+    def lease_last(index: Visibility, space: Space, digests: bytes) -> Match:
         found, nodes = match(index, space, digests)
-        return found, nodes[-1:]
+        return Match(found, nodes[-1:])
 
     monkeypatch.setattr(Visibility, "match", lease_last)
     assert "is found and is not there" in story(first_failure())
