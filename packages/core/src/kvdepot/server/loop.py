@@ -33,7 +33,7 @@ _TIERS_FAILED: Final = depot_counter("tiers_failed", "Turns of the tiers that fa
 
 SLOW_TURN_SECONDS: Final = 0.020  # the bound that docs/architecture.md promises for engines' requests
 _SWEEP_SECONDS: Final = 0.5  # between two checks for silent sockets and dead processes
-_SWEEP_MILLISECONDS: Final = 500  # the same time: an idle loop must wake for the sweep
+_SWEEP_MILLISECONDS: Final = int(_SWEEP_SECONDS * 1000)  # an idle loop wakes for the sweep
 # Shares of a turn. Work that is left continues in the next turn. A request that has begun is finished.
 _MESSAGE_SECONDS: Final = 0.0008
 _TASK_SECONDS: Final = 0.0006  # per kind of work, for example tiers and restoring

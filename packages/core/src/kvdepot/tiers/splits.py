@@ -19,7 +19,7 @@ _STAGES: Final = (1, 2, 4)  # numbers of pipeline stages to ask for; each adds k
 
 
 def other_splits(
-    space: Space, places: Sequence[PartPlace], attached: Sequence[Sequence[PartPlace]] = ()
+    space: Space, places: Sequence[PartPlace], attached: Sequence[Sequence[PartPlace]]
 ) -> list[list[PartPlace]]:
     """Return the places of a cache in other splits than that of `places`.
 

@@ -8,8 +8,8 @@ import msgspec
 from kvdepot.tiers.keys import KEY_BYTES, NAME_HASH_BYTES
 from kvdepot.tiers.trailer import TRAILER_BYTES
 
-KEYS_A_MESSAGE: Final = 256  # as many as the tier's `batch_entries`
-MESSAGE_BYTES: Final = 1 << 16  # a message of 256 keys and extents, with room
+KEYS_A_MESSAGE: Final = 256  # with their extents, they fit into `MESSAGE_BYTES`
+MESSAGE_BYTES: Final = 1 << 16
 
 Key = Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 NameHash = Annotated[bytes, msgspec.Meta(min_length=NAME_HASH_BYTES, max_length=NAME_HASH_BYTES)]

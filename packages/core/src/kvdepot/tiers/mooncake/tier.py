@@ -42,7 +42,7 @@ _COUNTERS: Final = {
 class MooncakeTier(Tier):
     """Entries in a Mooncake cluster. See `Tier`."""
 
-    batch_entries = 256
+    batch_entries = m.KEYS_A_MESSAGE
     gathers_stores = True
 
     def __init__(self, options: MooncakeOptions, pool: TierPool) -> None:
