@@ -270,7 +270,8 @@ def test_entries_lost_with_a_node_are_written_again_by_the_next_depot_that_uses_
                     assert first.store(run.slice(chunk, chunk + 32)) == 32
             wait_until(lambda: is_written(one), what="the end of writes")
         with contextlib.closing(Node(f"{url}?segment=64MiB")):
-            time.sleep(3.0)  # the master forgets a node two seconds after its last sign of life
+            forgotten = time.monotonic() + 3.0  # the master forgets a node two seconds after its last sign of life
+            wait_until(lambda: time.monotonic() > forgotten)
             assert [find(first, run) for run in runs] == [64] * 4, "from its pool"
             wait_until(lambda: [find(second, run) for run in runs] == [64] * 4, 5, "all entries, used once more")
         # The cluster has an entry a moment before the depot counts it.
