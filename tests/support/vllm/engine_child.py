@@ -45,6 +45,7 @@ class Child:
     def __init__(self) -> None:
         self.llm: Any = None
         self.watched: dict[str, int] = {}
+        self._seen: dict[str, bytes] = {}
         self.num_requests = 0
         self.released = False
 
@@ -246,8 +247,12 @@ class Child:
     def metrics(self) -> Any:
         return {metric.name: metric.value for metric in self.llm.get_metrics() if hasattr(metric, "value")}
 
-    def watch(self) -> Any:
-        """From now on, keep a digest of every stored block by its key, and compare it at each load."""
+    def watch(self, stored: dict[str, str] | None = None) -> Any:
+        """From now on, keep a digest of every stored chunk by its key, and compare it at each load.
+
+        `stored` are digests of another engine, as its `stored_digests` returned them. A chunk's bytes are taken layer by
+        layer and block by block, so that engines whose blocks have other sizes compare where tokens lie outermost.
+        """
         from blake3 import blake3
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
@@ -256,7 +261,7 @@ class Child:
 
         connector = get_kv_transfer_group()
         cache, context = connector._cache, connector._worker._context
-        seen: dict[tuple[bytes, int], bytes] = {}
+        seen = self._seen = {} if stored is None else {key: bytes.fromhex(digest) for key, digest in stored.items()}
         self.watched = {"stored": 0, "loaded": 0, "wrong": 0, "unknown": 0}
 
         def entries(job: Any, num_chunks: int) -> Any:
@@ -267,7 +272,8 @@ class Child:
                     chunk = job.key.num_chunks - covered + place
                     blocks = ids[place * step : (place + 1) * step]
                     if chunk < num_chunks and -1 not in blocks:
-                        yield (job.key.digests[32 * chunk : 32 * chunk + 32], number), self._bytes_of(number, blocks)
+                        key = job.key.digests[32 * chunk : 32 * chunk + 32]
+                        yield f"{key.hex()}/{number}", self._bytes_of(number, blocks)
 
         def start_stores(side: Any, plan: Any) -> None:
             for job in plan.stores:
@@ -292,6 +298,10 @@ class Child:
         started, polled = WorkerSide.start_stores, WorkerSide.poll_loads
         WorkerSide.start_stores, WorkerSide.poll_loads = start_stores, poll_loads
         return {}
+
+    def stored_digests(self) -> Any:
+        """Return the digests that `watch` kept, by key and group."""
+        return {key: digest.hex() for key, digest in self._seen.items()}
 
     def fault(self, kind: str, num_chunks: int = 0) -> Any:
         """From now on, hold all loads until `release` ("hold"), or fail them after their first `num_chunks` ("fail").
