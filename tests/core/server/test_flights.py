@@ -1,5 +1,6 @@
 """Single flight: lookups wait for chunks that another request computes, but no longer than it pays off."""
 
+import logging
 import os
 import random
 import tracemalloc
@@ -79,6 +80,20 @@ def test_a_lookup_waits_for_what_another_engine_is_computing() -> None:
     first.store(prompt(4).slice(2))
     assert (waiting.found, waiting.answers[0].waited_seconds, waiting.answers[0].num_pending) == (4, 0.5, 0)
     assert not bench.depot.flights
+
+
+def test_the_debug_log_names_the_request_that_a_lookup_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "kvdepot.server.lookups")
+    bench = Bench()
+    first, second = bench.worker(), bench.worker()
+    Asked(first, prompt(4), "first")
+    waiting = Asked(second, prompt(4), "second")
+    Asked(second, prompt(4), "third", wait_seconds=0.0)
+    assert "lookup third of engine-2: 0 of 4 chunks, waited 0.000 s for nothing; request first computes" in caplog.text
+    bench.now = 0.5
+    first.store(prompt(4))
+    assert waiting.found == 4
+    assert "lookup second of engine-2: 4 of 4 chunks, waited 0.500 s for request first; none" in caplog.text
 
 
 def test_it_waits_for_the_chunks_in_common_and_announces_the_others() -> None:

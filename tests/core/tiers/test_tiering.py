@@ -481,11 +481,28 @@ def test_a_tier_that_was_slower_than_the_engine_is_not_read_but_tried_now_and_th
 
 def test_the_debug_log_says_what_a_promotion_reads_or_why_not(make: Maker, caplog: pytest.LogCaptureFixture) -> None:
     bench = make(demoted=4)
-    caplog.set_level(logging.DEBUG, "kvdepot.tiers.promotion")
+    caplog.set_level(logging.DEBUG, "kvdepot")
     assert bench.lookup(prompt(4)) == 4
-    assert f"from tier tier-0: reads chunks 0 to 4, {4 * PAGE} bytes" in caplog.text
+    assert f"promotion for r from tier tier-0: reads chunks 0 to 4, {4 * PAGE} bytes" in caplog.text
+    assert "lookup r of engine: 4 of 4 chunks, waited 0.000 s for tier tier-0; none is missing" in caplog.text
     assert bench.lookup(prompt(5)) == 4
-    assert "from tier tier-0: it does not have the next chunk" in caplog.text
+    assert "from tier tier-0: it does not have chunk 4" in caplog.text
+    bench.forget()
+    look_up_too_slowly(bench)
+    assert "from tier tier-0: the lookup's time is up before the last chunk has arrived" in caplog.text
+
+
+def test_the_debug_log_says_that_the_pool_has_no_room_for_a_promotion(
+    make: Maker, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench = make(demoted=8)
+    bench.store(prompt(14, name=1))
+    bench.wait(bench.begin_lookup(prompt(14, name=1)))
+    caplog.set_level(logging.DEBUG, "kvdepot")
+    assert bench.lookup(prompt(8)) == 2
+    why = "all chunks that it may evict are in use"
+    assert f"promotion for r from tier tier-0: cut, no room from chunk 2 on: {why}" in caplog.text
+    assert "from tier tier-0: brought no chunk from chunk 2 on" in caplog.text
 
 
 def test_a_tier_that_is_added_gets_what_is_used_and_one_that_is_removed_is_left_alone(make: Maker) -> None:

@@ -50,6 +50,7 @@ class NewRun(NamedTuple):
     label: int = 0  # number of the tenant, model and weights that they belong to
     writer: Writer = Writer()
     owner: bytes = bytes(OWNER_BYTES)
+    request_id: str = ""  # for the log
 
 
 Begun: TypeAlias = tuple[int, PartPlace, Extent]  # a wanted entry that is being written, with its extent

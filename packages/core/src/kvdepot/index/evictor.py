@@ -7,6 +7,7 @@ above its quota and a share within its own quota needs room.
 A node that lost all entries stays as a ghost while it has children. The children are invisible and may be evicted.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Final, TypeAlias
@@ -20,6 +21,8 @@ from kvdepot.index.quotas import MAXIMUM_QUOTAS, Shares
 from kvdepot.index.tree import NO_NODE, Nodes, Space
 from kvdepot.index.visibility import Visibility, Watcher
 from kvdepot.wire.histogram import Histogram
+
+logger = logging.getLogger(__name__)
 
 CHUNKS_EVICTED: Final = depot_counter("chunks_evicted", "Chunks evicted to make room")
 CHUNKS_EVICTED_LEASED: Final = depot_counter(
@@ -115,6 +118,7 @@ class Evictor:
         self.is_frozen = False  # no chunk is removed while the index is being rebuilt
         self.eviction_ages = Histogram(1.0)  # seconds since the last use of chunks evicted to make room
         self._on_victim: Callable[[], None] | None = None
+        self._unlogged: list[str] = []  # evicted chunks that the next debug line names
         self._watcher = watcher
         self._nodes = nodes
         self._visibility = visibility
@@ -259,9 +263,20 @@ class Evictor:
         Their ages tell nothing about the pool's size, and policies learn nothing from their return.
         """
         self.num_evicted += len(nodes)
+        if logger.isEnabledFor(logging.DEBUG):
+            for node in nodes:
+                key, seconds = self._nodes.key_of(node), self._nodes.idle_seconds(node)
+                self._unlogged.append(f"{key[:4].hex()} ({seconds:.0f} s)")
         for node in nodes:
             self._watcher.evicted(node, self._nodes.key_of(node))
         self._remove(nodes)
+
+    def log_evicted(self, why: str, *details: object) -> None:
+        """Name the chunks evicted since the last call in one debug line: a line for each would be too many."""
+        if self._unlogged:
+            text = "evicted %d chunks %s (start of the key, time since the last use): %s"
+            logger.debug(text, len(self._unlogged), why % details, " ".join(self._unlogged))
+            self._unlogged.clear()
 
     def clear(self, wanted: Callable[[int, Space], bool]) -> Iterator[int]:
         """Remove all unused chunks for which `wanted(label, space)` is true.

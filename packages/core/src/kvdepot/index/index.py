@@ -76,6 +76,7 @@ class ChunkIndex:
         self.num_over_share = 0  # `STORE_ENTRIES_OVER_SHARE`
         self.num_not_ready = 0  # `STORE_ENTRIES_NOT_READY`
         self.num_overlapping = 0  # `ENTRIES_OVERLAPPING`
+        self.why_cut = ""  # for the log: the reason why the last cut run was cut
         self.num_restore_errors = 0
         self._space_by_spec: dict[bytes, Space] = {}
         self._policy = policy
@@ -127,6 +128,7 @@ class ChunkIndex:
         finally:
             for node in held:
                 self.evictor.release(node)
+            self.evictor.log_evicted("to make room for request %s", run.request_id or "-")
         return begun, num_present
 
     def seal(self, records: Sequence[int], now: int = 0, checksums: bytes = b"") -> list[int]:
@@ -260,6 +262,7 @@ class ChunkIndex:
                     new.add(chunk)
                 if num_bytes + size > most_bytes:
                     self.num_over_share += 1
+                    self.why_cut = "unfinished stores fill the tenant's share"
                     break
                 offset = self._allocate(share, size, len(new), most_steps, end_store)
                 if offset is None:
@@ -286,9 +289,14 @@ class ChunkIndex:
                     return offset
                 if extents.is_growing or size > extents.ready_bytes:
                     self.num_not_ready += extents.is_growing  # the pool will have room soon without an eviction
+                    self.why_cut = "the pool is still being allocated, or too small"
                     return None
             is_owed = self.quotas.is_owed(share, size)
-            if evictor.num_steps >= most_steps or not evictor.evict_one(share, end_store, is_owed=is_owed):
+            if evictor.num_steps >= most_steps:
+                self.why_cut = "evictions for this request left no gap that is large enough"
+                return None
+            if not evictor.evict_one(share, end_store, is_owed=is_owed):
+                self.why_cut = "all chunks that it may evict are in use"
                 return None
 
     @property

@@ -195,6 +195,7 @@ class FlightTable:
         until, own_seconds = query.until, query.own_seconds(num_chunks)
         if own_seconds and query.found >= query.request.awaits:
             until = min(until, self._clock() + _PATIENCE * own_seconds + _SLACK_SECONDS)
+        query.joined = flight.request_id
         return self._wait_for(flight, query, query.found + num_chunks, until, on_end)
 
     def await_remote(self, query: Query, on_end: Callable[[], None], ask_tiers: Wait) -> bool:
@@ -281,6 +282,11 @@ class FlightTable:
         if flight is None or flight.owner == query.owner:
             return 0
         return flight.stop_of(query.digests, found) - found if self._is_timely(flight, query) else 0
+
+    def computed_by(self, query: Query) -> str:
+        """Return the id of the request that computes a query's next chunk; empty if there is none. For the log."""
+        flight = self._find(query) or self._find(query, is_remote=True)
+        return "" if flight is None else flight.request_id
 
     def _is_timely(self, flight: Flight, query: Query) -> bool:
         """Return whether a flight should arrive within twice the time that the lookup's engine needs for its chunks.

@@ -222,6 +222,7 @@ class Hottest:
         data = os.pread(self._pool_fd, size, offset)
         yield from self._turns.total(index.priorities.end_session(nodes[-1], label.__eq__))
         index.evictor.evict(nodes[-1])
+        index.evictor.log_evicted("as a list of hot prefixes was read")
         try:
             listing = _decoder.decode(data[4 : 4 + int.from_bytes(data[:4], "little")])
             _check(listing)

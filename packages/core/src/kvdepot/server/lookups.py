@@ -94,18 +94,18 @@ class Lookups:
         context, request, began = query.context, query.request, self._state.clock()
         query.until = began + request.wait_seconds
         if (yield partial(self._join, query)):
-            query.waited_for = "another request"
+            query.waited_for = "request {joined}"
         elif (yield partial(self._promote, query)):
-            query.waited_for = "the tiers"
+            query.waited_for = "tier {tiers}"
             if self._is_gone(context):
                 return self._gone(context)
             query.num_promoted = max(0, query.refresh(self._index))
             tokens[2] += query.num_promoted * context.space.spec.chunk_tokens
             if request.joins and not query.is_whole:
                 if (yield partial(self._join, query)):
-                    query.waited_for = "the tiers, then another request"
+                    query.waited_for = "tier {tiers}, then request {joined}"
                 elif (yield partial(self._await, query.first(request.awaits))):
-                    query.waited_for = "the tiers, then an engine of another node"
+                    query.waited_for = "tier {tiers}, then an engine of another node"
         else:
             return self._found(query)
         if self._is_gone(context):
@@ -208,7 +208,7 @@ class Lookups:
                 found,
                 num_digests(query.digests),
                 waited_seconds,
-                query.waited_for or "nothing",
+                self._waited_for(query),
                 self._why_not_more(query, num_pending),
             )
         if not found:
@@ -232,24 +232,30 @@ class Lookups:
             wants_tokens,
         )
 
+    def _waited_for(self, query: Query) -> str:
+        tiering = self._state.tiering
+        names = [] if tiering is None else [queue.name for queue in tiering.queues if not queue.is_retired]
+        return query.waited_for.format(joined=query.joined, tiers=" and ".join(names)) or "nothing"
+
     def _why_not_more(self, query: Query, num_pending: int) -> str:
         """Explain for the log why a lookup found no more chunks."""
         state, tiering = self._state, self._state.tiering
         if query.is_whole:
             return "none is missing"
         if num_pending:
-            return f"another request computes the next {num_pending}"
+            return f"request {self._flights.computed_by(query)} computes the next {num_pending}"
+        missing = f"chunk {query.found} ({digest_at(query.digests, query.found)[:4].hex()})"
         if query.waited_for:
-            return f"the next one did not arrive within {query.request.wait_seconds:g} s, or no tier or engine has it"
+            return f"{missing} did not arrive within {query.request.wait_seconds:g} s, or no tier or engine has it"
         if tiering is None:
-            return "the pool lacks the next one, and there is no tier"
+            return f"the pool lacks {missing}, and there is no tier"
         if not state.accepts_stores:
-            return "the pool lacks the next one, and the tiers are not asked while stores are declined"
+            return f"the pool lacks {missing}, and the tiers are not asked while stores are declined"
         if not self._contexts.places(query.context.space, query.context.instance)[0]:
-            return "the pool lacks the next one, and the tiers are not asked without a worker for each layer and head"
+            return f"the pool lacks {missing}, and the tiers are not asked without a worker for each layer and head"
         if all(queue.is_suspended for queue in tiering.queues):
-            return "the pool lacks the next one, and every tier is suspended"
-        return f"the pool lacks the next one, and the tiers are not asked {query.why_not_promoted}"
+            return f"the pool lacks {missing}, and every tier is suspended"
+        return f"the pool lacks {missing}, and the tiers are not asked {query.why_not_promoted}"
 
     def release(self, context: Context, request: m.Release) -> frames.Reply:
         """End leases. The reply counts them."""

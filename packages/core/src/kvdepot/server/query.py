@@ -18,7 +18,8 @@ class Query:
     found: int
     nodes: tuple[int, ...]
     until: float = 0.0  # the deadline of all waits of the request
-    waited_for: str = ""  # for the log: the source of further chunks
+    waited_for: str = ""  # for the log: the source of further chunks, with `{joined}` and `{tiers}`
+    joined: str = ""  # for the log: the request that computes the chunks that it waited for
     why_not_promoted: str = "for so few tokens or by so many lookups"  # for the log, if no other reason is found
     num_promoted: int = 0  # chunks that arrived while the tiers were asked
 

@@ -101,18 +101,22 @@ class Stores:
             parent = NO_NODE if above is None else above
         weights = self._contexts.generations.weights_of(context.instance)
         label = state.labels.number_of(request.tenant, context.model, weights)
-        run = NewRun(space, request.digests, request.first_chunk, parent, label, writer, context.owner)
+        run = NewRun(
+            space, request.digests, request.first_chunk, parent, label, writer, context.owner, request.request_id
+        )
         wanted, num_steps = wanted_of(context.groups, request.covered, num_chunks), index.evictor.num_steps
         begun, num_present = index.reserve(run, wanted, self.end_one_above_quota)
         num_declined = len(wanted) - num_present - len(begun)
-        logger.debug(
-            "store of %s: %d entries begun, %d already present, %d declined for lack of room; %d chunks evicted for it",
-            request.request_id,
-            len(begun),
-            num_present,
-            num_declined,
-            index.evictor.num_steps - num_steps,
-        )
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug(
+                "store of %s: %d entries begun, %d already present, %d declined%s; %d chunks evicted for it",
+                request.request_id,
+                len(begun),
+                num_present,
+                num_declined,
+                f": {index.why_cut}" if num_declined else "",
+                index.evictor.num_steps - num_steps,
+            )
         counters[_STORE_ENTRIES_PRESENT] += num_present
         if num_declined:
             counters[_STORE_ENTRIES_DECLINED] += num_declined

@@ -147,6 +147,7 @@ class Demotions:
             for each in leaving:
                 index.hit_rates.ended(nodes.key_of(each))
             index.evictor.evict_all(leaving)
+            index.evictor.log_evicted("of an ended session, which a tier has")
             count += len(leaving)
             if len(leaving) < _CHUNKS_A_STEP:
                 break
@@ -227,6 +228,7 @@ class Demotions:
                 break
         if self._rule is Demotion.EVICT:
             self._make_reserve(is_over)
+        self._index.evictor.log_evicted("of ended sessions or for the reserve of --demote evict")
 
     @property
     def next_deadline(self) -> float:
@@ -331,6 +333,7 @@ class Demotions:
             if leaves:
                 self._index.evictor.evict(node)
             self._go_on(node)
+        self._index.evictor.log_evicted("that a tier has now")
         for place in part.corrupt:
             record, header, _ = entries[place]
             self._on_corrupt(record, header)

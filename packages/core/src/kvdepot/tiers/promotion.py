@@ -5,7 +5,6 @@ its second half, reads the entries. `Promotions` resumes the generators whose pa
 """
 
 import itertools
-import logging
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
@@ -19,11 +18,9 @@ from kvdepot.tiers.jobs import Job, Operation, Part
 from kvdepot.tiers.keys import MOST_CHUNKS_A_RUN
 from kvdepot.tiers.names import by_run
 from kvdepot.tiers.queue import TierQueue
-from kvdepot.tiers.reading import QUESTIONS_A_STEP, IsOver, Pause, Prefix, PromotionContext, Reading
+from kvdepot.tiers.reading import QUESTIONS_A_STEP, IsOver, Pause, Prefix, PromotionContext, Reading, log_decision
 from kvdepot.tiers.splits import other_splits
 from kvdepot.tiers.tier_state import TierState
-
-logger = logging.getLogger(__name__)
 
 _PROMOTIONS_NOT_WORTH_IT: Final = depot_counter(
     "promotions_not_worth_it", "Promotions skipped because the engine computes faster than the tier reads"
@@ -133,8 +130,11 @@ class Promotion:
         if is_first:
             there = None if is_end else (yield from self._ask(tier, entries))
             if there is None or not all(there):
-                if (there is None and not is_end) or not (yield from self._find_split(tier, entries)):
-                    self._log(tier, "it does not have the next chunk, or did not answer in time")
+                if there is None and not is_end:
+                    self._log(tier, "it did not answer in time")
+                    return 0
+                if not (yield from self._find_split(tier, entries)):
+                    self._log(tier, "it does not have chunk %d", self._found)
                     return 0
                 is_first, there = False, []
         elif is_end and space.full_mask:
@@ -145,6 +145,7 @@ class Promotion:
             entries = yield from self._missing_before(limit)
             there = [False] * len(entries) if is_end and not space.full_mask else (yield from self._ask(tier, entries))
             if there is None:
+                self._log(tier, "it did not answer in time")
                 return 0
         length = yield from self._usable_prefix(limit, entries, there)
         if length <= self._found and not space.full_mask and (yield from self._find_split(tier, entries)):
@@ -162,8 +163,13 @@ class Promotion:
             why = "declined: the engine computes %d tokens faster than %d bytes are read"
             self._log(tier, why, num_tokens, num_bytes)
             return 0
-        self._log(tier, "reads chunks %d to %d, %d bytes", self._found, length, num_bytes)
+        if is_coming:
+            self._log(tier, "waits for chunks %d to %d, which another promotion reads", self._found, length)
+        else:
+            self._log(tier, "reads chunks %d to %d, %d bytes", self._found, length, num_bytes)
         yield from self._read(tier, wanted)
+        if self._found < length:
+            self._log(tier, "brought no chunk from chunk %d on", self._found)
         return limit
 
     def _find_split(self, tier: TierState, missing: Sequence[Wanted]) -> Generator[Pause, IsOver, bool]:
@@ -191,9 +197,7 @@ class Promotion:
         return other_splits(prefix.space, prefix.places, self._context.splits_of(prefix.space))
 
     def _log(self, tier: TierState, decision: str, *numbers: int) -> None:
-        if logger.isEnabledFor(logging.DEBUG):
-            request_id = self.prefix.request_id or "-"
-            logger.debug("promotion for %s from tier %s: %s", request_id, tier.queue.name, decision % numbers)
+        log_decision(self.prefix, tier.queue, decision, *numbers)
 
     def _ask(self, tier: TierState, entries: Sequence[Wanted]) -> Generator[Pause, IsOver, list[bool] | None]:
         """Return which entries the tier claims to have. None if it is suspended or late."""
@@ -386,6 +390,7 @@ class Promotions:
             queue = promotion.waits_for
             if queue is not None and not promotion.has_landed and waiter.seconds >= self._context.patience_seconds:
                 queue.breaker.was_too_late(self._context.patience_seconds)
+            log_decision(promotion.prefix, queue, "the lookup's time is up before the last chunk has arrived")
             waiter.answer()
             if is_over():
                 break

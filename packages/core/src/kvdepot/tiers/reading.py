@@ -8,6 +8,7 @@ The record of an entry that is being read contains its writer, so after a killed
 """
 
 import itertools
+import logging
 import os
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
@@ -28,6 +29,8 @@ from kvdepot.tiers.jobs import Job, Operation, Part
 from kvdepot.tiers.names import EntryKeys, by_run, chunks_of_run
 from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.tier_state import TierState
+
+logger = logging.getLogger(__name__)
 
 _PROMOTIONS_FAILED: Final = depot_counter("promotions_failed", "Entries that a tier had but did not deliver")
 _PROMOTIONS_WITHOUT_DESCRIPTOR: Final = depot_counter(
@@ -101,6 +104,13 @@ class Prefix:
     def slice(self, start: int, stop: int) -> bytes:
         """Return the packed keys of chunks `start` to `stop`."""
         return self.digests[start * DIGEST_BYTES : stop * DIGEST_BYTES]
+
+
+def log_decision(prefix: Prefix, queue: TierQueue | None, decision: str, *details: object) -> None:
+    """Log a decision about the promotion of a prefix, for debugging. `queue`: the tier that it is about, if any."""
+    if logger.isEnabledFor(logging.DEBUG):
+        tier = "no tier" if queue is None else f"tier {queue.name}"
+        logger.debug("promotion for %s from %s: %s", prefix.request_id or "-", tier, decision % details)
 
 
 @dataclass(slots=True)
@@ -261,13 +271,13 @@ class Reading:
         )
         flights: list[tuple[_Flight, bytes]] = []
         if self._tier.queue.is_suspended:
-            wanted.clear()
+            self._end("it is suspended now")
             return flights
         try:
             writer = context.writer_of(self._tier.queue)
         except OSError:  # without a descriptor, it would be unknown later whether the tier's process is alive
             context.counters[_PROMOTIONS_WITHOUT_DESCRIPTOR] += 1
-            wanted.clear()
+            self._end("cut, as no file descriptor is left")
             return flights
         batch: list[Wanted] = []
         for _ in range(QUESTIONS_A_STEP):
@@ -287,7 +297,7 @@ class Reading:
         first, last = batch[0][0], batch[-1][0]
         parent = index.nodes.find(space, prefix.digest(first - 1), first - 1) if first else None
         if first and parent is None and space.full_mask:
-            wanted.clear()
+            self._end("cut, as the chunk before chunk %d was evicted", first)
             return flights
         run = NewRun(
             space,
@@ -296,11 +306,12 @@ class Reading:
             NO_NODE if parent is None else parent,
             prefix.owner,
             writer,
+            request_id=prefix.request_id,
         )
         begun, _ = index.reserve(run, [(chunk - first, place) for chunk, place in batch], context.end_store)
         if len(begun) < len(batch):
             context.counters[_PROMOTIONS_WITHOUT_ROOM] += 1
-            wanted.clear()
+            self._end("cut, no room from chunk %d on: %s", batch[len(begun)][0], index.why_cut)
         for chunk, place, (record, *_) in begun:
             flight = _Flight(record)
             context.departs(record)
@@ -309,6 +320,11 @@ class Reading:
             flights.append((flight, key))
         self._begun_run = last // self._run_chunks
         return flights
+
+    def _end(self, why: str, *details: object) -> None:
+        """Read none of the entries that are still wanted."""
+        log_decision(self._prefix, self._tier.queue, why, *details)
+        self._wanted.clear()
 
     def _submit(self, *, is_broken: bool) -> None:
         """Submit reads for the begun entries, or abandon them if `is_broken`."""
