@@ -5,6 +5,16 @@ from pathlib import Path
 from typing import Final
 
 ROOT: Final = Path(__file__).parents[2]
+PATCH_OF_PRIVATE: Final = re.compile(r'\b(?:setattr|delattr|patch|object)\((?:[^"()]+, )?"(?:[^"]*\.)?_(?!_)')
+
+
+def test_no_test_patches_what_is_private() -> None:
+    """The linter sees `it._name`; a name in a string it does not see."""
+    paths = [path for path in sorted((ROOT / "tests").rglob("*.py")) if path != Path(__file__)]
+    assert len(paths) > 200
+    assert [path for path in paths if PATCH_OF_PRIVATE.search(path.read_text())] == []
+    assert PATCH_OF_PRIVATE.search('monkeypatch.setattr("kvdepot.backends._load", load)')
+    assert PATCH_OF_PRIVATE.search('patch.object(flights, "_flights", {})')
 
 
 def test_every_benchmark_is_in_the_table() -> None:

@@ -1,5 +1,7 @@
 """Finding backends."""
 
+from unittest.mock import Mock
+
 import pytest
 
 from kvdepot import get_backend, list_backends
@@ -18,6 +20,6 @@ def test_an_unknown_backend_is_an_error_that_names_the_installed_ones() -> None:
 
 @pytest.mark.promise(34)
 def test_a_backend_that_is_not_installed_is_an_error_with_the_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvdepot.backends._entry_points", dict)
+    monkeypatch.setattr("kvdepot.backends.entry_points", Mock(return_value=()))
     with pytest.raises(BackendUnavailable, match=r"pip install 'kvdepot\[cpu\]'"):
         get_backend("cpu")

@@ -11,6 +11,9 @@ import numpy as np
 import pytest
 
 from kvdepot.backends import CacheGroup, CopyBatch, KVCache
+from kvdepot.client.channel import Channel
+from kvdepot.client.connection import Connection
+from kvdepot.client.session import Session
 from kvdepot.client.transfers import BATCH_BYTES
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.testing.backend.plan import WorkerPlan, prompt
@@ -184,6 +187,13 @@ def test_a_copy_that_fails_is_a_miss_and_gives_its_space_back(
 def test_a_store_that_fails_counts_no_unconfirmed_chunk_and_keeps_no_reply(
     depot: DepotProcess, make: Callable[..., CpuTransferContext], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    opened, channels = Connection.channel, list[Channel]()
+
+    def open_seen(connection: Connection, session: Session) -> Channel:
+        channels.append(opened(connection, session))
+        return channels[-1]
+
+    monkeypatch.setattr(Connection, "channel", open_seen)
     context = make(depot, batch_bytes=1)  # one chunk a batch
     copy, copied = PageCopier.store, list[CopyBatch]()
 
@@ -199,9 +209,7 @@ def test_a_store_that_fails_counts_no_unconfirmed_chunk_and_keeps_no_reply(
         assert future.result(10) is False
     assert future.num_chunks == 0
     assert context.submit_store("r", prompt(4), [list(range(16))]).result(10)
-    channel = context._queues[0]._channel  # pyright: ignore[reportPrivateUsage]  # noqa: SLF001
-    assert channel is not None
-    assert not channel._replies  # pyright: ignore[reportPrivateUsage]  # noqa: SLF001
+    assert [channel.num_kept for channel in channels] == [0, 0]  # of the registration and of the stores
     assert context.submit_retrieve("r", prompt(4), [list(range(16, 32))]).result(10)
 
 

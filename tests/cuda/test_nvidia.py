@@ -104,7 +104,7 @@ class StandIn(types.SimpleNamespace):
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
     stand_in = StandIn()
-    monkeypatch.setattr(nvidia, "_load", lambda: stand_in)
+    monkeypatch.setattr(nvidia, "load_bindings", lambda: stand_in)
     yield stand_in
 
 

@@ -139,7 +139,7 @@ def test_a_driver_that_refuses_everything_is_not_asked_for_every_half(
 @pytest.mark.parametrize("times", [0, 1, 3])
 def test_a_mapping_that_stays_registered_stays_mapped(times: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the driver would have pages registered at addresses that others use by then."""
-    monkeypatch.setattr(registration, "_still_registered", list[PoolMemory]())
+    monkeypatch.setattr(registration, "still_registered", list[PoolMemory]())
     monkeypatch.setattr(registration.logger, "disabled", True)  # log records keep errors, whose frames keep the mapping
     fd = os.memfd_create("pool")
     os.truncate(fd, POOL_BYTES)

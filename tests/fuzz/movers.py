@@ -153,5 +153,5 @@ class LifeWithMovers(Life):
 
 def live_with_movers(data: bytes) -> None:
     """Run the first 400 bytes of an input."""
-    with patch.object(flights, "_LEAST_TOKENS", 2):
+    with patch.object(flights, "LEAST_TOKENS", 2):
         LifeWithMovers(Bytes(data[:400])).run()

@@ -1,4 +1,3 @@
-# pyright: reportPrivateUsage=false
 """The targets: functions of bytes that fail on all errors except the documented ones, and their seeds.
 
 Nothing here needs atheris: `tests/core/test_fuzz_corpus.py` calls the same functions with every input of the corpus.
@@ -26,7 +25,7 @@ from kvdepot.errors import ConfigError, ErrorCode, PoolError, TraceError
 from kvdepot.index.entries import PartPlace
 from kvdepot.index.index import ChunkIndex
 from kvdepot.index.restore import restore
-from kvdepot.lab.trace import MAXIMUM_LINE_BYTES, _requests
+from kvdepot.lab.trace import MAXIMUM_LINE_BYTES, requests_of
 from kvdepot.layout import GroupKind
 from kvdepot.movers.protocol import (
     MAXIMUM_ANSWER_BYTES,
@@ -321,7 +320,7 @@ def _records_seeds() -> list[bytes]:
 def trace(data: bytes) -> None:
     """A trace: requests, then perhaps one `TraceError`."""
     try:
-        for found in _requests(io.BytesIO(data), Path("trace")):
+        for found in requests_of(io.BytesIO(data), Path("trace")):
             assert found.timestamp_ms >= 0
     except TraceError as error:
         assert str(error).startswith("trace, line ")

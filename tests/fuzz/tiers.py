@@ -211,7 +211,7 @@ def valkey(data: bytes) -> None:
             theirs.shutdown(socket.SHUT_WR)
             return ours
 
-        sockets.enter_context(patch("kvdepot.tiers.valkey.connections._connect", connect))
+        sockets.enter_context(patch("kvdepot.tiers.valkey.connections.connect", connect))
         tier = ValkeyTier(pool, Server("nowhere", user="u", password=data[:1].hex()))
         sockets.callback(tier.close)
         for ask in (

@@ -1,4 +1,3 @@
-# pyright: reportPrivateUsage=false
 """Memory that outlives a simulated server: the pool's pages, table and names, with a crash after any write."""
 
 import mmap

@@ -113,7 +113,7 @@ def test_a_blend_that_goes_on_in_another_prompt_is_found(monkeypatch: pytest.Mon
         run.node, run.key = space.nodes[key], key
         return True
 
-    monkeypatch.setattr(ContentIndex, "_enters", enters)
+    monkeypatch.setattr(ContentIndex, "enters", enters)
     assert "a blend takes chunks with another text" in story(first_failure())
 
 

@@ -284,7 +284,7 @@ def test_a_list_that_contradicts_itself_is_passed_over(
     old, new, run = fleet.node(), fleet.node(), prompt("hot", 40)
     old.store_and_use(run)
     with monkeypatch.context() as patched:
-        patched.setattr(Hottest, "_pack", Mock(return_value=msgspec.msgpack.encode(listing)))
+        patched.setattr(Hottest, "pack", Mock(return_value=msgspec.msgpack.encode(listing)))
         fleet.write_list(old)
     new.attach()
     new.turn_until(lambda: "passed over" in caplog.text)

@@ -36,7 +36,8 @@ def test_a_store_holds_its_blocks_and_nothing_else(engine: Engine) -> None:
     engine.ask("hold_stores")
     assert engine.ask("submit", requests={"stores": FOURTH}, max_tokens=4, steps=100)["finished"] == ["stores"]
     state = engine.ask("state")
-    assert (state["requests"], state["jobs"], state["pinned"]) == (0, 1, 5)
+    assert state["requests"] == 0
+    assert state["connector"] == {"requests": 0, "held_blocks": 5, "stores": 1, "blends": 0}
     assert state["free_blocks"] == before["free_blocks"] - 5, "the partial block is free, the stored ones are not"
     assert engine.ask("submit", requests={"next": THIRD}, max_tokens=4, steps=100)["finished"] == ["next"]
     engine.ask("release")
@@ -51,7 +52,7 @@ def test_stores_never_hold_more_than_their_share(depot: DepotProcess, model: Mak
         num_blocks = engine.ask("state")["free_blocks"] + 1
         engine.ask("hold_stores")
         engine.ask("submit", requests={"stores": prompts(1, 1500, seed=41)[0]}, max_tokens=30, steps=40)
-        assert 0 < engine.ask("state")["pinned"] <= 0.2 * num_blocks < 11
+        assert 0 < engine.ask("state")["connector"]["held_blocks"] <= 0.2 * num_blocks < 11
         engine.ask("release")
         engine.ask("drain")
         assert engine.ask("metrics")["vllm:kvdepot_stores_put_off"] > 0

@@ -43,7 +43,7 @@ def serve(requests, max_tokens, num_free):
         engine.add_request(names[-1], {"prompt_token_ids": tokens}, sampling)
         while names[-1] not in found:
             step()
-    pool = child._core.scheduler.kv_cache_manager.block_pool
+    pool = child.core.scheduler.kv_cache_manager.block_pool
     taken = [] if num_free is None else pool.get_new_blocks(pool.get_num_free_blocks() - num_free)
     while engine.has_unfinished_requests():
         step()
@@ -139,7 +139,7 @@ def test_exact_requests_are_exact_behind_a_hundred_blends(pair: Pair, depot: Dep
     depot.kill()
     depot.start()
     for engine in pair.engines:
-        engine.execute("child._wait_for_the_depot()")
+        engine.execute("child.wait_for_the_depot()")
     pair.blend_then_ask()
     assert pair.num_blends >= 100
     wait_until(lambda: depot.status().num_leases == 0)

@@ -18,6 +18,7 @@ from kvdepot.layout import GroupKind
 from kvdepot_vllm import connector as module, setup
 from kvdepot_vllm.jobs import LoadJob, StepPlan, StoreJob
 from kvdepot_vllm.groups import EngineCache, EngineGroup
+from kvdepot_vllm.scheduler import SchedulerSide
 
 SPEC = Space(groups=())
 names = ("a", "b")
@@ -91,19 +92,19 @@ for error in errors:
         told = made.get_handshake_metadata()
         scheduler = make(Role.SCHEDULER)
         scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): told})
-        print("register", told.format == "", *serves(made), scheduler._scheduler is None,
+        print("register", told.format == "", *serves(made), scheduler.scheduler_side is None,
               scheduler.get_num_new_matched_tokens(Space(request_id="r"), 0) == (0, False))
     use(engine_cache=raising(error))
     made = worker()
-    print("cache", made.get_handshake_metadata().format == "", *serves(made), make(Role.SCHEDULER)._cache is None)
+    print("cache", made.get_handshake_metadata().format == "", *serves(made), make(Role.SCHEDULER).cache is None)
     use(engine_namespace=raising(error))
     scheduler = make(Role.SCHEDULER)
     scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): worker().get_handshake_metadata()})
-    print("namespace", scheduler._scheduler is None)
+    print("namespace", scheduler.scheduler_side is None)
     context = Space(spec=SPEC, submit_retrieve=raising(error), submit_store=raising(error))
     use(get_backend=backend(lambda *a, **k: context))
     made = worker()
-    print("submit", made.get_handshake_metadata().format != "", made._worker._context is not None)
+    print("submit", made.get_handshake_metadata().format != "", made.worker_side.context is not None)
     plan = StepPlan((LoadJob("r", key, ([1],), 0),), (StoreJob(7, "s", key, ([2],)),))
     made.bind_connector_metadata(module.StepMetadata(plan))
     made.wait_for_save()
@@ -127,6 +128,8 @@ FORMATS = (
     SCENE
     + """
 use()
+pools = []
+SchedulerSide.bind_block_pool = lambda side, pool: pools.append(pool)
 def told(*formats):
     scheduler = make(Role.SCHEDULER)
     scheduler.bind_gpu_block_pool("pool")
@@ -134,16 +137,16 @@ def told(*formats):
     return scheduler
 
 def format_of(scheduler):
-    return scheduler._scheduler and scheduler._scheduler._cache.format
+    return scheduler.scheduler_side and scheduler.scheduler_side.cache.format
 
 amx, vec = worker("amx"), worker("vec")
 module.get_kv_transfer_group = lambda: amx
 one = amx.get_handshake_metadata().format
 module.get_kv_transfer_group = lambda: vec
 other = vec.get_handshake_metadata().format
-print("differ", one != other, amx._worker._context.format == one, vec._worker._context.format == other)
+print("differ", one != other, amx.worker_side.context.format == one, vec.worker_side.context.format == other)
 print("adopted", format_of(told(one)) == one, format_of(told(one, one)) == one,
-      told(one)._scheduler._stores.pool == "pool")
+      told(one) is not None and pools.pop() == "pool")
 print("refused", format_of(told(one, other)) is None, format_of(told(one, "")) is None, format_of(told()) is None)
 
 class Talkative(MultiConnector):
@@ -233,9 +236,9 @@ for device in ("cpu", "cuda"):
     print("captured", calls[3:] == ["serve1"])
     made.unregister_kv_caches()
     made.unregister_kv_caches()
-    print("asleep", calls[4:] == ["close1"] and made._worker._context is None)
+    print("asleep", calls[4:] == ["close1"] and made.worker_side.context is None)
     made.restore_kv_caches()
-    print("awake", calls[5:] == ["create2True", "serve2"] and made._worker._context is not None)
+    print("awake", calls[5:] == ["create2True", "serve2"] and made.worker_side.context is not None)
     print("sleep", made.supports_sleep_mode(None))
 """
 )

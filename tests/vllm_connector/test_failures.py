@@ -198,6 +198,6 @@ def test_the_failure_policy_is_said_at_start(keeps: bool, depot: DepotProcess, m
         if keeps:  # the failed load's wrong values were not stored
             engine.execute(
                 "from vllm.distributed.kv_transfer import get_kv_transfer_group as g\n"
-                "del g()._worker._context.submit_retrieve"
+                "del g().worker_side.context.submit_retrieve"
             )
             assert tokens(engine.generate(wanted)) == engine.reference

@@ -70,5 +70,5 @@ def test_an_engine_has_hits_at_once_after_it_slept(depot: DepotProcess, model: M
             outputs = engine.generate(PROMPTS, together=False)
             assert (tokens(outputs), cached(outputs)) == (engine.reference, [640] * 4), night
         state = engine.ask("state")
-        assert [state[name] for name in ("tracked", "pinned", "transfers")] == [0, 0, 0]
+        assert [state["transfers"], *state["connector"].values()] == [0, 0, 0, 0, 0]
     wait_until(lambda: depot.status().num_leases == 0)

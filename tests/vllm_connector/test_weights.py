@@ -79,13 +79,13 @@ def test_after_each_of_twenty_updates_replicas_share_and_one_that_is_behind_does
 def test_a_version_that_people_give_is_an_update_even_without_a_reset(replicas: tuple[Engine, Engine]) -> None:
     for engine in replicas:
         engine.ask("update_weights", seed=100)
-        engine.execute("child._core.set_weight_version('step 100')")
+        engine.execute("child.core.set_weight_version('step 100')")
         engine.reset()
     first, second = replicas
     expected = computed(first, PROMPTS)
     assert answers(first, PROMPTS) == (expected, [0, 0])
     assert answers(second, PROMPTS) == (expected, [256, 256])
-    first.execute("child._core.set_weight_version('step 101')")
+    first.execute("child.core.set_weight_version('step 101')")
     assert answers(first, PROMPTS) == (expected, [0, 0])
 
 
@@ -130,8 +130,8 @@ def test_weights_that_a_kernel_has_packed_count(
 
     def reload(engine: Engine, path: Path) -> None:
         engine.execute(
-            f"child._core.collective_rpc('reload_weights', kwargs={{'weights_path': {str(path)!r}}})\n"
-            "child._core.set_weight_version('reloaded')"
+            f"child.core.collective_rpc('reload_weights', kwargs={{'weights_path': {str(path)!r}}})\n"
+            "child.core.set_weight_version('reloaded')"
         )
         engine.reset(connector=True)
 
@@ -150,7 +150,7 @@ def test_weights_that_a_kernel_has_packed_count(
 LATENT = """
 from kvdepot_vllm.runner import digest_of_weights
 
-runner = child._core.model_executor.driver_worker.worker.model_runner
+runner = child.core.model_executor.driver_worker.worker.model_runner
 found = [digest_of_weights(runner), digest_of_weights(runner)]
 module = next(each for each in runner.get_model().modules() if hasattr(each, "kv_lora_rank") and hasattr(each, "impl"))
 packed = [getattr(module.impl, name, None) for name in ("_w_uk_packed", "_w_uv_packed")]

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from kvdepot import SchedulerClient
-from kvdepot.client.connection import Connection
+from kvdepot.client.channel import Channel
+from kvdepot.client.connection import Connection, open_session
 from kvdepot.client.session import Session
 from kvdepot.errors import DepotUnavailable, ErrorCode, KVDepotError, RemoteError
 from kvdepot.lab.processes import DepotProcess, wait_until
@@ -176,15 +177,14 @@ def test_a_depot_that_restarts_while_one_connects_is_tried_again_at_once(
     depot: DepotProcess, make_client: MakeClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression: the new server did not know the session, and the client left it alone for ten seconds."""
-    opened = Connection._open  # pyright: ignore[reportPrivateUsage]  # noqa: SLF001  # the fault is put in its place
     refusals = [RemoteError(ErrorCode.UNKNOWN_SESSION, "connect first")]
 
-    def open_after_a_refusal(connection: Connection) -> Any:
+    def open_after_a_refusal(*arguments: Any) -> Any:
         if refusals:
             raise refusals.pop()
-        return opened(connection)
+        return open_session(*arguments)
 
-    monkeypatch.setattr(Connection, "_open", open_after_a_refusal)
+    monkeypatch.setattr("kvdepot.client.connection.open_session", open_after_a_refusal)
     make_client(depot.url).wait_until_connected(3)
     assert not refusals
 
@@ -192,7 +192,7 @@ def test_a_depot_that_restarts_while_one_connects_is_tried_again_at_once(
 def test_a_session_that_cannot_be_used_is_lost_and_another_one_follows(
     depot: DepotProcess, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("kvdepot.client.connection._REFUSED_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr("kvdepot.client.connection.REFUSED_RETRY_SECONDS", 0.01)
     opened: list[Session] = []
 
     def on_open(session: Session) -> None:
@@ -246,30 +246,30 @@ def test_a_lookup_that_is_only_polled_ends_at_its_deadline_too(client: Scheduler
 def test_a_depot_that_dies_is_a_miss_at_once_also_while_something_abandoned_is_to_be_taken_in(
     depot: DepotProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with SchedulerClient(SPEC, "engine", url=depot.url, deadline_seconds=120.0) as client:
-        client.wait_until_connected(5)
-        connection, lock = client._connection, client._lock  # pyright: ignore[reportPrivateUsage]  # noqa: SLF001
-        tidy, num_tries = connection._reap_late_replies, 0  # pyright: ignore[reportPrivateUsage]  # noqa: SLF001
+    num_tries, waits, wait = 0, threading.Event(), Channel.wait
 
+    def connect_counted(*arguments: Any, reap_late_replies: Callable[[], bool], **options: Any) -> Connection:
         def counted() -> bool:
             nonlocal num_tries
             num_tries += 1
-            return tidy()
+            return reap_late_replies()
 
-        monkeypatch.setattr(connection, "_reap_late_replies", counted)
+        return Connection(*arguments, reap_late_replies=counted, **options)
+
+    def wait_seen(channel: Channel, sequence: int, deadline_seconds: float) -> Any:
+        waits.set()
+        return wait(channel, sequence, deadline_seconds)
+
+    monkeypatch.setattr("kvdepot.client.scheduler.Connection", connect_counted)
+    with SchedulerClient(SPEC, "engine", url=depot.url, deadline_seconds=120.0) as client:
+        client.wait_until_connected(5)
+        monkeypatch.setattr(Channel, "wait", wait_seen)
         depot.signal(signal.SIGSTOP)
         client.submit_lookup("abandoned", prompt(3)).cancel()
         pending = client.submit_lookup("r", prompt(3))
         waiting = threading.Thread(target=pending.result, daemon=True)
         waiting.start()
-
-        def is_waiting() -> bool:
-            if not lock.acquire(blocking=False):
-                return True
-            lock.release()
-            return False
-
-        wait_until(lambda: is_waiting() and is_waiting())
+        assert waits.wait(10)  # while it holds the client's lock
         before = num_tries
         wait_until(lambda: num_tries > before)
         depot.kill()

@@ -3,10 +3,11 @@
 import threading
 from typing import cast
 
+import pytest
+
 from kvdepot.client.channel import Channel
 from kvdepot.client.session import Session
 from kvdepot.client.transfer_queue import Transfer, TransferJob, TransferQueue
-from kvdepot.lab.processes import wait_until
 from support.peer import prompt
 
 
@@ -14,8 +15,13 @@ def job() -> TransferJob:
     return TransferJob(Transfer(), cast("Session", None), "r", prompt(1), [[0]], (1,))
 
 
-def test_a_job_queued_while_the_queue_stops_does_not_keep_it_from_ending() -> None:
-    begun, gate = threading.Event(), threading.Event()
+def test_a_job_queued_while_the_queue_stops_does_not_keep_it_from_ending(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, gate, waits = threading.Event(), threading.Event(), threading.Event()
+    join = threading.Thread.join
+
+    def join_seen(thread: threading.Thread, timeout: float | None = None) -> None:
+        waits.set()
+        join(thread, timeout)
 
     def run_job(channel: Channel | None, job: TransferJob) -> Channel | None:
         begun.set()
@@ -28,8 +34,9 @@ def test_a_job_queued_while_the_queue_stops_does_not_keep_it_from_ending() -> No
     queue.put(jobs[0])
     assert begun.wait(10)
     stopping = threading.Thread(target=queue.stop, daemon=True)
+    monkeypatch.setattr(threading.Thread, "join", join_seen)
     stopping.start()
-    wait_until(lambda: not queue._jobs.empty())  # pyright: ignore[reportPrivateUsage]  # noqa: SLF001
+    assert waits.wait(10)  # its last wake-up is queued
     queue.put(jobs[1])
     gate.set()
     stopping.join(10)

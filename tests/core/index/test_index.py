@@ -278,7 +278,7 @@ def test_a_store_without_a_free_record_gives_its_extent_back() -> None:
 @pytest.mark.promise(23)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_when_there_are_too_many_holes_the_coldest_leave(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvdepot.index.index._SPARE_NODES", 0)  # allows twice as many chunks as records
+    monkeypatch.setattr("kvdepot.index.index.SPARE_NODES", 0)  # allows twice as many chunks as records
     bench, worker = bench_and_worker(num_records=8, policy=policy)
 
     def store_with_holes(run: KeyRun) -> int:

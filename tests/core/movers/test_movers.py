@@ -277,7 +277,7 @@ def test_a_lost_mover_fails_its_copy_and_is_replaced_once(device: str, why: str,
 
 @pytest.mark.slow
 def test_a_mover_that_lived_long_does_not_count_against_the_next(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(movers, "_LONG_LIFE_SECONDS", 0.0)
+    monkeypatch.setattr(movers, "LONG_LIFE_SECONDS", 0.0)
     context = node.register("dies")
     for _ in range(4):
         node.wait_until_ready(context)

@@ -327,7 +327,7 @@ def test_random_traffic_announces_exactly_what_can_be_found(groups: tuple[m.Grou
 
 
 def test_a_follower_that_is_far_behind_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvdepot.operators.holdings._LONGEST_LOG", 4)
+    monkeypatch.setattr("kvdepot.operators.holdings.LONGEST_LOG", 4)
     described = Described()
     reader = described.reader()
     follow(reader, View())
@@ -408,7 +408,7 @@ def test_a_slow_subscriber_misses_no_message_within_the_bound(context: Context, 
 def test_subscribers_that_come_again_and_again_leave_each_snapshot_its_end(
     context: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvdepot.operators.events._BATCH_TOKENS", 1)
+    monkeypatch.setattr("kvdepot.operators.events.BATCH_TOKENS", 1)
     published = Published(context, tmp_path)
     publisher = published.publisher
     published.store(chunks(5, 1))
@@ -431,7 +431,7 @@ def test_a_busy_topic_leaves_room_to_keep_batches_of_others(
     context: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression: once one topic held all bytes, the others kept none, and each replay of theirs caused a snapshot."""
-    monkeypatch.setattr("kvdepot.operators.events._KEPT_BYTES", 400)  # two batches
+    monkeypatch.setattr("kvdepot.operators.events.KEPT_BYTES", 400)  # two batches
     published = Published(context, tmp_path, replays=True, topic="{model}")
     publisher, router, asking = published.publisher, published.subscribe(), context.socket(zmq.DEALER)
     kept.append(asking)
@@ -463,7 +463,7 @@ def test_a_topic_that_fell_behind_lists_all_topics_again(
     context: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression: it cleared its topic alone, and llm-d drops the blocks of all topics of the node then."""
-    monkeypatch.setattr("kvdepot.operators.holdings._LONGEST_LOG", 4)
+    monkeypatch.setattr("kvdepot.operators.holdings.LONGEST_LOG", 4)
     published = Published(context, tmp_path, topic="{model}")
     router = published.subscribe()
 

@@ -394,7 +394,7 @@ def test_a_thousand_processes_without_a_number_that_die_at_once(
     with closing(make_server(tmp_path)) as server:
         writers = [Writer(0, (1 << 61) + number) for number in range(1000)]
         mappings = set(writers)
-        monkeypatch.setattr(server.sockets.sessions, "_is_mapping", mappings.__contains__)
+        monkeypatch.setattr(server.sockets.sessions, "is_mapping", mappings.__contains__)
         for writer in writers:
             assert server.sockets.sessions.await_death(writer)
             server.depot.quarantine.hold((writer, b""), [], 0)

@@ -23,8 +23,8 @@ PACE = 0.01  # seconds per token
 
 @pytest.fixture(autouse=True)
 def short_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flights, "_LEAST_TOKENS", 2)
-    monkeypatch.setattr(flights, "_SLACK_SECONDS", 0.0)
+    monkeypatch.setattr(flights, "LEAST_TOKENS", 2)
+    monkeypatch.setattr(flights, "SLACK_SECONDS", 0.0)
 
 
 class Asked:

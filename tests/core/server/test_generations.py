@@ -263,7 +263,7 @@ def test_a_worker_names_no_weights() -> None:
 
 
 def test_generations_beyond_the_bound_have_no_label_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(labels, "_MOST_WITH_WEIGHTS", 3)
+    monkeypatch.setattr(labels, "MOST_WITH_WEIGHTS", 3)
     bench = Bench(pages=16)
     engine = Engine.at(bench, "0")
     for generation in "12345":

@@ -267,7 +267,7 @@ class SlowDrive:
 def test_of_three_writes_one_gets_ready_while_two_move_bytes(
     pool: TierPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "_SLOT_SECONDS", 30.0)
+    monkeypatch.setattr(files, "SLOT_SECONDS", 30.0)
     queue = opened(pool, tmp_path)
     drive = SlowDrive(monkeypatch)
     queue.submit(Job(Operation.WRITE, [make_key(n) for n in range(3)], extents_of(0, [EXTENT_BYTES] * 3)))
@@ -289,7 +289,7 @@ def test_writes_do_not_wait_for_ever_for_those_that_hang(
     wait_until(lambda: drive.num_begun == 2, what="two writes")
     monkeypatch.undo()
     assert write(queue, [make_key(2)], extents_of(2, [EXTENT_BYTES])) == [True]
-    monkeypatch.setattr(files, "_SLOT_SECONDS", 30.0)
+    monkeypatch.setattr(files, "SLOT_SECONDS", 30.0)
     assert write(queue, [make_key(3)], extents_of(3, [EXTENT_BYTES])) == [True], "their slots are taken over"
     drive.go_on.set()
     wait_until(lambda: queue.tier.usage().num_entries == 4)

@@ -1897,7 +1897,7 @@ class OtherNode:
 
 @pytest.fixture
 def awaited(make: Maker, monkeypatch: pytest.MonkeyPatch) -> OtherNode:
-    monkeypatch.setattr(flights, "_LEAST_TOKENS", 2)
+    monkeypatch.setattr(flights, "LEAST_TOKENS", 2)
     return OtherNode(make(), prompt(8))
 
 
@@ -1921,7 +1921,7 @@ def test_a_lookup_waits_for_chunks_that_another_node_brings_to_a_tier(awaited: O
 
 @pytest.mark.promise(77)
 def test_chunks_that_are_handed_over_come_however_few_they_are(make: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flights, "_LEAST_TOKENS", 2)
+    monkeypatch.setattr(flights, "LEAST_TOKENS", 2)
     node = OtherNode(make(promotion_least_tokens=100), prompt(8))
     asked = awaits(node, 7)
     node.num_here = 6

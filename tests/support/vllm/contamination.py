@@ -206,7 +206,7 @@ class World:
         from kvdepot_vllm.settings import Settings
         from kvdepot_vllm.worker import WorkerSide
 
-        planning._LEAST_RUN_TOKENS, planning._RECOMPUTE_COST = 16, 0.1  # so that nearly all tokens are blended
+        planning.LEAST_RUN_TOKENS, planning.RECOMPUTE_COST = 16, 0.1  # so that nearly all tokens are blended
         self.rng = random.Random(seed)
         self.counts: Counter[str] = Counter()
         self.stored: dict[bytes, Any] = {}
@@ -243,7 +243,7 @@ class World:
             cache, Generation(self.namespace, 2), settings, client, 2, can_blend=True, clock=lambda: 0.0
         )
         self.side.bind_block_pool(self.scheduler.kv_cache_manager.block_pool)
-        self.scheduler.connector._scheduler = self.side
+        self.scheduler.connector.scheduler_side = self.side
         self.scheduler.connector.get_kv_connector_stats = lambda: None  # this call would take the counters
         self.ranks = [Rank(self) for _ in range(2)]
         self.workers: list[WorkerSide] = []
@@ -303,7 +303,7 @@ class World:
             request = scheduler.requests[name]
             start, tokens = request.num_computed_tokens - count, list(request.all_token_ids)
             table = scheduler.kv_cache_manager.get_block_ids(name)[0]
-            has_blended = self.side._requests[name].exact_tokens is not None
+            has_blended = self.side.requests[name].exact_tokens is not None
             for rank in self.ranks:
                 num_wrong = rank.compute(tokens, list(range(start, start + count)), table)
                 self.counts["contaminated"] += 0 if has_blended else num_wrong
@@ -397,7 +397,7 @@ def main(model: str, seed: int, num_steps: int) -> None:
                 **world.side.counters,
                 "left": len(world.scheduler.requests),
                 "held_blocks": NUM_BLOCKS - 1 - pool.get_num_free_blocks(),
-                "jobs": len(world.side._blends._jobs),
+                "jobs": world.side.audit()["blends"],
             }
         )
     )

@@ -88,25 +88,17 @@ class Child:
             options["kv_events_config"] = KVEventsConfig(**kv_events)
         self.llm = LLM(**options)
         if expects_depot and connector is not None and connector["kv_connector"] == "KVDepotConnector":
-            self._wait_for_the_depot()
+            self.wait_for_the_depot()
         return {"outputs": outputs}
 
-    def _wait_for_the_depot(self) -> None:
-        scheduler = self._connector_side("_scheduler")
-        if scheduler is not None:
-            scheduler.wait_until_connected(20)
-            self._connector_side("_worker")._context.wait_until_connected(20)
-
-    def _connector_side(self, name: str) -> Any:
+    def wait_for_the_depot(self) -> None:
         core = getattr(self.llm.llm_engine.engine_core, "engine_core", None)
         connector = core.scheduler.connector if core is not None else None
-        if connector is None:
-            return None
-        if name == "_scheduler":
-            return connector._scheduler
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
+        if connector is not None and connector.scheduler_side is not None:
+            from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-        return getattr(get_kv_transfer_group(), name)
+            connector.scheduler_side.wait_until_connected(20)
+            get_kv_transfer_group().worker_side.context.wait_until_connected(20)
 
     def generate(
         self,
@@ -207,7 +199,7 @@ class Child:
         return {"done": self.llm.reset_prefix_cache(reset_connector=connector)}
 
     @property
-    def _core(self) -> Any:
+    def core(self) -> Any:
         return self.llm.llm_engine.engine_core.engine_core
 
     def update_weights(self, seed: int) -> Any:
@@ -215,7 +207,7 @@ class Child:
         import torch
 
         generator = torch.Generator().manual_seed(seed)
-        model = self._core.model_executor.driver_worker.worker.model_runner.get_model()
+        model = self.core.model_executor.driver_worker.worker.model_runner.get_model()
         for name, parameter in sorted(model.named_parameters()):
             if parameter.dim() >= 2 and "norm" not in name:
                 parameter.data.normal_(0, 0.06, generator=generator)
@@ -231,17 +223,17 @@ class Child:
         if mode == "abort":  # a core in this process neither reports its aborts nor waits for their transfers
             self.llm.llm_engine.abort_request([*self.llm.llm_engine.output_processor.request_states], internal=True)
             self.drain()
-        self._core.sleep(level, mode)
+        self.core.sleep(level, mode)
         return {}
 
     def wake_up(self, tags: list[str] | None = None) -> Any:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-        self._core.wake_up(tags)
+        self.core.wake_up(tags)
         if tags is None or "kv_cache" in tags:  # then 0.33 collects the workers' metadata once more
             told = get_kv_transfer_group().get_handshake_metadata()
-            self._core.scheduler.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): told} if told else {})
-            self._wait_for_the_depot()
+            self.core.scheduler.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): told} if told else {})
+            self.wait_for_the_depot()
         return {}
 
     def metrics(self) -> Any:
@@ -250,8 +242,8 @@ class Child:
     def watch(self, stored: dict[str, str] | None = None) -> Any:
         """From now on, keep a digest of every stored chunk by its key, and compare it at each load.
 
-        `stored` are digests of another engine, as its `stored_digests` returned them. A chunk's bytes are taken layer by
-        layer and block by block, so that engines whose blocks have other sizes compare where tokens lie outermost.
+        `stored` are digests of another engine, as its `stored_digests` returned them. A chunk's bytes are taken layer
+        by layer and block by block, so that engines whose blocks have other sizes compare where tokens lie outermost.
         """
         from blake3 import blake3
         from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -260,7 +252,7 @@ class Child:
         from kvdepot_vllm.worker import WorkerSide
 
         connector = get_kv_transfer_group()
-        cache, context = connector._cache, connector._worker._context
+        cache, context = connector.cache, connector.worker_side.context
         seen = self._seen = {} if stored is None else {key: bytes.fromhex(digest) for key, digest in stored.items()}
         self.watched = {"stored": 0, "loaded": 0, "wrong": 0, "unknown": 0}
 
@@ -283,8 +275,8 @@ class Child:
             started(side, plan)
 
         def poll_loads(side: Any) -> Any:
-            jobs = {request_id: load.job for request_id, load in side._loads.items()}
-            futures = {request_id: load.future for request_id, load in side._loads.items()}
+            jobs = {request_id: load.job for request_id, load in side.loads.items()}
+            futures = {request_id: load.future for request_id, load in side.loads.items()}
             results = polled(side)
             for request_id in results.finished:
                 job, future = jobs[request_id], futures[request_id]
@@ -294,7 +286,7 @@ class Child:
                     self.watched["wrong"] += seen.get(key, blake3(data).digest()) != blake3(data).digest()
             return results
 
-        self._groups = self._groups_of(context)
+        self._groups = self.groups_of(context)
         started, polled = WorkerSide.start_stores, WorkerSide.poll_loads
         WorkerSide.start_stores, WorkerSide.poll_loads = start_stores, poll_loads
         return {}
@@ -312,7 +304,7 @@ class Child:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         connector = get_kv_transfer_group()
-        context = connector._worker._context
+        context = connector.worker_side.context
         submit = type(context).submit_retrieve.__get__(context)
         child = self
 
@@ -335,10 +327,10 @@ class Child:
                 whole = self.future.result()
                 if kind != "fail":
                     return whole
-                for number, (group, ids) in enumerate(zip(connector._cache.groups, self.block_ids, strict=True)):
-                    step = max(1, connector._cache.chunk_tokens // group.block_tokens)
+                for number, (group, ids) in enumerate(zip(connector.cache.groups, self.block_ids, strict=True)):
+                    step = max(1, connector.cache.chunk_tokens // group.block_tokens)
                     first = max(0, len(ids) - (self.key.num_chunks - self.num_chunks) * step)
-                    for tensor in child._groups_of(context)[number]:
+                    for tensor in child.groups_of(context)[number]:
                         for block in ids[first:]:
                             if block >= 0 and tensor.dtype.is_floating_point:
                                 tensor[block] = 777.0
@@ -354,7 +346,7 @@ class Child:
         """From now on, hold all stores until `release`."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-        context = get_kv_transfer_group()._worker._context
+        context = get_kv_transfer_group().worker_side.context
         submit = type(context).submit_store.__get__(context)
         child = self
 
@@ -379,8 +371,8 @@ class Child:
         return {}
 
     @staticmethod
-    def _groups_of(context: Any) -> Any:
-        return [group.tensors for group in context.copier._keep_alive.groups]
+    def groups_of(context: Any) -> Any:
+        return [group.tensors for group in context.copier.keep_alive.groups]
 
     def submit(self, requests: dict[str, list[int]], max_tokens: int, steps: int = 0) -> Any:
         """Add requests and make `steps` steps."""
@@ -407,15 +399,13 @@ class Child:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
-        ours, worker = scheduler.connector._scheduler, get_kv_transfer_group()._worker
+        worker = get_kv_transfer_group().worker_side
         return {
             "free_blocks": scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
             "requests": len(scheduler.requests),
-            "tracked": len(ours._requests),
-            "pinned": ours._stores.num_held_blocks,
-            "jobs": ours._stores.num_pending,
             "transfers": worker.num_pending,
-            "loads": len(worker._loads),
+            "loads": len(worker.loads),
+            "connector": scheduler.connector.scheduler_side.audit(),
         }
 
     def _bytes_of(self, group: int, blocks: list[int]) -> bytes:

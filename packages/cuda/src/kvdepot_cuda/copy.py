@@ -76,7 +76,7 @@ class CopyEngine(Copier):
         self.waits_on_host = False  # True if a mover copies, as its streams cannot wait for an event of this process
         self._driver = driver
         self._stream = stream
-        self._keep_alive = keep_alive
+        self.keep_alive = keep_alive
         self._runs = runs or BatchRuns(layout)
         self._piece_bytes = piece_bytes
         self._unit_bytes = unit_bytes_of(piece_bytes)

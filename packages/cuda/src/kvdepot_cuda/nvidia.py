@@ -70,7 +70,7 @@ class CudaDriver:
     """
 
     def __init__(self, ordinal: int) -> None:
-        self._cuda = _load()
+        self._cuda = load_bindings()
         self._is_open = False
         self._done: dict[int, int] = {}  # by stream: the event to wait for
         self._modules: dict[int, Any] = {}  # by kernel: its module
@@ -325,7 +325,12 @@ def _name_of(cuda: Any, code: int) -> str:
         return f"error {code}"
 
 
-def _load() -> Any:
+def load_bindings() -> Any:
+    """Return the module of the driver's bindings.
+
+    Raises:
+        DriverError: the bindings, or the driver below them, are not here.
+    """
     try:
         cuda = importlib.import_module("cuda.bindings.driver")
         code, _ = cuda.cuDriverGetVersion()  # the first call loads the driver, and raises if there is none

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 SMALLEST_BYTES: Final = 64 << 20  # smaller halves are not tried
 _PAGE_BYTES: Final = 4096
-_still_registered: Final[list[PoolMemory]] = []
+still_registered: Final[list[PoolMemory]] = []
 """Mappings that the driver has not released: while it may hold their pages, their addresses must not be reused."""
 
 
@@ -116,7 +116,7 @@ class PoolRegistration:
             except DriverError as error:
                 kept.append(error)
         if kept:
-            _still_registered.append(self.mapping)
+            still_registered.append(self.mapping)
             logger.warning("cannot unregister %d pieces of the pool from the device: %s", len(kept), kept[-1])
 
     def _register(self, first: int, last: int, stop: threading.Event, *, halves: bool) -> DriverError | None:

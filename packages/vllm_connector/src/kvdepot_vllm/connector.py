@@ -76,8 +76,8 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         log_like("vllm")
         transfer = vllm_config.kv_transfer_config
         self._settings = Settings.parse(transfer.kv_connector_extra_config, role=transfer.kv_role)
-        self._scheduler: SchedulerSide | None = None
-        self._worker = WorkerSide(None, 1, 0)  # uses no depot: every load fails, every store ends at once
+        self.scheduler_side: SchedulerSide | None = None
+        self.worker_side = WorkerSide(None, 1, 0)  # uses no depot: every load fails, every store ends at once
         self._unsaid: WorkerFormat | None = None  # this worker's format until it is sent
         self._block_pool: Any = None
         self._plan = StepPlan()
@@ -89,8 +89,8 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
             self._announcer.watch_publisher()
         self._version = find_version() if role is KVConnectorRole.SCHEDULER else lambda: ""
         self._start = Start(vllm_config, kv_cache_config, self._settings, name_of_engine(vllm_config, sys.argv))
-        self._cache: EngineCache | None = self._start.find_cache()
-        if self._cache is not None and role is KVConnectorRole.SCHEDULER:
+        self.cache: EngineCache | None = self._start.find_cache()
+        if self.cache is not None and role is KVConnectorRole.SCHEDULER:
             set_failure_policy(transfer, keep=self._settings.keep_load_failure_policy)
 
     @classmethod
@@ -124,9 +124,9 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
 
     def shutdown(self) -> None:
         """Leave the depot."""
-        if self._scheduler is not None:
-            self._scheduler.close()
-        self._worker.close()
+        if self.scheduler_side is not None:
+            self.scheduler_side.close()
+        self.worker_side.close()
 
     # --- format of the cache, from the workers to the scheduler ------------------------------------------------------
 
@@ -152,23 +152,23 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         """Take the formats of the workers' caches."""
         told = [each for each in metadata.values() if isinstance(each, WorkerFormat)]
         self._take_formats(told)
-        if self._scheduler is not None:
+        if self.scheduler_side is not None:
             # Wait, so that a running depot already serves the first request. A depot that starts later is used later.
             with contextlib.suppress(DepotUnavailable):
-                self._scheduler.wait_until_connected(_START_SECONDS)
+                self.scheduler_side.wait_until_connected(_START_SECONDS)
 
     @never_raises(type(None))
     def _take_formats(self, told: Sequence[WorkerFormat]) -> None:
         """Start the scheduler's side with the format that all workers registered; it blends if all of them can."""
-        if self._cache is None or self._scheduler is not None or not told:
+        if self.cache is None or self.scheduler_side is not None or not told:
             return
-        cache, self._cache = self._cache, None
-        self._scheduler = self._start.open_scheduler(cache, told, self._announcer, self._version)
-        if self._scheduler is None:
+        cache, self.cache = self.cache, None
+        self.scheduler_side = self._start.open_scheduler(cache, told, self._announcer, self._version)
+        if self.scheduler_side is None:
             return
-        self._cache = cache
+        self.cache = cache
         if self._block_pool is not None:
-            self._scheduler.bind_block_pool(self._block_pool)
+            self.scheduler_side.bind_block_pool(self._block_pool)
 
     # --- worker ---------------------------------------------------------------------------------------------------
 
@@ -176,10 +176,10 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         """Register this worker's KV cache with the depot. If that fails, the engine runs without a depot."""
         self.unregister_kv_caches()
         self._unsaid = WorkerFormat("")
-        if self._cache is None:
+        if self.cache is None:
             return
         try:
-            self._worker, self._unsaid = self._start.register_worker(self._cache, kv_caches)
+            self.worker_side, self._unsaid = self._start.register_worker(self.cache, kv_caches)
         except KVDepotError as reason:
             logger.error("kvdepot is not used by this worker: %s", reason)
         except Exception:
@@ -188,23 +188,23 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
     @never_raises(type(None))
     def unregister_kv_caches(self) -> None:
         """Release the cache's memory before vLLM frees it. Until `restore_kv_caches`, every load is a miss."""
-        self._worker.leave()
+        self.worker_side.leave()
 
     @never_raises(type(None))
     def restore_kv_caches(self) -> None:
         """Register the cache again, after vLLM has reallocated its memory."""
-        self._worker.come_back()
+        self.worker_side.come_back()
 
     @never_raises(type(None))
     def reset_capture_state(self) -> None:
         """Note that vLLM has captured its graphs: the pool may be registered with the device from now on."""
-        self._worker.end_of_captures()
+        self.worker_side.end_of_captures()
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Take the step's plan, and start its loads, which run beside the forward pass."""
         super().bind_connector_metadata(connector_metadata)
         self._plan = connector_metadata.plan if isinstance(connector_metadata, StepMetadata) else StepPlan()
-        self._worker.start_loads(self._plan)
+        self.worker_side.start_loads(self._plan)
 
     def clear_connector_metadata(self) -> None:
         """Forget the step's plan."""
@@ -222,14 +222,14 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         """Start the step's stores, which read their blocks after the step's work on the device. Never waits."""
-        self._worker.start_stores(self._plan)
+        self.worker_side.start_stores(self._plan)
 
     @never_raises(KVConnectorTransferResults)
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Report the loads that ended."""
         if self._plan.is_idle:
-            self._worker.wait_a_little()
-        self._results = self._worker.poll_loads()
+            self.worker_side.wait_a_little()
+        self._results = self.worker_side.poll_loads()
         return KVConnectorTransferResults(finished_recving=self._results.finished, failed_recving=self._results.failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -238,7 +238,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """Report the stores that ended and, once, the cache's format."""
-        report = self._worker.take_report()
+        report = self.worker_side.take_report()
         if self._unsaid is not None:
             report = (report or WorkerReport()).merge(WorkerReport(formats=(self._unsaid,)))
             self._unsaid = None
@@ -253,36 +253,38 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
     @never_raises(type(None))
     def on_new_request(self, request: Any) -> None:
         """Send the request's lookup."""
-        if self._scheduler is not None:
-            self._scheduler.begin(request)
+        if self.scheduler_side is not None:
+            self.scheduler_side.begin(request)
 
     @never_raises(lambda: (0, False))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens a load would bring."""
-        if self._scheduler is None:
+        if self.scheduler_side is None:
             return 0, False
-        return self._scheduler.matched_tokens(request, num_computed_tokens)
+        return self.scheduler_side.matched_tokens(request, num_computed_tokens)
 
     @never_raises(dict)
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
         """Split a load by where it came from: tiers (disk), or the pool (host)."""
-        if self._scheduler is None or not num_external_tokens:
+        if self.scheduler_side is None or not num_external_tokens:
             return {}
-        promoted = self._scheduler.promoted_tokens(request, num_external_tokens)
+        promoted = self.scheduler_side.promoted_tokens(request, num_external_tokens)
         split = {CacheHitSource.HOST: num_external_tokens - promoted, CacheHitSource.DISK: promoted}
         return {source: count for source, count in split.items() if count}
 
     @never_raises(type(None))
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Plan the load."""
-        if self._scheduler is not None:
+        if self.scheduler_side is not None:
             table = blocks.get_block_ids() if num_external_tokens else ()
-            self._scheduler.allocated(request, table, num_external_tokens)
+            self.scheduler_side.allocated(request, table, num_external_tokens)
 
     @never_raises(lambda: StepMetadata(StepPlan()))
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """Plan the step."""
-        return StepMetadata(self._scheduler.plan_step(scheduler_output) if self._scheduler is not None else StepPlan())
+        return StepMetadata(
+            self.scheduler_side.plan_step(scheduler_output) if self.scheduler_side is not None else StepPlan()
+        )
 
     @never_raises(type(None))
     def update_connector_output(self, connector_output: Any) -> None:
@@ -290,9 +292,9 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         meta = connector_output.kv_connector_worker_meta
         report = meta.report if isinstance(meta, ReportMetadata) else WorkerReport()
         self._take_formats(report.formats)
-        if self._scheduler is None:
+        if self.scheduler_side is None:
             return
-        self._scheduler.workers_reported(
+        self.scheduler_side.workers_reported(
             report,
             connector_output.finished_recving or (),
             connector_output.failed_recving or (),
@@ -304,10 +306,10 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Plan the request's last stores. vLLM may free its blocks at once: references hold those that stores read."""
-        if self._scheduler is None:
+        if self.scheduler_side is None:
             return False, None
         reason = request.get_finished_reason()
-        return False, self._scheduler.finished(request, block_ids, has_failed=str(reason) == "error")
+        return False, self.scheduler_side.finished(request, block_ids, has_failed=str(reason) == "error")
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """See `request_finished_all_groups`."""
@@ -315,24 +317,24 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
 
     def has_pending_push_work(self) -> bool:
         """Return whether the engine must keep stepping, because stores hold blocks."""
-        return self._scheduler is not None and self._scheduler.has_pending_stores
+        return self.scheduler_side is not None and self.scheduler_side.has_pending_stores
 
     def has_pending_block_frees(self) -> bool:
         """Return whether stores that are about to end will free blocks for a waiting request."""
-        return self._scheduler is not None and self._scheduler.can_free_blocks_soon
+        return self.scheduler_side is not None and self.scheduler_side.can_free_blocks_soon
 
     @never_raises(type(None))
     def reset_cache(self) -> bool | None:
         """Begin a new generation of keys, named by the weights. Other engines keep their entries."""
-        if self._scheduler is not None:
-            self._scheduler.reset()
+        if self.scheduler_side is not None:
+            self.scheduler_side.reset()
         return True
 
     # --- metrics, events ------------------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> KVDepotStats | None:
         """Return the counts since the last call, None if all are zero."""
-        side = self._scheduler or self._worker
+        side = self.scheduler_side or self.worker_side
         if not side.counters:
             return None
         stats = KVDepotStats(data=dict(side.counters))

@@ -82,7 +82,7 @@ class SchedulerSide:
         version: Callable[[], str] = lambda: "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._cache = cache
+        self.cache = cache
         self._generation = generation
         self._version = version
         self._unnamed: dict[str, EngineRequest] = {}  # requests that wait for a name of the weights
@@ -96,11 +96,11 @@ class SchedulerSide:
             self._feed = client.follow(digest, announcer.on_news, announcer.on_lost, announcer.wants_all)
         self._clock = clock
         self._identity = RequestIdentity()
-        self._requests: dict[str, RequestState] = {}
+        self.requests: dict[str, RequestState] = {}
         self._stores = Stores(cache, settings, num_workers, self._store_ended, clock)
         self._prefill_cost = PrefillCost()
         self.counters = self._stores.counters
-        self._lookups = Lookups(self._requests, settings, client, self.counters, clock)
+        self._lookups = Lookups(self.requests, settings, client, self.counters, clock)
         self._blends = Blends(cache, settings, client, num_workers, self.counters, clock, can_blend=can_blend)
         self._loads = Loads(cache, self._blends, self._null_block)
 
@@ -131,24 +131,24 @@ class SchedulerSide:
             self._unnamed[request.request_id] = request
             return
         params = request_params(request)
-        chunk_tokens = self._cache.chunk_tokens
+        chunk_tokens = self.cache.chunk_tokens
         hand_over = HandOver.parse(request.kv_transfer_params)
         hands_over = hand_over is not None or asks_for_hand_over(request.kv_transfer_params)
         state = RequestState(
             request,
             PrefixHasher(self._namespace, chunk_tokens, self._identity.extra_keys(request, SharedHead.parse(params))),
             chunk_tokens,
-            prompt_tail_end=self._cache.tail_end(request.num_prompt_tokens) if hands_over else 0,
+            prompt_tail_end=self.cache.tail_end(request.num_prompt_tokens) if hands_over else 0,
             may_load=self._settings.load and params.get("load") is not False and not request.resumable,
             may_store=self._settings.store != "none" and params.get("store") is not False and not request.resumable,
             must_note=self._blends.can_blend,
             hints=Hints.parse(params, request.session_id),
             hand_over=hand_over,
         )
-        stale = self._requests.pop(state.request_id, None)
+        stale = self.requests.pop(state.request_id, None)
         if stale is not None:
             self._forget(stale)
-        self._requests[state.request_id] = state
+        self.requests[state.request_id] = state
         for operation in session_operations(params, self._namespace.tenant):
             self._client.operate(operation)
         if state.may_load and not request.skip_reading_prefix_cache:
@@ -166,7 +166,7 @@ class SchedulerSide:
             self._needs_name = True
             may_load = self._settings.load and not request.skip_reading_prefix_cache and not request.resumable
             return (None if may_load else 0), False
-        state = self._requests.get(request.request_id)
+        state = self.requests.get(request.request_id)
         if state is None:
             return 0, False
         state.local_tokens, state.num_computed = local_tokens, 0
@@ -185,7 +185,7 @@ class SchedulerSide:
             if state.lease.wants_tokens:
                 state.lease = replace(state.lease, wants_tokens=False)
                 self._describe(state, 0, state.num_leased)
-        exact = max(local_tokens, min(state.num_leased * self._cache.chunk_tokens, wanted_tokens))
+        exact = max(local_tokens, min(state.num_leased * self.cache.chunk_tokens, wanted_tokens))
         if self._blends.offer(state, exact, self._client.token_seconds) is Outcome.PENDING:
             return None, False
         if exact == local_tokens:
@@ -197,7 +197,7 @@ class SchedulerSide:
 
     def allocated(self, request: EngineRequest, table: BlockTable, external_tokens: int) -> None:
         """Plan the load of `external_tokens` into the blocks that vLLM allocated; it may take fewer than offered."""
-        state = self._requests.get(request.request_id)
+        state = self.requests.get(request.request_id)
         if state is None:
             return
         if external_tokens:
@@ -217,13 +217,13 @@ class SchedulerSide:
             tables.boundary_state_offloads if tables is not None else {}
         )
         for request_id in step.preempted_req_ids or ():
-            if request_id in self._requests:
-                self._lookups.withdraw(self._requests[request_id])
+            if request_id in self.requests:
+                self._lookups.withdraw(self.requests[request_id])
         self._stores.plan_put_off()  # before other stores fill the room: vLLM may take these blocks in any step
         self._look_at_version()
         asks_for_weights, self._needs_name = self._generation.ask() if self._needs_name else 0, False
         for request_id, num_tokens in step.num_scheduled_tokens.items():
-            state = self._requests.get(request_id)
+            state = self.requests.get(request_id)
             if state is None or not num_tokens:
                 continue
             state.num_computed = state.request.num_computed_tokens + num_tokens
@@ -263,9 +263,9 @@ class SchedulerSide:
         self._blends.loaded(report.blends_loaded)
         self._blends.computed(report.blended)
         if invalid_blocks:
-            self._loads.mark_invalid(self._requests.values(), invalid_blocks)
+            self._loads.mark_invalid(self.requests.values(), invalid_blocks)
         for request_id in finished:
-            state = self._requests.get(request_id)
+            state = self.requests.get(request_id)
             has_failed = request_id in failed or (state is not None and state.load_has_failed)
             self._blends.ended(request_id, has_failed=has_failed)
             if state is not None and state.load is not None:
@@ -290,9 +290,9 @@ class SchedulerSide:
         """Tell the depot which segments the prompt's chunks hold, once all are stored or the request has ended."""
         if not state.must_note:
             return
-        num_chunks = state.request.num_prompt_tokens // self._cache.chunk_tokens
+        num_chunks = state.request.num_prompt_tokens // self.cache.chunk_tokens
         if state.exact_tokens is not None:
-            num_chunks = min(num_chunks, state.exact_tokens // self._cache.chunk_tokens)
+            num_chunks = min(num_chunks, state.exact_tokens // self.cache.chunk_tokens)
         num_stored = min(num_chunks, state.num_stored, MAXIMUM_CHUNKS)
         if not num_stored or (num_stored < num_chunks and not is_over):
             return
@@ -321,8 +321,17 @@ class SchedulerSide:
 
     def promoted_tokens(self, request: EngineRequest, num_tokens: int) -> int:
         """Return how many of the last `num_tokens` tokens of a hit came from tiers."""
-        state = self._requests.get(request.request_id)
-        return 0 if state is None else min(num_tokens, state.num_promoted * self._cache.chunk_tokens)
+        state = self.requests.get(request.request_id)
+        return 0 if state is None else min(num_tokens, state.num_promoted * self.cache.chunk_tokens)
+
+    def audit(self) -> dict[str, int]:
+        """Return the numbers of things held: requests, their blocks, stores, blends. All are 0 in an idle engine."""
+        return {
+            "requests": len(self.requests),
+            "held_blocks": self._stores.num_held_blocks,
+            "stores": self._stores.num_pending,
+            "blends": self._blends.num_pending,
+        }
 
     @property
     def has_pending_stores(self) -> bool:
@@ -343,7 +352,7 @@ class SchedulerSide:
             `kv_transfer_params` for the decode engine, if the request asks for them.
         """
         self._unnamed.pop(request.request_id, None)
-        state = self._requests.pop(request.request_id, None)
+        state = self.requests.pop(request.request_id, None)
         if state is None:
             return None
         try:
@@ -364,11 +373,11 @@ class SchedulerSide:
         """Return the `kv_transfer_params` of a request's output."""
         request, answer = state.request, dict[str, Any]()
         if not has_failed and asks_for_hand_over(request.kv_transfer_params):
-            num_chunks = min(state.num_stored, request.num_prompt_tokens // self._cache.chunk_tokens)
+            num_chunks = min(state.num_stored, request.num_prompt_tokens // self.cache.chunk_tokens)
             if state.is_tail_stored:
                 answer = handed_over(state.run_with_tail(0), state.prompt_tail_end)
             elif num_chunks:
-                answer = handed_over(state.run(0, num_chunks), num_chunks * self._cache.chunk_tokens)
+                answer = handed_over(state.run(0, num_chunks), num_chunks * self.cache.chunk_tokens)
         blend = self._blends.answer_of(state)
         if blend is not None:
             answer["kvdepot"] = {**answer.get("kvdepot", {}), "blend": blend}
@@ -394,7 +403,7 @@ class SchedulerSide:
         if self._settings.keep_after_reset:
             return
         self._generation.reset()
-        for state in self._requests.values():
+        for state in self.requests.values():
             state.may_load = state.may_store = False
             self._lookups.drop(state)
             self._lookups.withdraw(state)
@@ -410,7 +419,7 @@ class SchedulerSide:
         self._client.change_weights(self._namespace.weights)
         self.log_namespace()
         if self._feed is not None:
-            self._feed.namespace = self._namespace.digest(self._cache.chunk_tokens)
+            self._feed.namespace = self._namespace.digest(self.cache.chunk_tokens)
         unnamed, self._unnamed = self._unnamed, {}
         for request in unnamed.values():
             self.begin(request)
@@ -419,7 +428,7 @@ class SchedulerSide:
         """Log how operators name the prompts of this engine."""
         if self._settings.tenant_salt:  # others could compute the tenant's keys from the digest of a salted namespace
             return
-        chunk_tokens = self._cache.chunk_tokens
+        chunk_tokens = self.cache.chunk_tokens
         digest = self._namespace.digest(chunk_tokens).hex()
         named = {"namespace": digest, "chunk_tokens": chunk_tokens, "tenant": self._settings.tenant}
         logger.info('for "kvdepot warm" and "kvdepot find", beside "tokens": %s', json.dumps(named))

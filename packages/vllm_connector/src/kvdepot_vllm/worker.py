@@ -75,7 +75,9 @@ class NoBlends:
 
 
 @dataclass(frozen=True, slots=True)
-class _Load:
+class Load:
+    """A load under way. `future` is None if it could not be started."""
+
     job: LoadJob
     future: TransferFuture[bool] | None
     is_lost: bool = False  # whether the cache's memory was freed, and with it everything that the load brought
@@ -102,7 +104,7 @@ class WorkerSide:
         open_context: Callable[[], TransferContext] | None = None,
         tell_weights: Callable[[], tuple[int, str]] = lambda: (0, ""),
     ) -> None:
-        self._context = context
+        self.context = context
         self._open_context = open_context
         self._tell_weights = tell_weights
         self._weights: dict[int, tuple[int, str]] = {}  # to be reported
@@ -110,32 +112,32 @@ class WorkerSide:
         self._blends = blends or NoBlends()
         self._chunk_tokens = chunk_tokens
         self._block_tokens = block_tokens
-        self._loads: dict[str, _Load] = {}
+        self.loads: dict[str, Load] = {}
         self._stores: dict[int, TransferFuture[bool]] = {}
         self._ended: dict[int, tuple[int, int]] = {}
         self.counters: dict[CounterName, float] = {}
 
     def end_of_captures(self) -> None:
         """Have the context register the pool with its device, if it put that off."""
-        if self._context is not None:
-            self._context.start_registering()
+        if self.context is not None:
+            self.context.start_registering()
 
     def start_loads(self, plan: StepPlan) -> None:
         """Start the step's loads, and compute its slice of a blend. A load that cannot be started counts as failed."""
         for job in plan.loads:
-            if job.request_id in self._loads:
+            if job.request_id in self.loads:
                 logger.error("request %s is being loaded already", job.request_id)
-            self._loads[job.request_id] = _Load(job, self._submit_load(job))
+            self.loads[job.request_id] = Load(job, self._submit_load(job))
         self._blends.start(plan)
         if plan.asks_for_weights:
             worker, weights = self._tell_weights()
             self._weights = {worker: (plan.asks_for_weights, weights)}
 
     def _submit_load(self, job: LoadJob) -> TransferFuture[bool] | None:
-        if self._context is None or not job.key.num_chunks:
+        if self.context is None or not job.key.num_chunks:
             return None
         try:
-            return self._context.submit_retrieve(job.request_id, job.key, job.block_ids, job.skip_tokens)
+            return self.context.submit_retrieve(job.request_id, job.key, job.block_ids, job.skip_tokens)
         except LayoutError as error:
             logger.error("the load of request %s was refused, so it is recomputed: %s", job.request_id, error)
         except Exception:
@@ -152,10 +154,10 @@ class WorkerSide:
                 self._stores[job.number] = future
 
     def _submit_store(self, job: StoreJob) -> TransferFuture[bool] | None:
-        if self._context is None:
+        if self.context is None:
             return None
         try:
-            return self._context.submit_store(job.request_id, job.key, job.block_ids)
+            return self.context.submit_store(job.request_id, job.key, job.block_ids)
         except LayoutError as error:
             logger.error("store %d of request %s was refused: %s", job.number, job.request_id, error)
         except Exception:
@@ -167,7 +169,7 @@ class WorkerSide:
 
         Without this the engine's loop would spin, and the interpreter's lock would slow down the copying threads.
         """
-        for load in self._loads.values():
+        for load in self.loads.values():
             if load.future is not None:
                 with contextlib.suppress(TimeoutError):
                     load.future.result(_IDLE_SECONDS)
@@ -177,9 +179,9 @@ class WorkerSide:
     def poll_loads(self) -> LoadResults:
         """Return the loads that ended. Every load ends, even without a depot; afterwards nothing writes its blocks."""
         results = LoadResults()
-        for load in [load for load in self._loads.values() if load.future is None or load.future.query()]:
+        for load in [load for load in self.loads.values() if load.future is None or load.future.query()]:
             request_id = load.job.request_id
-            del self._loads[request_id]
+            del self.loads[request_id]
             results.finished.add(request_id)
             if load.future is not None:
                 self._count(_LOADS, load.future)
@@ -194,7 +196,7 @@ class WorkerSide:
         results.invalid_blocks.update(ended.invalid_blocks)
         return results
 
-    def _unfilled(self, load: _Load) -> Collection[int]:
+    def _unfilled(self, load: Load) -> Collection[int]:
         filled = load.future.num_chunks if load.future is not None and not load.is_lost else 0
         first = max(filled * self._chunk_tokens, load.job.skip_tokens) // self._block_tokens
         return [block for block in load.job.block_ids[0][first:] if block != NO_BLOCK]
@@ -218,7 +220,7 @@ class WorkerSide:
     @property
     def num_pending(self) -> int:
         """The number of transfers under way."""
-        return len(self._loads) + len(self._stores) + self._blends.num_pending
+        return len(self.loads) + len(self._stores) + self._blends.num_pending
 
     def leave(self) -> None:
         """Give up the cache's memory before the engine frees it. Idempotent.
@@ -227,9 +229,9 @@ class WorkerSide:
         Every load that is not reported yet counts as failed. Until `come_back`, loads are misses, and stores end at
         once.
         """
-        context, self._context = self._context, None
+        context, self.context = self.context, None
         self._has_slept = True
-        self._loads = {request_id: replace(load, is_lost=True) for request_id, load in self._loads.items()}
+        self.loads = {request_id: replace(load, is_lost=True) for request_id, load in self.loads.items()}
         self._blends.lose()
         if context is not None:
             context.close()
@@ -240,15 +242,15 @@ class WorkerSide:
         Raises:
             KVDepotError: the backend cannot be used; the side remains as it was left.
         """
-        if self._context is None and self._open_context is not None:
-            self._context = self._open_context()
-            self._blends.use(self._context)
-            self._context.start_registering()  # the engine has captured its graphs
+        if self.context is None and self._open_context is not None:
+            self.context = self._open_context()
+            self._blends.use(self.context)
+            self.context.start_registering()  # the engine has captured its graphs
 
     def close(self) -> None:
         """Finish the copies under way, within the depot's deadline, and leave. Idempotent."""
-        if self._context is not None:
-            self._context.close()
+        if self.context is not None:
+            self.context.close()
 
     def _count(self, names: tuple[CounterName, CounterName, CounterName], future: TransferFuture[Any]) -> None:
         for name, amount in zip(names, (1, future.num_bytes, future.seconds), strict=True):

@@ -128,6 +128,11 @@ class Channel:
         """
         return self._num_owed + bool(self._unsent) if self.session.mark_lost.alive else 0
 
+    @property
+    def num_kept(self) -> int:
+        """The replies that arrived and that neither `poll` nor `wait` has taken."""
+        return len(self._replies)
+
     def drain(self) -> None:
         """Send unsent requests and read replies. Never wait.
 

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 _FIRST_RETRY_SECONDS: Final = 0.05  # a depot starts in 0.3 s
 _LAST_RETRY_SECONDS: Final = 1.0  # so engines notice a returning depot within this time
-_REFUSED_RETRY_SECONDS: Final = 10.0  # a refusal lasts until someone changes a setting
+REFUSED_RETRY_SECONDS: Final = 10.0  # a refusal lasts until someone changes a setting
 SLOW_WAITS_TO_SUSPEND: Final = 5  # in a row: a garbage collection or a slow disk delays only one or two
 _QUICK_WEIGHT: Final = 0.25  # a short wait cancels this much of a long one
 _SLOW_SHARE: Final = 1 / 8  # share of a deadline: longer waits count as slow
@@ -183,7 +183,7 @@ class Connection:
             except (OSError, KVDepotError, frames.FrameError) as error:
                 if isinstance(error, RemoteError) and error.code is not ErrorCode.UNKNOWN_SESSION:
                     self._say_why(f"it refused: {error}", logging.ERROR)
-                    self._closing.wait(_REFUSED_RETRY_SECONDS)
+                    self._closing.wait(REFUSED_RETRY_SECONDS)
                     continue
                 self._say_why(str(error), logging.WARNING)  # an unknown session: the depot was restarted meanwhile
                 self._closing.wait(retry * random.uniform(0.5, 1.0))
@@ -201,7 +201,7 @@ class Connection:
                 self._watch(connection, session)
             except Exception:  # `_on_open` starts a thread, which fails while the machine has none left
                 logger.exception("the session with the depot in %s cannot be used", self.directory)
-                why, pause = "the session could not be used", _REFUSED_RETRY_SECONDS
+                why, pause = "the session could not be used", REFUSED_RETRY_SECONDS
             finally:
                 with self._changed:
                     self._session = None

@@ -148,7 +148,7 @@ class ContentIndex:
             known = [*_PLACE.iter_unpack(places.get(full_name, _NEW)[1:])]
             if run is not None and position == end:
                 for key, source in known:
-                    if source == following and (key == run.key or self._enters(space, run, key, source + length)):
+                    if source == following and (key == run.key or self.enters(space, run, key, source + length)):
                         break
                 else:
                     end = -1
@@ -174,7 +174,7 @@ class ContentIndex:
                 return SourceRun(position, length, source, node, key)
         return None
 
-    def _enters(self, space: Space, run: SourceRun, key: bytes, end: int) -> bool:
+    def enters(self, space: Space, run: SourceRun, key: bytes, end: int) -> bool:
         """Extend a run to chunk `key`, which holds the source's token before `end`, if it follows the run's chunk."""
         chunk_tokens = space.spec.chunk_tokens
         chunk = (end - 1) // chunk_tokens

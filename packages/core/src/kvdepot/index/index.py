@@ -33,7 +33,7 @@ ENTRIES_OVERLAPPING: Final = depot_counter(
 )
 
 MOST_EVICTED: Final = 80  # chunks per request: that takes two milliseconds, four with ARC
-_SPARE_NODES: Final = 1024  # in addition to twice the records, for ghosts
+SPARE_NODES: Final = 1024  # in addition to twice the records, for ghosts
 
 
 class ChunkIndex:
@@ -85,7 +85,7 @@ class ChunkIndex:
 
     def make_parts(self) -> None:
         """Create all parts, each using those before it, without nodes and records."""
-        self.nodes = nodes = Nodes(2 * self.table.num_records + _SPARE_NODES, self.spaces)
+        self.nodes = nodes = Nodes(2 * self.table.num_records + SPARE_NODES, self.spaces)
         self.visibility = Visibility(nodes, self._watcher)
         self.entries = Entries(nodes, self.table, self.extents, self.quotas)
         self.shares = Shares(nodes, self.entries, self.quotas, self._make_policy)

@@ -49,12 +49,13 @@ def read_trace(path: Path | str, limit: int | None = None) -> Iterator[TraceRequ
     path = Path(path)
     try:
         with path.open("rb") as file:
-            yield from islice(_requests(file, path), limit)
+            yield from islice(requests_of(file, path), limit)
     except OSError as error:
         raise TraceError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
-def _requests(file: BinaryIO, path: Path) -> Iterator[TraceRequest]:
+def requests_of(file: BinaryIO, path: Path) -> Iterator[TraceRequest]:
+    """Read requests from an open trace. `path` is its name in errors; see `read_trace`."""
     decoder = msgspec.json.Decoder(TraceRequest)
     number = 0
     while line := file.readline(MAXIMUM_LINE_BYTES + 1):

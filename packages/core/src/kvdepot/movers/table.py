@@ -42,7 +42,7 @@ MAXIMUM_MOVERS: Final = 64  # per depot: four for each of 16 devices
 START_SECONDS: Final = 30.0  # creating a driver's context takes seconds, and longer while other processes create theirs
 MOVE_SECONDS: Final = 5.0  # in addition to the request's deadline; copying a batch takes milliseconds
 _MOST_LOST: Final = 2  # consecutive movers
-_LONG_LIFE_SECONDS: Final = 60.0  # a mover that lived this long did not fail at its start
+LONG_LIFE_SECONDS: Final = 60.0  # a mover that lived this long did not fail at its start
 _MAXIMUM_WAITING: Final = 8  # a worker has one store and one retrieve at a time, and may have abandoned earlier ones
 _CLOSE_SECONDS: Final = 5.0  # limit to wait for killed movers
 
@@ -366,7 +366,7 @@ class MoverTable:
         self._on_dead(mover.context, process.writer)
         if mover.context not in self._movers:
             return
-        is_long_life = process.is_ready and time.monotonic() >= process.started_at + _LONG_LIFE_SECONDS
+        is_long_life = process.is_ready and time.monotonic() >= process.started_at + LONG_LIFE_SECONDS
         mover.num_lost = 1 if is_long_life else mover.num_lost + 1
         is_last = mover.is_over or mover.num_lost >= _MOST_LOST
         logger.warning(

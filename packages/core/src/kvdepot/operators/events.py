@@ -33,8 +33,8 @@ END: Final = (-1).to_bytes(8, "big", signed=True)
 
 EVENT_BATCHES: Final = depot_counter("event_batches", "Batches of KV events published")
 _KEPT_BATCHES: Final = 4095  # of all topics: a whole replay and its end fit into one queue of 4,096
-_KEPT_BYTES: Final = 32 << 20  # long prompts reach this limit with fewer batches
-_BATCH_TOKENS: Final = 8192  # 0.4 ms to encode
+KEPT_BYTES: Final = 32 << 20  # long prompts reach this limit with fewer batches
+BATCH_TOKENS: Final = 8192  # 0.4 ms to encode
 _QUEUED_MESSAGES: Final = _KEPT_BATCHES + 1  # per subscriber before messages are lost: a whole replay and its end
 _MOST_QUESTIONS: Final = 16  # unread requests per subscriber
 _MOST_NOTICES: Final = 64  # subscriptions read per turn
@@ -172,7 +172,7 @@ class EventPublisher:
                 reader.restart()
             elif reader.is_starting or reader.is_behind:
                 continue  # a snapshot follows soon
-            events = reader.take(_BATCH_TOKENS) if reader.has_more else []
+            events = reader.take(BATCH_TOKENS) if reader.has_more else []
             if events:
                 self._send(stream, events)
             self.has_work |= reader.has_more
@@ -193,7 +193,7 @@ class EventPublisher:
         _send(self.socket, (stream.topic, number.to_bytes(8, "big"), payload))
         self._kept.append((stream, number, payload))
         self._kept_bytes += len(payload)
-        while len(self._kept) > _KEPT_BATCHES or self._kept_bytes > _KEPT_BYTES:
+        while len(self._kept) > _KEPT_BATCHES or self._kept_bytes > KEPT_BYTES:
             stream, number, payload = self._kept.popleft()
             self._kept_bytes -= len(payload)
             stream.oldest = number + 1

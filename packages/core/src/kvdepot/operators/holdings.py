@@ -34,7 +34,7 @@ _MOST_BYTES: Final = 320 << 20  # for tokens and ids: 64 million tokens in block
 _MOST_IN_TIER: Final = 65_536  # chunks that are only in a tier
 _TIER_SHARE: Final = 4  # chunks that are only in a tier may take `_MOST_BYTES` divided by this in addition
 _MOST_TOPICS: Final = 1024  # a bound on the model names that engines can invent
-_LONGEST_LOG: Final = 65_536  # changes; a reader that is further behind scans
+LONGEST_LOG: Final = 65_536  # changes; a reader that is further behind scans
 _SCANNED_AT_ONCE: Final = 1024  # nodes per step
 _TAKEN_AT_ONCE: Final = 1024  # changes per step
 _TOLD, _PASSED_OVER = 1, 2
@@ -167,9 +167,9 @@ class Shelf:
 
     def _append(self, change: Change) -> None:
         self.log.append(change)
-        if len(self.log) > 2 * _LONGEST_LOG:
-            del self.log[:_LONGEST_LOG]
-            self.first += _LONGEST_LOG
+        if len(self.log) > 2 * LONGEST_LOG:
+            del self.log[:LONGEST_LOG]
+            self.first += LONGEST_LOG
 
 
 class Holdings(Watcher):

@@ -47,13 +47,13 @@ MAXIMUM_WAITING_FOR_ONE: Final = 64  # lookups per flight
 MAXIMUM_DIGEST_BYTES: Final = 32 << 20  # in total
 MAXIMUM_SECONDS: Final = 60.0  # without a new chunk; no lookup may wait longer (`Lookup.wait_seconds`)
 
-_LEAST_TOKENS: Final = 256  # computing fewer again is faster than waiting
+LEAST_TOKENS: Final = 256  # computing fewer again is faster than waiting
 _PATIENCE: Final = 2.0  # times the time to compute: estimates of two equal engines differ that much
 GRACE_SECONDS: Final = 1.0  # allowed for a flight beyond twice its estimate
 _UNKNOWN_SECONDS: Final = 5.0  # allowed for a flight without an estimate
 # A lookup may wait this much beyond twice its own time: copying a store, committing it and a step of each engine take
 # tens of milliseconds, however few the tokens are.
-_SLACK_SECONDS: Final = 0.05
+SLACK_SECONDS: Final = 0.05
 _POLL_SECONDS: Final = 0.02  # between two polls of the tiers for one remote flight
 _MOST_POLLS: Final = 400  # per second, for all remote flights together
 
@@ -143,7 +143,7 @@ class FlightTable:
         if flight is not None and not flight.is_remote and (flight.digests, flight.position) == (digests, position):
             return  # the same lookup asked again: its flight keeps its deadline
         self.end_request(context, request.request_id)
-        if (stop - query.found) * context.space.spec.chunk_tokens < _LEAST_TOKENS or not self._can_arrive(context):
+        if (stop - query.found) * context.space.spec.chunk_tokens < LEAST_TOKENS or not self._can_arrive(context):
             return
         flight = Flight(
             context,
@@ -194,8 +194,12 @@ class FlightTable:
             return False
         until, own_seconds = query.until, query.own_seconds(num_chunks)
         if own_seconds and query.found >= query.request.awaits:
+<<<<<<< HEAD
             until = min(until, self._clock() + _PATIENCE * own_seconds + _SLACK_SECONDS)
         query.joined = flight.request_id
+=======
+            until = min(until, self._clock() + _PATIENCE * own_seconds + SLACK_SECONDS)
+>>>>>>> 24cb87cd (Keep tests out of privates: public names, `audit()`, and a check of patches)
         return self._wait_for(flight, query, query.found + num_chunks, until, on_end)
 
     def await_remote(self, query: Query, on_end: Callable[[], None], ask_tiers: Wait) -> bool:
@@ -298,7 +302,7 @@ class FlightTable:
         if not own_seconds or query.found < query.request.awaits:
             return True
         seconds = flight.expected_at(stop, query.request.token_seconds) - self._clock()
-        return abs(seconds) <= _PATIENCE * own_seconds + _SLACK_SECONDS
+        return abs(seconds) <= _PATIENCE * own_seconds + SLACK_SECONDS
 
     def arrived(self, nodes: Iterable[int]) -> None:
         """Advance the flights of nodes whose chunks may have become complete."""

@@ -158,14 +158,15 @@ class Hottest:
         for count in sorted(by_visits, reverse=True):
             hottest += by_visits[count][: -most - 1 : -1]
         while hottest:
-            body = self._pack(hottest[:most])
+            body = self.pack(hottest[:most])
             if len(body) <= LIST_BYTES - 4:
                 return body
             most -= most // 16  # the names are long
             yield self._turns.again
         return b""
 
-    def _pack(self, listed: list[int]) -> bytes:
+    def pack(self, listed: list[int]) -> bytes:
+        """Encode a list of nodes, parents before their children."""
         nodes, names = self._state.index.nodes, self._state.labels.names
         places, labels = dict[int, int](), dict[int, int]()
         label_of, parents, digests = bytearray(), bytearray(), bytearray()

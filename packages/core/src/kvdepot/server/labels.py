@@ -13,7 +13,7 @@ from kvdepot.wire import messages as m
 MAXIMUM_SPACES: Final = 4096  # kept as long as the pool
 MAXIMUM_LABELS: Final = 65_536  # kept as long as the pool
 # Beyond that, new generations share the label without weights, and their chunks are evicted by last use.
-_MOST_WITH_WEIGHTS: Final = MAXIMUM_LABELS // 2
+MOST_WITH_WEIGHTS: Final = MAXIMUM_LABELS // 2
 
 
 SaveNames: TypeAlias = Callable[[Names], None]
@@ -49,7 +49,7 @@ class LabelTable:
         """
         number = self._numbers.get((tenant, model, weights))
         if number is None:
-            if weights and len(self.names) >= _MOST_WITH_WEIGHTS:
+            if weights and len(self.names) >= MOST_WITH_WEIGHTS:
                 return self.number_of(tenant, model)
             if len(self.names) >= MAXIMUM_LABELS:
                 raise Refused(

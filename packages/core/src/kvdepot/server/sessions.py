@@ -70,7 +70,7 @@ class SessionTable:
         self._on_end = on_end
         self._on_death = on_death
         self._is_awaited = is_awaited
-        self._is_mapping = is_mapping
+        self.is_mapping = is_mapping
         self._epoch = epoch
         self._sessions: dict[int, Session] = {}  # by the connection's descriptor
         self.by_token: dict[bytes, Session] = {}  # the open sessions
@@ -156,7 +156,7 @@ class SessionTable:
 
     def find_dead(self, is_over: Callable[[], bool]) -> None:
         """Report processes without a pid here that no longer map the pool, until `is_over` but at least one."""
-        for writer in [writer for writer in self._unnumbered if not self._is_mapping(writer)]:
+        for writer in [writer for writer in self._unnumbered if not self.is_mapping(writer)]:
             self._unnumbered.discard(writer)
             logger.info("a process of another PID namespace is dead or has unmapped the pool")
             self._on_death(writer)
@@ -166,7 +166,7 @@ class SessionTable:
     def await_death(self, writer: Writer) -> bool:
         """Watch a writer named in an earlier server's table. Return False if it is dead."""
         if not writer.pid:
-            is_mapping = self._is_mapping(writer)
+            is_mapping = self.is_mapping(writer)
             if is_mapping:
                 self._unnumbered.add(writer)
             return is_mapping

@@ -134,7 +134,7 @@ class PageCopier(Copier):
     """
 
     def __init__(self, layout: CacheLayout, num_threads: tuple[int, int], keep_alive: object) -> None:
-        self._keep_alive = keep_alive
+        self.keep_alive = keep_alive
         self._copy_runs = native_copy_runs() or memcpy_runs()
         self._copy_rows = native_copy_rows()
         self._copy_summed = native_copy_summed()

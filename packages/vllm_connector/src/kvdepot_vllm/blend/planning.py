@@ -50,8 +50,8 @@ _BLENDS_DECLINED_SLOW: Final = engine_counter(
 
 # A longer rest of the prompt is not a question: its attention does not show which tokens matter.
 QUESTION_TOKENS: Final = 256
-_LEAST_RUN_TOKENS: Final = 64  # a shorter run costs more than it saves
-_RECOMPUTE_COST: Final = 1.6  # cost of a recomputed token, in tokens of a prefill: measured
+LEAST_RUN_TOKENS: Final = 64  # a shorter run costs more than it saves
+RECOMPUTE_COST: Final = 1.6  # cost of a recomputed token, in tokens of a prefill: measured
 _LEAST_GAIN: Final = 0.1  # a blend that saves a smaller share of the computation is declined
 _FREE_SHARE: Final = 0.1  # share of the engine's blocks that staging leaves to others
 _NONCE_BYTES: Final = 32  # as long as vLLM's hashes, and random: no other request has the same
@@ -109,6 +109,11 @@ class Blends:
         self._given_up: list[str] = []
         self._load_seconds = 0.0  # running mean of the time to load one reused token
 
+    @property
+    def num_pending(self) -> int:
+        """The number of blends under way."""
+        return len(self._jobs)
+
     # --- admission ------------------------------------------------------------------------------------------------
 
     def begin(self, state: RequestState, namespace: Namespace, params: Mapping[str, Any]) -> None:
@@ -125,7 +130,7 @@ class Blends:
         segments = named(namespace, state.request, tokens, how.borders)
         # Under a name of its own: withdrawing an announcement releases all leases of the request.
         name = state.request_id + _SUFFIX
-        lookup = self._client.submit_blend_lookup(name, segments, min_run_tokens=_LEAST_RUN_TOKENS)
+        lookup = self._client.submit_blend_lookup(name, segments, min_run_tokens=LEAST_RUN_TOKENS)
         state.blend = BlendState(how, segments, lookup)
 
     def offer(self, state: RequestState, exact_tokens: int, token_seconds: float) -> Outcome:
@@ -154,7 +159,7 @@ class Blends:
             run.clip(exact_tokens, request.num_prompt_tokens - 1, self._cache.chunk_tokens)
             for run in (blend.hit.runs if blend.hit is not None else ())
         )
-        runs = tuple(run for run in clipped if run is not None and run.length >= _LEAST_RUN_TOKENS)
+        runs = tuple(run for run in clipped if run is not None and run.length >= LEAST_RUN_TOKENS)
         if not runs:
             return Outcome.MISS
         offer = BlendOffer(runs, exact_tokens, runs[-1].position + runs[-1].length)
@@ -184,7 +189,7 @@ class Blends:
             return _BLENDS_DECLINED_ROOM
         total = offer.end - offer.begin
         recomputed = total - reused + (0 if params.policy == "none" else params.ratio * reused)
-        cost = _RECOMPUTE_COST * recomputed + (self._load_seconds / token_seconds * reused if token_seconds else 0)
+        cost = RECOMPUTE_COST * recomputed + (self._load_seconds / token_seconds * reused if token_seconds else 0)
         if params.policy != EVERYTHING and cost > (1 - _LEAST_GAIN) * total:
             return _BLENDS_DECLINED_SLOW
         return None

@@ -32,7 +32,7 @@ _PROBE: Final = "probe"
 _TOKEN_DIGITS: Final = 8
 _HASH_DIGITS: Final = 2 * NAME_HASH_BYTES
 FOLDER_DIGITS: Final = (_HASH_DIGITS, _HASH_DIGITS, 2)  # digits in the names of nested folders
-_SLOT_SECONDS: Final = 0.1  # the longest time that a write waits for a slot
+SLOT_SECONDS: Final = 0.1  # the longest time that a write waits for a slot
 
 
 class _Slots:
@@ -45,7 +45,7 @@ class _Slots:
 
     def __enter__(self) -> None:
         with self._changed:
-            if not self._changed.wait_for(lambda: len(self._users) < self._num_slots, _SLOT_SECONDS):
+            if not self._changed.wait_for(lambda: len(self._users) < self._num_slots, SLOT_SECONDS):
                 self._users.clear()
             self._users.add(threading.get_ident())
 

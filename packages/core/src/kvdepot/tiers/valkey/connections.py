@@ -40,7 +40,7 @@ class Connection:
     """
 
     def __init__(self, server: Server) -> None:
-        self._socket = _connect(server)
+        self._socket = connect(server)
         self._reader = BufferedReader(self._socket.makefile("rb", buffering=0), 4096)
         try:
             commands: list[Command] = []
@@ -142,7 +142,12 @@ class Connections:
         connection.close()
 
 
-def _connect(server: Server) -> socket.socket:
+def connect(server: Server) -> socket.socket:
+    """Connect to a server. Each wait for bytes then ends after its timeout.
+
+    Raises:
+        OSError: it cannot be reached, or its certificate is not trusted.
+    """
     if server.unix_path:
         connected = socket.socket(socket.AF_UNIX)
     else:
