@@ -194,12 +194,8 @@ class FlightTable:
             return False
         until, own_seconds = query.until, query.own_seconds(num_chunks)
         if own_seconds and query.found >= query.request.awaits:
-<<<<<<< HEAD
-            until = min(until, self._clock() + _PATIENCE * own_seconds + _SLACK_SECONDS)
-        query.joined = flight.request_id
-=======
             until = min(until, self._clock() + _PATIENCE * own_seconds + SLACK_SECONDS)
->>>>>>> 24cb87cd (Keep tests out of privates: public names, `audit()`, and a check of patches)
+        query.joined = flight.request_id
         return self._wait_for(flight, query, query.found + num_chunks, until, on_end)
 
     def await_remote(self, query: Query, on_end: Callable[[], None], ask_tiers: Wait) -> bool:
