@@ -131,7 +131,7 @@ class Cache:
         )
         self.context.wait_until_connected(30)
         self.move("store", "settle", [0])
-        while not self.context.is_settled and time.monotonic() < began + 60:  # copies are pageable until then
+        while not self.context.is_warm and time.monotonic() < began + 60:  # copies are pageable until then
             self.move("retrieve", "settle", [0])
         self.settle_seconds = time.monotonic() - began
 
@@ -170,7 +170,7 @@ class Cache:
     @property
     def state(self) -> dict[str, Any]:
         """Return the mode, and when the pool was registered. A mover's pieces and kernel are not known here."""
-        made, settled = self.context, {"settled": self.context.is_settled, "settle_seconds": self.settle_seconds}
+        made, settled = self.context, {"settled": self.context.is_warm, "settle_seconds": self.settle_seconds}
         return {"mode": made.transfer_mode, **settled, "pieces": made.num_registered, "kernel": made.uses_kernel}
 
 

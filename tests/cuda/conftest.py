@@ -62,7 +62,7 @@ def cache(depot: DepotProcess, driver: FakeDriver, worker_options: dict[str, Any
         worker = FakeWorker(depot.url, plan, driver=driver, **options)
         made.append(Cache(worker, plan))
         worker.wait_until_connected(WAIT_SECONDS)
-        wait_until(lambda: worker.context.is_settled, what="the registration of the pool")
+        wait_until(lambda: worker.context.is_warm, what="the registration of the pool")
         assert worker.context.num_registered == num_pieces
         return made[-1]
 

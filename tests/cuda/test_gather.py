@@ -138,9 +138,9 @@ def test_nothing_waits_for_the_compiler(depot: DepotProcess, driver: FakeDriver)
     assert cache.retrieve(prompt(4)) == 4
     assert driver.calls["copy_batch"] > 0
     assert driver.calls["launch_kernel"] == 0
-    assert not worker.context.is_settled
+    assert not worker.context.is_warm
     gate.set()
-    wait_until(lambda: worker.context.is_settled)
+    wait_until(lambda: worker.context.is_warm)
     assert cache.retrieve(prompt(4)) == 4
     assert driver.calls["launch_kernel"] == 1
     worker.context.close()

@@ -491,7 +491,7 @@ def test_a_worker_knows_when_the_copying_process_has_the_pool_registered(
     worker = cache(mode=mode)
     made: Any = worker.context
     assert worker.store(prompt(4))
-    wait_until(lambda: worker.retrieve(prompt(4)) == 4 and made.is_settled, WAIT_SECONDS)
+    wait_until(lambda: worker.retrieve(prompt(4)) == 4 and made.is_warm, WAIT_SECONDS)
     if mode == "direct":
         assert made.num_registered == NUM_PIECES
     else:
@@ -502,10 +502,10 @@ def test_a_worker_knows_when_the_copying_process_has_the_pool_registered(
         assert device.wait_for_a_copy() == before
         os.kill(before, signal.SIGKILL)
         assert not future.result(WAIT_SECONDS)
-        assert not made.is_settled
+        assert not made.is_warm
         device.open_gate()
         wait_for_mover(depot, but=before)
-        wait_until(lambda: worker.retrieve(prompt(4)) == 4 and made.is_settled, WAIT_SECONDS)
+        wait_until(lambda: worker.retrieve(prompt(4)) == 4 and made.is_warm, WAIT_SECONDS)
 
 
 # --- bounds of messages -----------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ def cache(depot: DepotProcess) -> Iterator[MakeCache]:
         worker = FakeWorker(depot.url, PLAN, driver=driver, **options)
         made.append(Cache(worker, PLAN))
         worker.wait_until_connected(WAIT_SECONDS)
-        wait_until(lambda: worker.context.is_settled, WAIT_SECONDS)  # the fake itself waits for pageable copies
+        wait_until(lambda: worker.context.is_warm, WAIT_SECONDS)  # the fake itself waits for pageable copies
         return made[-1]
 
     yield make

@@ -69,7 +69,7 @@ def cache(
     monkeypatch.setattr("kvdepot_cuda.gather.LEAST_RUNS", 1)
     worker = FakeWorker(depot.url, PLAN, driver=driver, gather_kernel=by_kernel, compile_gather=fake_gather)
     worker.wait_until_connected(WAIT_SECONDS)
-    wait_until(lambda: worker.context.is_settled)
+    wait_until(lambda: worker.context.is_warm)
     yield Cache(worker, PLAN)
     driver.gate.set()
     worker.context.close()
@@ -165,7 +165,7 @@ def test_the_pool_is_registered_when_the_engine_serves(how: str, depot: DepotPro
     cache = Cache(worker, PLAN)
     assert not any(thread.name == "kvdepot-register" for thread in threading.enumerate())
     assert driver.calls["register_host"] == 0
-    assert not worker.context.is_settled
+    assert not worker.context.is_warm
     if how == "by a copy":
         assert cache.store(prompt(2))
         assert driver.calls["pageable"] > 0

@@ -57,7 +57,7 @@ class Movers:
     def writer_of(self, context: int) -> Writer | None:
         return self.living[context].writer if context in self.living else None
 
-    def is_settled(self, context: int) -> bool:
+    def is_warm(self, context: int) -> bool:
         return context in self.living
 
     def status(self, context: int) -> tuple[str, int, str]:

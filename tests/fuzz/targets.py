@@ -142,7 +142,7 @@ def _reply_seeds() -> list[bytes]:
         m.StorePlan(1, 2, bytes(40), 0, 1),
         m.RetrievePlan(1, 2, 1, bytes(40)),
         m.Moved(1, m.MoveOutcome.UNAVAILABLE, "no"),
-        m.Moved(1, m.MoveOutcome.DONE, is_settled=True),
+        m.Moved(1, m.MoveOutcome.DONE, is_warm=True),
         o.StatusReply(1, status),
     ]
     return [bytes(frames.encode_frame(7, message)) for message in replies]

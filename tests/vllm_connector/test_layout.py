@@ -10,7 +10,7 @@ import pytest
 from kvdepot.backends import Capability
 from kvdepot.errors import ConfigError
 from kvdepot.layout import GroupKind
-from kvdepot_vllm.groups import EngineCache, EngineGroup, Unsupported, engine_cache, named_format, wished_layout
+from kvdepot_vllm.groups import EngineCache, EngineGroup, Unsupported, engine_cache, named_format, requested_layout
 from kvdepot_vllm.heads import heads_of, layers_of, lie_apart
 from kvdepot_vllm.settings import Settings
 from support.vllm.engines import RunCode
@@ -33,15 +33,15 @@ from support.vllm.engines import RunCode
 def test_all_layers_of_a_block_are_wished_together_on_cuda(
     wish: str, is_cuda: bool, block_tokens: int | None, expected: str | None
 ) -> None:
-    assert wished_layout(wish, is_cuda=is_cuda, block_tokens=block_tokens) == expected
+    assert requested_layout(wish, is_cuda=is_cuda, block_tokens=block_tokens) == expected
 
 
 @pytest.mark.parametrize(("capability", "expected"), [(8, "BLNHC"), (9, "BLNHC"), (10, "BLHNC"), (12, "BLHNC")])
 def test_where_flashinfer_wants_the_heads_first_vllm_is_asked_for_that(capability: int, expected: str) -> None:
     """If the attention backend refuses the requested layout, blocks have one run per layer."""
-    assert wished_layout("auto", is_cuda=True, block_tokens=16, capability=capability) == expected
-    assert wished_layout("auto", is_cuda=True, block_tokens=128, capability=capability) is None
-    assert wished_layout("LBNHC", is_cuda=True, block_tokens=16, capability=capability) == "LBNHC"
+    assert requested_layout("auto", is_cuda=True, block_tokens=16, capability=capability) == expected
+    assert requested_layout("auto", is_cuda=True, block_tokens=128, capability=capability) is None
+    assert requested_layout("LBNHC", is_cuda=True, block_tokens=16, capability=capability) == "LBNHC"
 
 
 WISH = """

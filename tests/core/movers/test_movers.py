@@ -195,7 +195,7 @@ def test_a_mover_says_whether_later_copies_will_be_faster(device: str, node: Nod
     for number in (0, None, 0):
         moved = node.ended(node.move(context, node.prepare(context).ticket if number is None else number))
         assert moved.outcome is m.MoveOutcome.DONE
-        found.append(moved.is_settled)
+        found.append(moved.is_warm)
     assert found == [False, device == "settled", device == "settled"]
     before = node.pid(context)
     os.kill(before, signal.SIGKILL)

@@ -96,7 +96,7 @@ class DeviceWorker:
     def wait_until_connected(self, timeout_seconds: float) -> None:
         self.context.wait_until_connected(timeout_seconds)
         if self.context.transfer_mode == "direct":
-            wait_until(lambda: self.context.is_settled, SETTLE_SECONDS, "the pool to be registered")
+            wait_until(lambda: self.context.is_warm, SETTLE_SECONDS, "the pool to be registered")
             assert self.context.num_registered > 0, "the driver registered nothing of the pool: all copies are pageable"
             assert self.context.uses_kernel == self._has_kernel, "the kernel was not loaded: see the warnings"
 

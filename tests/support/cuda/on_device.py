@@ -49,9 +49,7 @@ class ByAMover(Workers):
             worker.wait_until_connected(30)
             cache = Cache(worker, plan)
             assert cache.store(prompt(8))
-            wait_until(
-                lambda: cache.retrieve(prompt(8)) == 8 and worker.context.is_settled, 60, "the mover to be settled"
-            )
+            wait_until(lambda: cache.retrieve(prompt(8)) == 8 and worker.context.is_warm, 60, "the mover to be settled")
             for _ in range(3):
                 assert cache.retrieve(prompt(8)) == 8
             assert cache.store(prompt(8, salt=1))

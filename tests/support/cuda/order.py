@@ -94,7 +94,7 @@ def settle(context: CudaTransferContext) -> None:
     run = hash_prefix(Namespace("settle"), 16, range(16))
     assert context.submit_store("settle", run, [[0]]).result(WAIT_SECONDS)
 
-    def is_settled() -> bool:
-        return context.submit_retrieve("settle", run, [[0]]).result(WAIT_SECONDS) and context.is_settled
+    def is_warm() -> bool:
+        return context.submit_retrieve("settle", run, [[0]]).result(WAIT_SECONDS) and context.is_warm
 
-    wait_until(is_settled, WAIT_SECONDS, "the pool to be registered")
+    wait_until(is_warm, WAIT_SECONDS, "the pool to be registered")

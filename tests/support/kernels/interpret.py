@@ -54,7 +54,7 @@ def check_worker() -> None:
                 depot.url, PLANS[plan], driver=driver, gather_kernel=True, compile_gather=lambda _capability: image
             )
             worker.wait_until_connected(20)
-            wait_until(lambda worker=worker: worker.context.is_settled)
+            wait_until(lambda worker=worker: worker.context.is_warm)
             cache = Cache(worker, PLANS[plan])
             assert cache.store(prompt(6, salt=salt))
             stored = driver.calls["gathered"]

@@ -71,12 +71,12 @@ class CudaTransferContext(WorkerTransfers):
         return self._engine.uses_kernel
 
     @property
-    def is_settled(self) -> bool:
+    def is_warm(self) -> bool:
         """Whether the copying process has registered all it can, so that later copies will not be faster.
 
         A mover reports this with each copy.
         """
-        return self._engine.is_settled if self.transfer_mode == DIRECT else self.copy_route.is_mover_settled
+        return self._engine.is_warm if self.transfer_mode == DIRECT else self.copy_route.is_mover_warm
 
     @property
     def transfer_mode(self) -> str:

@@ -107,7 +107,7 @@ class CopyEngine(Copier):
         return 0 if self._registration is None else self._registration.num_registered
 
     @property
-    def is_settled(self) -> bool:
+    def is_warm(self) -> bool:
         """Whether the registration of the pool and the loading of the kernel have ended, successfully or not."""
         is_loading = self._loading is not None and self._loading.is_alive()
         return self._registering is not None and not self._registering.is_alive() and not is_loading

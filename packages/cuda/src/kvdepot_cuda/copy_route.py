@@ -96,7 +96,7 @@ class MoverRoute(CopyRoute):
         # The last session with a mover, and earlier ones whose movers are still alive.
         self._moved_sessions: list[Session] = []
         self._falling_back = threading.Lock()
-        self.is_mover_settled = False
+        self.is_mover_warm = False
         copier.waits_on_host = self.transfer_mode == IPC
 
     @property
@@ -179,10 +179,10 @@ class MoverRoute(CopyRoute):
     def _move(self, direction: Direction, channel: Channel, batch: CopyBatch) -> None:
         """See `kvdepot.movers.client.move`."""
         try:
-            self.is_mover_settled = self._with_mover(lambda: move(channel, direction, batch, self._deadline_seconds))
+            self.is_mover_warm = self._with_mover(lambda: move(channel, direction, batch, self._deadline_seconds))
         except DepotUnavailable:
             self._ready_session = None
-            self.is_mover_settled = False
+            self.is_mover_warm = False
             self._patient_until = time.monotonic() + self._deadline_seconds
             raise
 

@@ -144,7 +144,7 @@ class CudaMover:
             self._engine.store(batch)
         else:
             self._engine.retrieve(batch)
-        return self._engine.is_settled
+        return self._engine.is_warm
 
     def _batch_of(self, request: Copy) -> CopyBatch:
         try:

@@ -29,9 +29,9 @@ from kvdepot.errors import DepotUnavailable
 from kvdepot.keys import DIGEST_BYTES, KeyRun
 from kvdepot.processes.logs import log_like, never_raises
 from kvdepot_sglang import stats
-from kvdepot_sglang.asking import Asking
 from kvdepot_sglang.hooks import Placed, are_hooked
 from kvdepot_sglang.identity import engine_namespace
+from kvdepot_sglang.lookups import Lookups
 from kvdepot_sglang.pools import Holding, Unsupported, block_ids, find_groups, pages_of, refuse_unsupported
 from kvdepot_sglang.ranks import Ranks
 from kvdepot_sglang.settings import Settings
@@ -134,7 +134,7 @@ class KVDepotLinker(Placed, UnifiedCacheLinker):
             deadline_seconds=settings.lookup_seconds,
             weights=self._weights.namespace.weights,
         )
-        self._asking = Asking(self._client, settings.tier_seconds)
+        self._lookups = Lookups(self._client, settings.tier_seconds)
         self._landed: set[str] = set()  # requests whose loads are in place but whose batch has not started
         self._offloads: deque[_Offload] = deque()
         self.stats = stats.Stats(ranks.rank, exports=bool(getattr(server_args, "enable_metrics", False)))
@@ -164,7 +164,7 @@ class KVDepotLinker(Placed, UnifiedCacheLinker):
     def _change_keys(self) -> None:
         """Begin a new generation of keys, for the engine's current weights."""
         self._mask_names()
-        self._asking.drop_all()
+        self._lookups.drop_all()
         self._client.change_weights(self._weights.namespace.weights)
 
     def _key(self, names: Sequence[str]) -> KeyRun:
@@ -193,7 +193,7 @@ class KVDepotLinker(Placed, UnifiedCacheLinker):
     def _ask(self, rid: str, tail: Sequence[str]) -> int:
         """Look up all pages of a prompt. Return how many pages behind those on the device the depot has."""
         began = time.perf_counter()
-        found = self._asking.ask(rid, self._key([*self.before, *tail]), len(self.before))
+        found = self._lookups.ask(rid, self._key([*self.before, *tail]), len(self.before))
         self.stats.add(stats.LOOKUPS)
         self.stats.add(stats.LOOKUP_MICROSECONDS, round((time.perf_counter() - began) * 1e6))
         self.stats.add(stats.FOUND_PAGES, found)
@@ -212,7 +212,7 @@ class KVDepotLinker(Placed, UnifiedCacheLinker):
 
     @never_raises(bool)
     def _retrieve(self, rid: str, transfers: list[Any]) -> bool:
-        key = self._asking.key_of(rid, len(transfers[0].keys))
+        key = self._lookups.key_of(rid, len(transfers[0].keys))
         if key is None:
             return False
         try:
@@ -220,7 +220,7 @@ class KVDepotLinker(Placed, UnifiedCacheLinker):
             job = self._worker.submit_retrieve(rid, key, block_ids(self.pools, transfers, self.page_size))
             ok = job.result()
         finally:
-            self._asking.drop(rid)
+            self._lookups.drop(rid)
         self.stats.add(stats.LOAD_BYTES, job.num_bytes)
         return ok
 
@@ -257,7 +257,7 @@ class KVDepotLinker(Placed, UnifiedCacheLinker):
         key, first = self._key([*self.before, *transfers[0].keys]), len(self.before)
         self._worker.start_registering()  # SGLang captures its graphs before it serves
         pages = block_ids(self.pools, transfers, self.page_size)
-        start = self._asking.first_to_store(key, first)
+        start = self._lookups.first_to_store(key, first)
         if start < first:
             pages[0] = pages_of(self.slots_before(), self.page_size)[start:] + pages[0]
         ready = _Events(self.record_offload_ready())
@@ -295,7 +295,7 @@ class KVDepotLinker(Placed, UnifiedCacheLinker):
             offload.job.result()
         self._offloads.clear()
         self._landed.clear()
-        self._asking.drop_all()
+        self._lookups.drop_all()
         self.layer_done_counter.reset()
         if not self._settings.keep_after_reset:
             self._weights.flush()

@@ -32,7 +32,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvdepot.errors import DepotUnavailable, KVDepotError
 from kvdepot.processes.logs import log_like, never_raises
 from kvdepot_vllm.events import Announcer
-from kvdepot_vllm.groups import EngineCache, wished_layout
+from kvdepot_vllm.groups import EngineCache, requested_layout
 from kvdepot_vllm.jobs import StepPlan, WorkerReport
 from kvdepot_vllm.names import name_of_engine
 from kvdepot_vllm.runner import find_version
@@ -105,7 +105,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         settings = Settings.parse(vllm_config.kv_transfer_config.kv_connector_extra_config)
         is_cuda = current_platform.is_cuda()
         capability = current_platform.get_device_capability() if is_cuda else None
-        return wished_layout(
+        return requested_layout(
             settings.kv_cache_layout,
             is_cuda=is_cuda,
             block_tokens=vllm_config.cache_config.block_size,

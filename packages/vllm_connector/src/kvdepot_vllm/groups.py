@@ -137,7 +137,9 @@ def engine_cache(
     )
 
 
-def wished_layout(wish: str, *, is_cuda: bool, block_tokens: int | None, capability: int | None = None) -> str | None:
+def requested_layout(
+    setting: str, *, is_cuda: bool, block_tokens: int | None, capability: int | None = None
+) -> str | None:
     """Return the KV cache layout to request from vLLM, None to leave the choice to vLLM.
 
     With the block outermost, a block is one contiguous run of all layers instead of one run per layer. A copy engine
@@ -145,16 +147,16 @@ def wished_layout(wish: str, *, is_cuda: bool, block_tokens: int | None, capabil
     block table, so nothing is requested for large blocks.
 
     Args:
-        wish: `Settings.kv_cache_layout`.
+        setting: `Settings.kv_cache_layout`.
         is_cuda: whether the device is NVIDIA's.
         block_tokens: tokens of the engine's blocks, None if not yet decided.
         capability: the major number of the device's compute capability, None if it is not known. From Blackwell on,
             FlashInfer takes only layouts with the heads before the tokens, and the other backends take those, too.
     """
-    if wish == LEAVE_IT_TO_VLLM:
+    if setting == LEAVE_IT_TO_VLLM:
         return None
-    if wish != ASK_VLLM:
-        return wish
+    if setting != ASK_VLLM:
+        return setting
     if not is_cuda or (block_tokens or 0) > _LARGEST_KERNEL_BLOCK:
         return None
     return HEADS_BEFORE_TOKENS if (capability or 0) >= _BLACKWELL else BLOCK_OUTERMOST

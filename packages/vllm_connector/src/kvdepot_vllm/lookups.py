@@ -103,7 +103,7 @@ class Lookups:
         logger.debug("request %s: the depot has %d of %d chunks", state.request_id, lease.num_chunks, state.num_wanted)
         return Outcome.HIT if lease.num_chunks else Outcome.MISS
 
-    def settle(self, state: RequestState) -> None:
+    def conclude(self, state: RequestState) -> None:
         """Drop a lookup that no load needs. If its answer is here, note which chunks need no store."""
         if state.lookup is not None and state.lookup.query():
             state.found(self._take(state, state.lookup).num_chunks)

@@ -175,7 +175,7 @@ class SchedulerSide:
             return 0, False
         wanted_tokens = self._lookups.wanted_tokens(state)
         if wanted_tokens <= local_tokens:
-            self._lookups.settle(state)
+            self._lookups.conclude(state)
             return 0, False
         if self._lookups.poll(state) is Outcome.PENDING:
             return None, False

@@ -4,8 +4,7 @@
 - `scheduler`: lookups and leases. `segments`: names for the pieces of a prompt, for blends. It loads numpy, so it is
   imported separately.
 - `transfers`: a `TransferContext` made of a backend's copier. It uses `transfer_queue` (jobs and their threads),
-  `exchange` (the protocol of one store or retrieve), `copy_route` (which process copies) and `verify` (checks after the
-  copy).
+  `transfer_protocol` (one store or retrieve), `copy_route` (which process copies) and `verify` (checks after the copy).
 - `operator`: one request without a session.
 """
 

@@ -15,8 +15,8 @@ from kvdepot.backends import BlockIds, Copier, Direction, ReadyEvent, TransferFu
 from kvdepot.client.channel import Channel
 from kvdepot.client.connection import Connection
 from kvdepot.client.copy_route import CopyRoute
-from kvdepot.client.exchange import Exchange
 from kvdepot.client.session import Session
+from kvdepot.client.transfer_protocol import TransferProtocol
 from kvdepot.client.transfer_queue import Transfer, TransferJob, TransferQueue
 from kvdepot.client.verify import Verifier
 from kvdepot.errors import (
@@ -80,7 +80,7 @@ class WorkerTransfers:
         self._copy_route = copy_route or CopyRoute(copier)
         self._synchronous = options.synchronous
         self._verifier = Verifier()
-        self._exchange = Exchange(layout, self._copy_route, self._verifier, options.batch_bytes)
+        self._protocol = TransferProtocol(layout, self._copy_route, self._verifier, options.batch_bytes)
         self._mapping: PoolMapping | None = None  # the mapping that was attached last
         self._closed = False
         self._failures: set[str] = set()  # failures that were logged
@@ -92,7 +92,7 @@ class WorkerTransfers:
             registration,
             maps_pool=True,
             deadline_seconds=options.deadline_seconds,
-            barrier=self._exchange.barrier,
+            barrier=self._protocol.barrier,
             on_open=self._on_open,
             reap_late_replies=self._reap_late_replies,
         )
@@ -201,10 +201,10 @@ class WorkerTransfers:
     # --- one job --------------------------------------------------------------------------------------------------
 
     def _store(self, channel: Channel | None, job: TransferJob) -> Channel | None:
-        return self._run_job(channel, job, self._exchange.store)
+        return self._run_job(channel, job, self._protocol.store)
 
     def _retrieve(self, channel: Channel | None, job: TransferJob) -> Channel | None:
-        return self._run_job(channel, job, self._exchange.retrieve)
+        return self._run_job(channel, job, self._protocol.retrieve)
 
     def _run_job(
         self, channel: Channel | None, job: TransferJob, work: Callable[[Connection, Channel, TransferJob], bool]
@@ -293,4 +293,4 @@ class WorkerTransfers:
                 target=mapping.populate, args=(lambda: self._closed,), name="kvdepot-populate", daemon=True
             )
             thread.start()
-            self.copier.attach(mapping, self._exchange.barrier)
+            self.copier.attach(mapping, self._protocol.barrier)

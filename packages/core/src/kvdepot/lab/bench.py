@@ -26,7 +26,7 @@ from kvdepot.config import counted, format_size
 from kvdepot.index.hit_rate_curve import HitRateCurve
 from kvdepot.keys import Namespace, hash_prefix
 from kvdepot.lab.engine_model import GEOMETRY_8B, EngineModel, Geometry
-from kvdepot.lab.filler import ENTRY_BYTES, IndexFiller, filler_spec, prompt_key
+from kvdepot.lab.index_filler import ENTRY_BYTES, IndexFiller, filler_spec, prompt_key
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.processes.children import interrupts_blocked
 from kvdepot.wire import operations as o

@@ -129,10 +129,10 @@ def _copy_all(depot: _Depot, copy: CopyNow, requests: "queue.SimpleQueue[Copy]")
     while True:
         request = requests.get()
         try:
-            is_settled = bool(copy(request))
+            is_warm = bool(copy(request))
         except CopyRefused as error:
             depot.send(Refused(request.number, str(error)[:_MAXIMUM_TEXT]))
         except BaseException as error:
             depot.send_last(error if isinstance(error, Exception) else RuntimeError(repr(error)))
         else:
-            depot.send(Copied(request.number, is_settled))
+            depot.send(Copied(request.number, is_warm))

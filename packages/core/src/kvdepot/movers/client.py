@@ -1,9 +1,9 @@
 """Makes a mover of the depot copy a batch, in place of the worker's own copier.
 
-Stores and retrieves follow `client.exchange`. In place of the copy, the worker sends a `Move` with the ticket or lease
-and the block ids, and the depot replies when the copy has ended. If no reply comes, because the depot is dead or hung,
-the blocks of a retrieve are not free before the mover is dead. If the depot dies, so does the mover; if the depot
-hangs, the worker kills the mover. The blocks of a store are only read, and the depot protects its extents.
+Stores and retrieves follow `client.transfer_protocol`. In place of the copy, the worker sends a `Move` with the ticket
+or lease and the block ids, and the depot replies when the copy has ended. If no reply comes, because the depot is dead
+or hung, the blocks of a retrieve are not free before the mover is dead. If the depot dies, so does the mover; if the
+depot hangs, the worker kills the mover. The blocks of a store are only read, and the depot protects its extents.
 """
 
 from array import array
@@ -108,4 +108,4 @@ def _check(reply: frames.Reply) -> bool:
         raise MoverUnavailable(reply.why)
     if reply.outcome is not m.MoveOutcome.DONE:
         raise MoveFailed(reply.why)
-    return reply.is_settled
+    return reply.is_warm

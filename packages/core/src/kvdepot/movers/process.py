@@ -27,7 +27,7 @@ class MoverProcess(Generic[_Pending]):
         self.start_timer = 0  # the table's timer for the start
         self.copies: dict[int, _Pending] = {}  # by the number in `Copy`
         self.is_ready = False
-        self.is_settled = False  # as in `Copied`
+        self.is_warm = False  # as in `Copied`
         self.is_lost = False  # killed, but perhaps not dead yet
         self._process = process
         self._socket = connection

@@ -60,7 +60,7 @@ class Copied(Struct, frozen=True, array_like=True, tag="copied"):
     """The bytes are in place."""
 
     number: int
-    is_settled: bool = False  # as in `Moved`
+    is_warm: bool = False  # as in `Moved`
 
 
 class Refused(Struct, frozen=True, array_like=True, tag="refused"):

@@ -175,10 +175,10 @@ class MoverTable:
         mover = self._movers.get(context)
         return mover.process.writer if mover and mover.process and mover.state is MoverState.READY else None
 
-    def is_settled(self, context: int) -> bool:
+    def is_warm(self, context: int) -> bool:
         """Return whether a context's mover has warmed up, so that later copies will not be faster."""
         mover = self._movers.get(context)
-        return mover is not None and mover.process is not None and mover.process.is_settled
+        return mover is not None and mover.process is not None and mover.process.is_warm
 
     def status(self, context: int) -> tuple[str, int, str]:
         """Return the state, the process id, and the reason for the last loss; empty without a mover."""
@@ -322,8 +322,8 @@ class MoverTable:
                         self._send(mover, process, request)
                     except MoveRefused as error:
                         request.on_end(MoveOutcome.FAILED, str(error))
-            case Copied(number, is_settled) if number in process.copies:
-                process.is_settled = is_settled
+            case Copied(number, is_warm) if number in process.copies:
+                process.is_warm = is_warm
                 self._answer(process.copies.pop(number), MoveOutcome.DONE, "")
             case Refused(number, text) if number in process.copies:
                 self.counters[_MOVES_REFUSED] += 1

@@ -28,7 +28,7 @@ from kvdepot.pool.files import PoolFiles, allocate_first, is_locked, open_pool, 
 from kvdepot.pool.size import resolve_pool_size
 from kvdepot.pool.table import Writer, table_size_bytes
 from kvdepot.server.access import Access, make_room, open_lock
-from kvdepot.server.commands import Operators, Who, add_tier, log_level, settings_of
+from kvdepot.server.commands import Operators, Sender, add_tier, log_level, settings_of
 from kvdepot.server.connections import ConnectionTable
 from kvdepot.server.depot import Depot
 from kvdepot.server.hottest import Hottest
@@ -213,19 +213,19 @@ class DepotServer:
     def _operators(self, opener: TierOpener, further_settings: Mapping[str, Any]) -> Operators:
         epoch = self.epoch
 
-        def hello(_depot: Depot, request: m.Hello, _who: Who) -> m.HelloReply:
+        def hello(_depot: Depot, request: m.Hello, _sender: Sender) -> m.HelloReply:
             check_version(request.protocol_version)
             return m.HelloReply(epoch, m.PROTOCOL_VERSION, self._version, os.getpid())
 
-        def configuration(depot: Depot, _request: o.Configuration, _who: Who) -> o.ConfigurationReply:
+        def configuration(depot: Depot, _request: o.Configuration, _sender: Sender) -> o.ConfigurationReply:
             return o.ConfigurationReply(epoch, {**further_settings, **settings_of(depot, self.config)})
 
         return Operators(
             self.depot,
             {
                 m.Hello: hello,
-                o.Status: lambda _depot, _request, _who: o.StatusReply(epoch, self._status()),
-                o.AddTier: lambda depot, request, _who: add_tier(depot, opener, self._make_tiering, request),
+                o.Status: lambda _depot, _request, _sender: o.StatusReply(epoch, self._status()),
+                o.AddTier: lambda depot, request, _sender: add_tier(depot, opener, self._make_tiering, request),
                 o.Configuration: configuration,
             },
         )

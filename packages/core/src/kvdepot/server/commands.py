@@ -35,8 +35,8 @@ MAXIMUM_TIERS: Final = 16  # since the start, including removed ones
 _PATIENT_SECONDS: Final = 60.0  # the longest wait of `kvdepot warm` for tiers
 _PACKAGE: Final = logging.getLogger("kvdepot")
 
-Who: TypeAlias = Callable[[], str]  # describes the sender of a request for the log
-Handler: TypeAlias = Callable[[Depot, Any, Who], frames.Reply | Steps]
+Sender: TypeAlias = Callable[[], str]  # describes the sender of a request for the log
+Handler: TypeAlias = Callable[[Depot, Any, Sender], frames.Reply | Steps]
 
 _H = TypeVar("_H", bound=Handler)
 HANDLERS: Final[dict[type, Handler]] = {}
@@ -66,7 +66,7 @@ class Operators:
         missing = [operation.__name__ for operation in o.OPERATIONS if operation not in self._handlers]
         assert not missing, f"no handler of {missing}"
 
-    def answer(self, request: o.OperatorRequest, who: Who) -> frames.Reply | PendingReply:
+    def answer(self, request: o.OperatorRequest, sender: Sender) -> frames.Reply | PendingReply:
         """Answer a request, now or later.
 
         Raises:
@@ -74,7 +74,7 @@ class Operators:
         """
         if request.needs_entries and self._depot.state.is_restoring:
             raise Refused(ErrorCode.DRAINING, "the entries of an earlier server are being read: ask again")
-        handled = self._handlers[type(request)](self._depot, request, who)
+        handled = self._handlers[type(request)](self._depot, request, sender)
         return handled if isinstance(handled, Struct) else run(handled, self._depot.state.fail)
 
 
@@ -89,7 +89,7 @@ def _first_turn(depot: Depot) -> Generator[Wait, bool, None]:
 
 
 @answers(o.Find)
-def find(depot: Depot, request: o.Find, _who: Who) -> Steps:
+def find(depot: Depot, request: o.Find, _sender: Sender) -> Steps:
     """Find a prefix in the pool. The reply lists at most `MAXIMUM_ROWS` spaces, the longest prefix first.
 
     Raises:
@@ -138,12 +138,12 @@ def _note(depot: Depot, text: str) -> None:
     logger.info("%s", text)
 
 
-def _note_clear(depot: Depot, selected: str, count: int, who: str) -> None:
-    _note(depot, f"cleared {selected}: {count:,} entries removed, asked by {printable(who)}")
+def _note_clear(depot: Depot, selected: str, count: int, sender: str) -> None:
+    _note(depot, f"cleared {selected}: {count:,} entries removed, asked by {printable(sender)}")
 
 
 @answers(o.Clear)
-def clear(depot: Depot, request: o.Clear, who: Who) -> Steps:
+def clear(depot: Depot, request: o.Clear, sender: Sender) -> Steps:
     """Clear one prefix, or the pool and the tiers. The reply counts entries, and the log names the sender.
 
     If a tier cannot be cleared, the reply is an error, but the pool and the other tiers are cleared.
@@ -152,7 +152,7 @@ def clear(depot: Depot, request: o.Clear, who: Who) -> Steps:
         Refused: the bytes are not whole digests, or very many commands wait.
     """
     count_digests(request.digests)
-    asker, turns = who(), depot.background.operators  # now: the sender may have disconnected before the end
+    asker, turns = sender(), depot.background.operators  # now: the sender may have disconnected before the end
     yield from _first_turn(depot)
     if request.digests:
         removed = yield from _clear_prefix(depot, request)
@@ -203,7 +203,7 @@ def _clear_prefix(depot: Depot, request: o.Clear) -> Generator[Wait, bool, int]:
 
 
 @answers(o.Warm)
-def warm(depot: Depot, request: o.Warm, _who: Who) -> Steps:
+def warm(depot: Depot, request: o.Warm, _sender: Sender) -> Steps:
     """Promote a prefix from the tiers, as far as they have it.
 
     The reply counts the chunks that are in the pool afterwards, in the space that has the most.
@@ -250,7 +250,7 @@ def _bring_up(depot: Depot, tenant: str, digests: bytes) -> Generator[Wait, bool
 
 
 @answers(o.RetainSession)
-def retain_session(depot: Depot, request: o.RetainSession, _who: Who) -> Steps:
+def retain_session(depot: Depot, request: o.RetainSession, _sender: Sender) -> Steps:
     """Pin the part of a session's prefix that is in the pool. The reply counts its chunks.
 
     Raises:
@@ -263,7 +263,7 @@ def retain_session(depot: Depot, request: o.RetainSession, _who: Who) -> Steps:
 
 
 @answers(o.PrefetchSession)
-def prefetch_session(depot: Depot, request: o.PrefetchSession, _who: Who) -> Steps:
+def prefetch_session(depot: Depot, request: o.PrefetchSession, _sender: Sender) -> Steps:
     """Promote a session's prefix from the tiers and pin it. The reply counts its chunks in the pool.
 
     Raises:
@@ -277,7 +277,7 @@ def prefetch_session(depot: Depot, request: o.PrefetchSession, _who: Who) -> Ste
 
 
 @answers(o.DemoteSession)
-def demote_session(depot: Depot, request: o.DemoteSession, _who: Who) -> Steps:
+def demote_session(depot: Depot, request: o.DemoteSession, _sender: Sender) -> Steps:
     """Evict a session's chunks as soon as a tier has them. The reply counts the chunks.
 
     Raises:
@@ -290,7 +290,7 @@ def demote_session(depot: Depot, request: o.DemoteSession, _who: Who) -> Steps:
 
 
 @answers(o.ForgetSession)
-def forget_session(depot: Depot, request: o.ForgetSession, _who: Who) -> Steps:
+def forget_session(depot: Depot, request: o.ForgetSession, _sender: Sender) -> Steps:
     """Forget a session, and evict its chunks now or before all others. The reply counts them.
 
     Raises:
@@ -303,7 +303,7 @@ def forget_session(depot: Depot, request: o.ForgetSession, _who: Who) -> Steps:
 
 
 @answers(o.SetQuota)
-def set_quota(depot: Depot, request: o.SetQuota, _who: Who) -> Steps:
+def set_quota(depot: Depot, request: o.SetQuota, _sender: Sender) -> Steps:
     """Change a tenant's quota. The reply counts the chunks that moved to another share of the pool."""
     tenant, quota_bytes = request.tenant, request.quota_bytes
     yield from _first_turn(depot)
@@ -352,7 +352,7 @@ def add_tier(
 
 
 @answers(o.RemoveTier)
-def remove_tier(depot: Depot, request: o.RemoveTier, _who: Who) -> m.Done:
+def remove_tier(depot: Depot, request: o.RemoveTier, _sender: Sender) -> m.Done:
     """Stop using a tier. The reply counts the tiers in use.
 
     Raises:
@@ -366,7 +366,7 @@ def remove_tier(depot: Depot, request: o.RemoveTier, _who: Who) -> m.Done:
 
 
 @answers(o.Drain)
-def drain(depot: Depot, request: o.Drain, _who: Who) -> m.Done:
+def drain(depot: Depot, request: o.Drain, _sender: Sender) -> m.Done:
     """Decline stores, or accept them again. The reply counts the stores under way."""
     is_draining = request.is_draining
     if depot.state.is_draining != is_draining:
@@ -384,7 +384,7 @@ def log_level() -> str:
 
 
 @answers(o.SetLogLevel)
-def set_log_level(depot: Depot, request: o.SetLogLevel, _who: Who) -> m.Done:
+def set_log_level(depot: Depot, request: o.SetLogLevel, _sender: Sender) -> m.Done:
     """Log this level and above."""
     _PACKAGE.setLevel(request.level.upper())
     return m.Done(depot.state.epoch, 1)

@@ -172,7 +172,7 @@ class Depot:
         finally:
             if end_ticket is not None:
                 end_ticket()
-        return m.Moved(epoch, outcome, why, movers.is_settled(context.number))
+        return m.Moved(epoch, outcome, why, movers.is_warm(context.number))
 
     def _report_corrupt(self, context: Context, request: m.ReportCorrupt) -> m.Done:
         removed = 0

@@ -32,35 +32,35 @@ class EntryKeys:
         self._index = index
         self._names_of = names_of
         self._hashes: dict[int, tuple[bytes, bytes]] = {}
-        self._marks: dict[int, bytes] = {}  # by owner
+        self._marks: dict[int, bytes] = {}  # by label
         self._last_runs: dict[int, tuple[int, bytes, bytes]] = {}  # (node, its key, its run), by chunks per run
 
-    def hashes(self, owner: int) -> tuple[bytes, bytes]:
+    def hashes(self, label: int) -> tuple[bytes, bytes]:
         """Return the hashes of the names of a tenant and a model."""
-        hashes = self._hashes.get(owner)
+        hashes = self._hashes.get(label)
         if hashes is None:
-            tenant, model, weights = self._names_of(owner)
-            hashes = self._hashes[owner] = name_hash(tenant), name_hash(model)
-            self._marks[owner] = mark_of(weights)
+            tenant, model, weights = self._names_of(label)
+            hashes = self._hashes[label] = name_hash(tenant), name_hash(model)
+            self._marks[label] = mark_of(weights)
         return hashes
 
-    def generation(self, owner: int) -> bytes:
-        """Return the result of `generation_of` for keys of this owner. It is empty if its weights have no mark."""
-        _, model = self.hashes(owner)
-        mark = self._marks[owner]
+    def generation(self, label: int) -> bytes:
+        """Return the result of `generation_of` for keys of this label. It is empty if its weights have no mark."""
+        _, model = self.hashes(label)
+        mark = self._marks[label]
         return model + mark if mark else b""
 
-    def key(self, owner: int, space: Space, place: PartPlace, digests: bytes, chunk: int) -> bytes:
+    def key(self, label: int, space: Space, place: PartPlace, digests: bytes, chunk: int) -> bytes:
         """Return the key of an entry, with its run and depth.
 
         The pool need not have the entry. `digests` are those of a prefix.
         """
         first = chunk - chunk % chunks_of_run(space, place.group, place.num_bytes)
         run = digest_at(digests, first)[:RUN_BYTES]
-        return self._key(owner, space, place, digest_at(digests, chunk)) + run + chunk.to_bytes(DEPTH_BYTES, "big")
+        return self._key(label, space, place, digest_at(digests, chunk)) + run + chunk.to_bytes(DEPTH_BYTES, "big")
 
-    def _key(self, owner: int, space: Space, place: PartPlace, digest: bytes) -> bytes:
-        hashes, mark = self.hashes(owner), self._marks[owner]
+    def _key(self, label: int, space: Space, place: PartPlace, digest: bytes) -> bytes:
+        hashes, mark = self.hashes(label), self._marks[label]
         packed = place_of(space.digest, place.group, place.part, place.check, place.num_bytes, mark)
         return tier_key(*hashes, packed, digest)
 

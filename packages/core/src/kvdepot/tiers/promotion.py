@@ -209,7 +209,7 @@ class Promotion:
         asked = [*before, *entries]
         keys: list[bytes] = []
         for number, (chunk, place) in enumerate(asked, 1):
-            keys.append(self._context.keys.key(prefix.owner, prefix.space, place, prefix.digests, chunk))
+            keys.append(self._context.keys.key(prefix.label, prefix.space, place, prefix.digests, chunk))
             if number % QUESTIONS_A_STEP == 0:
                 yield Pause.STEP
         order = by_run(keys)
@@ -378,9 +378,9 @@ class Promotions:
         self._resume(promotion, None)
 
     def stop(self, is_meant: Callable[[int], bool]) -> None:
-        """Stop the promotions of the owners for which `is_meant` holds."""
+        """Stop the promotions of the labels for which `is_meant` holds."""
         for promotion in self._pins:
-            if is_meant(promotion.prefix.owner):
+            if is_meant(promotion.prefix.label):
                 promotion.stop()
 
     def turn(self, is_over: IsOver) -> None:

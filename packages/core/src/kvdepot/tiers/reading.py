@@ -64,7 +64,7 @@ class _State(Enum):
 
 
 @dataclass(slots=True, eq=False)
-class _Flight:
+class _Arrival:
     """An entry that is being read into the pool."""
 
     record: int
@@ -80,7 +80,7 @@ class Prefix:
         space: the space of the chunks.
         digests: packed `(num_chunks, 32)`, from chunk 0 on.
         places: parts that together have all cells of all groups of the model's cache.
-        owner: the number of the label.
+        label: the number of the label.
         token_seconds: the engine's time to compute a token, 0 for unknown.
         request_id: the request id of the lookup; empty without a lookup.
     """
@@ -88,7 +88,7 @@ class Prefix:
     space: Space
     digests: bytes
     places: Sequence[PartPlace]
-    owner: int
+    label: int
     token_seconds: float = 0.0
     request_id: str = ""
 
@@ -192,8 +192,8 @@ class Reading:
         self._prefix = prefix
         self._tier = tier
         self._wanted = wanted
-        self._flights: deque[_Flight] = deque()
-        self._begun: list[tuple[_Flight, bytes]] = []  # entries whose run is not complete yet, with their keys
+        self._arrivals: deque[_Arrival] = deque()
+        self._begun: list[tuple[_Arrival, bytes]] = []  # entries whose run is not complete yet, with their keys
         self._begun_run = 0
         space = prefix.space
         self._run_chunks = max(chunks_of_run(space, place.group, place.num_bytes) for place in prefix.places)
@@ -201,7 +201,7 @@ class Reading:
     @property
     def waits_for(self) -> TierQueue | None:
         """The tier, while reads are under way."""
-        return self._tier.queue if self._flights else None
+        return self._tier.queue if self._arrivals else None
 
     def run(self) -> Generator[Pause, IsOver, None]:
         """Read and seal the wanted entries, up to the first one that fails."""
@@ -212,51 +212,51 @@ class Reading:
             raise
 
     def _read(self) -> Generator[Pause, IsOver, None]:
-        wanted, flights, context, is_broken = self._wanted, self._flights, self._context, False
-        while wanted or flights or self.num_awaited:
-            can_go_on = wanted or (flights and flights[0].state is not _State.COMING)
+        wanted, arrivals, context, is_broken = self._wanted, self._arrivals, self._context, False
+        while wanted or arrivals or self.num_awaited:
+            can_go_on = wanted or (arrivals and arrivals[0].state is not _State.COMING)
             is_over = yield Pause.STEP if can_go_on else Pause.WAIT
             is_broken |= self.is_stopped
             if wanted and not is_broken:
-                self._begun += self._make_flights(is_over)
+                self._begun += self._begin_entries(is_over)
             if self._begun and (is_broken or not wanted or wanted[0][0] // self._run_chunks > self._begun_run):
                 self._submit(is_broken=is_broken)
-            landed: list[_Flight] = []
+            landed: list[_Arrival] = []
             for _ in range(_ENTRIES_A_STEP):
-                if not flights or flights[0].state is _State.COMING:
+                if not arrivals or arrivals[0].state is _State.COMING:
                     break
-                flight = flights.popleft()
-                is_broken |= flight.state is not _State.HERE
+                arrival = arrivals.popleft()
+                is_broken |= arrival.state is not _State.HERE
                 if not is_broken:
-                    landed.append(flight)
-                elif flight.state is not _State.LOST:
-                    self._index.discard_entry(flight.record)
+                    landed.append(arrival)
+                elif arrival.state is not _State.LOST:
+                    self._index.discard_entry(arrival.record)
                     context.counters[_PROMOTIONS_FAILED] += 1
-                    context.arrived(flight.record)
+                    context.arrived(arrival.record)
             self._seal(landed)
             if is_broken:
                 wanted.clear()
 
     def _abandon(self) -> None:
         """Abandon the entries on their way. The tier may still write to those that it was asked for."""
-        for flight, _ in self._begun:
-            flight.state = _State.FAILED
-        for flight in self._flights:
-            if flight.state is _State.COMING:
-                self._lose(flight)
-            elif flight.state is not _State.LOST:
-                self._index.discard_entry(flight.record)
-                self._context.arrived(flight.record)
-        self._flights.clear()
+        for arrival, _ in self._begun:
+            arrival.state = _State.FAILED
+        for arrival in self._arrivals:
+            if arrival.state is _State.COMING:
+                self._lose(arrival)
+            elif arrival.state is not _State.LOST:
+                self._index.discard_entry(arrival.record)
+                self._context.arrived(arrival.record)
+        self._arrivals.clear()
 
-    def _lose(self, flight: _Flight) -> None:
+    def _lose(self, arrival: _Arrival) -> None:
         """Detach a late entry from its chunk. Its extent is freed when the read returns."""
-        flight.state = _State.LOST
-        self._index.abandon_entry(flight.record)
+        arrival.state = _State.LOST
+        self._index.abandon_entry(arrival.record)
         self._context.counters[_PROMOTIONS_FAILED] += 1
-        self._context.arrived(flight.record)
+        self._context.arrived(arrival.record)
 
-    def _make_flights(self, is_over: IsOver) -> list[tuple[_Flight, bytes]]:
+    def _begin_entries(self, is_over: IsOver) -> list[tuple[_Arrival, bytes]]:
         """Begin the next wanted entries, at least a few. Return them with their keys.
 
         Skip entries that are in the pool by now, or that an engine has begun to write since the tier was asked. Wait
@@ -269,16 +269,16 @@ class Reading:
             self._prefix.space,
             self._wanted,
         )
-        flights: list[tuple[_Flight, bytes]] = []
+        arrivals: list[tuple[_Arrival, bytes]] = []
         if self._tier.queue.is_suspended:
             self._end("it is suspended now")
-            return flights
+            return arrivals
         try:
             writer = context.writer_of(self._tier.queue)
         except OSError:  # without a descriptor, it would be unknown later whether the tier's process is alive
             context.counters[_PROMOTIONS_WITHOUT_DESCRIPTOR] += 1
             self._end("cut, as no file descriptor is left")
-            return flights
+            return arrivals
         batch: list[Wanted] = []
         for _ in range(QUESTIONS_A_STEP):
             if not wanted or len(batch) == _ENTRIES_A_STEP or (len(batch) >= _LEAST_ENTRIES and is_over()):
@@ -293,18 +293,18 @@ class Reading:
                 context.awaited.setdefault(record, []).append(self)
                 self.num_awaited += 1
         if not batch:
-            return flights
+            return arrivals
         first, last = batch[0][0], batch[-1][0]
         parent = index.nodes.find(space, prefix.digest(first - 1), first - 1) if first else None
         if first and parent is None and space.full_mask:
             self._end("cut, as the chunk before chunk %d was evicted", first)
-            return flights
+            return arrivals
         run = NewRun(
             space,
             prefix.slice(first, last + 1),
             first,
             NO_NODE if parent is None else parent,
-            prefix.owner,
+            prefix.label,
             writer,
             request_id=prefix.request_id,
         )
@@ -313,13 +313,13 @@ class Reading:
             context.counters[_PROMOTIONS_WITHOUT_ROOM] += 1
             self._end("cut, no room from chunk %d on: %s", batch[len(begun)][0], index.why_cut)
         for chunk, place, (record, *_) in begun:
-            flight = _Flight(record)
+            arrival = _Arrival(record)
             context.departs(record)
-            self._flights.append(flight)
-            key = context.keys.key(prefix.owner, space, place, prefix.digests, first + chunk)
-            flights.append((flight, key))
+            self._arrivals.append(arrival)
+            key = context.keys.key(prefix.label, space, place, prefix.digests, first + chunk)
+            arrivals.append((arrival, key))
         self._begun_run = last // self._run_chunks
-        return flights
+        return arrivals
 
     def _end(self, why: str, *details: object) -> None:
         """Read none of the entries that are still wanted."""
@@ -330,39 +330,39 @@ class Reading:
         """Submit reads for the begun entries, or abandon them if `is_broken`."""
         begun, self._begun = self._begun, []
         order = by_run([key for _, key in begun])
-        flights = [begun[number][0] for number in order]
+        arrivals = [begun[number][0] for number in order]
         keys = [begun[number][1] for number in order]
-        extents = [self._index.table.extent(flight.record) for flight in flights]
+        extents = [self._index.table.extent(arrival.record) for arrival in arrivals]
 
         def on_part(part: Part) -> None:
             checksums = part.checksums or itertools.repeat(b"")
-            for flight, ok, checksum in zip(flights[part.first :], part.outcomes, checksums, strict=False):
-                flight.checksum = checksum
-                if flight.state is _State.LOST:
-                    self._index.entries.free_abandoned(flight.record)
+            for arrival, ok, checksum in zip(arrivals[part.first :], part.outcomes, checksums, strict=False):
+                arrival.checksum = checksum
+                if arrival.state is _State.LOST:
+                    self._index.entries.free_abandoned(arrival.record)
                 else:
-                    flight.state = _State.HERE if ok else _State.FAILED
+                    arrival.state = _State.HERE if ok else _State.FAILED
             self.wake()
 
         def on_late() -> None:
-            for flight in flights:
-                if flight.state is _State.COMING:
-                    self._lose(flight)
+            for arrival in arrivals:
+                if arrival.state is _State.COMING:
+                    self._lose(arrival)
             self.wake()
 
         job = Job(Operation.READ, keys, extents, on_part=on_part, on_late=on_late)
         if is_broken or not self._tier.queue.submit(job):
-            for flight in flights:
-                flight.state = _State.FAILED
+            for arrival in arrivals:
+                arrival.state = _State.FAILED
 
-    def _seal(self, flights: Sequence[_Flight]) -> None:
-        if not flights:
+    def _seal(self, arrivals: Sequence[_Arrival]) -> None:
+        if not arrivals:
             return
         index, table, context = self._index, self._index.table, self._context
-        checksums = b"".join(flight.checksum for flight in flights)
-        index.seal([flight.record for flight in flights], int(context.clock()), checksums)
-        context.counters[_ENTRIES_PROMOTED] += len(flights)
-        for flight in flights:
-            self.num_bytes += table.extent(flight.record)[1]
-            self._tier.mark(flight.record, table.header(flight.record), context.clock())
-            context.arrived(flight.record)
+        checksums = b"".join(arrival.checksum for arrival in arrivals)
+        index.seal([arrival.record for arrival in arrivals], int(context.clock()), checksums)
+        context.counters[_ENTRIES_PROMOTED] += len(arrivals)
+        for arrival in arrivals:
+            self.num_bytes += table.extent(arrival.record)[1]
+            self._tier.mark(arrival.record, table.header(arrival.record), context.clock())
+            context.arrived(arrival.record)

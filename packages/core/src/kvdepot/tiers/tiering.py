@@ -179,8 +179,8 @@ class Tiering:
         """
         hashes = name_hashes(tenant, model)
 
-        def is_meant(owner: int) -> bool:
-            pairs = zip(hashes, self._keys.hashes(owner), strict=True)
+        def is_meant(label: int) -> bool:
+            pairs = zip(hashes, self._keys.hashes(label), strict=True)
             return all(wanted in (None, own) for wanted, own in pairs)
 
         self.promotions.stop(is_meant)

@@ -528,7 +528,7 @@ class Moved(Struct, array_like=True, tag="moved", frozen=True):
     epoch: int
     outcome: MoveOutcome
     why: str = ""
-    is_settled: bool = False  # whether the mover has warmed up, so that later copies will not be faster
+    is_warm: bool = False  # whether the mover has warmed up, so that later copies will not be faster
 
 
 def check_protocol_version(version: int) -> str | None:

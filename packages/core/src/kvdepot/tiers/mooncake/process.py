@@ -39,7 +39,7 @@ class ChildProcess:
         self.pid = 0  # 0 unless it is alive
         self.why = "the child process is still starting"  # the reason why it cannot be called; "" if it can
         self.is_final = False  # whether another child would fail, too
-        self.settled = threading.Event()  # set when it can be called, or is dead
+        self.start_ended = threading.Event()  # set when it can be called, or is dead
         self.dead = threading.Event()  # set when the process does not exist any more
         self._options = options
         self._pool = pool
@@ -58,14 +58,14 @@ class ChildProcess:
             MooncakeUnavailable: the child is starting, is dead, or failed to serve the request.
         """
         idle = self._idle_probe if is_probe else self._idle
-        self.settled.wait(_WAIT_SECONDS)
+        self.start_ended.wait(_WAIT_SECONDS)
         with self._changed:
             self._changed.wait_for(lambda: idle or self.why, self._options.timeout_seconds)
             if self.why or not idle:
                 raise MooncakeUnavailable(self.why or "all channels are in use")
             channel = idle.pop()
         try:
-            reply = _exchange(channel, request, self._options.timeout_seconds)
+            reply = _call(channel, request, self._options.timeout_seconds)
         except OSError as error:
             self._lose(f"the child process was lost: {error}")
             self.dead.wait()
@@ -114,7 +114,7 @@ class ChildProcess:
             self.why = f"{error}"
             self._kill()
         has_joined = not self.why
-        self.settled.set()
+        self.start_ended.set()
         if self._process is not None:
             with contextlib.suppress(ChildProcessError):
                 os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
@@ -151,7 +151,7 @@ class ChildProcess:
                 theirs.close()
         try:
             setup = self._options.setup_for(self._pool.view.nbytes, reached_from)
-            reply = _exchange(channels[0], setup, self._options.start_seconds)
+            reply = _call(channels[0], setup, self._options.start_seconds)
         except OSError as error:
             raise MooncakeUnavailable(f"the child process did not start: {error}") from error
         if isinstance(reply, m.Failed):
@@ -167,7 +167,7 @@ class ChildProcess:
                 channel.close()
 
 
-def _exchange(channel: socket.socket, request: m.Request, timeout_seconds: float) -> m.Reply:
+def _call(channel: socket.socket, request: m.Request, timeout_seconds: float) -> m.Reply:
     channel.settimeout(timeout_seconds)
     channel.send(msgspec.msgpack.encode(request))
     try:

@@ -102,7 +102,7 @@ class MooncakeTier(Tier):
         Raises:
             ConfigError: no child will ever be able to join.
         """
-        self._child.settled.wait(timeout_seconds)
+        self._child.start_ended.wait(timeout_seconds)
         if self._child.is_final:
             raise ConfigError(f"Mooncake's SDK cannot be used: {self._child.why}")
         if self._child.why:

@@ -1,4 +1,4 @@
-"""`Exchange`: the protocol of one store or retrieve with the depot.
+"""The protocol of one store or retrieve with the depot.
 
 A store asks for extents, fills them and commits them. A retrieve takes a lease, copies the extents, checks that they
 have not changed, and releases the lease. Both process the run in batches, and request the next batch before they copy
@@ -54,7 +54,7 @@ class _Retrieval:
             self.copying.close()
 
 
-class Exchange:
+class TransferProtocol:
     """Executes the stores and retrieves of one worker.
 
     Args:

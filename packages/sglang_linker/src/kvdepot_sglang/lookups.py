@@ -36,7 +36,7 @@ class Answer:
     until: float
 
 
-class Asking:
+class Lookups:
     """The lookups of one rank.
 
     Args:

@@ -8,7 +8,7 @@ import pytest
 from kvdepot.client.answers import MISS, Lease
 from kvdepot.client.scheduler import SchedulerClient
 from kvdepot.keys import DIGEST_BYTES, KeyRun
-from kvdepot_sglang.asking import Asking
+from kvdepot_sglang.lookups import Lookups
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Client:
 class Engine:
     def __init__(self, found: int) -> None:
         self.client, self.now = Client(found), 0.0
-        self.asking = Asking(cast("SchedulerClient", self.client), 0.0, lambda: self.now)
+        self.lookups = Lookups(cast("SchedulerClient", self.client), 0.0, lambda: self.now)
 
 
 def key(prompt: int, num_pages: int = 4) -> KeyRun:
@@ -48,46 +48,46 @@ def test_an_answer_is_repeated_until_half_of_its_lease_has_passed_and_a_miss_for
     engine = Engine(found)
     for now in (0.0, seconds * 0.9):
         engine.now = now
-        assert engine.asking.ask("r", key(1), 0) == found
+        assert engine.lookups.ask("r", key(1), 0) == found
     assert len(engine.client.asked) == 1
     engine.now = seconds * 1.1
-    assert engine.asking.ask("r", key(1), 0) == found
+    assert engine.lookups.ask("r", key(1), 0) == found
     assert len(engine.client.asked) == 2
     assert engine.client.released == ([1] if found else [])
 
 
 def test_an_answer_is_for_one_prompt_although_another_request_has_the_same_name() -> None:
     engine = Engine(4)
-    engine.asking.ask("r", key(1), 0)
-    engine.asking.ask("r", key(2), 0)
+    engine.lookups.ask("r", key(1), 0)
+    engine.lookups.ask("r", key(2), 0)
     assert engine.client.asked == [key(1), key(2)]
     assert engine.client.released == [1]
-    assert engine.asking.key_of("r", 4) == key(2)
+    assert engine.lookups.key_of("r", 4) == key(2)
 
 
 def test_no_more_pages_are_promised_than_were_found_behind_the_device_s() -> None:
     engine = Engine(3)
-    assert engine.asking.ask("r", key(1), 2) == 1
-    assert engine.asking.key_of("r", 1) == key(1).slice(2, 3)
-    assert engine.asking.key_of("r", 2) is None
-    engine.asking.drop("r")
-    assert engine.asking.key_of("r", 1) is None
+    assert engine.lookups.ask("r", key(1), 2) == 1
+    assert engine.lookups.key_of("r", 1) == key(1).slice(2, 3)
+    assert engine.lookups.key_of("r", 2) is None
+    engine.lookups.drop("r")
+    assert engine.lookups.key_of("r", 1) is None
 
 
 @pytest.mark.parametrize(("found", "seconds"), [(4, 10.0), (0, 0.2)])
 def test_answers_of_requests_that_never_load_are_not_kept_beyond_their_leases(found: int, seconds: float) -> None:
     engine = Engine(found)
-    engine.asking.ask("left", key(1), 0)
+    engine.lookups.ask("left", key(1), 0)
     for number, now in enumerate((seconds * 0.9, seconds * 1.1)):
         engine.now = now
-        engine.asking.ask(f"later {number}", key(2), 0)
-        assert (engine.asking.key_of("left", found) is not None) == (number == 0)
+        engine.lookups.ask(f"later {number}", key(2), 0)
+        assert (engine.lookups.key_of("left", found) is not None) == (number == 0)
     assert engine.client.released == ([1] if found else [])
 
 
 @pytest.mark.parametrize(("found", "start"), [(4, 4), (2, 2), (0, 0)])
 def test_a_store_begins_with_what_the_depot_lacks_of_the_device_s_pages(found: int, start: int) -> None:
     engine = Engine(found)
-    assert engine.asking.ask("r", key(1, 6), 4) == 0
-    assert engine.asking.first_to_store(key(1, 6), 4) == start
-    assert engine.asking.first_to_store(key(1, 6), 4) == 4  # the first store sent them
+    assert engine.lookups.ask("r", key(1, 6), 4) == 0
+    assert engine.lookups.first_to_store(key(1, 6), 4) == start
+    assert engine.lookups.first_to_store(key(1, 6), 4) == 4  # the first store sent them
