@@ -129,12 +129,67 @@ def said_by(*arguments: str) -> str:
     return subprocess.run([*_COMMAND, *arguments], capture_output=True, text=True, timeout=60, check=False).stdout
 
 
+_COMMANDS = (
+    "serve",
+    "status",
+    "top",
+    "find FILE",
+    "clear",
+    "warm FILE",
+    "session retain NAME 600",
+    "session prefetch NAME",
+    "session demote NAME",
+    "session forget NAME",
+    "quota acme 8GiB",
+    "tier add URL",
+    "tier remove NAME",
+    "tier gc URL",
+    "drain",
+    "loglevel debug",
+    "config",
+    "pools",
+    "backends",
+    "demo",
+    "replay TRACE",
+    "doctor",
+    "sizing MODEL",
+    "bench transfer",
+    "bench lookup",
+    "bench blend",
+    "bench server",
+)
+
+
+def names_in_help(*group: str) -> list[str]:
+    return re.findall(r"^    (\w+) ", said_by(*group, "--help"), re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", _COMMANDS)
+def test_every_command_accepts_the_directory_of_a_depot(command: str) -> None:
+    words = command.split()
+    for flag in ("--dir", "--url"):
+        for given in ([flag, "/x", *words], [*words, flag, "/x"], [flag, "/other", *words, flag, "/x"]):
+            assert make_parser().parse_args(given).directory == Path("/x")
+    assert "directory" not in make_parser().parse_args(words), "it would hide the environment's"
+
+
+@pytest.mark.parametrize("group", [(), ("session",), ("tier",), ("bench",)])
+def test_the_list_of_commands_is_whole(group: tuple[str, ...]) -> None:
+    listed = [command.split()[: len(group) + 1] for command in _COMMANDS]
+    of_backends = ["cuda"] if group == ("bench",) else []
+    assert {(*group, name) for name in names_in_help(*group) if name not in of_backends} == {
+        tuple(words) for words in listed if tuple(words[:-1]) == group
+    }
+
+
 @pytest.mark.slow
 def test_dir_and_url_name_a_depot_wherever_one_is_named(tmp_path: Path) -> None:
     with DepotProcess() as depot:
         for flag in ("--dir", "--url"):
             assert "entries" in said_by("status", flag, depot.url)
-            assert "pool_size" in said_by("config", flag, f"ipc://{depot.url}")
+            assert "pool_size" in said_by(flag, f"ipc://{depot.url}", "config")
+            assert str(depot.pool_directory) in said_by("pools", flag, depot.url)
+            assert "no pools" in said_by("pools", flag, str(tmp_path))
             assert f"process {depot.pid}" in said_by("doctor", flag, depot.url)  # doctor fails if there is no backend
     for flag in ("--dir", "--url"):
         assert "serving" in first_words(flag, str(tmp_path / flag.strip("-")), "--pool-size", "4MiB")
@@ -174,7 +229,7 @@ def test_doctor_knows_that_proc_takes_no_files() -> None:
 
 
 def test_every_command_says_in_a_sentence_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
-    names = re.findall(r"^    (\w+) ", said_by("--help"), re.MULTILINE)
+    names = names_in_help()
     assert len(names) > 15
     for name in names:
         with pytest.raises(SystemExit):

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Final, NoReturn
 import msgspec
 
 from kvdepot.backends import DeviceBench, find_benches, list_backends
-from kvdepot.config import ServerConfig, default_directory, format_size, parse_size
+from kvdepot.config import ServerConfig, format_size, parse_size
 from kvdepot.errors import BackendUnavailable, ConfigError, KVDepotError, RemoteError, describe_os_error, printable
 from kvdepot.index.eviction import AUTO, POLICIES
 from kvdepot.ops import pools
 from kvdepot.ops.operate import add_commands
 from kvdepot.ops.serve import add_serve, run_serve
-from kvdepot.ops.settings import add_settings, count_argument, number_argument, size_argument
+from kvdepot.ops.settings import ASKS_NO_DEPOT, add_settings, count_argument, number_argument, size_argument
 from kvdepot.ops.status import add_status
 from kvdepot.ops.terminal import fitted
 from kvdepot.processes.logs import set_up_logs
@@ -43,7 +43,7 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command. Exit with 0, 1 (failed, with one line that says why) or 2 (wrong arguments)."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    benches = find_benches() if arguments[:1] == ["bench"] else {}
+    benches = find_benches() if "bench" in arguments else {}
     try:
         options = make_parser(benches).parse_args(arguments)
         if options.run is not run_serve:
@@ -69,32 +69,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def make_parser(benches: Mapping[str, DeviceBench | BackendUnavailable] | None = None) -> argparse.ArgumentParser:
     """Return the parser of all commands; `benches` are the benchmarks that backends add to `kvdepot bench`."""
+    place = _Parser(add_help=False)
+    add_settings(place, ServerConfig, ("directory",))
     parser = _Parser(
-        prog="kvdepot", description="Run one server per node that keeps the KV caches of all inference engines there."
+        prog="kvdepot",
+        parents=[place],
+        description="Run one server per node that keeps the KV caches of all inference engines there.",
     )
     parser.add_argument("--version", action="version", version=f"kvdepot {version('kvdepot')}")
-    common = _Parser(add_help=False)
+    common = _Parser(add_help=False, parents=[place])
     common.add_argument(
         "--log-level",
         choices=("debug", "info", "warning", "error"),
         default="warning",
         help="lowest level to log to standard error (default %(default)s)",
     )
-    client = _Parser(add_help=False, parents=[common])
-    client.add_argument(
-        "--dir",
-        "--url",
-        dest="depot",
-        metavar="DIR",
-        help=f"depot to ask: its directory (default {default_directory()})",
-    )
     json_output = _Parser(add_help=False)
     json_output.add_argument("--json", action="store_true", help="print JSON")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     add_serve(commands)
-    add_status(commands, client, json_output)
-    add_commands(commands, common, client, json_output)
+    add_status(commands, common, json_output)
+    add_commands(commands, common, json_output)
     pools.add_commands(commands, common, json_output)
 
     backends = commands.add_parser(
@@ -102,6 +98,7 @@ def make_parser(benches: Mapping[str, DeviceBench | BackendUnavailable] | None =
         parents=[common, json_output],
         help="list accelerator backends",
         description="List the installed accelerator backends, and say whether each is usable here.",
+        epilog=ASKS_NO_DEPOT,
     )
     backends.set_defaults(run=_backends)
 
@@ -111,6 +108,7 @@ def make_parser(benches: Mapping[str, DeviceBench | BackendUnavailable] | None =
         help="watch engines with and without a depot",
         description="Serve the same conversations with and without a depot, side by side, then kill the depot and start"
         " it again. Needs no model and no GPU.",
+        epilog=ASKS_NO_DEPOT,
     )
     demo.set_defaults(run=_demo)
 
@@ -119,6 +117,7 @@ def make_parser(benches: Mapping[str, DeviceBench | BackendUnavailable] | None =
         parents=[common, json_output],
         help="replay a trace in Mooncake's format",
         description="Replay a trace in Mooncake's format through engines without a model, and print its hit rates.",
+        epilog=ASKS_NO_DEPOT,
     )
     replay.set_defaults(run=_replay)
     replay.add_argument("trace", type=Path, help="JSON lines with timestamp, input_length, output_length and hash_ids")
@@ -194,7 +193,7 @@ def make_parser(benches: Mapping[str, DeviceBench | BackendUnavailable] | None =
         " 1 if something keeps a depot from working.",
     )
     doctor.set_defaults(run=_doctor)
-    add_settings(doctor, ServerConfig, _SETTINGS_OF_DOCTOR)
+    add_settings(doctor, ServerConfig, _SETTINGS_OF_DOCTOR[1:])
 
     sizing = commands.add_parser(
         "sizing",
@@ -202,6 +201,7 @@ def make_parser(benches: Mapping[str, DeviceBench | BackendUnavailable] | None =
         help="compute how many tokens of a model fit into a pool",
         description="Compute the size of a model's KV cache, and how many tokens a pool holds. Refuses a model whose"
         " configuration does not say this exactly; 'kvdepot status' shows it for every model that is attached.",
+        epilog=ASKS_NO_DEPOT,
     )
     sizing.set_defaults(run=_sizing)
     sizing.add_argument("model", metavar="MODEL_CONFIG.json", help="the model's config.json, or its folder")
@@ -226,7 +226,7 @@ def make_parser(benches: Mapping[str, DeviceBench | BackendUnavailable] | None =
         ("blend", "finding the text of a long prompt at other positions"),
         ("server", "the server itself"),
     ):
-        one = whats.add_parser(what, parents=[common, json_output], help=described)
+        one = whats.add_parser(what, parents=[common, json_output], help=described, epilog=ASKS_NO_DEPOT)
         one.set_defaults(bench=None)
         if what == "server":
             one.add_argument(
@@ -238,7 +238,8 @@ def make_parser(benches: Mapping[str, DeviceBench | BackendUnavailable] | None =
             )
     for what, found in (benches or {}).items():
         is_broken = isinstance(found, BackendUnavailable)
-        one = whats.add_parser(what, parents=[common, json_output], help=str(found) if is_broken else found.help)
+        help_text = str(found) if is_broken else found.help
+        one = whats.add_parser(what, parents=[common, json_output], help=help_text, epilog=ASKS_NO_DEPOT)
         one.set_defaults(bench=found)
         if not is_broken:
             found.add_arguments(one)

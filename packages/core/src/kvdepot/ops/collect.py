@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvdepot.config import format_size, parse_duration
 from kvdepot.errors import ConfigError, reason_of
-from kvdepot.ops.settings import as_argument, size_argument
+from kvdepot.ops.settings import ASKS_NO_DEPOT, as_argument, size_argument
 from kvdepot.tiers.base import TierPool
 from kvdepot.tiers.keys import MARK_BYTES, NAME_HASH_BYTES, PLACE_BYTES, mark_of, name_hash
 from kvdepot.tiers.url import TierUrl, open_tier
@@ -36,7 +36,7 @@ _MOST_ROUNDS: Final = 8  # otherwise depots that write faster than the command r
 
 
 def add_tier_gc(commands: Any, common: argparse.ArgumentParser) -> None:
-    """Add `gc` to the subparsers of `kvdepot tier`; `common` has `--log-level`."""
+    """Add `gc` to the subparsers of `kvdepot tier`; `common` has `--log-level` and `--dir`."""
     parser = commands.add_parser(
         "gc",
         parents=[common],
@@ -45,6 +45,7 @@ def add_tier_gc(commands: Any, common: argparse.ArgumentParser) -> None:
             "Remove objects from the store of a tier (s3, gs, az, file), the oldest first, and print what is there by"
             " format. It is safe beside depots that use the store: they see misses. Without an option it only counts."
         ),
+        epilog=ASKS_NO_DEPOT,
     )
     parser.add_argument("url", help="the tier, as in serve --tier")
     parser.add_argument(

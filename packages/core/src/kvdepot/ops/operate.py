@@ -18,7 +18,7 @@ from kvdepot.errors import ConfigError, printable, reason_of
 from kvdepot.keys import DIGEST_BYTES, Namespace, NamespaceDigest, hash_prefix
 from kvdepot.layout import MINIMUM_CHUNK_TOKENS
 from kvdepot.ops.collect import add_tier_gc
-from kvdepot.ops.settings import as_argument
+from kvdepot.ops.settings import as_argument, named_depot
 from kvdepot.wire import operations as o
 from kvdepot.wire.operation import Argument, Command, Operation, R
 
@@ -35,18 +35,12 @@ _GROUPS: Final = {
 }
 
 
-def add_commands(
-    commands: Any,
-    common: argparse.ArgumentParser,
-    client: argparse.ArgumentParser,
-    json_output: argparse.ArgumentParser,
-) -> None:
+def add_commands(commands: Any, common: argparse.ArgumentParser, json_output: argparse.ArgumentParser) -> None:
     """Add the commands of operations to the subparsers of `kvdepot`.
 
     Args:
         commands: the result of `add_subparsers`.
-        common: has `--log-level`.
-        client: has the options that name a depot.
+        common: has `--log-level`, and `--dir` to name a depot.
         json_output: has `--json`.
     """
     groups: dict[str, Any] = {"": commands}
@@ -61,7 +55,7 @@ def add_commands(
             groups[group] = made.add_subparsers(required=True, metavar="COMMAND")
         parser = groups[group].add_parser(
             name,
-            parents=[client, json_output] if command.has_json else [client],
+            parents=[common, json_output] if command.has_json else [common],
             help=command.help,
             description=command.description,
         )
@@ -98,7 +92,7 @@ def _run(operation: type[o.OperatorRequest], command: Command, options: argparse
 
 
 def _ask(options: argparse.Namespace, request: Operation[R]) -> R:
-    return ask_depot(request, options.depot, request.seconds)
+    return ask_depot(request, named_depot(options), request.seconds)
 
 
 # --- files of prefixes ----------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ _UNITS: Final = ((86_400, "days"), (3_600, "hours"), (60, "minutes"), (1, "secon
 
 
 def add_commands(commands: Any, common: argparse.ArgumentParser, json_output: argparse.ArgumentParser) -> None:
-    """Add `pools` to the subparsers of `kvdepot`; `common` has `--log-level`, `json_output` has `--json`."""
+    """Add `pools` to the subparsers of `kvdepot`; `common` has `--dir`, `json_output` has `--json`."""
     pools = commands.add_parser(
         "pools",
         parents=[common, json_output],
@@ -30,7 +30,13 @@ def add_commands(commands: Any, common: argparse.ArgumentParser, json_output: ar
         " outlives its depot, so that the next one finds the cache; 'kvdepot pools --remove' gives the memory back.",
     )
     pools.set_defaults(run=_pools)
-    pools.add_argument("paths", nargs="*", type=Path, metavar="PATH", help="only these (default: all of /dev/shm)")
+    pools.add_argument(
+        "paths",
+        nargs="*",
+        type=Path,
+        metavar="PATH",
+        help="only these (default: all of /dev/shm, or with --dir that of one depot)",
+    )
     pools.add_argument("--remove", action="store_true", help="remove the pools at PATH; a running depot keeps its own")
     pools.add_argument(
         "--stopped",
@@ -44,6 +50,9 @@ def _pools(options: argparse.Namespace) -> int:
     if options.remove and not (options.paths or options.stopped):
         raise PoolError("--remove needs the PATH of a pool, or --stopped for all that no depot serves")
     found = [look_at(path) for path in options.paths] or find_pools()
+    if "directory" in options:
+        server = f"the depot of --dir {options.directory.absolute()} "
+        found = [pool for pool in found if pool.server.startswith(server)]
     if options.stopped:
         found = [pool for pool in found if not pool.is_served]
     if options.remove:

@@ -19,6 +19,7 @@ from kvdepot.errors import ConfigError, KVDepotError, reason_of
 logger = logging.getLogger(__name__)
 
 PREFIX: Final = "KVDEPOT_"
+ASKS_NO_DEPOT: Final = "Asks no depot: --dir has no effect here."  # at the end of a command's help
 
 _TRUE: Final = frozenset({"1", "true", "yes", "on"})
 _FALSE: Final = frozenset({"0", "false", "no", "off", ""})
@@ -45,9 +46,13 @@ def add_settings(parser: argparse.ArgumentParser, kind: type[Any], only: Collect
         else:
             action = "store" if setting.collect is None else "append"
             read = as_argument(setting.parse)
-            # Commands that ask a depot know both flags, too.
             flags = [setting.flag, "--url"] if setting.flag == "--dir" else [setting.flag]
             parser.add_argument(*flags, action=action, type=read, metavar=setting.metavar, **options)
+
+
+def named_depot(options: argparse.Namespace) -> str | None:
+    """Return the directory that `--dir` names; None for the default one."""
+    return str(options.directory) if "directory" in options else None
 
 
 def as_argument(parse: Callable[[str], _T]) -> Callable[[str], _T]:

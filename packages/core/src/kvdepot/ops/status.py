@@ -10,7 +10,7 @@ from kvdepot.client.operator import ask_depot
 from kvdepot.config import counted, format_size
 from kvdepot.errors import ConfigError, printable
 from kvdepot.layout import GroupKind
-from kvdepot.ops.settings import count_argument, number_argument
+from kvdepot.ops.settings import count_argument, named_depot, number_argument
 from kvdepot.ops.terminal import fitted
 from kvdepot.wire import operations as o
 from kvdepot.wire.status import ContextStatus, DepotStatus, GenerationStatus, GroupStatus, TierStatus
@@ -19,17 +19,17 @@ _MINIMUM_SAMPLE_CHUNKS: Final = 10_000  # estimates of fewer looked-up chunks ar
 _PROMPT_TOKENS: Final = 8_000  # prompt length for the pool's capacity: a recurrent state counts once per prompt
 
 
-def add_status(commands: Any, client: argparse.ArgumentParser, json_output: argparse.ArgumentParser) -> None:
+def add_status(commands: Any, common: argparse.ArgumentParser, json_output: argparse.ArgumentParser) -> None:
     """Add `status` and `top` to the subparsers of `kvdepot`.
 
     Args:
         commands: the result of `add_subparsers`.
-        client: has the options that name a depot.
+        common: has `--log-level`, and `--dir` to name a depot.
         json_output: has `--json`.
     """
     status = commands.add_parser(
         "status",
-        parents=[client, json_output],
+        parents=[common, json_output],
         help="show a depot's contents and engines",
         description="Show a depot's contents, its tiers, and the engines that are attached.",
     )
@@ -38,7 +38,7 @@ def add_status(commands: Any, client: argparse.ArgumentParser, json_output: argp
 
     top = commands.add_parser(
         "top",
-        parents=[client],
+        parents=[common],
         help="watch a depot at work",
         description="Watch hit rates, engines, tenants and tiers of a depot, once a second.",
     )
@@ -52,7 +52,7 @@ def add_status(commands: Any, client: argparse.ArgumentParser, json_output: argp
 
 
 def _status(options: argparse.Namespace) -> int:
-    reply = ask_depot(o.Status(), options.depot)
+    reply = ask_depot(o.Status(), named_depot(options))
     if options.json:
         # Prints ASCII only, so that clients' names cannot send control sequences to the terminal.
         print(json.dumps(msgspec.to_builtins(reply.status), indent=2))
@@ -68,7 +68,7 @@ def _top(options: argparse.Namespace) -> int:
         raise ConfigError(f"kvdepot top needs {error.name}: pip install 'kvdepot[cli]'") from error
 
     def ask() -> DepotStatus:
-        return ask_depot(o.Status(), options.depot).status
+        return ask_depot(o.Status(), named_depot(options)).status
 
     run_top(ask, interval_seconds=max(0.1, options.interval), num_frames=options.frames)
     return 0
