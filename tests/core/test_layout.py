@@ -17,6 +17,7 @@ from kvdepot.layout import (
     Plane,
     check_block_ids,
     default_chunk_tokens,
+    fewest,
     heads_of_both,
     layers_of_both,
     mask_of,
@@ -108,6 +109,61 @@ def test_masks_of_parts_have_a_bit_for_each_cell(data: st.DataObject, plane: Pla
     assert mask.bit_count() == mine.num_cells == len(cells_of(mine))
     assert (mask & mask_of(other.number, plane.heads)).bit_count() == len(cells_of(mine) & cells_of(other))
     assert mask | mask_of(Part(0, plane.layers, 0, plane.heads).number, plane.heads) == (1 << math.prod(plane)) - 1
+
+
+def sizes(plane: Plane, ranks: tuple[int, ...], stages: tuple[int, ...]) -> list[int]:
+    """Return the parts of engines with these numbers of ranks and stages."""
+    return sorted(
+        {
+            Part(plane.layers // s * stage, plane.layers // s, plane.heads // r * rank, plane.heads // r).number
+            for r, s in itertools.product(ranks, stages)
+            for rank, stage in itertools.product(range(r), range(s))
+        }
+    )
+
+
+def check_fewest(plane: Plane, part: int, parts: tuple[int, ...]) -> None:
+    wanted = cells_of(Part.of(part))
+
+    def have_all(some: tuple[int, ...]) -> bool:
+        return wanted <= {cell for each in some for cell in cells_of(Part.of(each))}
+
+    found = fewest(part, parts, plane.heads)
+    assert bool(found) == have_all(parts)
+    if found:
+        assert set(found) <= set(parts)
+        assert have_all(found)
+        assert not any(map(have_all, itertools.combinations(parts, len(found) - 1)))
+
+
+@pytest.mark.parametrize(
+    ("plane", "ranks", "stages"),
+    [(Plane(1, 4), (1, 2, 4), (1,)), (Plane(6, 1), (1,), (1, 2, 3)), (Plane(2, 2), (1, 2), (1, 2))],
+)
+def test_a_reader_takes_the_fewest_of_any_parts(plane: Plane, ranks: tuple[int, ...], stages: tuple[int, ...]) -> None:
+    every = sizes(plane, ranks, stages)
+    for count in range(len(every) + 1):
+        for parts in itertools.combinations(every, count):
+            for part in every:
+                check_fewest(plane, part, parts)
+
+
+@given(st.data())
+def test_a_reader_takes_the_fewest_parts_of_engines_with_many_ranks_and_stages(data: st.DataObject) -> None:
+    plane = Plane(6, 8)
+    every = sizes(plane, (1, 2, 4, 8), (1, 2, 3))
+    parts = data.draw(st.lists(st.sampled_from(every), max_size=12, unique=True))
+    check_fewest(plane, data.draw(st.sampled_from(every)), tuple(parts))
+
+
+def test_a_reader_of_very_many_parts_takes_the_widest_first() -> None:
+    heads = [Part(layer, 1, head, 1).number for layer, head in itertools.product(range(30), range(64))]
+    whole = Part(0, 30, 0, 64).number
+    assert sorted(fewest(whole, tuple(heads), 64)) == sorted(heads)
+    assert fewest(whole, tuple(heads[1:]), 64) == ()
+    assert fewest(whole, (*heads, whole), 64) == (whole,)
+    left, right = Part(0, 30, 0, 32).number, Part(0, 30, 32, 32).number
+    assert fewest(whole, (*heads, left, right), 64) == (left, right)
 
 
 @given(st.data(), st.integers(1, 16), st.integers(1, 4))

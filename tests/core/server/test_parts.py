@@ -123,6 +123,21 @@ def test_writers_of_different_sizes_that_race_store_a_head_twice_at_most() -> No
     bench.drain()
 
 
+def test_a_reader_takes_the_fewest_parts_that_racing_writers_left() -> None:
+    """The left heads of all layers are the largest part, but the reader needs all others even with it."""
+    bench, run = Bench(STAGES), prompt(2)
+    (whole,), (left, right) = engine(bench, 1), engine(bench, 2)
+    layers = [bench.worker(stage, stages=4) for stage in range(4)]
+    plans = [(worker, worker.prepare(run)) for worker in (left, *layers)]
+    assert right.prepare(run).num_present == 2
+    for worker, plan in plans:
+        worker.commit(plan)
+    for reader in (whole, right):
+        assert sorted(read_by(reader, run)) == [Part(layer, 1, 0, 2) for layer in range(4)]
+    assert read_by(left, run) == [Part(0, 4, 0, 1)]
+    bench.drain()
+
+
 def test_parts_that_overlap_are_counted_and_leave_with_their_chunk() -> None:
     bench, run = Bench(HEADS, pages=6), prompt(1)
     (whole,), (left, right) = engine(bench, 1), engine(bench, 2)

@@ -21,6 +21,7 @@ from kvdepot.errors import LayoutError
 MINIMUM_CHUNK_TOKENS = 64  # smaller chunks would cost more in messages and records than they gain in hits
 MAXIMUM_HEADS = 256  # per plane: a part's number has 8 bits for its first head
 MAXIMUM_CELLS = 65_536  # per plane
+_MOST_COMPARED: Final = 16  # of that many parts, in any positions, `fewest` compares all choices in half a millisecond
 
 
 class GroupKind(enum.StrEnum):
@@ -82,6 +83,42 @@ def mask_of(number: int, heads: int) -> int:
     part = Part.of(number)
     row = (1 << part.num_heads) - 1 << part.first_head
     return sum(row << layer * heads for layer in range(part.first_layer, part.first_layer + part.num_layers))
+
+
+@lru_cache(1024)
+def fewest(part: int, parts: tuple[int, ...], heads: int) -> tuple[int, ...]:
+    """Return the fewest of `parts` that together have all cells of a part in a plane of `heads`. Empty if cells lack.
+
+    All are numbers. If more than 16 could be useful, the widest are chosen first, which may be more than the fewest.
+    """
+    wanted, useful = mask_of(part, heads), dict[int, int]()  # parts by their wanted cells, unless a wider one has them
+    cells = [(mask_of(other, heads) & wanted, other) for other in parts]
+    for mask, other in sorted(cells, key=lambda each: each[0].bit_count(), reverse=True):
+        if all(mask & ~wider for wider in useful):
+            useful[mask] = other
+    widest = max(map(int.bit_count, useful), default=0)
+
+    def search(missing: int, most: int) -> list[int] | None:
+        """Return the fewest parts for the missing cells, None if they are more than `most`."""
+        if not missing or missing.bit_count() > most * widest:
+            return None if missing else []
+        found: list[int] | None = None
+        for mask, other in useful.items():
+            if mask & missing & -missing:  # one of them has to have the first missing cell
+                rest = search(missing & ~mask, most - 1)
+                if rest is not None:
+                    found, most = [other, *rest], len(rest)
+        return found
+
+    missing, found = wanted, list[int]()
+    for mask, other in useful.items():
+        if mask & missing:
+            found.append(other)
+            missing &= ~mask
+    if missing:
+        return ()
+    fewer = search(wanted, len(found) - 1) if len(useful) <= _MOST_COMPARED else None
+    return tuple(fewer or found)
 
 
 def default_chunk_tokens(block_tokens: Iterable[int], minimum: int = MINIMUM_CHUNK_TOKENS) -> int:

@@ -13,7 +13,7 @@ from kvdepot.errors import require
 from kvdepot.index.columns import make_column
 from kvdepot.index.quotas import QuotaTable
 from kvdepot.index.tree import NO_NODE, Nodes, Space
-from kvdepot.layout import Part, mask_of
+from kvdepot.layout import Part, fewest, mask_of
 from kvdepot.pool.extents import ExtentAllocator, extent_size
 from kvdepot.pool.table import NO_RECORD, OWNER_BYTES, PARENT_BYTES, SEALED, IndexTable, Record, Writer
 from kvdepot.wire.messages import EXTENT
@@ -183,25 +183,20 @@ class Entries:
         return self._table.sealed_entry(record)
 
     def cover(self, node: int, place: PartPlace) -> list[tuple[int, Extent]]:
-        """Return sealed entries, with their parts, that together have all cells of a part. Empty if cells are missing.
+        """Return the fewest sealed entries, with their parts, that together have all cells of a part (`layout.fewest`).
 
-        The choice is greedy, to return few entries: each one adds as many cells as possible.
+        Empty if cells are missing.
         """
-        heads = self._nodes.space_of(node).heads[place.group]
-        missing, left = mask_of(place.part, heads), list[tuple[int, int]]()
+        here: dict[int, int] = {}
         for record in self.of(node):
             group, part = self._table.place_of(record)
             if group == place.group and self.is_sealed(record) and self._table.check_of(record) == place.check:
-                left.append((part, record))
+                here[part] = record
         found: list[tuple[int, Extent]] = []
-        while missing and left:
-            part, record = max(left, key=lambda each: (mask_of(each[0], heads) & missing).bit_count())
-            if not mask_of(part, heads) & missing:
-                return []
-            left.remove((part, record))
-            missing &= ~mask_of(part, heads)
+        for part in fewest(place.part, tuple(here), self._nodes.space_of(node).heads[place.group]):
+            record = here[part]
             found.append((part, (record, self._table.header(record), *self._table.extent(record))))
-        return [] if missing else found
+        return found
 
     def node_of(self, record: int) -> int:
         """Return the node of a record in use, `NO_NODE` if it was abandoned."""
