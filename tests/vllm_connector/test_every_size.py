@@ -1,5 +1,8 @@
 """Engines of all sizes and stages share entries: the same tokens, and every byte is in the pool once."""
 
+import contextlib
+import socket
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -119,3 +122,34 @@ def test_states_of_another_size_are_a_miss(depot: DepotProcess, model: MakeModel
         outputs = one.generate(others)
         assert cached(outputs) == [0]
         assert tokens(outputs) == one.reference
+
+
+def test_data_parallel_replicas_of_an_external_launcher_are_engines_of_their_own(
+    depot: DepotProcess, model: MakeModel
+) -> None:
+    """Each has one worker, although vLLM's `world_size` is 2, and loads what the other one stored."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    path = model("gqa")
+    options: dict[str, Any] = {"data_parallel_size": 2, "distributed_executor_backend": "external_launcher"}
+
+    def start(rank: int) -> Engine:
+        variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        first = f"import os; os.environ.update({ {name: str(value) for name, value in variables.items()} })"
+        return Engine(path, connector(depot.url), first=first, max_tokens=4, **options)
+
+    given = prompts(2, 800, seed=72)
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(2) as pool:
+        engines = [stack.enter_context(engine) for engine in pool.map(start, range(2))]
+
+        def serve(rank: int, number: int) -> list[dict[str, Any]]:
+            return engines[rank].generate([given[number]])
+
+        stored = [*pool.map(serve, range(2), range(2))]
+        wait_until(lambda: depot.status().num_chunks == 2 * REUSE // 128, 60)
+        wait_until(lambda: depot.status().num_tickets == 0, 60)
+        loaded = [*pool.map(serve, range(2), (1, 0))]
+        assert [*map(cached, loaded)] == [[REUSE], [REUSE]]
+        assert [*map(tokens, loaded[::-1])] == [*map(tokens, stored)]
+        assert [each.world_size for each in depot.status().contexts if each.role == "worker"] == [1, 1]

@@ -272,6 +272,14 @@ def test_an_engine_with_context_parallelism_uses_no_depot() -> None:
             engine_cache(config, None, str, None)
 
 
+def test_ranks_that_schedule_for_themselves_use_no_depot() -> None:
+    parallel = SimpleNamespace(
+        distributed_executor_backend="external_launcher", tensor_parallel_size=2, pipeline_parallel_size=2
+    )
+    with pytest.raises(Unsupported, match="each of 4 ranks of an external_launcher schedules for itself"):
+        engine_cache(SimpleNamespace(parallel_config=parallel), None, str, None)
+
+
 FULL = EngineGroup(0, GroupKind.FULL_ATTENTION, 16, 0, ("a", "b"), False, False)
 WINDOW = EngineGroup(1, GroupKind.SLIDING_WINDOW, 16, 64, ("c",), False, False)
 LATENT = EngineGroup(0, GroupKind.FULL_ATTENTION, 16, 0, ("a", "b"), True, False)

@@ -61,6 +61,11 @@ class EngineCache:
     shapes: tuple[GroupShape, ...] = ()  # by group, as the workers register them; only they know the form of pages
 
     @property
+    def num_workers(self) -> int:
+        """The number of workers of the engine. vLLM's `world_size` may count all data-parallel replicas."""
+        return self.num_stages * self.num_ranks
+
+    @property
     def num_recurrent(self) -> int:
         """The number of groups that keep recurrent states."""
         return sum(group.kind is GroupKind.RECURRENT for group in self.groups)
@@ -111,6 +116,12 @@ def engine_cache(
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             raise Unsupported(f"{name} is {getattr(parallel, name)}: context parallelism is not supported")
+    num_ranks, num_stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    if parallel.distributed_executor_backend == "external_launcher" and num_ranks * num_stages > 1:
+        raise Unsupported(
+            f"each of {num_ranks * num_stages} ranks of an external_launcher schedules for itself: a load that ends"
+            " later on one of them would put them out of step"
+        )
     groups = [
         _engine_group(vllm_config, kv_cache_config, number, group, kind_of)
         for number, group in enumerate(kv_cache_config.kv_cache_groups)
@@ -128,11 +139,11 @@ def engine_cache(
         groups=tuple(groups),
         num_groups=len(kv_cache_config.kv_cache_groups),
         chunk_tokens=chunk_tokens,
-        num_ranks=parallel.tensor_parallel_size,
+        num_ranks=num_ranks,
         dtype=_dtype(vllm_config),
         volatile_tokens=_volatile_tokens(vllm_config, kv_cache_config),
         state_step=state_step,
-        num_stages=parallel.pipeline_parallel_size,
+        num_stages=num_stages,
         layout=str(kv_cache_config.kv_cache_layout),
     )
 

@@ -124,7 +124,7 @@ class Start:
                 self.instance,
                 cache.dtype,
                 rank=pp_rank * parallel.tensor_parallel_size + tp_rank,
-                world_size=parallel.world_size,
+                world_size=cache.num_workers,
                 model=str(self.vllm_config.model_config.model),
                 format=cache.format,
                 chunk_tokens=cache.chunk_tokens,
@@ -198,13 +198,12 @@ class Start:
             served_model=served_model(config) if announcer is not None else "",
             weights=namespace.weights,
         )
-        num_workers = config.parallel_config.world_size
         scheduler = SchedulerSide(
             cache,
-            Generation(namespace, num_workers, dict(each.weights for each in told)),
+            Generation(namespace, cache.num_workers, dict(each.weights for each in told)),
             settings,
             client,
-            num_workers,
+            cache.num_workers,
             announcer=announcer,
             describer=Describer(cache, self.kv_cache_config) if announcer is not None else None,
             can_blend=all(each.can_blend for each in told),
