@@ -631,7 +631,8 @@ def test_a_lookup_during_a_promotion_waits_for_what_is_on_its_way_and_gets_all_o
         bench.tiering.turn(lambda: True)
     others = [bench.begin_lookup(prompt(40)) for _ in range(2)]
     bench.tiers[0].hang = False
-    assert [bench.wait(each).num_chunks for each in (first, *others)] == [40] * 3
+    replies = [bench.wait(each) for each in (first, *others)]
+    assert [(reply.num_chunks, reply.num_promoted) for reply in replies] == [(40, 40)] * 3
     assert bench.tiering.counters["entries_promoted"] == 40 * len(bench.contexts), "each is read once"
 
 
@@ -686,7 +687,8 @@ def test_entries_that_engines_of_any_size_store_while_a_tier_is_asked_are_not_re
     bench.store(run.slice(0, 8))
     bench.contexts, bench.ranks = before, 1
     bench.tiers[0].hang = False
-    assert bench.wait(pending).num_chunks == 40
+    reply = bench.wait(pending)
+    assert (reply.num_chunks, reply.num_promoted) == (40, 32)
     assert bench.tiering.counters["entries_promoted"] == 32
     assert bench.tiering.counters["promotions_without_room"] == 0
     assert bench.lookup(run) == 40
@@ -1915,7 +1917,7 @@ def test_a_lookup_waits_for_chunks_that_another_node_brings_to_a_tier(awaited: O
     assert awaited.wait(asked, 0.1) is None
     awaited.num_here = 8
     reply = awaited.wait(asked, 0.1)
-    assert (reply.num_chunks, reply.num_pending) == (8, 0)
+    assert (reply.num_chunks, reply.num_pending, reply.num_promoted) == (8, 0, 8)
     awaited.bench.check(prompt(8))
 
 

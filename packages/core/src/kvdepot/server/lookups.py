@@ -91,7 +91,7 @@ class Lookups:
 
     def _complete(self, query: Query, tokens: list[int]) -> Steps:
         """Wait for another request that computes the next chunks, or for the tiers and then for such a request."""
-        context, request, began = query.context, query.request, self._state.clock()
+        context, request, began, before = query.context, query.request, self._state.clock(), query.found
         query.until = began + request.wait_seconds
         if (yield partial(self._join, query)):
             query.waited_for = "request {joined}"
@@ -99,8 +99,7 @@ class Lookups:
             query.waited_for = "tier {tiers}"
             if self._is_gone(context):
                 return self._gone(context)
-            query.num_promoted = max(0, query.refresh(self._index))
-            tokens[2] += query.num_promoted * context.space.spec.chunk_tokens
+            query.refresh(self._index)
             if request.joins and not query.is_whole:
                 if (yield partial(self._join, query)):
                     query.waited_for = "tier {tiers}, then request {joined}"
@@ -111,6 +110,8 @@ class Lookups:
         if self._is_gone(context):
             return self._gone(context)
         query.refresh(self._index)
+        query.num_promoted = len(query.brought.intersection(range(before, query.found)))
+        tokens[2] += query.num_promoted * context.space.spec.chunk_tokens
         if self._state.holdings is not None and not query.is_whole:
             self._state.holdings.missed(context.space, query.digests, query.found)
         return self._found(query, self._state.clock() - began)
@@ -167,6 +168,7 @@ class Lookups:
             token_seconds=request.token_seconds,
             request_id=request.request_id,
             is_awaited=query.found < request.awaits,
+            brought=query.brought,
         )
 
     def _observe(self, digests: bytes, space: Space) -> None:

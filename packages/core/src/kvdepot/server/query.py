@@ -1,6 +1,6 @@
 """A lookup under way."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from kvdepot.index.index import ChunkIndex
 from kvdepot.keys import DIGEST_BYTES, first_digests
@@ -21,7 +21,8 @@ class Query:
     waited_for: str = ""  # for the log: the source of further chunks, with `{joined}` and `{tiers}`
     joined: str = ""  # for the log: the request that computes the chunks that it waited for
     why_not_promoted: str = "for so few tokens or by so many lookups"  # for the log, if no other reason is found
-    num_promoted: int = 0  # chunks that arrived while the tiers were asked
+    brought: set[int] = field(default_factory=set[int])  # numbers of chunks that tiers bring meanwhile
+    num_promoted: int = 0  # those of them that were found and not in the pool before
 
     @property
     def is_whole(self) -> bool:
@@ -33,11 +34,9 @@ class Query:
         """The request's context and id."""
         return self.context.number, self.request.request_id
 
-    def refresh(self, index: ChunkIndex) -> int:
-        """Match the prefix again. Return how many more chunks it has now."""
-        before = self.found
+    def refresh(self, index: ChunkIndex) -> None:
+        """Match the prefix again."""
         self.found, self.nodes = index.visibility.match(self.context.space, self.digests)
-        return self.found - before
 
     def own_seconds(self, num_chunks: int) -> float:
         """Return the seconds that the lookup's engine needs to compute this many chunks, 0.0 if unknown."""

@@ -83,6 +83,8 @@ class Prefix:
         label: the number of the label.
         token_seconds: the engine's time to compute a token, 0 for unknown.
         request_id: the request id of the lookup; empty without a lookup.
+        brought: gets the numbers of the chunks of which tiers bring entries, for this promotion or another one while it
+            lasts. Some may fail to arrive.
     """
 
     space: Space
@@ -91,6 +93,7 @@ class Prefix:
     label: int
     token_seconds: float = 0.0
     request_id: str = ""
+    brought: set[int] = field(default_factory=set[int], compare=False)
 
     @property
     def num_chunks(self) -> int:
@@ -127,11 +130,13 @@ class PromotionContext:
     own_writer: Writer | None = field(init=False, default=None)  # this process; cached
     awaited: "dict[int, list[Reading]]" = field(init=False)  # by record
     is_coming: "memoryview[int]" = field(init=False)  # by record: 1 while a tier reads it into the pool
+    promoted: "memoryview[int]" = field(init=False)  # by record: header of the last entry that a tier brought there
     num_coming: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         self.awaited = {}
         self.is_coming = make_column("B", self.index.table.num_records)
+        self.promoted = make_column("Q", self.index.table.num_records)
 
     def writer_of(self, queue: TierQueue) -> Writer:
         """Return the process that writes the tier's bytes into the pool.
@@ -292,6 +297,9 @@ class Reading:
             elif context.is_coming[record]:
                 context.awaited.setdefault(record, []).append(self)
                 self.num_awaited += 1
+                prefix.brought.add(chunk)
+            elif context.promoted[record] == index.table.header(record):
+                prefix.brought.add(chunk)
         if not batch:
             return arrivals
         first, last = batch[0][0], batch[-1][0]
@@ -315,6 +323,7 @@ class Reading:
         for chunk, place, (record, *_) in begun:
             arrival = _Arrival(record)
             context.departs(record)
+            prefix.brought.add(first + chunk)
             self._arrivals.append(arrival)
             key = context.keys.key(prefix.label, space, place, prefix.digests, first + chunk)
             arrivals.append((arrival, key))
@@ -364,5 +373,6 @@ class Reading:
         context.counters[_ENTRIES_PROMOTED] += len(arrivals)
         for arrival in arrivals:
             self.num_bytes += table.extent(arrival.record)[1]
-            self._tier.mark(arrival.record, table.header(arrival.record), context.clock())
+            context.promoted[arrival.record] = header = table.header(arrival.record)
+            self._tier.mark(arrival.record, header, context.clock())
             context.arrived(arrival.record)

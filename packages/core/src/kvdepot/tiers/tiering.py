@@ -271,6 +271,7 @@ class Tiering:
         token_seconds: float = 0.0,
         request_id: str = "",
         is_awaited: bool = False,
+        brought: set[int] | None = None,
     ) -> bool:
         """Promote the part of a prefix that the pool lacks.
 
@@ -286,6 +287,7 @@ class Tiering:
             token_seconds: the engine's time to compute a token, 0 for unknown. Slower tiers are not read.
             request_id: the request id of the lookup, for the log.
             is_awaited: whether another engine hands over missing chunks. Then tiers are asked however few they are.
+            brought: as in `Prefix`.
 
         Returns:
             False if no tier can be asked, or too many lookups wait. Then `on_answer` is never called.
@@ -300,7 +302,8 @@ class Tiering:
         self.counters[_PROMOTIONS] += 1
         self.due = 0.0
         waiter = Waiter(wait_seconds, self._clock() + wait_seconds, on_answer)
-        self.promotions.begin(Prefix(space, digests, places, label, token_seconds, request_id), found, pins, waiter)
+        prefix = Prefix(space, digests, places, label, token_seconds, request_id, set() if brought is None else brought)
+        self.promotions.begin(prefix, found, pins, waiter)
         return True
 
     # --- the loop -------------------------------------------------------------------------------------------------

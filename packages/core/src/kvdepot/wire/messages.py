@@ -451,8 +451,8 @@ class LookupReply(Struct, array_like=True, tag="lookup_reply", frozen=True):
     """The first `num_chunks` chunks are in the pool and leased as `lease` for `lease_seconds`. 0 chunks have lease 0.
 
     The depot waited `waited_seconds` for tiers and other engines. Another engine is still computing the next
-    `num_pending` chunks: ask again to wait for them. `num_promoted` of the chunks arrived while the tiers were asked;
-    rarely, an engine stored some of them. `wants_tokens`: the depot has no description of the last chunk.
+    `num_pending` chunks: ask again to wait for them. Tiers brought `num_promoted` of the chunks meanwhile.
+    `wants_tokens`: the depot has no description of the last chunk.
     """
 
     epoch: int
