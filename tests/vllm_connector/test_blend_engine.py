@@ -16,6 +16,7 @@ torch.set_num_threads(1)
 from dataclasses import asdict
 from kvdepot_vllm.blend import self_test as tests
 from kvdepot_vllm.blend.policies import Budget
+from kvdepot_vllm.blend.scores import choose
 from support.vllm.blending import Bench, Piece, blender_of
 
 def tested(blender):
@@ -121,7 +122,7 @@ def test_a_policy_recomputes_its_share_and_helps(policy: str, run: Callable[[str
 none, some = divergence('none'), divergence({policy!r}, ratio=0.5)
 end = len(prompt) - len(question)
 runs = [(piece.target, piece.target + piece.length) for piece in pieces]
-chosen = blender.choose({policy!r}, torch.tensor(prompt), runs, bench.target, (end, len(prompt)))
+chosen = choose(blender, {policy!r}, torch.tensor(prompt), runs, bench.target, (end, len(prompt)))
 result = none, some, chosen.tolist()
 """
     )

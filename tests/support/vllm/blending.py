@@ -9,6 +9,7 @@ import torch
 
 from kvdepot_vllm.blend.blender import Blender
 from kvdepot_vllm.blend.policies import Budget, Run
+from kvdepot_vllm.blend.scores import choose
 from support.vllm import recall
 
 
@@ -67,7 +68,7 @@ class Bench:
         reused = {position for begin, stop in runs for position in range(begin, stop)}
         gaps = [position for position in range(end) if position not in reused]
         blender.recompute(prompt, torch.tensor(gaps, dtype=torch.int64), self.target)
-        chosen = blender.choose(policy, prompt, runs, self.target, (end, len(tokens)), budget)
+        chosen = choose(blender, policy, prompt, runs, self.target, (end, len(tokens)), budget)
         blender.recompute(prompt, chosen, self.target)
         return self.logits(tokens, end)
 

@@ -2,8 +2,8 @@
 """`Blender`: computes chosen tokens of a prompt whose other tokens have KV from elsewhere. There is one per worker.
 
 The worker's side loads KV into the request's blocks or into staging blocks, and calls `move`. Then it calls `recompute`
-for the tokens between the reused runs, `choose` for the reused tokens to recompute, and `recompute` for those, in any
-number of slices of ascending positions, between or within the engine's steps.
+for the tokens between the reused runs, `scores.choose` for the reused tokens to recompute, and `recompute` for those,
+in any number of slices of ascending positions, between or within the engine's steps.
 
 The tokens to compute are scattered positions of one prompt. Each stretch of neighbours becomes one row of an ordinary
 ragged batch, and all rows have the block table of the request. In each layer, the engine writes the KV of all rows
@@ -15,8 +15,8 @@ With several ranks, all must make the same calls in the same step, because the m
 Tokens, positions and tables are int64 tensors on the CPU.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import Any, Final
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from vllm.forward_context import create_forward_context, override_forward_context
@@ -26,10 +26,6 @@ from kvdepot.errors import LayoutError
 from kvdepot.kvcache import MoveTokens
 from kvdepot_vllm.blend.layers import layers_of
 from kvdepot_vllm.blend.moves import move
-from kvdepot_vllm.blend.policies import POLICIES, Budget, Run
-from kvdepot_vllm.blend.scores import ModelScores
-
-_DEFAULT_BUDGET: Final = Budget()
 
 
 class Blender:
@@ -153,31 +149,6 @@ class Blender:
         """
         for batch in self.batches(positions):
             self.forward(tokens, batch, table, compiled=True)
-
-    def choose(
-        self,
-        policy: str,
-        tokens: Any,
-        runs: Sequence[Run],
-        table: Any,
-        question: Run | None = None,
-        budget: Budget = _DEFAULT_BUDGET,
-    ) -> Any:
-        """Return the reused positions to recompute, ascending. All ranks choose the same.
-
-        The KV of everything before the last run must be in the pages. Some policies write the KV of the question.
-
-        Args:
-            policy: a name in `POLICIES`.
-            tokens: the prompt's tokens, including the question.
-            runs: the reused positions: ascending, without overlap.
-            table: the prompt's blocks, and blocks for the question, which may be temporary.
-            question: positions of the question, if the prompt has one.
-            budget: how many tokens to choose.
-        """
-        if not runs:
-            return torch.empty(0, dtype=torch.int64)
-        return POLICIES[policy].choose(runs, budget, ModelScores(self, tokens, runs, table, question))
 
     def batches(self, positions: Any) -> Iterator[Any]:
         """Cut ascending positions into batches that fit the engine's buffers."""

@@ -1,21 +1,47 @@
 # pyright: basic, reportMissingImports=false
-"""Scores of reused tokens from the model itself, for policies."""
+"""`choose`: the reused tokens that a policy recomputes, by scores from the model itself."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from vllm.distributed.communication_op import tensor_model_parallel_all_reduce
 from vllm.distributed.parallel_state import get_tensor_model_parallel_world_size
 
-from kvdepot_vllm.blend.policies import Run
-
-if TYPE_CHECKING:
-    from kvdepot_vllm.blend.blender import Blender
+from kvdepot_vllm.blend.blender import Blender
+from kvdepot_vllm.blend.policies import POLICIES, Budget, Run
 
 _MOST_PRODUCTS: Final = 1 << 24  # products of queries and keys held at once, float32
 _SOFTNESS: Final = 8.0  # divides the products: sharp attention over stale keys misses the tokens that matter
 _SECOND: Final = 1  # the second layer, which is the first whose K depends on other tokens
+_DEFAULT_BUDGET: Final = Budget()
+
+
+def choose(
+    blender: Blender,
+    policy: str,
+    tokens: Any,
+    runs: Sequence[Run],
+    table: Any,
+    question: Run | None = None,
+    budget: Budget = _DEFAULT_BUDGET,
+) -> Any:
+    """Return the reused positions to recompute, ascending. All ranks choose the same.
+
+    The KV of everything before the last run must be in the pages. Some policies write the KV of the question.
+
+    Args:
+        blender: runs the model.
+        policy: a name in `POLICIES`.
+        tokens: the prompt's tokens, including the question.
+        runs: the reused positions: ascending, without overlap.
+        table: the prompt's blocks, and blocks for the question, which may be temporary.
+        question: positions of the question, if the prompt has one.
+        budget: how many tokens to choose.
+    """
+    if not runs:
+        return torch.empty(0, dtype=torch.int64)
+    return POLICIES[policy].choose(runs, budget, ModelScores(blender, tokens, runs, table, question))
 
 
 class Stop(Exception):
@@ -33,7 +59,7 @@ class ModelScores:
         question: positions of the question, if the prompt has one.
     """
 
-    def __init__(self, blender: "Blender", tokens: Any, runs: Sequence[Run], table: Any, question: Run | None) -> None:
+    def __init__(self, blender: Blender, tokens: Any, runs: Sequence[Run], table: Any, question: Run | None) -> None:
         self._blender, self._tokens, self._table = blender, tokens, table
         self._positions = torch.cat([torch.arange(begin, end) for begin, end in runs])
         self._question = question
@@ -92,7 +118,7 @@ class ModelScores:
         return _summed(total)
 
 
-def _watch(blender: "Blender", hooks: dict[int, Callable[[Any], None]], forward: Callable[[], object]) -> None:
+def _watch(blender: Blender, hooks: dict[int, Callable[[Any], None]], forward: Callable[[], object]) -> None:
     """Run `forward`. Before the attention layer of a hook's number runs, call the hook with the layer's arguments."""
     handles = [
         blender.layers[number].module.register_forward_pre_hook(lambda _module, inputs, hook=hook: hook(inputs))

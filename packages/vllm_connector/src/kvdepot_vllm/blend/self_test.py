@@ -14,6 +14,7 @@ import torch
 
 from kvdepot_vllm.blend.blender import Blender
 from kvdepot_vllm.blend.policies import DEFAULT, Budget
+from kvdepot_vllm.blend.scores import choose
 
 _SHIFT: Final = 1000  # tokens between the two positions
 _LEAST_SHIFT: Final = 64
@@ -94,7 +95,7 @@ def _tested(blender: Blender, ids: Any, vocabulary: int, shift: int) -> SelfTest
     raw = max(_error(got, right) for (got, _), (right, _) in zip(unrotated, wanted, strict=True))
     why = _why_not(k, v, raw, blender)
     if not why:  # an exception here becomes the reason
-        blender.choose(DEFAULT, tokens, [(0, count - 16)], table, (count - 16, count), Budget())
+        choose(blender, DEFAULT, tokens, [(0, count - 16)], table, (count - 16, count), Budget())
     return SelfTest(k, v, raw, why)
 
 

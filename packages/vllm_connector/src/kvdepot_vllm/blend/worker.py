@@ -15,6 +15,7 @@ import torch
 from kvdepot.backends import TransferContext, TransferFuture
 from kvdepot_vllm.blend.blender import Blender
 from kvdepot_vllm.blend.policies import Budget
+from kvdepot_vllm.blend.scores import choose
 from kvdepot_vllm.jobs import BlendFigures, BlendJob, StepPlan
 from kvdepot_vllm.worker import LoadResults, NoBlends
 
@@ -136,7 +137,7 @@ class BlendWorker(NoBlends):
             yield
         room = len(job.table) * self._block_tokens
         question = (job.end, len(tokens)) if room >= len(tokens) else None
-        chosen = self._blender.choose(job.policy, tokens, runs, table, question, Budget(job.ratio))
+        chosen = choose(self._blender, job.policy, tokens, runs, table, question, Budget(job.ratio))
         yield
         for part in chosen.split(self._step_tokens):
             self._blender.recompute(tokens, part, table)
