@@ -535,5 +535,7 @@ def test_an_exception_costs_a_miss(engine: MakeEngine, monkeypatch: pytest.Monke
 def test_the_depot_s_status_says_that_it_is_an_sglang_engine(engine: MakeEngine, depot: DepotProcess) -> None:
     one = engine()
     wait_until(lambda: len(depot.status().contexts) == 2)
-    assert all(each.instance.startswith("sglang model port 30000 ") for each in depot.status().contexts)
+    contexts = depot.status().contexts
+    assert all(each.instance.startswith("sglang model port 30000 ") for each in contexts)
+    assert [each.groups[0].attention_backend for each in contexts if each.role == "worker"] == ["torch_native"]
     assert one.linker.stats.counts == {}

@@ -183,6 +183,7 @@ def test_two_ranks_store_once_what_both_hold(depot: DepotProcess, model: MakeMod
         num_chunks = 2 * reuse // chunk_tokens_of(depot)
         _, status = generate_until_stored(engine, LONG, depot, before.num_chunks + num_chunks)
         assert [worker.groups[0].part for worker in workers] == ["", ""]
+        assert all(worker.groups[0].attention_backend.endswith("Backend") for worker in workers)
         assert status.num_entries - before.num_entries == status.num_chunks - before.num_chunks
         engine.reset()
         assert cached(engine.generate(LONG)) == [reuse, reuse]  # two ranks' tokens differ from run to run

@@ -12,6 +12,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -98,7 +99,10 @@ class KVDepotLinker(Placed, UnifiedCacheLinker):
         self._device = device = str(kvcache.device).partition(":")[0]
         backend = get_backend(device)
         holding = Holding(ranks.rank, ranks.size, int(model.get_total_num_kv_heads()))
-        groups = find_groups(kvcache, {each.name for each in components}, params, holding)
+        groups = {
+            name: replace(group, attention_backend=str(server_args.attention_backend or ""))
+            for name, group in find_groups(kvcache, {each.name for each in components}, params, holding).items()
+        }
         kinds = tuple(group.kind for group in groups.values())
         reason = backend.why_unsuited(EngineTraits("sglang", kinds, prefix_caching=True))
         if reason is not None:

@@ -6,6 +6,7 @@ Both sides of the connector use the same configuration.
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, Final, cast
 
 from blake3 import blake3
@@ -260,15 +261,19 @@ def named_format(cache: EngineCache, layers: Mapping[str, Any], device: str, ver
 
 def _packer(group: EngineGroup, name: str, layers: Mapping[str, Any], device: str) -> str:
     layer = layers.get(name)
-    if layer is None or not hasattr(layer, "get_attn_backend"):
+    if not hasattr(layer, "get_attn_backend"):
         raise Unsupported(f"KV cache group {group.number}: vLLM does not say which attention backend layer {name} has")
-    backend = str(layer.get_attn_backend().__name__)
+    backend = _backend_of(layer)
     if device != "cpu" or group.is_mla or group.kind is GroupKind.RECURRENT:
         return backend
     instructions = getattr(layer, "isa", None)
     if not instructions:
         raise Unsupported(f"KV cache group {group.number}: vLLM does not say for which instructions {name} packs keys")
     return f"{backend}/{instructions}"
+
+
+def _backend_of(layer: Any) -> str:
+    return str(layer.get_attn_backend().__name__) if hasattr(layer, "get_attn_backend") else ""
 
 
 def worker_groups(
@@ -279,7 +284,7 @@ def worker_groups(
     stage: int = 0,
     *,
     cuts_pages: Callable[[int], bool] = lambda _row_tokens: False,
-    attention_backend: str = "",
+    layers: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[CacheGroup]:
     """Return one worker's KV cache as a backend takes it.
 
@@ -290,15 +295,15 @@ def worker_groups(
         rank: this worker's rank within its pipeline stage.
         stage: its pipeline stage.
         cuts_pages: see `Backend`.
-        attention_backend: its name, for operators.
+        layers: vLLM's attention layers by name. Operators see the names of their backends.
 
     Raises:
         Unsupported: a layer has no tensor here, or its blocks cannot be told apart.
     """
     result: list[CacheGroup] = []
     for group in cache.groups:
-        layers = _layers(group, kv_caches)
-        tensors = [tensor for layer in layers for tensor in layer]
+        pages = _layers(group, kv_caches)
+        tensors = [tensor for page in pages for tensor in page]
         physical = {int(tensor.shape[0]) for tensor in tensors}
         if len(physical) != 1 or min(physical) % num_blocks:
             raise Unsupported(f"KV cache group {group.number}: {num_blocks} blocks in tensors of {sorted(physical)}")
@@ -310,7 +315,7 @@ def worker_groups(
             tensors, rows // ratio, max(1, group.heads // cache.num_ranks)
         ):
             group = replace(group, heads=0)
-        if len(layers) != len(group.layer_names) or len({_shapes(layer) for layer in layers}) > 1:
+        if len(pages) != len(group.layer_names) or len({_shapes(page) for page in pages}) > 1:
             group = replace(group, num_layers=0)
         part, plane = cache.part(group, stage, rank)
         result.append(
@@ -322,11 +327,11 @@ def worker_groups(
                 part,
                 plane,
                 rows if group.heads else 1,
-                num_layers=len(group.layer_names) if len(layers) == len(tensors) else len(layers),
+                num_layers=len(group.layer_names) if len(pages) == len(tensors) else len(pages),
                 physical_block_tokens=group.block_tokens // ratio,
                 hidden_dims=tuple(int(size) for size in tensors[0].shape[1:])[:8],
                 is_mla=group.is_mla,
-                attention_backend=attention_backend,
+                attention_backend="+".join(sorted({_backend_of(layers.get(name)) for name in group.layer_names})),
             )
         )
     return result

@@ -114,6 +114,7 @@ class Start:
             tp_rank,
             pp_rank,
             cuts_pages=lambda row_tokens: backend.cuts_pages(row_tokens, **options),
+            layers=layers,
         )
         text, groups = _seen_or_named(cache, groups, layers)
         cache = replace(cache, format=text)
