@@ -19,7 +19,7 @@ from pathlib import Path
 
 from kvdepot.lab.demo import make_conversations
 from kvdepot.lab.engine_model import GEOMETRY_8B, Geometry
-from kvdepot.lab.fleet import EngineProcess, Fleet, Prompt
+from kvdepot.lab.fleet import Fleet, FleetEngine, Prompt
 
 _GEOMETRY = Geometry("8B GQA, 2 of 32 layers", 2, GEOMETRY_8B.num_kv_heads, GEOMETRY_8B.head_dim)
 _TOKENS_PER_SECOND = 20_000.0
@@ -41,7 +41,7 @@ class Point:
 
 
 def drive(
-    engine: EngineProcess,
+    engine: FleetEngine,
     side: str,
     number: int,
     conversations: list[list[Prompt]],

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from kvdepot.lab.demo import make_conversations
 from kvdepot.lab.engine_model import GEOMETRY_8B, Geometry
-from kvdepot.lab.fleet import EngineProcess, EngineSettings, Prompt, start_engines
+from kvdepot.lab.fleet import EngineStart, FleetEngine, Prompt, start_engines
 from kvdepot.lab.processes import DepotProcess
 
 _GEOMETRY = Geometry("8B GQA, 2 of 32 layers", 2, GEOMETRY_8B.num_kv_heads, GEOMETRY_8B.head_dim)
@@ -26,7 +26,7 @@ _WARM_UP_SECONDS, _SECONDS_OF_THE_PAGE = 15, 20  # enough for the estimates, and
 _BROWSERS = ("chromium", "chromium-headless-shell", "google-chrome")
 
 
-def drive(engine: EngineProcess, number: int, end: threading.Event) -> None:
+def drive(engine: FleetEngine, number: int, end: threading.Event) -> None:
     """Serve prompts until `end`."""
     rng, conversations, count = random.Random(number), make_conversations(60), 0
     while not end.is_set():
@@ -76,7 +76,7 @@ def main() -> None:
         with depot:
             num_blocks = (64 << 20) // _GEOMETRY.block_size_bytes
             engines = start_engines(
-                EngineSettings(f"engine-{number}", depot.url, _GEOMETRY, num_blocks, tokens_per_second=20_000.0)
+                EngineStart(f"engine-{number}", depot.url, _GEOMETRY, num_blocks, tokens_per_second=20_000.0)
                 for number in range(3)
             )
             end = threading.Event()

@@ -22,7 +22,7 @@ from pathlib import Path
 from kvdepot.testing.tier.traffic import PLACE, make_pool
 from kvdepot.tiers.disk.files import name_of
 from kvdepot.tiers.disk.tier import DiskTier
-from kvdepot.tiers.jobs import Job, Operation
+from kvdepot.tiers.jobs import Job, JobKind
 from kvdepot.tiers.keys import name_hash, tier_key
 from kvdepot.tiers.queue import TierQueue
 
@@ -63,7 +63,7 @@ def ask(queue: TierQueue, answered: threading.Event, keys: list[bytes], is_over:
     first = 0
     while not is_over.is_set():
         start = time.perf_counter()
-        assert queue.submit(Job(Operation.CONTAINS, keys[first : first + QUESTION_KEYS]))
+        assert queue.submit(Job(JobKind.CONTAINS, keys[first : first + QUESTION_KEYS]))
         while not queue.poll():
             answered.wait()
             answered.clear()

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 from kvdepot.lab.bench import describe_machine
 from kvdepot.lab.processes import wait_until
 from kvdepot.testing.tier.traffic import clear, make_key, run, write_to
-from kvdepot.tiers.jobs import Job, Operation
+from kvdepot.tiers.jobs import Job, JobKind
 from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.url import TierUrl, open_tier
 from support.tiers.mooncake_cluster import Master, Node
@@ -59,7 +59,7 @@ def measure(place: str, entry_bytes: int, num_threads: int, num_rounds: int, tot
         queue = TierQueue(tier, pool, "bench", deadline_seconds=30.0, num_threads=num_threads, wake=woken.set)
         stack.callback(queue.close)
 
-        def do(operation: Operation, keys: list[bytes], places: list[tuple[int, int]]) -> None:
+        def do(operation: JobKind, keys: list[bytes], places: list[tuple[int, int]]) -> None:
             assert run(queue, Job(operation, keys, places), woken=woken) == [[True] * len(keys)], queue.status()
 
         wait_until(lambda: write_to(tier, pool, [make_key(0)], extents[:1]) == [True], what="room")
@@ -67,8 +67,8 @@ def measure(place: str, entry_bytes: int, num_threads: int, num_rounds: int, tot
             clear(queue, None, None)
             keys = [make_key(turn * 1000 + number + 10_000) for number in range(len(extents))]
             copy = seconds_of(lambda: ctypes.memmove(base + total_bytes, base, total_bytes))
-            put = seconds_of(lambda keys=keys: do(Operation.WRITE, keys, extents))
-            get = seconds_of(lambda keys=keys: do(Operation.READ, keys, behind))
+            put = seconds_of(lambda keys=keys: do(JobKind.WRITE, keys, extents))
+            get = seconds_of(lambda keys=keys: do(JobKind.READ, keys, behind))
             if turn >= 0:
                 rows.append((copy, put, get))
         assert pool.view[:total_bytes] == pool.view[total_bytes:]

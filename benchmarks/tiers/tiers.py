@@ -22,7 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 from kvdepot.testing.tier.traffic import make_key, make_pool, run
-from kvdepot.tiers.jobs import Job, Operation
+from kvdepot.tiers.jobs import Job, JobKind
 from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.url import TierUrl, open_tier
 from support.tiers.servers import S3Server, Server, ValkeyServer
@@ -77,7 +77,7 @@ def measure(text: str, entry_bytes: int, total_bytes: int, num_rounds: int, num_
         action()
         speeds[name].append(total_bytes / (time.perf_counter() - start) / 1e9)
 
-    def move(operation: Operation, keys: list[bytes], places: list[tuple[int, int]]) -> None:
+    def move(operation: JobKind, keys: list[bytes], places: list[tuple[int, int]]) -> None:
         assert run(queue, Job(operation, keys, places), woken=woken) == [[True] * count]
 
     def copy() -> None:
@@ -92,8 +92,8 @@ def measure(text: str, entry_bytes: int, total_bytes: int, num_rounds: int, num_
             timed("plain write", lambda plain=plain: plain.run(os.pwritev, extents, num_threads - 1))
             timed("plain read", lambda plain=plain: plain.run(os.preadv, others, num_threads))
             plain.close()
-        timed("write", lambda keys=keys: move(Operation.WRITE, keys, extents))
-        timed("read", lambda keys=keys: move(Operation.READ, keys, others))
+        timed("write", lambda keys=keys: move(JobKind.WRITE, keys, extents))
+        timed("read", lambda keys=keys: move(JobKind.READ, keys, others))
         sum(tier.clear(None, None))
         if not number:
             for values in speeds.values():

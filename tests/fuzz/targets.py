@@ -32,8 +32,8 @@ from kvdepot.movers.protocol import (
     Copied,
     Failed,
     MoverError,
+    NotCopied,
     Ready,
-    Refused,
     Setup,
     encode,
     take_answers,
@@ -158,7 +158,7 @@ def answer(data: bytes) -> None:
 
 
 def _answer_seeds() -> list[bytes]:
-    answers = [encode(each) for each in (Ready(), Copied(1), Copied(2, True), Refused(2, "no"), Failed("gone", True))]
+    answers = [encode(each) for each in (Ready(), Copied(1), Copied(2, True), NotCopied(2, "no"), Failed("gone", True))]
     return [*answers, b"".join(answers), b"\xff\xff\xff\xff", encode(Setup(1, REGISTRATION))]
 
 

@@ -302,16 +302,16 @@ def mooncake_replies(data: bytes) -> None:
 
 def mooncake_seeds() -> list[bytes]:
     """Return a reply of each kind, including too few and too many outcomes."""
-    here, miss = mooncake.Outcome.HERE, mooncake.Outcome.MISS
+    here, miss = mooncake.KeyOutcome.HERE, mooncake.KeyOutcome.MISS
     trailer = make_trailer(_KEYS[0], _SIZES[0], checksum_of(b"something else"))
     replies = [
-        mooncake.Ready(),
+        mooncake.Joined(),
         mooncake.Cleared(3),
-        mooncake.Failed("no"),
+        mooncake.NodeFailed("no"),
         mooncake.Outcomes([here, miss], [trailer, b""]),
         mooncake.Outcomes([here, here], [trailer]),
         mooncake.Outcomes([here], [trailer]),
         mooncake.Outcomes([here, miss]),
-        mooncake.Outcomes([mooncake.Outcome.NO_SPACE, mooncake.Outcome.TRANSFER_FAILED], [b"", b"x"]),
+        mooncake.Outcomes([mooncake.KeyOutcome.NO_SPACE, mooncake.KeyOutcome.TRANSFER_FAILED], [b"", b"x"]),
     ]
     return [*(msgspec.msgpack.encode(reply) for reply in replies), b"\x92\xa6failed\xa1\xff", b"\x91" * 3000]

@@ -9,7 +9,7 @@ from kvdepot.keys import DIGEST_BYTES
 from kvdepot.tiers import queue as queue_module
 from kvdepot.tiers.base import Extents, Tier, TierPool, TierUsage
 from kvdepot.tiers.breaker import Breaker
-from kvdepot.tiers.jobs import Call, Operation
+from kvdepot.tiers.jobs import Call, JobKind
 from kvdepot.tiers.keys import has_names
 from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.trailer import checksum_of, make_trailer
@@ -106,7 +106,7 @@ class Threads:
     ) -> None:
         del name, most_writes
         self._make_call, self._on_ended, self._clock = make_call, on_ended, clock
-        self.waiting: dict[Operation, deque[Call]] = {operation: deque[Call]() for operation in Operation}
+        self.waiting: dict[JobKind, deque[Call]] = {operation: deque[Call]() for operation in JobKind}
         self.begun: list[Call] = []
         self.claims: dict[int, list[Claim]] = {}  # of reads, by id of the call
         self.sources: dict[int, list[int]] = {}  # the pages that a write copies, by id of the call
@@ -120,23 +120,23 @@ class Threads:
     def hand_in(self, calls: Iterable[Call]) -> None:
         for call in calls:
             self.waiting[call.operation].append(call)
-            if call.operation is Operation.READ:
+            if call.operation is JobKind.READ:
                 job = call.job
                 places = zip(job.keys[call.first : call.last], job.extents[call.first : call.last], strict=True)
                 self.claims[id(call)] = [
                     self.memory.claim(self.holder, (key[-DIGEST_BYTES:], -1, -1), *extent) for key, extent in places
                 ]
-            elif call.operation is Operation.WRITE:
+            elif call.operation is JobKind.WRITE:
                 self.sources[id(call)] = [page for extent in call.extents for page in pages_in(*extent)]
                 self.memory.copied.update(self.sources[id(call)])
 
-    def num_waiting(self, operation: Operation) -> int:
+    def num_waiting(self, operation: JobKind) -> int:
         return len(self.waiting[operation])
 
     def running(self) -> list[Call]:
         return list(self.begun)
 
-    def take_back(self, operation: Operation, most: int, is_wanted: Callable[[Call], bool]) -> list[Call]:
+    def take_back(self, operation: JobKind, most: int, is_wanted: Callable[[Call], bool]) -> list[Call]:
         waiting, taken = self.waiting[operation], list[Call]()
         for _ in range(min(most, len(waiting))):
             call = waiting.popleft()
@@ -147,10 +147,10 @@ class Threads:
 
     def begin(self) -> Call | None:
         """Begin the next call, as `Workers` would choose it."""
-        is_clearing = any(call.operation is Operation.CLEAR and not call.is_late for call in self.begun)
-        is_writing = any(call.operation is Operation.WRITE and not call.is_late for call in self.begun)
-        for operation in (Operation.CONTAINS, Operation.READ, Operation.TOUCH, Operation.CLEAR, Operation.WRITE):
-            is_blocked = operation in (Operation.CLEAR, Operation.WRITE) and (is_clearing or is_writing)
+        is_clearing = any(call.operation is JobKind.CLEAR and not call.is_late for call in self.begun)
+        is_writing = any(call.operation is JobKind.WRITE and not call.is_late for call in self.begun)
+        for operation in (JobKind.CONTAINS, JobKind.READ, JobKind.TOUCH, JobKind.CLEAR, JobKind.WRITE):
+            is_blocked = operation in (JobKind.CLEAR, JobKind.WRITE) and (is_clearing or is_writing)
             if self.waiting[operation] and not is_blocked:
                 call = self.waiting[operation].popleft()
                 call.started_at = self._clock()

@@ -28,7 +28,7 @@ from kvdepot.pool.table import FREE, HEADER_PAGE_BYTES, RECORD_BYTES, SEALED, WR
 from kvdepot.server.depot import Depot
 from kvdepot.server.replies import PendingReply, Refused
 from kvdepot.server.restoring import take_over
-from kvdepot.tiers.jobs import Operation
+from kvdepot.tiers.jobs import JobKind
 from kvdepot.tiers.keys import name_hash, place_of, tier_key
 from kvdepot.tiers.tiering import TieringSettings
 from kvdepot.wire import frames
@@ -864,7 +864,7 @@ class World:
         if server is None or server.queue is None or not server.queue.threads.begun:
             return None
         begun = server.queue.threads.begun
-        quick = [number for number, call in enumerate(begun) if call.operation is not Operation.READ]
+        quick = [number for number, call in enumerate(begun) if call.operation is not JobKind.READ]
         waits = self.setup.is_slow and b % 16 > 0
         if waits and not quick:
             return None

@@ -19,7 +19,7 @@ from typing import Any, Final
 from kvdepot.client.operator import ask_depot
 from kvdepot.errors import KVDepotError, RemoteError
 from kvdepot.lab.engine_model import GEOMETRY_8B, Geometry, RequestReport
-from kvdepot.lab.fleet import EngineProcess, EngineSettings, Prompt, start_engines
+from kvdepot.lab.fleet import EngineStart, FleetEngine, Prompt, start_engines
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.wire import operations as o
 
@@ -42,7 +42,7 @@ class _Driver:
         self._soak = soak
         self._number = number
         self._random = random.Random(f"{soak.seed} engine {number}")
-        self.engine: EngineProcess | None = None
+        self.engine: FleetEngine | None = None
         self.busy_since = 0.0
         self.was_stopped = False
         self._thread = threading.Thread(target=self._run, name=f"soak-{number}", daemon=True)
@@ -118,10 +118,10 @@ class Soak:
         self._fresh_descriptors, self._fresh_memory = _resources(self._depot.pid)
         self._drivers = [_Driver(self, number) for number in range(num_engines)]
 
-    def start_engine(self, instance: str) -> EngineProcess:
+    def start_engine(self, instance: str) -> FleetEngine:
         """Start one engine process."""
         num_blocks = _ENGINE_CACHE_BYTES // _GEOMETRY.block_size_bytes
-        return start_engines([EngineSettings(instance, self._depot.url, _GEOMETRY, num_blocks)])[0]
+        return start_engines([EngineStart(instance, self._depot.url, _GEOMETRY, num_blocks)])[0]
 
     def prompt(self, rng: random.Random, request_id: str) -> Prompt:
         """Return a turn of a conversation. One in ten is abandoned after its lookup."""

@@ -32,7 +32,7 @@ from kvdepot.testing.tier.traffic import (
     write_to,
 )
 from kvdepot.tiers.base import TierPool
-from kvdepot.tiers.jobs import Job, Operation
+from kvdepot.tiers.jobs import Job, JobKind
 from kvdepot.tiers.mooncake.options import MooncakeUnavailable, parse_options
 from kvdepot.tiers.mooncake.tier import MooncakeTier, open_tier
 from kvdepot.tiers.queue import TierQueue
@@ -160,7 +160,7 @@ def test_a_master_that_dies_opens_the_breaker_and_one_that_starts_anew_knows_not
     jobs: list[Job] = []
 
     def is_open() -> bool:
-        jobs.append(Job(Operation.READ, KEYS[:1], EXTENTS[:1]))
+        jobs.append(Job(JobKind.READ, KEYS[:1], EXTENTS[:1]))
         if not queue.submit(jobs[-1]):
             jobs.pop()
         queue.expire()

@@ -30,7 +30,7 @@ from kvdepot.tiers.base import Tier, TierPool
 from kvdepot.tiers.keys import DEPTH_BYTES, RUN_BYTES
 from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.url import TierUrl, open_tier
-from kvdepot.tiers.valkey.connections import Connection, Server
+from kvdepot.tiers.valkey.connections import Server, ValkeyConnection
 from kvdepot.tiers.valkey.resp import Reply, ReplyError
 from kvdepot.tiers.valkey.tier import PART_BYTES, ValkeyTier, head_name, part_name
 from kvdepot.wire import messages as m
@@ -84,7 +84,7 @@ KEPT_NAME = (
 
 
 def ask(server: ValkeyServer, *command: bytes) -> Reply:
-    connection = Connection(Server("127.0.0.1", server.port, password=server.password))
+    connection = ValkeyConnection(Server("127.0.0.1", server.port, password=server.password))
     try:
         return connection.call([command])[0]
     finally:
@@ -441,7 +441,7 @@ def test_requests_have_less_time_than_calls(options: str, seconds: float) -> Non
 
 
 def test_a_refusal_in_a_pipeline_does_not_move_the_replies_behind_it(server: ValkeyServer) -> None:
-    connection = Connection(Server("127.0.0.1", server.port, password=server.password))
+    connection = ValkeyConnection(Server("127.0.0.1", server.port, password=server.password))
     replies = connection.call([[b"SET", b"a", b"1"], [b"INCR", b"a", b"b"], [b"GET", b"a"], [b"GET", b"b"]])
     assert replies[0] == b"OK"
     assert isinstance(replies[1], ReplyError)

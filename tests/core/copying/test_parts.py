@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvdepot.copying.runs import BatchRuns
-from kvdepot.copying.staged.moves import GroupShape, moves
+from kvdepot.copying.staged.moves import StagedGroup, moves
 from kvdepot.kvcache import NO_BLOCK, CopyBatch
 from kvdepot.layout import CacheLayout, GroupKind, LayerGroup, PageLayout, Part, Plane, heads_of_both
 from kvdepot.wire.messages import EXTENT
@@ -63,7 +63,7 @@ class Reader:
         group = LayerGroup(GroupKind.FULL_ATTENTION, BLOCK_TOKENS, pages, 0, part, model.plane, model.rows)
         layout = CacheLayout((group,), BLOCK_TOKENS * model.per_chunk, "bytes")
         self._runs = BatchRuns(layout)
-        self._shape = GroupShape.of(group, layout.chunk_tokens, 1 << 20, 4, in_buckets=True)
+        self._shape = StagedGroup.of(group, layout.chunk_tokens, 1 << 20, 4, in_buckets=True)
         self._model, self._is_staged = model, is_staged
 
     def retrieve(self, entries: list[tuple[int, Part]], blocks: list[int], skip: int) -> None:

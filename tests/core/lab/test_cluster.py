@@ -17,8 +17,8 @@ from kvdepot.lab.cluster import (
     ROUTINGS,
     STICKY,
     UNLIMITED,
+    Cluster,
     ClusterTable,
-    Fleet,
     parse_routings,
     parse_shared_sizes,
     simulate_cluster,
@@ -27,7 +27,7 @@ from kvdepot.lab.simulate import UNLIMITED as UNLIMITED_POOL
 from kvdepot.lab.simulate import simulate
 from kvdepot.lab.trace import BLOCK_TOKENS, TraceRequest, read_trace
 
-CHUNK = Fleet(1).chunk_bytes
+CHUNK = Cluster(1).chunk_bytes
 
 
 def request(second: float, *ids: int) -> TraceRequest:
@@ -47,7 +47,7 @@ def conversations(num_turns: int, num_conversations: int) -> list[TraceRequest]:
 def test_one_node_finds_what_one_pool_finds() -> None:
     trace = conversations(10, 5)
     counted = trace[int(len(trace) * 0.2) :]
-    row = simulate_cluster(trace, Fleet(1), (1000 * CHUNK,), (RANDOM,)).rows[0]
+    row = simulate_cluster(trace, Cluster(1), (1000 * CHUNK,), (RANDOM,)).rows[0]
     every = simulate(trace, (1000 * CHUNK,), ("lru",))
     cold = simulate(trace[: len(trace) - len(counted)], (1000 * CHUNK,), ("lru",))
     hit_tokens = every.row("lru", 1000 * CHUNK).hit_tokens - cold.row("lru", 1000 * CHUNK).hit_tokens
@@ -55,7 +55,7 @@ def test_one_node_finds_what_one_pool_finds() -> None:
 
 
 def test_sticky_and_kv_aware_find_what_random_scatters() -> None:
-    table = simulate_cluster(conversations(12, 16), Fleet(8), (1000 * CHUNK,))
+    table = simulate_cluster(conversations(12, 16), Cluster(8), (1000 * CHUNK,))
     hits = {row.routing: row.hit_rate for row in table.rows}
     assert hits[STICKY] > hits[RANDOM] + 0.2
     assert hits[KV_AWARE] > hits[LEAST_LOADED] + 0.2
@@ -67,22 +67,22 @@ def test_a_router_that_is_never_told_of_evictions_sends_prompts_where_nothing_is
     trace = [request(0, 0, 1, 2, 3)]
     trace += [request(10 + number, *range(100 * number, 100 * number + 8)) for number in range(1, 9)]
     trace += [request(100 + 50 * turn, 0, 1, 2, 3) for turn in range(4)]
-    exact = simulate_cluster(trace, Fleet(2), (8 * CHUNK,), (KV_AWARE,)).rows[0]
-    add_only = simulate_cluster(trace, Fleet(2), (8 * CHUNK,), (ENGINE_AWARE,)).rows[0]
+    exact = simulate_cluster(trace, Cluster(2), (8 * CHUNK,), (KV_AWARE,)).rows[0]
+    add_only = simulate_cluster(trace, Cluster(2), (8 * CHUNK,), (ENGINE_AWARE,)).rows[0]
     assert exact.hit_rate >= add_only.hit_rate
     assert exact.mean_seconds <= add_only.mean_seconds
 
 
 def test_a_router_that_knows_nodes_finds_what_a_neighbour_engine_stored() -> None:
     trace = conversations(12, 16)
-    engines = simulate_cluster(trace, Fleet(2, engines_per_node=4), (1000 * CHUNK,), (ENGINE_AWARE, KV_AWARE))
+    engines = simulate_cluster(trace, Cluster(2, engines_per_node=4), (1000 * CHUNK,), (ENGINE_AWARE, KV_AWARE))
     assert engines.row(KV_AWARE, 1000 * CHUNK).mean_seconds <= engines.row(ENGINE_AWARE, 1000 * CHUNK).mean_seconds
 
 
 def test_an_unlimited_tier_finds_what_one_unlimited_pool_finds_whatever_routes() -> None:
     trace = conversations(10, 5)
-    table = simulate_cluster(trace, Fleet(4), (3 * CHUNK,), ROUTINGS, (UNLIMITED,))
-    one = simulate_cluster(trace, Fleet(1), (UNLIMITED,), (RANDOM,)).rows[0]
+    table = simulate_cluster(trace, Cluster(4), (3 * CHUNK,), ROUTINGS, (UNLIMITED,))
+    one = simulate_cluster(trace, Cluster(1), (UNLIMITED,), (RANDOM,)).rows[0]
     assert {row.hit_rate for row in table.rows} == {one.hit_rate}
     assert all(row.tier_hit_rate > 0 for row in table.rows)
 
@@ -98,8 +98,8 @@ def test_no_routing_finds_more_than_one_pool_without_limit(
     prompts: list[list[int]], nodes: int, engines: int, chunks: int, shared: int
 ) -> None:
     trace = [request(number, *ids) for number, ids in enumerate(prompts)]
-    one = simulate_cluster(trace, Fleet(1), (UNLIMITED,), (RANDOM,)).rows[0].hit_rate
-    for row in simulate_cluster(trace, Fleet(nodes, engines), (chunks * CHUNK,), ROUTINGS, (shared,)).rows:
+    one = simulate_cluster(trace, Cluster(1), (UNLIMITED,), (RANDOM,)).rows[0].hit_rate
+    for row in simulate_cluster(trace, Cluster(nodes, engines), (chunks * CHUNK,), ROUTINGS, (shared,)).rows:
         assert 0 <= row.tier_hit_rate <= row.hit_rate <= one + 1e-12
         assert 0 < row.mean_seconds <= row.p99_seconds or row.p99_seconds > 0
 
@@ -107,16 +107,16 @@ def test_no_routing_finds_more_than_one_pool_without_limit(
 def test_copies_share_the_first_block_and_nothing_else() -> None:
     trace = conversations(4, 4)
     table = simulate(trace, (1000 * CHUNK,), ("lru",))
-    copied = simulate_cluster(trace, Fleet(1, copies=3), (1000 * CHUNK,), (RANDOM,))
+    copied = simulate_cluster(trace, Cluster(1, copies=3), (1000 * CHUNK,), (RANDOM,))
     assert copied.num_requests == 3 * table.num_requests
     # Like a single trace, each copy finds its own blocks. Only the common block is found by later copies.
-    own = simulate_cluster(trace, Fleet(1), (1000 * CHUNK,), (RANDOM,)).rows[0]
+    own = simulate_cluster(trace, Cluster(1), (1000 * CHUNK,), (RANDOM,)).rows[0]
     assert copied.rows[0].hit_rate == pytest.approx(own.hit_rate, abs=0.15)
     assert table.row(UNLIMITED_POOL, table.unique_bytes).hit_rate > 0
 
 
 def test_the_table_and_the_plot_name_every_row() -> None:
-    table = simulate_cluster(conversations(3, 3), Fleet(2), (), (STICKY, KV_AWARE), (0, 64 << 30, UNLIMITED))
+    table = simulate_cluster(conversations(3, 3), Cluster(2), (), (STICKY, KV_AWARE), (0, 64 << 30, UNLIMITED))
     text = table.describe()
     assert all(word in text for word in ("sticky", "kv-aware", "none", "64.0 GiB", "unlimited", "2 nodes"))
     ElementTree.fromstring(table.plot())
@@ -129,11 +129,11 @@ def test_arguments_that_cannot_be_are_named() -> None:
     with pytest.raises(ConfigError, match="not a size"):
         parse_shared_sizes("0,much")
     with pytest.raises(ConfigError, match="0 nodes"):
-        Fleet(0)
+        Cluster(0)
     with pytest.raises(ConfigError, match="one chunk takes"):
-        simulate_cluster(conversations(1, 1), Fleet(2), (4096,))
+        simulate_cluster(conversations(1, 1), Cluster(2), (4096,))
     with pytest.raises(TraceError, match="no requests"):
-        simulate_cluster([], Fleet(2))
+        simulate_cluster([], Cluster(2))
 
 
 # Mooncake's conversation trace (FAST'25) on 8 nodes, and eight copies of it on 64, with pools of 2,000 blocks: share of
@@ -172,7 +172,7 @@ def test_a_real_trace_on_many_nodes_finds_what_another_simulator_found(nodes: in
     tables: dict[int, ClusterTable] = {}
     for (routing, shared), hit_rate in ELSEWHERE[nodes].items():
         tables[shared] = simulate_cluster(
-            trace, Fleet(nodes, copies=nodes // 8), (2000 * CHUNK,), (routing,), (shared,)
+            trace, Cluster(nodes, copies=nodes // 8), (2000 * CHUNK,), (routing,), (shared,)
         )
         assert tables[shared].rows[0].hit_rate == pytest.approx(hit_rate, abs=0.01), (routing, shared)
 
@@ -184,7 +184,7 @@ def test_a_router_that_knows_nodes_finds_more_than_one_that_hears_from_engines(
     chunks: int, add_only: float, exact: float
 ) -> None:
     trace = list(read_trace(Path(os.environ["KVDEPOT_TRACE"])))
-    fleet = Fleet(8, engines_per_node=4, copies=4)
+    fleet = Cluster(8, engines_per_node=4, copies=4)
     table = simulate_cluster(trace, fleet, (chunks * CHUNK,), (ENGINE_AWARE, KV_AWARE))
     assert table.row(ENGINE_AWARE, chunks * CHUNK).hit_rate == pytest.approx(add_only, abs=0.01)
     assert table.row(KV_AWARE, chunks * CHUNK).hit_rate == pytest.approx(exact, abs=0.01)

@@ -10,7 +10,7 @@ from kvdepot.backends import BackendStatus
 from kvdepot.client.scheduler import SchedulerClient
 from kvdepot.config import ServerConfig
 from kvdepot.lab.processes import DepotProcess, wait_until
-from kvdepot.ops.doctor import DESCRIPTORS_OF_SCHEDULER, Facts, Nodes, Verdict, diagnose, read_facts, read_nodes
+from kvdepot.ops.doctor import DESCRIPTORS_OF_SCHEDULER, Facts, NumaNodes, Verdict, diagnose, read_facts, read_nodes
 from kvdepot.wire import messages as m
 from support.peer import SPEC, Peer, prompt
 
@@ -88,21 +88,29 @@ def test_engines_say_whether_they_blend() -> None:
 @pytest.mark.parametrize(
     ("nodes", "words", "way_out"),
     [
-        (Nodes((1, 1), (0, 1)), "the GPUs are on node 1, and the pool comes from node 0 or 1", "--cpunodebind=1"),
-        (Nodes((1,), (0,)), "the GPUs are on node 1, and the pool comes from node 0", "--cpunodebind=1"),
-        (Nodes((0, 1), (0, 1)), "GPUs are on nodes 0 and 1, and the pool comes from node 0 or 1", "--interleave=0,1"),
+        (NumaNodes((1, 1), (0, 1)), "the GPUs are on node 1, and the pool comes from node 0 or 1", "--cpunodebind=1"),
+        (NumaNodes((1,), (0,)), "the GPUs are on node 1, and the pool comes from node 0", "--cpunodebind=1"),
         (
-            Nodes((0, 1), (0,), "bind:0"),
+            NumaNodes((0, 1), (0, 1)),
+            "GPUs are on nodes 0 and 1, and the pool comes from node 0 or 1",
+            "--interleave=0,1",
+        ),
+        (
+            NumaNodes((0, 1), (0,), "bind:0"),
             "GPUs are on nodes 0 and 1, and the pool comes from node 0",
             "--interleave=0,1",
         ),
-        (Nodes((0, 1), (0, 1), "interleave:0-1"), "GPUs on node 0 and 1, the pool is spread over nodes 0 and 1", ""),
-        (Nodes((1,), (0, 1), "prefer:1"), "the GPUs and the pool are on node 1", ""),
-        (Nodes((0,), (0,)), "the GPUs and the pool are on node 0", ""),
-        (Nodes((), (0, 1)), "", ""),
+        (
+            NumaNodes((0, 1), (0, 1), "interleave:0-1"),
+            "GPUs on node 0 and 1, the pool is spread over nodes 0 and 1",
+            "",
+        ),
+        (NumaNodes((1,), (0, 1), "prefer:1"), "the GPUs and the pool are on node 1", ""),
+        (NumaNodes((0,), (0,)), "the GPUs and the pool are on node 0", ""),
+        (NumaNodes((), (0, 1)), "", ""),
     ],
 )
-def test_a_pool_away_from_its_gpus_is_named(nodes: Nodes, words: str, way_out: str) -> None:
+def test_a_pool_away_from_its_gpus_is_named(nodes: NumaNodes, words: str, way_out: str) -> None:
     found = [finding for finding in diagnose(replace(SOUND, nodes=nodes)) if finding.subject == "numa"]
     assert [finding.text.startswith(words) for finding in found] == [True] * bool(words)
     assert [way_out in finding.way_out for finding in found] == [True] * bool(words)
@@ -129,7 +137,7 @@ def test_nodes_are_read_from_linux(tmp_path: Path) -> None:
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text + "\n")
-    assert read_nodes(tmp_path) == Nodes((1,), (2,), "interleave:0,2")
+    assert read_nodes(tmp_path) == NumaNodes((1,), (2,), "interleave:0,2")
     assert read_nodes(tmp_path).pool() == (0, 2)
 
 

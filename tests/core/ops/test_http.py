@@ -35,7 +35,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from kvdepot.ops.http_app import Connection, create_app
+from kvdepot.ops.http_app import HttpConnection, create_app
 from kvdepot.ops.http_process import HttpSettings
 from support.http import TOKEN, Http, status_of_app
 
@@ -300,7 +300,7 @@ async def wait_for_the_end(sent: bytes, request_seconds: float = 600.0, answer_s
     """Serve one connection that sends `sent` and reads nothing, until the server ends it."""
     ended = asyncio.Event()
 
-    class Hasty(Connection):
+    class Hasty(HttpConnection):
         def connection_lost(self, exc: Exception | None) -> None:
             super().connection_lost(exc)
             ended.set()

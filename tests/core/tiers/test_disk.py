@@ -36,7 +36,7 @@ from kvdepot.tiers.base import Tier, TierPool
 from kvdepot.tiers.disk import files, listing
 from kvdepot.tiers.disk.files import Folder
 from kvdepot.tiers.disk.tier import DiskTier
-from kvdepot.tiers.jobs import Job, Operation
+from kvdepot.tiers.jobs import Job, JobKind
 from kvdepot.tiers.keys import mark_of, name_hash
 from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.trailer import TRAILER_BYTES
@@ -270,7 +270,7 @@ def test_of_three_writes_one_gets_ready_while_two_move_bytes(
     monkeypatch.setattr(files, "SLOT_SECONDS", 30.0)
     queue = opened(pool, tmp_path)
     drive = SlowDrive(monkeypatch)
-    queue.submit(Job(Operation.WRITE, [make_key(n) for n in range(3)], extents_of(0, [EXTENT_BYTES] * 3)))
+    queue.submit(Job(JobKind.WRITE, [make_key(n) for n in range(3)], extents_of(0, [EXTENT_BYTES] * 3)))
     wait_until(lambda: len(list(tmp_path.glob("*/*/*/*.tmp"))) == 3, what="three files")
     wait_until(lambda: drive.num_begun == 2, what="two writes")
     assert not threading.Event().wait(0.05)
@@ -285,7 +285,7 @@ def test_writes_do_not_wait_for_ever_for_those_that_hang(
 ) -> None:
     queue = opened(pool, tmp_path)
     drive = SlowDrive(monkeypatch)
-    queue.submit(Job(Operation.WRITE, [make_key(n) for n in range(2)], extents_of(0, [EXTENT_BYTES] * 2)))
+    queue.submit(Job(JobKind.WRITE, [make_key(n) for n in range(2)], extents_of(0, [EXTENT_BYTES] * 2)))
     wait_until(lambda: drive.num_begun == 2, what="two writes")
     monkeypatch.undo()
     assert write(queue, [make_key(2)], extents_of(2, [EXTENT_BYTES])) == [True]
@@ -840,7 +840,7 @@ def test_an_entry_that_leaves_while_the_folder_is_listed_does_not_come_back(
 
 def test_entries_are_used_while_the_index_is_built_from_a_listing() -> None:
     """Regression: reads waited for the index of 500,000 files, became late, and the tier was suspended."""
-    entries, threads = listing.Entries(), list[threading.Thread]()
+    entries, threads = listing.FileIndex(), list[threading.Thread]()
 
     class Watched(bytes):
         """A key whose use in the index takes as long as another thread needs for an entry."""

@@ -12,7 +12,7 @@ from kvdepot.errors import ConfigError
 from kvdepot.lab.processes import wait_until
 from kvdepot.testing.tier.traffic import EXTENT_BYTES, contains, extents_of, fill, make_key, make_pool, read, run, write
 from kvdepot.tiers.base import Extents
-from kvdepot.tiers.jobs import Job, Operation, Part
+from kvdepot.tiers.jobs import Job, JobKind, JobPart
 from kvdepot.tiers.keys import mark_of, name_hash
 from kvdepot.tiers.memory import MemoryTier
 from kvdepot.tiers.opening import TierOpener
@@ -30,14 +30,14 @@ class PartlyDeadTier(MemoryTier):
     def __init__(self) -> None:
         self.pool = make_pool()
         super().__init__(self.pool, 64 * EXTENT_BYTES)
-        self.hanging: set[Operation] = set()
-        self.failing: set[Operation] = set()
+        self.hanging: set[JobKind] = set()
+        self.failing: set[JobKind] = set()
         self.error: BaseException = OSError(5, "Input/output error")
         self.num_waiting = 0
         self.askers: list[int] = []  # threads
         self.is_over = threading.Event()
 
-    def _suffer(self, operation: Operation) -> None:
+    def _suffer(self, operation: JobKind) -> None:
         if operation in self.hanging:
             self.num_waiting += 1
             self.is_over.wait()
@@ -46,19 +46,19 @@ class PartlyDeadTier(MemoryTier):
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         self.askers.append(threading.get_ident())
-        self._suffer(Operation.CONTAINS)
+        self._suffer(JobKind.CONTAINS)
         return super().contains(keys)
 
     def write(self, keys: Sequence[bytes], trailers: Sequence[bytes], extents: Extents) -> list[bool]:
-        self._suffer(Operation.WRITE)
+        self._suffer(JobKind.WRITE)
         return super().write(keys, trailers, extents)
 
     def read(self, keys: Sequence[bytes], extents: Extents) -> list[bytes | None]:
-        self._suffer(Operation.READ)
+        self._suffer(JobKind.READ)
         return super().read(keys, extents)
 
     def clear(self, tenant: bytes | None, model: bytes | None) -> Iterator[int]:
-        self._suffer(Operation.CLEAR)
+        self._suffer(JobKind.CLEAR)
         yield from super().clear(tenant, model)
 
     def close(self) -> None:
@@ -87,10 +87,10 @@ class Bench:
         self.keys = [make_key(number) for number in range(NUM_KEYS)]
         fill(self.tier.pool, 0, self.keys, [4096] * NUM_KEYS)
 
-    def submit(self, operation: Operation, num_keys: int = 1) -> bool:
+    def submit(self, operation: JobKind, num_keys: int = 1) -> bool:
         return self.queue.submit(Job(operation, self.keys[:num_keys], extents_of(0, [4096] * num_keys)))
 
-    def hang(self, operation: Operation, seconds: float = 1.1) -> None:
+    def hang(self, operation: JobKind, seconds: float = 1.1) -> None:
         """Make a call hang beyond its deadline."""
         before = self.tier.num_waiting
         assert self.submit(operation)
@@ -130,22 +130,22 @@ def test_a_question_that_takes_no_time_is_asked_on_the_loop() -> None:
         assert set(bench.tier.askers) == {threading.get_ident()}
         assert write(bench.queue, bench.keys, extents_of(0, [4096] * NUM_KEYS)) == [True] * NUM_KEYS
         assert contains(bench.queue, bench.keys) == [True] * NUM_KEYS
-        bench.tier.failing = {Operation.CONTAINS}
+        bench.tier.failing = {JobKind.CONTAINS}
         while not bench.queue.is_suspended:
-            assert bench.submit(Operation.CONTAINS)
+            assert bench.submit(JobKind.CONTAINS)
             assert [part.outcomes for part in bench.queue.poll()] == [[False]]
-        assert not bench.submit(Operation.CONTAINS)
+        assert not bench.submit(JobKind.CONTAINS)
     finally:
         bench.queue.close()
 
 
 @pytest.mark.promise(31)
 def test_a_tier_that_answers_probes_and_hangs_is_tried_ever_less_often(bench: Bench) -> None:
-    bench.tier.hanging = {Operation.READ}
+    bench.tier.hanging = {JobKind.READ}
     pauses: list[float] = []
     for _ in range(8):
         assert contains(bench.queue, bench.keys[:1]) == [False], "questions are answered"
-        bench.hang(Operation.READ)
+        bench.hang(JobKind.READ)
         pauses.append(bench.probe())
         assert not bench.queue.is_suspended
     assert pauses == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
@@ -153,9 +153,9 @@ def test_a_tier_that_answers_probes_and_hangs_is_tried_ever_less_often(bench: Be
 
 def test_a_tier_of_very_many_threads_comes_back_though_all_of_them_hang() -> None:
     bench = Bench(num_threads=20)
-    bench.tier.hanging = {Operation.READ}
+    bench.tier.hanging = {JobKind.READ}
     for _ in range(20):
-        assert bench.submit(Operation.READ)
+        assert bench.submit(JobKind.READ)
     wait_until(lambda: bench.tier.num_waiting == 20)
     bench.now += 1.1
     assert len(bench.queue.expire()) == 20
@@ -167,22 +167,22 @@ def test_a_tier_of_very_many_threads_comes_back_though_all_of_them_hang() -> Non
 
 def test_a_read_in_time_ends_the_trial(bench: Bench) -> None:
     write(bench.queue, bench.keys[:1], extents_of(0, [4096]))
-    bench.tier.hanging = {Operation.READ}
+    bench.tier.hanging = {JobKind.READ}
     for _ in range(3):
-        bench.hang(Operation.READ)
+        bench.hang(JobKind.READ)
         bench.probe()
     bench.tier.hanging = set()
     assert read(bench.queue, bench.keys[:1], extents_of(1, [4096])) == [True]
-    bench.tier.failing = {Operation.READ}
+    bench.tier.failing = {JobKind.READ}
     assert read(bench.queue, bench.keys[:1], extents_of(1, [4096])) == [False]
     assert not bench.queue.is_suspended, "one error is a miss again"
-    bench.tier.failing, bench.tier.hanging = set(), {Operation.READ}
-    bench.hang(Operation.READ)
+    bench.tier.failing, bench.tier.hanging = set(), {JobKind.READ}
+    bench.hang(JobKind.READ)
     assert bench.probe() == 0.5
 
 
-@pytest.mark.parametrize("operation", [Operation.READ, Operation.CONTAINS])
-def test_on_trial_one_error_opens_the_breaker(bench: Bench, operation: Operation) -> None:
+@pytest.mark.parametrize("operation", [JobKind.READ, JobKind.CONTAINS])
+def test_on_trial_one_error_opens_the_breaker(bench: Bench, operation: JobKind) -> None:
     bench.tier.hanging = {operation}
     bench.hang(operation)
     bench.probe()
@@ -194,21 +194,21 @@ def test_on_trial_one_error_opens_the_breaker(bench: Bench, operation: Operation
 
 
 def test_a_read_shows_that_questions_and_writes_work_as_well(bench: Bench) -> None:
-    bench.tier.hanging = {Operation.WRITE}
-    bench.hang(Operation.WRITE, seconds=10.1)
+    bench.tier.hanging = {JobKind.WRITE}
+    bench.hang(JobKind.WRITE, seconds=10.1)
     bench.probe()
     read(bench.queue, bench.keys[:1], extents_of(1, [4096]))
-    bench.hang(Operation.WRITE, seconds=10.1)
+    bench.hang(JobKind.WRITE, seconds=10.1)
     assert bench.probe() == 0.5
 
 
 def test_a_call_of_before_the_probe_says_nothing_about_the_trial(bench: Bench) -> None:
-    bench.tier.hanging = {Operation.READ}
-    bench.hang(Operation.READ)
+    bench.tier.hanging = {JobKind.READ}
+    bench.hang(JobKind.READ)
     bench.probe()
-    bench.tier.failing = {Operation.READ}
+    bench.tier.failing = {JobKind.READ}
     bench.tier.is_over.set()  # the hanging call raises now
-    parts: list[Part] = []
+    parts: list[JobPart] = []
     wait_until(lambda: parts.extend(bench.queue.poll()) or parts)
     assert [list(part.outcomes) for part in parts] == [[False]]
     assert not bench.queue.is_suspended
@@ -219,9 +219,9 @@ def test_a_call_that_hangs_opens_the_breaker_though_its_job_was_late_before() ->
     bench = Bench(num_threads=2)
     gate = threading.Event()
     bench.tier.contains = lambda keys: [gate.wait()] * len(keys)  # type: ignore[method-assign]
-    assert bench.submit(Operation.CONTAINS)
-    bench.tier.hanging = {Operation.READ}
-    assert bench.submit(Operation.READ, NUM_KEYS), "two calls"
+    assert bench.submit(JobKind.CONTAINS)
+    bench.tier.hanging = {JobKind.READ}
+    assert bench.submit(JobKind.READ, NUM_KEYS), "two calls"
     wait_until(lambda: bench.tier.num_waiting == 1)
     bench.now += 0.9
     gate.set()
@@ -260,7 +260,7 @@ def test_a_clear_takes_as_long_as_it_takes_while_its_steps_keep_their_deadlines(
     now = [100.0]
     tier = SteppingTier()
     queue = TierQueue(tier, tier.pool, "stepping", deadline_seconds=1.0, clock=lambda: now[0])
-    job = Job(Operation.CLEAR, names=(None, None))
+    job = Job(JobKind.CLEAR, names=(None, None))
     assert queue.submit(job)
     for step in range(30):
         tier.steps.release()
@@ -271,7 +271,7 @@ def test_a_clear_takes_as_long_as_it_takes_while_its_steps_keep_their_deadlines(
         assert queue.expire() == []
     wait_until(lambda: bool(queue.poll()))
     assert (job.num_cleared, queue.is_suspended) == (30, False)
-    assert queue.submit(Job(Operation.CLEAR, names=(None, None)))
+    assert queue.submit(Job(JobKind.CLEAR, names=(None, None)))
     wait_until(lambda: queue.next_deadline() is not None)
     now[0] += 10.1
     assert len(queue.expire()) == 1
@@ -281,18 +281,18 @@ def test_a_clear_takes_as_long_as_it_takes_while_its_steps_keep_their_deadlines(
 
 
 def test_a_clear_that_hangs_does_not_hold_up_writes_for_ever(bench: Bench) -> None:
-    bench.tier.hanging = {Operation.CLEAR}
-    assert bench.queue.submit(Job(Operation.CLEAR, names=(None, None)))
+    bench.tier.hanging = {JobKind.CLEAR}
+    assert bench.queue.submit(Job(JobKind.CLEAR, names=(None, None)))
     wait_until(lambda: bench.tier.num_waiting)
-    assert bench.submit(Operation.WRITE)
+    assert bench.submit(JobKind.WRITE)
     bench.now += 10.1
     bench.queue.expire()
     bench.probe()
     assert write(bench.queue, bench.keys[:2], extents_of(0, [4096] * 2)) == [True] * 2
     assert bench.queue.queued_write_bytes == 0
     bench.tier.hanging = set()
-    assert bench.queue.submit(Job(Operation.CLEAR, names=(None, None))), "the next one runs, too"
-    wait_until(lambda: any(part.job.operation is Operation.CLEAR for part in bench.queue.poll()))
+    assert bench.queue.submit(Job(JobKind.CLEAR, names=(None, None))), "the next one runs, too"
+    wait_until(lambda: any(part.job.operation is JobKind.CLEAR for part in bench.queue.poll()))
     assert contains(bench.queue, bench.keys[:2]) == [False] * 2
 
 
@@ -309,13 +309,13 @@ def test_numbers_of_a_url_that_no_clock_can_count_are_refused(option: str, value
 @pytest.mark.promise(61)
 def test_writes_are_dropped_in_small_steps_and_others_stay_in_their_order() -> None:
     bench = Bench(num_threads=2)  # one of them writes
-    bench.tier.hanging = {Operation.WRITE}
-    assert bench.submit(Operation.WRITE)
+    bench.tier.hanging = {JobKind.WRITE}
+    assert bench.submit(JobKind.WRITE)
     wait_until(lambda: bench.tier.num_waiting)
     jobs: list[Job] = []
     for number in range(6000):
         keys = [make_key(number, "ab"[number % 2])]
-        jobs.append(Job(Operation.WRITE, keys, extents_of(0, [1])))
+        jobs.append(Job(JobKind.WRITE, keys, extents_of(0, [1])))
         assert bench.queue.submit(jobs[-1])
     steps, num_dropped, most, num_calls, num_steps = bench.queue.drop_writes(name_hash("a"), None), 0, 0, 0, 0
 
@@ -350,7 +350,7 @@ def test_calls_and_probes_that_panic_are_reported_and_end_no_thread(monkeypatch:
     def panic() -> None:
         raise Panic
 
-    bench.tier.error, bench.tier.failing = Panic(), {Operation.CONTAINS, Operation.WRITE}
+    bench.tier.error, bench.tier.failing = Panic(), {JobKind.CONTAINS, JobKind.WRITE}
     monkeypatch.setattr(bench.tier, "probe", panic)
     assert contains(bench.queue, bench.keys) == [False] * NUM_KEYS
     assert write(bench.queue, bench.keys[:1], extents_of(0, [4096])) == [False]
@@ -385,7 +385,7 @@ def test_a_tier_hears_through_its_queue_which_weights_are_outdated() -> None:
     queue = TierQueue(MemoryTier(pool, 4 * EXTENT_BYTES), pool, "memory")
     try:
         assert write(queue, keys, extents_of(0, [EXTENT_BYTES] * 4)) == [True] * 4
-        run(queue, Job(Operation.OUTDATE, generations=frozenset([name_hash("a model") + mark_of("lineage 7")])))
+        run(queue, Job(JobKind.OUTDATE, generations=frozenset([name_hash("a model") + mark_of("lineage 7")])))
         assert write(queue, [make_key(9)], extents_of(0, [EXTENT_BYTES])) == [True]
         assert contains(queue, keys) == [True, True, False, True]
     finally:

@@ -33,7 +33,7 @@ from kvdepot.testing.tier.faulty import NUM_THREADS, PATIENCE_SECONDS, FaultyTie
 from kvdepot.testing.tier.traffic import make_pool
 from kvdepot.tiers import checked, jobs, promotion, reading
 from kvdepot.tiers.base import Extents
-from kvdepot.tiers.jobs import Operation
+from kvdepot.tiers.jobs import JobKind
 from kvdepot.tiers.keys import KEY_BYTES, RUN_BYTES, depth_of, digest_of
 from kvdepot.tiers.memory import MemoryTier
 from kvdepot.tiers.names import EntryKeys
@@ -822,18 +822,18 @@ class HeldReads:
     """Holds the results of reads, to release them later and in another order."""
 
     def __init__(self, queue: TierQueue, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.held: list[jobs.Part] = []
-        self._ready: list[jobs.Part] = []
+        self.held: list[jobs.JobPart] = []
+        self._ready: list[jobs.JobPart] = []
         self._poll = queue.poll
         monkeypatch.setattr(queue, "poll", self.poll)
 
-    def poll(self, most: int) -> list[jobs.Part]:
+    def poll(self, most: int) -> list[jobs.JobPart]:
         for part in self._poll():
-            (self.held if part.job.operation is Operation.READ else self._ready).append(part)
+            (self.held if part.job.operation is JobKind.READ else self._ready).append(part)
         parts, self._ready = self._ready[:most], self._ready[most:]
         return parts
 
-    def release(self, parts: Sequence[jobs.Part]) -> None:
+    def release(self, parts: Sequence[jobs.JobPart]) -> None:
         last = {id(part.job): part for part in parts}
         self._ready += [replace(part, is_last=part is last[id(part.job)]) for part in parts]
 
@@ -886,7 +886,7 @@ def test_lookups_of_one_prompt_wait_for_each_other_in_any_order(
     wait_until(are_all_read)
     first_job = min((part.job for part in reads.held), key=lambda job: job.extents[0])
 
-    def order(part: jobs.Part) -> tuple[bool, float]:
+    def order(part: jobs.JobPart) -> tuple[bool, float]:
         return not part.first and part.job is not first_job, source.random()
 
     reads.release(sorted(reads.held, key=order))

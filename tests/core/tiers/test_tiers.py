@@ -25,7 +25,7 @@ from kvdepot.testing.tier.traffic import (
 from kvdepot.tiers import checked, trailer, url
 from kvdepot.tiers.base import Extents, Tier, TierPool
 from kvdepot.tiers.breaker import ERRORS_TO_SUSPEND
-from kvdepot.tiers.jobs import Job, Operation
+from kvdepot.tiers.jobs import Job, JobKind
 from kvdepot.tiers.memory import MemoryTier
 from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.trailer import checksum_of
@@ -87,10 +87,10 @@ def test_each_payload_is_hashed_once_each_way(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(trailer, "checksum_of", counting)
     monkeypatch.setattr(checked, "checksum_of", counting)
-    assert run(bench.queue, Job(Operation.WRITE, bench.keys[:4], extents_of(0, [4096] * 4), expected)) == [[True] * 4]
+    assert run(bench.queue, Job(JobKind.WRITE, bench.keys[:4], extents_of(0, [4096] * 4), expected)) == [[True] * 4]
     assert num_hashed == [4096] * 4
     found = list[bytes]()
-    job = Job(Operation.READ, bench.keys[:4], extents_of(32, [4096] * 4))
+    job = Job(JobKind.READ, bench.keys[:4], extents_of(32, [4096] * 4))
     assert bench.queue.submit(job)
     while job.num_left:
         found += [checksum for part in bench.queue.poll() for checksum in part.checksums]
@@ -113,13 +113,13 @@ def bench() -> Iterator[FaultyBench]:
 
 def test_a_call_that_hangs_is_late_once_and_then_nothing_is_taken(bench: FaultyBench) -> None:
     bench.tier.hang = True
-    job = bench.submit(Operation.READ, 0, 1)
+    job = bench.submit(JobKind.READ, 0, 1)
     bench.wait_for_calls(1)
     assert bench.let_pass(0.5) == ([], 0)
     late, _ = bench.let_pass(0.6)
     assert late == [job]
     assert bench.queue.is_suspended
-    assert not bench.queue.submit(Job(Operation.READ, bench.keys[:1], extents_of(0, [4096])))
+    assert not bench.queue.submit(Job(JobKind.READ, bench.keys[:1], extents_of(0, [4096])))
     assert bench.let_pass(0.1) == ([], 0)
     assert bench.queue.poll() == [], "its extent is still the storage's"
     assert "exceeded its deadline (1 s)" in bench.queue.breaker.why_suspended
@@ -127,9 +127,9 @@ def test_a_call_that_hangs_is_late_once_and_then_nothing_is_taken(bench: FaultyB
 
 def test_calls_behind_a_hung_call_fail_when_the_breaker_opens(bench: FaultyBench) -> None:
     bench.tier.hang = True
-    bench.submit(Operation.READ, 0, 16)
+    bench.submit(JobKind.READ, 0, 16)
     bench.wait_for_calls(4)
-    behind = bench.submit(Operation.WRITE, 0, 8)
+    behind = bench.submit(JobKind.WRITE, 0, 8)
     _, failed = bench.let_pass(1.1)
     assert failed == 8
     assert behind.num_left == 0
@@ -138,7 +138,7 @@ def test_calls_behind_a_hung_call_fail_when_the_breaker_opens(bench: FaultyBench
 
 def test_a_hung_call_gives_its_extents_back_when_it_returns(bench: FaultyBench) -> None:
     bench.tier.hang = True
-    job = bench.submit(Operation.READ, 0, 4)
+    job = bench.submit(JobKind.READ, 0, 4)
     bench.wait_for_calls(1)
     bench.let_pass(1.1)
     bench.tier.hang = False
@@ -165,27 +165,27 @@ def test_probes_come_less_and_less_often_while_the_storage_is_away(bench: Faulty
 def test_writes_beyond_the_bound_are_refused_and_room_comes_back() -> None:
     bench = faulty_bench(write_bytes=4 * 4096)
     bench.tier.hang = True
-    bench.submit(Operation.WRITE, 0, 3)
-    assert not bench.queue.submit(Job(Operation.WRITE, bench.keys[:2], extents_of(0, [4096] * 2)))
+    bench.submit(JobKind.WRITE, 0, 3)
+    assert not bench.queue.submit(Job(JobKind.WRITE, bench.keys[:2], extents_of(0, [4096] * 2)))
     bench.tier.hang = False
     wait_until(lambda: bench.queue.poll() or not bench.queue.queued_write_bytes)
-    bench.submit(Operation.WRITE, 0, 4)
+    bench.submit(JobKind.WRITE, 0, 4)
     bench.queue.close()
 
 
 def test_writes_never_take_the_last_thread() -> None:
     bench = faulty_bench(num_threads=2)
     bench.tier.hang = True
-    bench.submit(Operation.WRITE, 0, 12)
+    bench.submit(JobKind.WRITE, 0, 12)
     bench.wait_for_calls(1)
-    bench.submit(Operation.READ, 0, 4)
+    bench.submit(JobKind.READ, 0, 4)
     bench.wait_for_calls(2)
     assert bench.queue.status().num_waiting_reads == 0
     bench.close()
 
 
 def test_bytes_that_lack_their_checksum_are_not_written(bench: FaultyBench) -> None:
-    job = Job(Operation.WRITE, bench.keys[:2], extents_of(0, [4096] * 2), [bytes(15) + b"x", bytes(16)])
+    job = Job(JobKind.WRITE, bench.keys[:2], extents_of(0, [4096] * 2), [bytes(15) + b"x", bytes(16)])
     assert bench.queue.submit(job)
     wait_until(lambda: bench.queue.poll() or not job.num_left)
     assert contains(bench.queue, bench.keys[:2]) == [False, True]
@@ -196,7 +196,7 @@ def test_a_write_that_reports_too_little_is_no_error(bench: FaultyBench, checksu
     """Regression: with checksums it was an error, and the third one opened the breaker."""
     bench.tier.short = True
     checksums = [checksum and checksum_of(content(key, 4096)) for key in bench.keys[:4]]
-    job = Job(Operation.WRITE, bench.keys[:4], extents_of(0, [4096] * 4), checksums)
+    job = Job(JobKind.WRITE, bench.keys[:4], extents_of(0, [4096] * 4), checksums)
     assert run(bench.queue, job) == [[True, True, True, False]]
     assert bench.queue.counters["errors"] == 0
 
@@ -206,7 +206,7 @@ def test_closing_does_not_wait_for_a_storage_that_hangs(bench: FaultyBench) -> N
     stuck = FaultyTier(bench.tier.inner)
     bench.tier.inner = stuck
     stuck.hang = True
-    bench.submit(Operation.WRITE, 0, 4)
+    bench.submit(JobKind.WRITE, 0, 4)
     wait_until(lambda: stuck.num_calls == 1)
     bench.let_pass(1.1)
     bench.queue.close(drain_seconds=0.5)

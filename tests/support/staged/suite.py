@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvdepot.backends import Direction
-from kvdepot.copying.staged.moves import Move
+from kvdepot.copying.staged.moves import StagedMove
 from kvdepot.errors import LayoutError
 from support.staged.bench import BLOCK_TOKENS, NUM_BLOCKS, Bench, Pool, round_trip, torch
 from support.staged.device import FakeDevice
@@ -82,7 +82,7 @@ class CopySuite:
             if len(calls) == 3:
                 raise OSError("broken")
 
-        monkeypatch.setattr(Move, step, broken)
+        monkeypatch.setattr(StagedMove, step, broken)
         transfer = bench.copier.retrieve if step == "from_pool" else bench.copier.store
         with pytest.raises(OSError, match="broken"):
             transfer(bench.batch(list(range(16))))

@@ -95,6 +95,17 @@ class ReadyEvent(Protocol):
         ...
 
 
+class UnrecordedEvent:
+    """Stands for a `ReadyEvent` that could not be recorded. Waiting for it raises, so the transfer is a miss."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def synchronize(self) -> None:
+        """Raise the error."""
+        raise self._error
+
+
 CopyBarrier = Callable[[], AbstractContextManager[object]]
 """Returns a context manager. Entering it waits for the worker's running copies, and no copy begins until its exit."""
 

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable
 from typing import Final, TypeVar
 
-from kvdepot.backends import Copier, CopyBarrier, CopyBatch, Direction, ReadyEvent
+from kvdepot.backends import Copier, CopyBarrier, CopyBatch, Direction, ReadyEvent, UnrecordedEvent
 from kvdepot.copying.runs import Addresses, BatchRuns, Runs, merge, split
 from kvdepot.errors import ConfigError
 from kvdepot.layout import CacheLayout
@@ -137,7 +137,7 @@ class CopyEngine(Copier):
         try:
             return self._mark(self._stream())
         except DriverError as error:
-            return _Unordered(error)
+            return UnrecordedEvent(error)
 
     def wait_for(self, direction: Direction, ready: ReadyEvent) -> None:
         """See `Copier`. Wait on the device if `ready` has a handle and this process copies, else in this thread."""
@@ -397,13 +397,3 @@ class Mark:
     def synchronize(self) -> None:
         """Do not call this: see `CopyEngine.wait_here`."""
         raise NotImplementedError("a mark is waited for by its engine")
-
-
-class _Unordered:
-    """Stands for an event that could not be recorded. The transfer that waits for it fails and is a miss."""
-
-    def __init__(self, error: DriverError) -> None:
-        self._error = error
-
-    def synchronize(self) -> None:
-        raise self._error

@@ -43,7 +43,7 @@ _SEED: Final = 1  # fixed, so that tables can be compared; other seeds change th
 
 
 @dataclass(frozen=True, slots=True)
-class Fleet:
+class Cluster:
     """The nodes and their traffic."""
 
     num_nodes: int
@@ -116,7 +116,7 @@ class ClusterRow:
 class ClusterTable:
     """Hit rates and times for each routing, pool size and shared tier, to plan a fleet."""
 
-    fleet: Fleet
+    fleet: Cluster
     num_requests: int
     rows: tuple[ClusterRow, ...]
 
@@ -209,7 +209,7 @@ def parse_shared_sizes(text: str) -> tuple[int, ...]:
 
 def simulate_cluster(
     requests: Iterable[TraceRequest],
-    fleet: Fleet,
+    fleet: Cluster,
     pool_sizes: Sequence[int] = (),
     routings: Sequence[str] = ROUTINGS,
     shared_sizes: Sequence[int] = (0,),
@@ -277,7 +277,7 @@ def _copied(requests: list[TraceRequest], copies: int) -> list[TraceRequest]:
 class _Cluster:
     """Nodes, their router and the shared tier during one replay."""
 
-    def __init__(self, fleet: Fleet, workload: Workload, pool_chunks: int, tier_chunks: int, routing: str) -> None:
+    def __init__(self, fleet: Cluster, workload: Workload, pool_chunks: int, tier_chunks: int, routing: str) -> None:
         self._fleet = fleet
         self._workload = workload
         self._routing = routing

@@ -16,7 +16,7 @@ from typing import Any, Final
 from kvdepot.config import format_size
 from kvdepot.errors import ConfigError
 from kvdepot.lab.engine_model import GEOMETRY_8B, Geometry
-from kvdepot.lab.fleet import EngineProcess, Fleet, Prompt
+from kvdepot.lab.fleet import Fleet, FleetEngine, Prompt
 from kvdepot.lab.processes import wait_until
 from kvdepot.lab.view import Lane, View, live_view
 from kvdepot.pool.files import ENLARGE_TMPFS
@@ -149,7 +149,7 @@ def _race(fleet: Fleet, conversations: list[list[Prompt]], view: View) -> tuple[
     errors: list[Exception] = []
     total = sum(len(conversation) for conversation in conversations)
 
-    def serve(lane: Lane, engines: list[EngineProcess]) -> None:
+    def serve(lane: Lane, engines: list[FleetEngine]) -> None:
         try:
             fleet.run(conversations, lambda _engine, _prompt, report: lane.add(report), engines)
         except Exception as error:  # even errors of pipes that Ctrl-C closes, so that this thread prints no traceback

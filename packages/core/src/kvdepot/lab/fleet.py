@@ -27,7 +27,7 @@ from kvdepot.processes.children import be_a_child, interrupts_blocked
 _START_SECONDS: Final = 30.0
 
 
-class EngineSettings(msgspec.Struct, frozen=True):
+class EngineStart(msgspec.Struct, frozen=True):
     """The first message to an engine process."""
 
     instance: str
@@ -47,7 +47,7 @@ class Prompt(msgspec.Struct, frozen=True):
     abandon: bool = False  # drop the request after its lookup
 
 
-class Answer(msgspec.Struct, frozen=True):
+class Served(msgspec.Struct, frozen=True):
     """The answer of an engine process: a report or an error."""
 
     request_id: str
@@ -65,10 +65,10 @@ def tokens_of(segments: Iterable[tuple[int, int]]) -> list[int]:
     return tokens
 
 
-class EngineProcess:
+class FleetEngine:
     """One engine in a process of its own; it starts in the background. `serve` is for one thread at a time."""
 
-    def __init__(self, settings: EngineSettings) -> None:
+    def __init__(self, settings: EngineStart) -> None:
         self.instance = settings.instance
         with interrupts_blocked():
             self._process = subprocess.Popen(
@@ -120,7 +120,7 @@ class EngineProcess:
             self._process.wait()
         self._process.stdout.close()
 
-    def _send(self, message: EngineSettings | Prompt) -> None:
+    def _send(self, message: EngineStart | Prompt) -> None:
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(msgspec.json.encode(message) + b"\n")
@@ -128,27 +128,27 @@ class EngineProcess:
         except BrokenPipeError:
             raise KVDepotError(f"engine {self.instance} is gone (status {self._process.poll()})") from None
 
-    def _receive(self, request_id: str) -> Answer:
+    def _receive(self, request_id: str) -> Served:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
             raise KVDepotError(f"engine {self.instance} is gone (status {self._process.wait(5)})")
-        answer = msgspec.json.decode(line, type=Answer)
+        answer = msgspec.json.decode(line, type=Served)
         if answer.request_id != request_id or answer.error:
             raise KVDepotError(f"engine {self.instance}: {answer.error or answer.request_id}")
         return answer
 
 
-def start_engines(settings: Iterable[EngineSettings]) -> list[EngineProcess]:
+def start_engines(settings: Iterable[EngineStart]) -> list[FleetEngine]:
     """Start engines side by side, and return them when all of them serve.
 
     Raises:
         KVDepotError: one could not start, or found no depot.
     """
-    engines: list[EngineProcess] = []
+    engines: list[FleetEngine] = []
     try:
         for each in settings:
-            engines.append(EngineProcess(each))  # one by one: an error or Ctrl-C must end those before it
+            engines.append(FleetEngine(each))  # one by one: an error or Ctrl-C must end those before it
         for engine in engines:
             engine.wait_until_ready()
     except BaseException:
@@ -196,7 +196,7 @@ class Fleet:
         nowhere = str(self.depot.directory / "none")
         try:
             engines = start_engines(
-                EngineSettings(
+                EngineStart(
                     f"engine-{number}",
                     self.depot.url if number < num_engines else nowhere,
                     geometry,
@@ -216,7 +216,7 @@ class Fleet:
         self,
         conversations: Sequence[Sequence[Prompt]],
         on_report: Callable[[int, Prompt, RequestReport], None],
-        engines: Sequence[EngineProcess] | None = None,
+        engines: Sequence[FleetEngine] | None = None,
     ) -> None:
         """Serve every prompt: those of one conversation in order, the conversations side by side on all engines.
 
@@ -299,7 +299,7 @@ def main() -> None:
     line = sys.stdin.buffer.readline()
     if not line:
         return
-    settings = msgspec.json.decode(line, type=EngineSettings)
+    settings = msgspec.json.decode(line, type=EngineStart)
     try:
         engine = EngineModel(
             settings.instance,
@@ -313,9 +313,9 @@ def main() -> None:
         if settings.has_depot:
             engine.wait_until_connected(_START_SECONDS)
     except KVDepotError as error:
-        _say(Answer("", error=str(error)))
+        _say(Served("", error=str(error)))
         return
-    _say(Answer(""))
+    _say(Served(""))
     for line in sys.stdin.buffer:
         prompt = msgspec.json.decode(line, type=Prompt)
         try:
@@ -325,14 +325,14 @@ def main() -> None:
             else:
                 engine.wait_until_connected(_START_SECONDS)
                 report = RequestReport(prompt_tokens=0)
-            answer = Answer(prompt.request_id, report)
+            answer = Served(prompt.request_id, report)
         except KVDepotError as error:
-            answer = Answer(prompt.request_id, error=str(error))
+            answer = Served(prompt.request_id, error=str(error))
         _say(answer)
     engine.close()
 
 
-def _say(answer: Answer) -> None:
+def _say(answer: Served) -> None:
     os.write(1, msgspec.json.encode(answer) + b"\n")
 
 

@@ -24,8 +24,8 @@ from kvdepot.movers.protocol import (
     Failed,
     FromMover,
     MoverError,
+    NotCopied,
     Ready,
-    Refused,
     Setup,
     ToMover,
     decode_request,
@@ -131,7 +131,7 @@ def _copy_all(depot: _Depot, copy: CopyNow, requests: "queue.SimpleQueue[Copy]")
         try:
             is_warm = bool(copy(request))
         except CopyRefused as error:
-            depot.send(Refused(request.number, str(error)[:_MAXIMUM_TEXT]))
+            depot.send(NotCopied(request.number, str(error)[:_MAXIMUM_TEXT]))
         except BaseException as error:
             depot.send_last(error if isinstance(error, Exception) else RuntimeError(repr(error)))
         else:

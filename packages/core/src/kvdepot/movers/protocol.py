@@ -63,7 +63,7 @@ class Copied(Struct, frozen=True, array_like=True, tag="copied"):
     is_warm: bool = False  # as in `Moved`
 
 
-class Refused(Struct, frozen=True, array_like=True, tag="refused"):
+class NotCopied(Struct, frozen=True, array_like=True, tag="refused"):
     """A copy does not fit the cache and was not started. The mover continues."""
 
     number: int
@@ -78,7 +78,7 @@ class Failed(Struct, frozen=True, array_like=True, tag="failed"):
 
 
 ToMover: TypeAlias = Setup | Copy
-FromMover: TypeAlias = Ready | Copied | Refused | Failed
+FromMover: TypeAlias = Ready | Copied | NotCopied | Failed
 
 _encoder = msgspec.msgpack.Encoder()
 _to_mover: msgspec.msgpack.Decoder[ToMover] = msgspec.msgpack.Decoder(ToMover)

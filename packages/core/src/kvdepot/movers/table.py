@@ -21,7 +21,7 @@ from typing import Final
 from kvdepot.backends import mover_module
 from kvdepot.counting import Counts, depot_counter
 from kvdepot.movers.process import MoverProcess
-from kvdepot.movers.protocol import Copied, Copy, Failed, FromMover, MoverError, Ready, Refused, Setup
+from kvdepot.movers.protocol import Copied, Copy, Failed, FromMover, MoverError, NotCopied, Ready, Setup
 from kvdepot.pool.table import Writer
 from kvdepot.timers import Timers
 from kvdepot.wire import messages as m
@@ -325,7 +325,7 @@ class MoverTable:
             case Copied(number, is_warm) if number in process.copies:
                 process.is_warm = is_warm
                 self._answer(process.copies.pop(number), MoveOutcome.DONE, "")
-            case Refused(number, text) if number in process.copies:
+            case NotCopied(number, text) if number in process.copies:
                 self.counters[_MOVES_REFUSED] += 1
                 self._answer(process.copies.pop(number), MoveOutcome.FAILED, text)
             case Failed(text, is_final):

@@ -321,7 +321,7 @@ def _simulate_nodes(options: argparse.Namespace) -> "ClusterTable":
         raise ConfigError("--nodes simulates LRU without hints: leave --policy and --session-ends out")
     return cluster.simulate_cluster(
         read_trace(options.trace, options.requests),
-        cluster.Fleet(
+        cluster.Cluster(
             options.nodes,
             options.engines,
             options.copies,

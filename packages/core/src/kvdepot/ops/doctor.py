@@ -33,7 +33,7 @@ _DISPLAY: Final = "0x03"  # PCI class of GPUs, with or without a screen
 
 
 @dataclass(frozen=True, slots=True)
-class Nodes:
+class NumaNodes:
     """The NUMA nodes that decide the speed of copies between GPUs and the pool."""
 
     gpus: tuple[int, ...] = ()  # one for each GPU whose node is known
@@ -45,7 +45,7 @@ class Nodes:
         return parse_list(self.policy.partition(":")[2]) or self.cores
 
 
-def read_nodes(root: Path = Path("/")) -> Nodes:
+def read_nodes(root: Path = Path("/")) -> NumaNodes:
     """Return the nodes of this machine; empty if Linux does not report them."""
     gpus: list[int] = []
     for device in sorted(root.glob("sys/bus/pci/devices/*")):
@@ -59,7 +59,7 @@ def read_nodes(root: Path = Path("/")) -> Nodes:
             near.append(int(node.name[4:]))
     maps = _read(root / "proc/self/numa_maps").splitlines()
     policy = maps[0].split()[1] if maps and len(maps[0].split()) > 1 else "default"
-    return Nodes(tuple(node for node in gpus if node >= 0), tuple(sorted(near)), policy)
+    return NumaNodes(tuple(node for node in gpus if node >= 0), tuple(sorted(near)), policy)
 
 
 def parse_list(text: str) -> tuple[int, ...]:
@@ -128,7 +128,7 @@ class Facts:
     stopped_pool_bytes: int = 0
     backends: tuple[BackendStatus, ...] = ()
     packages: dict[str, str] = field(default_factory=dict[str, str])
-    nodes: Nodes = field(default_factory=Nodes)
+    nodes: NumaNodes = field(default_factory=NumaNodes)
 
 
 def read_facts(config: ServerConfig) -> Facts:
@@ -259,7 +259,7 @@ def _judge_limits(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _judge_nodes(nodes: Nodes) -> Iterator[Finding]:
+def _judge_nodes(nodes: NumaNodes) -> Iterator[Finding]:
     """Compare the NUMA nodes of the GPUs with those of the pool of a depot that is started like this command."""
     gpus, pool = sorted(set(nodes.gpus)), nodes.pool()
     if not gpus or not pool or (len(pool) == 1 and gpus == list(pool)):

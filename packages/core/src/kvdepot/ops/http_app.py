@@ -180,7 +180,7 @@ class _KnownHosts:
         return True  # no DNS name can pretend to be an address
 
 
-class Connection(H11Protocol):
+class HttpConnection(H11Protocol):
     """A connection that closes after its answer, at a deadline, or to make room for another.
 
     The oldest connection that has been silent for a second makes room, else the oldest of all.
@@ -197,7 +197,7 @@ class Connection(H11Protocol):
         self._end = self.loop.call_later(self.request_seconds, transport.abort)
         most = min(_MOST_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
         if len(self.connections) > most:
-            others = cast("set[Connection]", self.connections)
+            others = cast("set[HttpConnection]", self.connections)
             leaves = min(others, key=lambda each: (each.has_asked or each.began > now - 1, each.began))
             others.discard(leaves)
             leaves.transport.abort()
@@ -225,7 +225,7 @@ def serve(url: str, settings: HttpSettings, listener: socket.socket) -> None:
 
     config = uvicorn.Config(
         create_app(ask, settings),
-        http=Connection,
+        http=HttpConnection,
         ws="none",
         lifespan="off",
         backlog=_BACKLOG,

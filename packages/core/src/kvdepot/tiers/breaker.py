@@ -18,7 +18,7 @@ from typing import Final
 
 from kvdepot.counting import Counts, tier_counter
 from kvdepot.tiers.base import Tier
-from kvdepot.tiers.jobs import Call, Operation
+from kvdepot.tiers.jobs import Call, JobKind
 
 logger = logging.getLogger(__name__)
 
@@ -34,12 +34,12 @@ _LATE_TO_SUSPEND: Final = 3  # consecutive lookups that got no entry in time
 
 # The operations that a timely success proves to work. Storage may answer questions while its reads hang.
 _SHOWS: Final = {
-    Operation.CLEAR: {Operation.CLEAR},
-    Operation.CONTAINS: {Operation.CLEAR, Operation.CONTAINS, Operation.WRITE, Operation.TOUCH},
-    Operation.READ: {*Operation},
-    Operation.WRITE: {Operation.WRITE, Operation.TOUCH},
-    Operation.TOUCH: {Operation.TOUCH},
-    Operation.OUTDATE: {Operation.OUTDATE},
+    JobKind.CLEAR: {JobKind.CLEAR},
+    JobKind.CONTAINS: {JobKind.CLEAR, JobKind.CONTAINS, JobKind.WRITE, JobKind.TOUCH},
+    JobKind.READ: {*JobKind},
+    JobKind.WRITE: {JobKind.WRITE, JobKind.TOUCH},
+    JobKind.TOUCH: {JobKind.TOUCH},
+    JobKind.OUTDATE: {JobKind.OUTDATE},
 }
 
 
@@ -76,7 +76,7 @@ class Breaker:
         self._clock = clock
         self._num_too_late = 0  # consecutive lookups
         # Operations on trial: they suspended the tier and have not succeeded since.
-        self._suspects: set[Operation] = set()
+        self._suspects: set[JobKind] = set()
         self._resumed_at = -math.inf  # when a probe last resumed the tier
         self._retry_seconds = _FIRST_RETRY_SECONDS
         self._probe_at: float | None = None
@@ -95,7 +95,7 @@ class Breaker:
         self.why_suspended = "it was removed"
         self._probe_at = None
 
-    def suspend(self, why: str, *suspects: Operation) -> None:
+    def suspend(self, why: str, *suspects: JobKind) -> None:
         """Suspend the tier until a probe succeeds. Then it is on trial until `suspects` succeed."""
         if self.is_retired:
             return
@@ -118,7 +118,7 @@ class Breaker:
         self._num_too_late += 1
         if self._num_too_late >= _LATE_TO_SUSPEND:
             self.suspend(
-                f"{self._num_too_late} lookups in a row waited {waited_seconds:g} s for it in vain", Operation.READ
+                f"{self._num_too_late} lookups in a row waited {waited_seconds:g} s for it in vain", JobKind.READ
             )
 
     def judge(self, call: Call) -> None:

@@ -17,7 +17,7 @@ from kvdepot.index.eviction import ENDED
 from kvdepot.index.index import ChunkIndex
 from kvdepot.index.tree import NO_NODE
 from kvdepot.tiers.gathering import Gathering
-from kvdepot.tiers.jobs import Job, Operation, Part
+from kvdepot.tiers.jobs import Job, JobKind, JobPart
 from kvdepot.tiers.keys import chunks_a_run
 from kvdepot.tiers.names import EntryKeys, by_run
 from kvdepot.tiers.queue import TierQueue
@@ -298,7 +298,7 @@ class Demotions:
             order = by_run(keys)
             missing = [missing[number] for number in order]
             job = Job(
-                Operation.WRITE,
+                JobKind.WRITE,
                 [keys[number] for number in order],
                 [table.extent(record) for record in missing],
                 [table.owner_of(record) for record in missing],
@@ -321,7 +321,7 @@ class Demotions:
         self._write(records, [tier], reason)
         return self._counters[_DEMOTIONS_DROPPED] == num_dropped
 
-    def _wrote(self, tier: TierState, entries: Sequence[tuple[int, int, int]], leaves: bool, part: Part) -> None:
+    def _wrote(self, tier: TierState, entries: Sequence[tuple[int, int, int]], leaves: bool, part: JobPart) -> None:
         """Handle the outcomes of some entries of a job. `entries` has record, header and node of each."""
         now = self._clock()
         if part.is_last:

@@ -7,7 +7,7 @@ from enum import IntEnum
 from kvdepot.tiers.base import Extents
 
 
-class Operation(IntEnum):
+class JobKind(IntEnum):
     """The kinds of jobs."""
 
     CLEAR = 0
@@ -26,7 +26,7 @@ def _ignore(*_: object) -> None:
 class Job:
     """One operation on keys and, except for questions, on their entries' extents in the pool. The submitter owns it."""
 
-    operation: Operation
+    operation: JobKind
     keys: Sequence[bytes] = ()
     extents: Extents = ()
     # Expected checksums of payloads to write; empty or zeros if unknown. Payloads that differ are not written.
@@ -34,7 +34,7 @@ class Job:
     names: tuple[bytes | None, bytes | None] = (None, None)  # hashes of the tenant and the model to clear
     generations: frozenset[bytes] = frozenset()  # to outdate
     is_first: bool = False  # whether to write it before others, as an engine of another node waits for it
-    on_part: "Callable[[Part], object]" = _ignore  # called with each part, on the thread of the queue's owner
+    on_part: "Callable[[JobPart], object]" = _ignore  # called with each part, on the thread of the queue's owner
     on_late: Callable[[], object] = _ignore  # called once on that thread if a call is late; parts may follow
     num_left: int = 0  # keys without an outcome
     num_cleared: int | None = None  # None: it failed
@@ -48,7 +48,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class JobPart:
     """The outcomes of `keys[first : first + len(outcomes)]` of a job. Their extents are free again."""
 
     job: Job
@@ -84,11 +84,11 @@ class Call:
         return self.job.extents[self.first : self.last]
 
     @property
-    def operation(self) -> Operation:
+    def operation(self) -> JobKind:
         """The operation of its job."""
         return self.job.operation
 
     @property
     def is_urgent(self) -> bool:
         """Whether a request waits for it."""
-        return self.operation in (Operation.CONTAINS, Operation.READ)
+        return self.operation in (JobKind.CONTAINS, JobKind.READ)

@@ -14,7 +14,7 @@ from kvdepot.counting import depot_counter
 from kvdepot.index.entries import PartPlace, Wanted
 from kvdepot.index.visibility import usable_prefix
 from kvdepot.layout import GroupKind
-from kvdepot.tiers.jobs import Job, Operation, Part
+from kvdepot.tiers.jobs import Job, JobKind, JobPart
 from kvdepot.tiers.keys import MOST_CHUNKS_A_RUN
 from kvdepot.tiers.names import by_run
 from kvdepot.tiers.queue import TierQueue
@@ -215,7 +215,7 @@ class Promotion:
         order = by_run(keys)
         num_before = len(before)
 
-        def on_part(part: Part) -> None:
+        def on_part(part: JobPart) -> None:
             for number, is_there in zip(order[part.first :], part.outcomes, strict=False):
                 if number >= num_before:
                     there[number - num_before] = is_there
@@ -223,7 +223,7 @@ class Promotion:
                 self._wake(self)
 
         keys = [keys[number] for number in order]
-        job = Job(Operation.CONTAINS, keys, on_part=on_part, on_late=lambda: self._wake(self))
+        job = Job(JobKind.CONTAINS, keys, on_part=on_part, on_late=lambda: self._wake(self))
         if not tier.queue.submit(job):
             return None
         self._asked = tier.queue

@@ -1,9 +1,9 @@
 """Drives one tier from the depot's loop, without ever waiting for the storage there.
 
-The queue divides jobs into calls. Its threads (`Workers`) make the calls through `CheckedTier`, which adds and verifies
-trailers. Each call has a deadline, counted from its start. A call that exceeds it is reported as late and suspends the
-tier (`Breaker`): waiting calls fail, and the queue takes no jobs until a probe succeeds. A hung call keeps its extents
-until it returns, because the storage may still access them. Another thread replaces its thread.
+The queue divides jobs into calls. Its threads (`TierWorkers`) make the calls through `CheckedTier`, which adds and
+verifies trailers. Each call has a deadline, counted from its start. A call that exceeds it is reported as late and
+suspends the tier (`Breaker`): waiting calls fail, and the queue takes no jobs until a probe succeeds. A hung call keeps
+its extents until it returns, because the storage may still access them. Another thread replaces its thread.
 """
 
 import itertools
@@ -18,10 +18,10 @@ from typing import Final
 from kvdepot.counting import Counts, tier_counter
 from kvdepot.tiers.base import Tier, TierPool, TierUsage
 from kvdepot.tiers.breaker import ERRORS_TO_SUSPEND, MAXIMUM_HUNG_CALLS, Breaker
-from kvdepot.tiers.jobs import Call, Job, Operation, Part
+from kvdepot.tiers.jobs import Call, Job, JobKind, JobPart
 from kvdepot.tiers.keys import MOST_CHUNKS_A_RUN, has_names, run_of
 from kvdepot.tiers.url import DEFAULT_THREADS, PATIENCE
-from kvdepot.tiers.workers import Workers
+from kvdepot.tiers.workers import TierWorkers
 from kvdepot.wire.status import TierStatus
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class TierQueue:
         from kvdepot.tiers.checked import CheckedTier  # needs xxhash, which is installed only with tiers
 
         self._checked = CheckedTier(tier, pool, name)
-        self._workers = Workers(name, self._num_threads - 1, self._make, self._on_ended, clock)
+        self._workers = TierWorkers(name, self._num_threads - 1, self._make, self._on_ended, clock)
         most_hung = max(MAXIMUM_HUNG_CALLS, self._num_threads)
         self.breaker = Breaker(name, tier, self.counters, most_hung, wake, clock)
         self._done: deque[Call] = deque()
@@ -124,7 +124,7 @@ class TierQueue:
 
     def submit(self, job: Job) -> bool:
         """Submit a job. Return False if the tier is suspended or too many bytes wait to be written."""
-        num_bytes = job.num_bytes if job.operation is Operation.WRITE else 0
+        num_bytes = job.num_bytes if job.operation is JobKind.WRITE else 0
         if self.is_suspended or self._closing or (num_bytes and self.queued_write_bytes + num_bytes > self.write_bytes):
             return False
         self.queued_write_bytes += num_bytes
@@ -132,7 +132,7 @@ class TierQueue:
         cuts = self._cuts(job)
         self.num_calls += len(cuts) - 1
         calls = [Call(job, first, last) for first, last in itertools.pairwise(cuts)]
-        if job.operation is Operation.CONTAINS and self._checked.contains_is_instant:
+        if job.operation is JobKind.CONTAINS and self._checked.contains_is_instant:
             for call in calls:
                 call.started_at = self._clock()
                 self._make(call)
@@ -148,7 +148,7 @@ class TierQueue:
         A call has at most 16 MiB. For a tier that keeps runs, questions have whole runs, and other calls have one run.
         """
         keys, cuts, num_bytes, run = job.keys, [0], 0, b""
-        is_question = job.operation in (Operation.CONTAINS, Operation.TOUCH)
+        is_question = job.operation in (JobKind.CONTAINS, JobKind.TOUCH)
         most = _QUESTIONS_A_CALL if is_question else MOST_CHUNKS_A_RUN if self.keeps_runs else self.tier.batch_entries
         for place, key in enumerate(keys):
             size = 0 if is_question else job.extents[place][1]
@@ -171,9 +171,9 @@ class TierQueue:
         def is_meant(call: Call) -> bool:
             return has_names(call.job.keys[call.first], tenant, model)
 
-        num_left = self._workers.num_waiting(Operation.WRITE)
+        num_left = self._workers.num_waiting(JobKind.WRITE)
         while num_left > 0:
-            dropped = self._workers.take_back(Operation.WRITE, min(_DROPPED_A_STEP, num_left), is_meant)
+            dropped = self._workers.take_back(JobKind.WRITE, min(_DROPPED_A_STEP, num_left), is_meant)
             num_left -= _DROPPED_A_STEP
             self._done.extend(dropped)
             self._wake()
@@ -184,9 +184,9 @@ class TierQueue:
         """Whether `poll` has results."""
         return bool(self._done)
 
-    def poll(self, most: int = sys.maxsize) -> list[Part]:
+    def poll(self, most: int = sys.maxsize) -> list[JobPart]:
         """Return at most `most` new parts with outcomes. Each key of each job is reported once."""
-        parts: list[Part] = []
+        parts: list[JobPart] = []
         while self._done and len(parts) < most:
             parts.append(self._report(self._done.popleft()))
         if self.breaker.take_probes(self.deadline_seconds):
@@ -197,7 +197,7 @@ class TierQueue:
 
     def expire(self) -> list[Job]:
         """Return the jobs that have become late. If there are any, suspend the tier and fail its waiting calls."""
-        now, late, suspects = self._clock(), list[Job](), set[Operation]()
+        now, late, suspects = self._clock(), list[Job](), set[JobKind]()
         for call in self._workers.running():
             if not call.is_late and self._due_at(call) <= now:
                 call.is_late = True
@@ -211,7 +211,7 @@ class TierQueue:
             what = min(suspects).name.lower()
             self.breaker.suspend(f"a {what} exceeded its deadline ({self.deadline_seconds:g} s)", *suspects)
         if self.is_suspended:
-            for operation in Operation:
+            for operation in JobKind:
                 self._done.extend(self._workers.take_back(operation, _DROPPED_A_STEP, lambda _: True))
         self.breaker.expire(self.deadline_seconds)
         return late
@@ -221,7 +221,7 @@ class TierQueue:
 
         A late probe does not count, as no request waits for it.
         """
-        if self.is_suspended and any(map(self._workers.num_waiting, Operation)):
+        if self.is_suspended and any(map(self._workers.num_waiting, JobKind)):
             return self._clock()
         times = [self._due_at(call) for call in self._workers.running() if not call.is_late]
         if self.breaker.next_probe is not None:
@@ -253,8 +253,8 @@ class TierQueue:
             used_bytes=usage.used_bytes,
             capacity_bytes=usage.capacity_bytes,
             queued_write_bytes=self.queued_write_bytes,
-            num_waiting_reads=self._workers.num_waiting(Operation.READ),
-            num_waiting_writes=self._workers.num_waiting(Operation.WRITE),
+            num_waiting_reads=self._workers.num_waiting(JobKind.READ),
+            num_waiting_writes=self._workers.num_waiting(JobKind.WRITE),
             num_hung_calls=self.breaker.num_hung,
             counters={**usage.counters, **self.counters},
         )
@@ -269,7 +269,7 @@ class TierQueue:
         closer.start()
         closer.join(_CLOSE_SECONDS)
 
-    def _report(self, call: Call) -> Part:
+    def _report(self, call: Call) -> JobPart:
         self.breaker.judge(call)
         self.num_calls -= 1
         if call.is_late:
@@ -281,17 +281,17 @@ class TierQueue:
         job.num_left -= num_keys
         sizes = [size for _, size in call.extents]
         moved = [size for size, ok in zip(sizes, outcomes, strict=False) if ok]
-        if job.operation is Operation.WRITE:
+        if job.operation is JobKind.WRITE:
             self.queued_write_bytes -= sum(sizes)
             self.counters[_WRITTEN_BYTES] += sum(moved)
             self.counters[_WRITTEN_ENTRIES] += len(moved)
             self.counters[_FAILED_WRITES] += num_keys - sum(outcomes)
-        elif job.operation is Operation.READ:
+        elif job.operation is JobKind.READ:
             self.counters[_READ_BYTES] += sum(moved)
             self.counters[_READ_ENTRIES] += len(moved)
             self.counters[_FAILED_READS] += num_keys - sum(outcomes)
             self.counters[_CORRUPT] += len(call.corrupt)
-        return Part(job, call.first, outcomes, not job.num_left, call.corrupt, call.checksums)
+        return JobPart(job, call.first, outcomes, not job.num_left, call.corrupt, call.checksums)
 
     # --- workers --------------------------------------------------------------------------------------------------
 
@@ -314,17 +314,17 @@ class TierQueue:
     def _make(self, call: Call) -> None:
         try:
             match call.operation:
-                case Operation.CLEAR:
+                case JobKind.CLEAR:
                     self._clear(call)
-                case Operation.CONTAINS:
+                case JobKind.CONTAINS:
                     call.outcomes = self._checked.contains(call.keys)
-                case Operation.READ:
+                case JobKind.READ:
                     self._checked.read(call)
-                case Operation.WRITE:
+                case JobKind.WRITE:
                     self._checked.write(call)
-                case Operation.TOUCH:
+                case JobKind.TOUCH:
                     call.outcomes = self._checked.touch(call.keys, [num_bytes for _, num_bytes in call.extents])
-                case Operation.OUTDATE:
+                case JobKind.OUTDATE:
                     self.tier.outdate(call.job.generations)
                     call.outcomes = ()
         except BaseException as error:  # a panic of a library in Rust is no `Exception`

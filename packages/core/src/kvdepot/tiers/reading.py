@@ -25,7 +25,7 @@ from kvdepot.index.tree import NO_NODE, Space
 from kvdepot.keys import DIGEST_BYTES, digest_at, num_digests
 from kvdepot.pool.table import Writer
 from kvdepot.processes.identity import process_start_time
-from kvdepot.tiers.jobs import Job, Operation, Part
+from kvdepot.tiers.jobs import Job, JobKind, JobPart
 from kvdepot.tiers.names import EntryKeys, by_run, chunks_of_run
 from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.tier_state import TierState
@@ -343,7 +343,7 @@ class Reading:
         keys = [begun[number][1] for number in order]
         extents = [self._index.table.extent(arrival.record) for arrival in arrivals]
 
-        def on_part(part: Part) -> None:
+        def on_part(part: JobPart) -> None:
             checksums = part.checksums or itertools.repeat(b"")
             for arrival, ok, checksum in zip(arrivals[part.first :], part.outcomes, checksums, strict=False):
                 arrival.checksum = checksum
@@ -359,7 +359,7 @@ class Reading:
                     self._lose(arrival)
             self.wake()
 
-        job = Job(Operation.READ, keys, extents, on_part=on_part, on_late=on_late)
+        job = Job(JobKind.READ, keys, extents, on_part=on_part, on_late=on_late)
         if is_broken or not self._tier.queue.submit(job):
             for arrival in arrivals:
                 arrival.state = _State.FAILED

@@ -14,7 +14,7 @@ from typing import Final, TypeAlias
 
 from kvdepot.index.index import ChunkIndex
 from kvdepot.index.tree import NO_NODE
-from kvdepot.tiers.jobs import Job, Operation, Part
+from kvdepot.tiers.jobs import Job, JobKind, JobPart
 from kvdepot.tiers.keys import MOST_CHUNKS_A_RUN
 from kvdepot.tiers.names import EntryKeys, by_run
 from kvdepot.tiers.reading import Pause
@@ -187,7 +187,7 @@ class Refresher:
             return []
         there = [False] * len(asked)
 
-        def on_part(part: Part) -> None:
+        def on_part(part: JobPart) -> None:
             there[part.first : part.first + len(part.outcomes)] = part.outcomes
             if part.is_last:
                 self._wake(key)
@@ -196,7 +196,7 @@ class Refresher:
         order = by_run(keys)
         asked = [asked[number] for number in order]
         job = Job(
-            Operation.TOUCH,
+            JobKind.TOUCH,
             [keys[number] for number in order],
             [table.extent(record) for record, _, _ in asked],
             on_part=on_part,

@@ -24,7 +24,7 @@ from kvdepot.index.tree import Space
 from kvdepot.keys import num_digests
 from kvdepot.pool.names import Label
 from kvdepot.tiers.demotion import Demotions
-from kvdepot.tiers.jobs import Job, Operation, Part
+from kvdepot.tiers.jobs import Job, JobKind, JobPart
 from kvdepot.tiers.keys import has_names
 from kvdepot.tiers.names import EntryKeys, name_hashes
 from kvdepot.tiers.promotion import Promotions, Waiter
@@ -201,7 +201,7 @@ class Tiering:
         for tier in self._tiers:
             if tier.queue.is_retired:
                 continue
-            job = Job(Operation.CLEAR, names=name_hashes(tenant, model))
+            job = Job(JobKind.CLEAR, names=name_hashes(tenant, model))
             job.on_part = partial(_cleared, clearing, tier.queue.name)
             job.on_late = partial(_hangs, clearing, tier.queue.name, job)
             if tier.queue.submit(job):
@@ -342,14 +342,14 @@ class Tiering:
     def _tell_outdated(self, tier: TierState) -> None:
         """Tell a tier of all outdated weights: it may have missed some."""
 
-        def on_part(part: Part) -> None:
+        def on_part(part: JobPart) -> None:
             if part.job.has_failed and tier.queue.is_suspended:
                 tier.knows_outdated = False  # once it is back; a tier that only raises is not asked again
 
         tier.knows_outdated = True
         generations = frozenset(map(self._keys.generation, self._index.shares.outdated)) - {b""}
         if generations:
-            tier.queue.submit(Job(Operation.OUTDATE, generations=generations, on_part=on_part))
+            tier.queue.submit(Job(JobKind.OUTDATE, generations=generations, on_part=on_part))
 
     def _wake(self) -> None:
         self.due = 0.0
@@ -371,7 +371,7 @@ class Tiering:
             queue.close(drain_seconds)
 
 
-def _cleared(clearing: _Clearing, name: str, part: Part) -> None:
+def _cleared(clearing: _Clearing, name: str, part: JobPart) -> None:
     if not part.job.is_late:
         clearing.num_removed += part.job.num_cleared or 0
         if part.job.num_cleared is None:

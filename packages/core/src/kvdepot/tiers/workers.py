@@ -12,12 +12,12 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Final
 
-from kvdepot.tiers.jobs import Call, Operation
+from kvdepot.tiers.jobs import Call, JobKind
 
-_EXCLUSIVE: Final = (Operation.WRITE, Operation.CLEAR)  # these exclude each other
+_EXCLUSIVE: Final = (JobKind.WRITE, JobKind.CLEAR)  # these exclude each other
 
 
-class Workers:
+class TierWorkers:
     """The worker threads of a tier. Methods must be called on one thread.
 
     Args:
@@ -44,7 +44,7 @@ class Workers:
         self._lock = threading.Lock()
         self._has_work = threading.Condition(self._lock)  # workers wait for this
         self._has_ended = threading.Condition(self._lock)  # `close` waits for this
-        self._waiting: tuple[deque[Call], ...] = tuple(deque[Call]() for _ in Operation)
+        self._waiting: tuple[deque[Call], ...] = tuple(deque[Call]() for _ in JobKind)
         self._first_writes = deque[Call]()  # of jobs with `is_first`
         self._running: set[Call] = set()
         self._num_to_end = 0  # dismissed threads that have not ended yet
@@ -66,25 +66,25 @@ class Workers:
         """Queue calls."""
         with self._lock:
             for call in calls:
-                is_first = call.job.is_first and call.operation is Operation.WRITE
+                is_first = call.job.is_first and call.operation is JobKind.WRITE
                 (self._first_writes if is_first else self._waiting[call.operation]).append(call)
                 self._has_work.notify()
 
-    def num_waiting(self, operation: Operation) -> int:
+    def num_waiting(self, operation: JobKind) -> int:
         """Return the number of waiting calls of a kind."""
         return sum(map(len, self._queues(operation)))
 
-    def _queues(self, operation: Operation) -> tuple[deque[Call], ...]:
+    def _queues(self, operation: JobKind) -> tuple[deque[Call], ...]:
         """Return the queues with the waiting calls of a kind, in order."""
         waiting = self._waiting[operation]
-        return (self._first_writes, waiting) if operation is Operation.WRITE else (waiting,)
+        return (self._first_writes, waiting) if operation is JobKind.WRITE else (waiting,)
 
     def running(self) -> list[Call]:
         """Return the calls that have begun but not ended."""
         with self._lock:
             return list(self._running)
 
-    def take_back(self, operation: Operation, most: int, is_wanted: Callable[[Call], bool]) -> list[Call]:
+    def take_back(self, operation: JobKind, most: int, is_wanted: Callable[[Call], bool]) -> list[Call]:
         """Examine the next `most` waiting calls of a kind, twice as many for writes. Remove and return the wanted ones.
 
         The others keep waiting, behind the calls that were not examined.
@@ -100,11 +100,9 @@ class Workers:
     def close(self, drain_seconds: float, running_seconds: float, num_hung: int) -> None:
         """Wait for writes, drop waiting calls, then wait for running calls that do not hang. Both waits are bounded."""
         with self._lock:
-            self._has_ended.wait_for(
-                lambda: not (self.num_waiting(Operation.WRITE) or self._num_writing), drain_seconds
-            )
+            self._has_ended.wait_for(lambda: not (self.num_waiting(JobKind.WRITE) or self._num_writing), drain_seconds)
             self._is_closed = True
-            for operation in Operation:
+            for operation in JobKind:
                 for waiting in self._queues(operation):
                     waiting.clear()
             self._has_ended.wait_for(lambda: len(self._running) <= num_hung, running_seconds)
@@ -127,7 +125,7 @@ class Workers:
                 self._has_ended.notify()
                 # This thread makes the next call. Other threads may now begin calls of other kinds.
                 if call.operation in _EXCLUSIVE and self._next_operation() not in (None, call.operation):
-                    self._has_work.notify(self._most_writes if call.operation is Operation.CLEAR else 1)
+                    self._has_work.notify(self._most_writes if call.operation is JobKind.CLEAR else 1)
             self._on_ended(call)
 
     def _next(self) -> Call | None:
@@ -145,21 +143,21 @@ class Workers:
             self._running.add(call)
             return call
 
-    def _next_operation(self) -> Operation | None:
-        for operation in (Operation.CONTAINS, Operation.READ):
+    def _next_operation(self) -> JobKind | None:
+        for operation in (JobKind.CONTAINS, JobKind.READ):
             if self._waiting[operation]:
                 return operation
-        if self._waiting[Operation.TOUCH] and not any(call.operation is Operation.TOUCH for call in self._running):
-            return Operation.TOUCH
-        if self._waiting[Operation.OUTDATE]:
-            return Operation.OUTDATE
-        is_clearing = any(call.operation is Operation.CLEAR and not call.is_late for call in self._running)
-        if self._waiting[Operation.CLEAR]:
-            return None if is_clearing or self._num_writing else Operation.CLEAR
-        if self.num_waiting(Operation.WRITE) and not is_clearing and self._num_writing < self._most_writes:
-            return Operation.WRITE
+        if self._waiting[JobKind.TOUCH] and not any(call.operation is JobKind.TOUCH for call in self._running):
+            return JobKind.TOUCH
+        if self._waiting[JobKind.OUTDATE]:
+            return JobKind.OUTDATE
+        is_clearing = any(call.operation is JobKind.CLEAR and not call.is_late for call in self._running)
+        if self._waiting[JobKind.CLEAR]:
+            return None if is_clearing or self._num_writing else JobKind.CLEAR
+        if self.num_waiting(JobKind.WRITE) and not is_clearing and self._num_writing < self._most_writes:
+            return JobKind.WRITE
         return None
 
     @property
     def _num_writing(self) -> int:
-        return sum(call.operation is Operation.WRITE and not call.is_late for call in self._running)
+        return sum(call.operation is JobKind.WRITE and not call.is_late for call in self._running)

@@ -22,10 +22,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvdepot.backends import Copier, CopyBatch, Direction, ReadyEvent
+from kvdepot.backends import Copier, CopyBatch, Direction, ReadyEvent, UnrecordedEvent
 from kvdepot.copying.arrays import byte_view
 from kvdepot.copying.staged.bridge import Bridge
-from kvdepot.copying.staged.moves import Bytes, GroupShape, Ids, Move, moves
+from kvdepot.copying.staged.moves import Bytes, Ids, StagedGroup, StagedMove, moves
 from kvdepot.errors import LayoutError
 from kvdepot.layout import CacheLayout
 
@@ -58,7 +58,7 @@ class _Views:
 class _Buffers:
     """The stream, the device buffer and the two staging slots of one direction."""
 
-    def __init__(self, bridge: Bridge, shapes: Sequence[GroupShape]) -> None:
+    def __init__(self, bridge: Bridge, shapes: Sequence[StagedGroup]) -> None:
         torch = bridge.torch
         num_bytes = max(shape.largest * shape.block_size_bytes for shape in shapes)
         num_ids = max(shape.largest for shape in shapes)
@@ -81,7 +81,7 @@ class _Buffers:
             for bucket in shape.buckets
         }
 
-    def views_of(self, move: Move) -> _Views:
+    def views_of(self, move: StagedMove) -> _Views:
         """Return the buffers in the shape of a move."""
         if not self._shapes[move.group].buckets:
             return self._make_views(move.group, move.bucket)
@@ -138,7 +138,7 @@ class StagedCopier(Copier):
     ) -> None:
         self._bridge = bridge
         self._shapes = [
-            GroupShape.of(group, layout.chunk_tokens, staging_bytes, max_blocks, in_buckets=bridge.compiles_shapes)
+            StagedGroup.of(group, layout.chunk_tokens, staging_bytes, max_blocks, in_buckets=bridge.compiles_shapes)
             for group in layout.groups
         ]
         self._pages = [[byte_view(tensor, bridge.torch.int8) for tensor in group] for group in tensors]
@@ -172,7 +172,7 @@ class StagedCopier(Copier):
             event = self._bridge.module.Event()
             event.record(self._bridge.current_stream())
         except RuntimeError as error:
-            return _Unordered(error)
+            return UnrecordedEvent(error)
         return event
 
     def close(self) -> None:
@@ -185,7 +185,7 @@ class StagedCopier(Copier):
         """Run every bucket once in both directions: read block 0 of every tensor, and write the same bytes back."""
         for number, shape in enumerate(self._shapes):
             for bucket in shape.buckets:
-                move = Move(number, bucket, np.zeros(bucket, np.int64), ())
+                move = StagedMove(number, bucket, np.zeros(bucket, np.int64), ())
                 self._write_rows(move, self._read_rows(move))
 
     # --- a batch --------------------------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ class StagedCopier(Copier):
             raise
 
     def _store_in_turns(self, batch: CopyBatch, direction: _Buffers, pool: Bytes) -> None:
-        before: tuple[Move, _Slot] | None = None
+        before: tuple[StagedMove, _Slot] | None = None
         for number, move in enumerate(moves(batch, self._shapes)):
             slot = self._gather(direction, move, number % _NUM_SLOTS)
             if before is not None:
@@ -211,7 +211,7 @@ class StagedCopier(Copier):
         if before is not None:
             self._unload(*before, pool)
 
-    def _unload(self, move: Move, slot: _Slot, pool: Bytes) -> None:
+    def _unload(self, move: StagedMove, slot: _Slot, pool: Bytes) -> None:
         slot.event.synchronize()
         move.to_pool(self._shapes[move.group], slot.bytes_on_host, pool)
 
@@ -231,7 +231,7 @@ class StagedCopier(Copier):
 
     # --- the device -----------------------------------------------------------------------------------------------
 
-    def _gather(self, direction: _Buffers, move: Move, number: int) -> _Slot:
+    def _gather(self, direction: _Buffers, move: StagedMove, number: int) -> _Slot:
         """Issue the copy of blocks to a slot."""
         views, slot = self._prepare(direction, move, number)
         index_select = self._bridge.torch.index_select
@@ -245,7 +245,7 @@ class StagedCopier(Copier):
             slot.event.record(direction.stream)
         return slot
 
-    def _scatter(self, direction: _Buffers, move: Move, number: int) -> _Slot:
+    def _scatter(self, direction: _Buffers, move: StagedMove, number: int) -> _Slot:
         """Issue the copy of a slot to blocks."""
         views, slot = self._prepare(direction, move, number)
         with self._issue(direction):
@@ -258,7 +258,7 @@ class StagedCopier(Copier):
             slot.event.record(direction.stream)
         return slot
 
-    def _prepare(self, direction: _Buffers, move: Move, number: int) -> tuple[_Views, _Slot]:
+    def _prepare(self, direction: _Buffers, move: StagedMove, number: int) -> tuple[_Views, _Slot]:
         slot = direction.slots[number]
         count = len(move.block_ids)
         slot.ids_on_host[:count] = move.block_ids
@@ -272,18 +272,18 @@ class StagedCopier(Copier):
 
     # --- warming up and checking ----------------------------------------------------------------------------------
 
-    def _read_rows(self, move: Move) -> Bytes:
+    def _read_rows(self, move: StagedMove) -> Bytes:
         slot = self._gather(self._stores, move, 0)
         slot.event.synchronize()
         return slot.bytes_on_host[: move.bucket * self._shapes[move.group].block_size_bytes].copy()
 
-    def _write_rows(self, move: Move, rows: Bytes) -> None:
+    def _write_rows(self, move: StagedMove, rows: Bytes) -> None:
         self._retrieves.slots[0].bytes_on_host[: len(rows)] = rows
         self._scatter(self._retrieves, move, 0).event.synchronize()
 
     def _check(self, number: int, tensors: Sequence[Any]) -> None:
         """Check that reads and writes of byte views reach the engine's tensors: a view may be a private copy."""
-        move = Move(number, 1, np.zeros(1, np.int64), ())
+        move = StagedMove(number, 1, np.zeros(1, np.int64), ())
         saved = self._first_blocks(tensors)
         arrives = np.array_equal(self._read_rows(move), saved)
         if arrives:
@@ -308,13 +308,3 @@ class StagedCopier(Copier):
         with self._issuing:
             block = tensor[:1].to("cpu")
         return block.contiguous().view(self._bridge.torch.uint8).numpy().reshape(-1)
-
-
-class _Unordered:
-    """Stands for an event that could not be recorded. Waiting for it raises, so the transfer is a miss."""
-
-    def __init__(self, error: RuntimeError) -> None:
-        self._error = error
-
-    def synchronize(self) -> None:
-        raise self._error

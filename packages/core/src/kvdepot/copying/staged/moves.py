@@ -87,7 +87,7 @@ class PageRun:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupShape:
+class StagedGroup:
     """The facts about a layer group that a move needs."""
 
     part: Part
@@ -100,7 +100,7 @@ class GroupShape:
     @classmethod
     def of(
         cls, group: LayerGroup, chunk_tokens: int, staging_bytes: int, max_blocks: int, *, in_buckets: bool
-    ) -> "GroupShape":
+    ) -> "StagedGroup":
         """Return the shape of a layer group."""
         sizes = tuple(page.page_size_bytes for page in group.pages)
         runs: list[PageRun] = []
@@ -135,7 +135,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class StagedMove:
     """Blocks of one group that move together, in a buffer for `bucket` blocks, page after page like an extent."""
 
     group: int
@@ -143,14 +143,14 @@ class Move:
     block_ids: Ids  # (at most bucket,)
     pieces: tuple[Piece, ...]
 
-    def to_pool(self, shape: GroupShape, staged: Bytes, pool: Bytes) -> None:
+    def to_pool(self, shape: StagedGroup, staged: Bytes, pool: Bytes) -> None:
         """Copy a filled buffer to the extents: one numpy copy for each chunk and run of pages, without the GIL."""
         for piece in self.pieces:
             for run in shape.page_runs:
                 chunk = run.of(pool[piece.offset :], shape.blocks_per_chunk)
                 chunk[:, piece.places] = run.of(staged, self.bucket)[:, piece.blocks]
 
-    def from_pool(self, shape: GroupShape, staged: Bytes, pool: Bytes) -> None:
+    def from_pool(self, shape: StagedGroup, staged: Bytes, pool: Bytes) -> None:
         """Copy the extents to a buffer; from extents of other parts, only the layers and heads that this worker has."""
         mine, of_layer = shape.part, len(shape.page_sizes_bytes) // shape.part.num_layers
         layer_bytes = sum(shape.page_sizes_bytes[:of_layer])
@@ -167,7 +167,7 @@ class Move:
                     buffer = run.of(staged, self.bucket)[pages.start : pages.stop]
                     buffer[:, piece.blocks, :, here] = part[:, piece.places, :, there]
 
-    def pad(self, shape: GroupShape, staged: Bytes) -> None:
+    def pad(self, shape: StagedGroup, staged: Bytes) -> None:
         """Repeat the last block up to the bucket: a scatter that names a block twice must write the same bytes."""
         count = len(self.block_ids)
         for run in shape.page_runs if count < self.bucket else ():
@@ -175,7 +175,7 @@ class Move:
             blocks[:, count:] = blocks[:, count - 1 : count]
 
 
-def moves(batch: CopyBatch, shapes: Sequence[GroupShape]) -> Iterator[Move]:
+def moves(batch: CopyBatch, shapes: Sequence[StagedGroup]) -> Iterator[StagedMove]:
     """Yield the blocks to move, group by group, each once; skip unwanted ones."""
     records = np.frombuffer(batch.extents, EXTENT_DTYPE)
     for number, shape in enumerate(shapes):
@@ -197,7 +197,7 @@ def moves(batch: CopyBatch, shapes: Sequence[GroupShape]) -> Iterator[Move]:
         for count, bucket in shape.cut(len(block_ids)):
             stop = start + count
             pieces = tuple(_pieces(extents, owners[start:stop], places[start:stop]))
-            yield Move(number, bucket, block_ids[start:stop], pieces)
+            yield StagedMove(number, bucket, block_ids[start:stop], pieces)
             start = stop
 
 

@@ -353,11 +353,11 @@ class BackendSuite:
         run = prompt(2)
         block_ids = worker.blocks(run)
 
-        class Ready:
+        class Filling:
             def synchronize(self) -> None:
                 worker.fill(run, block_ids)
 
-        assert worker.context.submit_store("request", run, block_ids, ready=Ready()).result(WAIT_SECONDS)
+        assert worker.context.submit_store("request", run, block_ids, ready=Filling()).result(WAIT_SECONDS)
         assert worker.retrieve(run) == 2
 
     @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from kvdepot.lab.processes import wait_until
 from kvdepot.testing.tier.traffic import content, extents_of, fill, make_key, read, write
 from kvdepot.tiers.base import Extents, Tier, TierPool, TierUsage
 from kvdepot.tiers.breaker import ERRORS_TO_SUSPEND
-from kvdepot.tiers.jobs import Job, Operation, Part
+from kvdepot.tiers.jobs import Job, JobKind, JobPart
 from kvdepot.tiers.queue import TierQueue
 
 T = TypeVar("T")
@@ -197,7 +197,7 @@ class FaultyBench:
         self._calls_before: dict[int, int] = {}  # calls of the tier when a job was submitted, by the job's id
         fill(pool, 0, self.keys, [4096] * 16)
 
-    def submit(self, operation: Operation, first: int, last: int, to: int = -1) -> Job:
+    def submit(self, operation: JobKind, first: int, last: int, to: int = -1) -> Job:
         """Submit a job for some of the keys and the extents from number `to` on; by default those of the payloads."""
         extents = extents_of(first if to < 0 else to, [4096] * (last - first))
         job = Job(operation, self.keys[first:last], extents)
@@ -206,7 +206,7 @@ class FaultyBench:
         assert self.queue.submit(job), f"not taken: {self.queue.breaker.why_suspended}"
         return job
 
-    def take(self) -> list[Part]:
+    def take(self) -> list[JobPart]:
         """Collect the calls that ended."""
         parts = self.queue.poll()
         for part in parts:
@@ -256,7 +256,7 @@ class FaultyBench:
     def wait_for_calls_of(self, *jobs: Job) -> None:
         """Wait until the jobs that were submitted last have begun as many calls as can hang at a time."""
         num_calls = sum(-(-len(job.keys) // max(1, self.tier.batch_entries)) for job in jobs)
-        only_writes = all(job.operation is Operation.WRITE for job in jobs)
+        only_writes = all(job.operation is JobKind.WRITE for job in jobs)
         self.wait_for_calls(self._calls_before[id(jobs[0])] + min(self.num_threads - only_writes, num_calls))
 
     def let_pass(self, seconds: float) -> tuple[list[Job], int]:

@@ -26,7 +26,7 @@ from kvdepot.testing.tier.traffic import (
     write,
 )
 from kvdepot.tiers.base import Tier, TierPool
-from kvdepot.tiers.jobs import Job, Operation
+from kvdepot.tiers.jobs import Job, JobKind
 from kvdepot.tiers.keys import name_hash
 from kvdepot.tiers.queue import TierQueue
 
@@ -182,8 +182,8 @@ class TierSuite:
             sizes = [SIZES[key[-1] % len(SIZES)] for key in keys]
             fill(pool, 0, keys[:4], sizes[:4])
             jobs = [
-                Job(Operation.WRITE, keys[:4], extents_of(0, sizes[:4])),
-                Job(Operation.READ, keys[4:], extents_of(32, sizes[4:])),
+                Job(JobKind.WRITE, keys[:4], extents_of(0, sizes[:4])),
+                Job(JobKind.READ, keys[4:], extents_of(32, sizes[4:])),
             ]
             outcomes = run(queue, *jobs)
             for place, (key, size, is_here) in enumerate(zip(keys[4:], sizes[4:], outcomes[1], strict=True), 32):
@@ -205,13 +205,13 @@ class TierSuite:
         """No call is accepted in the meantime, and extents that a call may still touch are not freed."""
         assert faulty.write(0, 8) == [True] * 8
         faulty.tier.hang = True
-        job = faulty.submit(Operation.READ, 0, 8, to=32)
+        job = faulty.submit(JobKind.READ, 0, 8, to=32)
         faulty.wait_for_calls_of(job)
         assert faulty.let_pass(0.5) == ([], 0)
         late, _ = faulty.let_pass(0.6)
         assert late == [job]
         assert faulty.queue.is_suspended
-        assert not faulty.queue.submit(Job(Operation.READ, faulty.keys[:1], extents_of(32, [4096])))
+        assert not faulty.queue.submit(Job(JobKind.READ, faulty.keys[:1], extents_of(32, [4096])))
         assert faulty.let_pass(0.1)[0] == []
         assert job.num_left > 0, "its extents are still the storage's"
         faulty.tier.hang = False
@@ -224,7 +224,7 @@ class TierSuite:
         """Other calls are served in the meantime."""
         assert faulty.write(0, 8) == [True] * 8
         faulty.tier.hang = True
-        for operation in (Operation.READ, Operation.WRITE):
+        for operation in (JobKind.READ, JobKind.WRITE):
             job = faulty.submit(operation, 0, 2, to=64)
             faulty.wait_for_calls_of(job)
             faulty.let_pass(PATIENCE_SECONDS)
@@ -239,7 +239,7 @@ class TierSuite:
         """The next probe ends the suspension."""
         assert faulty.write(0, 8) == [True] * 8
         faulty.tier.hang = True
-        faulty.wait_for_calls_of(faulty.submit(Operation.READ, 0, 1, to=64))
+        faulty.wait_for_calls_of(faulty.submit(JobKind.READ, 0, 1, to=64))
         faulty.let_pass(1.1)
         num_calls = faulty.tier.num_calls
         faulty.let_pass(0.5)
@@ -345,8 +345,8 @@ class TierSuite:
             faulty.tier.error = OSError(5, "Input/output error") if rng.random() < 0.15 else None
             first, other = rng.randrange(14), rng.randrange(14)
             faulty.wipe(32 + first, 2)
-            jobs = [faulty.submit(Operation.READ, first, first + 2, to=32 + first)]
-            jobs += [faulty.submit(Operation.WRITE, other, other + 2)]
+            jobs = [faulty.submit(JobKind.READ, first, first + 2, to=32 + first)]
+            jobs += [faulty.submit(JobKind.WRITE, other, other + 2)]
             if faulty.tier.hang:
                 faulty.wait_for_calls_of(*jobs)
                 faulty.let_pass(PATIENCE_SECONDS)

@@ -10,7 +10,7 @@ from kvdepot.keys import DIGEST_BYTES
 from kvdepot.lab.processes import wait_until
 from kvdepot.tiers.base import Extents, Tier, TierPool
 from kvdepot.tiers.checked import CheckedTier
-from kvdepot.tiers.jobs import Call, Job, Operation
+from kvdepot.tiers.jobs import Call, Job, JobKind
 from kvdepot.tiers.keys import mark_of, name_hash, place_of, tier_key
 from kvdepot.tiers.queue import TierQueue
 
@@ -78,36 +78,36 @@ def run(queue: TierQueue, *jobs: Job, woken: threading.Event | None = None) -> l
 
 def write(queue: TierQueue, keys: Sequence[bytes], extents: Extents) -> list[bool]:
     """Write entries and wait."""
-    return run(queue, Job(Operation.WRITE, keys, extents))[0]
+    return run(queue, Job(JobKind.WRITE, keys, extents))[0]
 
 
 def read(queue: TierQueue, keys: Sequence[bytes], extents: Extents) -> list[bool]:
     """Read entries and wait."""
-    return run(queue, Job(Operation.READ, keys, extents))[0]
+    return run(queue, Job(JobKind.READ, keys, extents))[0]
 
 
 def write_to(tier: Tier, pool: TierPool, keys: Sequence[bytes], extents: Extents) -> list[bool]:
     """Write to a tier on this thread, as a queue's threads do, but without deadlines; the tier's errors propagate."""
-    call = Call(Job(Operation.WRITE, keys, extents), 0, len(keys))
+    call = Call(Job(JobKind.WRITE, keys, extents), 0, len(keys))
     CheckedTier(tier, pool, "test").write(call)
     return list(call.outcomes or ())
 
 
 def read_from(tier: Tier, pool: TierPool, keys: Sequence[bytes], extents: Extents) -> list[bool]:
     """Read from a tier on this thread, as a queue's threads do, but without deadlines; the tier's errors propagate."""
-    call = Call(Job(Operation.READ, keys, extents), 0, len(keys))
+    call = Call(Job(JobKind.READ, keys, extents), 0, len(keys))
     CheckedTier(tier, pool, "test").read(call)
     return list(call.outcomes or ())
 
 
 def contains(queue: TierQueue, keys: Sequence[bytes]) -> list[bool]:
     """Ask for entries and wait."""
-    return run(queue, Job(Operation.CONTAINS, keys))[0]
+    return run(queue, Job(JobKind.CONTAINS, keys))[0]
 
 
 def clear(queue: TierQueue, tenant: bytes | None, model: bytes | None) -> int:
     """Clear and wait; return the number of removed entries."""
-    job = Job(Operation.CLEAR, names=(tenant, model))
+    job = Job(JobKind.CLEAR, names=(tenant, model))
     run(queue, job)
     assert job.num_cleared is not None, "it failed"
     return job.num_cleared

@@ -15,7 +15,7 @@ from kvdepot.config import format_size
 from kvdepot.counting import Counts, tier_counter
 from kvdepot.tiers.base import EVICTED
 from kvdepot.tiers.disk.files import LEAST_FREE_SHARE, NOT_WRITABLE, Folder
-from kvdepot.tiers.disk.listing import Entries
+from kvdepot.tiers.disk.listing import FileIndex
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class Capacity:
     def __init__(
         self,
         folder: Folder,
-        entries: Entries,
+        entries: FileIndex,
         capacity_bytes: int,
         remove: Callable[[bytes], None],
         counters: Counts,

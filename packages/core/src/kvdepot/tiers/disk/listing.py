@@ -23,7 +23,7 @@ _SORTED_AT_ONCE: Final = 1000  # other threads wait meanwhile
 File: TypeAlias = tuple[float, bytes, int]  # mtime, key, size
 
 
-class Entries:
+class FileIndex:
     """The entries of a tier. Methods are thread-safe and make no system call."""
 
     def __init__(self) -> None:

@@ -53,7 +53,7 @@ class DiskTier(Tier):
     ) -> None:
         self._pool = pool
         self._counters = Counts()
-        self._entries = listing.Entries()
+        self._entries = listing.FileIndex()
         # Concurrent writes share the drive's rate and so end together. If all of them then renamed files and computed
         # the next checksums, the drive would idle. Therefore one running write fewer than allowed moves bytes.
         self._folder = Folder(directory, max(_LEAST_SLOTS, num_threads - 2))

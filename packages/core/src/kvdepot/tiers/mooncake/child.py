@@ -3,7 +3,7 @@
 The SDK can block the interpreter for minutes and crash it, so the depot's process never loads it. This process maps the
 pool, registers it once, and moves bytes directly between the pool's extents and the cluster. Messages contain trailers
 and refer to extents. The process inherits the descriptors of the pool and of some sockets, the **channels**. A channel
-carries one request at a time, served by its own thread. The first channel starts with `Setup`. Calls of the SDK release
+carries one request at a time, served by its own thread. The first channel starts with `Join`. Calls of the SDK release
 the interpreter, so the channels run concurrently.
 
 An object of the cluster is a payload and its trailer, written and read as two parts of one object.
@@ -31,18 +31,18 @@ from kvdepot.tiers.keys import NAME_HASH_BYTES, PLACE_BYTES
 from kvdepot.tiers.mooncake.messages import (
     KEYS_A_MESSAGE,
     MESSAGE_BYTES,
-    Clear,
     Cleared,
     Contains,
-    Failed,
-    Outcome,
+    Join,
+    Joined,
+    KeyOutcome,
+    NodeFailed,
     Outcomes,
     Read,
-    Ready,
     Remove,
+    RemoveNamed,
     Reply,
     Request,
-    Setup,
     Write,
 )
 from kvdepot.tiers.trailer import TRAILER_BYTES
@@ -92,7 +92,7 @@ class Node:
         _ClusterAway: the cluster cannot be joined.
     """
 
-    def __init__(self, setup: Setup, pool_fd: int, num_channels: int) -> None:
+    def __init__(self, setup: Join, pool_fd: int, num_channels: int) -> None:
         sdk: Any = importlib.import_module("mooncake.store")
         self._prefix = setup.prefix
         self._pool = mmap.mmap(pool_fd, setup.pool_bytes)
@@ -125,17 +125,17 @@ class Node:
                 return Outcomes(*self._read(keys, extents, channel))
             case Contains(keys):
                 codes: list[int] = self._store.batch_is_exist([object_name(self._prefix, key) for key in keys])
-                known = {0: Outcome.MISS, 1: Outcome.HERE}
+                known = {0: KeyOutcome.MISS, 1: KeyOutcome.HERE}
                 return Outcomes([known[code] if code in known else _outcome(code) for code in codes])
             case Remove(keys):
                 for key in keys:  # by force, as a read may just have leased them
                     self._store.remove(object_name(self._prefix, key), True)
                 return Cleared(len(keys))
-            case Clear(tenant, model):
+            case RemoveNamed(tenant, model):
                 count: int = self._store.remove_by_regex(pattern_of(self._prefix, tenant, model), True)
                 _check(min(count, 0), "removing by pattern")
                 return Cleared(count)
-            case Setup():
+            case Join():
                 raise _ClusterAway("the process is set up already")
 
     def leave(self) -> None:
@@ -144,7 +144,7 @@ class Node:
 
     def _write(
         self, keys: list[bytes], trailers: list[bytes], extents: list[tuple[int, int]], channel: int
-    ) -> list[Outcome]:
+    ) -> list[KeyOutcome]:
         pointers, sizes, slots = self._places(keys, extents, channel)
         for slot, trailer in zip(slots, trailers, strict=True):
             slot[:] = trailer
@@ -163,20 +163,20 @@ class Node:
             )
             for place, code in zip(full, again, strict=True):
                 codes[place] = code
-        return [Outcome.HERE if code == _OK else _outcome(code) for code in codes]
+        return [KeyOutcome.HERE if code == _OK else _outcome(code) for code in codes]
 
     def _read(
         self, keys: list[bytes], extents: list[tuple[int, int]], channel: int
-    ) -> tuple[list[Outcome], list[bytes]]:
+    ) -> tuple[list[KeyOutcome], list[bytes]]:
         pointers, sizes, slots = self._places(keys, extents, channel)
         names = [object_name(self._prefix, key) for key in keys]
         codes: list[int] = self._store.batch_get_into_multi_buffers(names, pointers, sizes)
-        outcomes: list[Outcome] = []
+        outcomes: list[KeyOutcome] = []
         trailers: list[bytes] = []
         for name, size, slot, code in zip(names, map(sum, sizes), slots, codes, strict=True):
-            outcome = Outcome.HERE if code >= 0 else _outcome(code)
+            outcome = KeyOutcome.HERE if code >= 0 else _outcome(code)
             if code in (_INVALID_SIZE, _TRANSFER_FAILED) and 0 <= self._store.get_size(name) != size:
-                outcome = Outcome.HERE  # the SDK reports a wrong size like a lost node
+                outcome = KeyOutcome.HERE  # the SDK reports a wrong size like a lost node
             outcomes.append(outcome)
             trailers.append(bytes(slot) if code == size else b"")
         return outcomes, trailers
@@ -199,18 +199,18 @@ class Node:
         )
 
 
-def _outcome(code: int) -> Outcome:
+def _outcome(code: int) -> KeyOutcome:
     """Return the outcome of a key with an error code of the SDK.
 
     Raises:
         _ClusterAway: the code does not concern the key: the cluster does not work.
     """
     if code in _MISSES or code == _INVALID_SIZE:
-        return Outcome.MISS
+        return KeyOutcome.MISS
     if code == _NO_SPACE:
-        return Outcome.NO_SPACE
+        return KeyOutcome.NO_SPACE
     if code == _TRANSFER_FAILED:
-        return Outcome.TRANSFER_FAILED
+        return KeyOutcome.TRANSFER_FAILED
     raise _ClusterAway(f"code {code}" + (f" ({_NAMES[code]})" if code in _NAMES else ""))
 
 
@@ -248,7 +248,7 @@ class _Server:
                 try:
                     reply = self._node.serve(decoder.decode(message), channel)
                 except Exception as error:
-                    reply = Failed(f"{error}" if isinstance(error, _ClusterAway) else f"{error!r}")
+                    reply = NodeFailed(f"{error}" if isinstance(error, _ClusterAway) else f"{error!r}")
                 self._sockets[channel].send(msgspec.msgpack.encode(reply))
         with self._ending:
             end = time.monotonic() + _LEAVE_SECONDS
@@ -270,16 +270,16 @@ def main(arguments: Sequence[str]) -> None:
     if not message:
         return
     try:
-        node = Node(msgspec.msgpack.decode(message, type=Setup), pool_fd, len(sockets))
+        node = Node(msgspec.msgpack.decode(message, type=Join), pool_fd, len(sockets))
     except ImportError as error:
-        sockets[0].send(msgspec.msgpack.encode(Failed(str(error), is_final=True)))
+        sockets[0].send(msgspec.msgpack.encode(NodeFailed(str(error), is_final=True)))
     except _ClusterAway as error:
-        sockets[0].send(msgspec.msgpack.encode(Failed(str(error))))
+        sockets[0].send(msgspec.msgpack.encode(NodeFailed(str(error))))
     else:
         ignore_signals()  # again, as the SDK installs its own handlers
         if is_quiet:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        sockets[0].send(msgspec.msgpack.encode(Ready()))
+        sockets[0].send(msgspec.msgpack.encode(Joined()))
         _Server(node, sockets).run()
     os._exit(0)
 

@@ -18,7 +18,7 @@ Keys = Annotated[list[Key], msgspec.Meta(max_length=KEYS_A_MESSAGE)]
 Natural = Annotated[int, msgspec.Meta(ge=0)]
 
 
-class Outcome(IntEnum):
+class KeyOutcome(IntEnum):
     """The outcome of one key."""
 
     MISS = 0
@@ -27,8 +27,8 @@ class Outcome(IntEnum):
     TRANSFER_FAILED = 3  # the node that holds it, or was to hold it, does not answer
 
 
-class Setup(msgspec.Struct, frozen=True, array_like=True, tag="setup"):
-    """Join the cluster. Answered by `Ready` or `Failed`."""
+class Join(msgspec.Struct, frozen=True, array_like=True, tag="setup"):
+    """Join the cluster. Answered by `Joined` or `NodeFailed`."""
 
     pool_bytes: int
     prefix: str  # begins all names in the cluster
@@ -72,7 +72,7 @@ class Remove(msgspec.Struct, frozen=True, array_like=True, tag="remove"):
     keys: Keys
 
 
-class Clear(msgspec.Struct, frozen=True, array_like=True, tag="clear"):
+class RemoveNamed(msgspec.Struct, frozen=True, array_like=True, tag="clear"):
     """Remove entries by the hashes of names.
 
     Answered by `Cleared`. If either side dies, some, all or none are removed.
@@ -82,17 +82,17 @@ class Clear(msgspec.Struct, frozen=True, array_like=True, tag="clear"):
     model: NameHash | None
 
 
-Request: TypeAlias = Setup | Write | Read | Contains | Remove | Clear
+Request: TypeAlias = Join | Write | Read | Contains | Remove | RemoveNamed
 
 
-class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
+class Joined(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     """The cluster is joined and the pool registered."""
 
 
 class Outcomes(msgspec.Struct, frozen=True, array_like=True, tag="outcomes"):
     """One outcome per key. After `Read`, also one trailer per key, empty for a miss or an object of another size."""
 
-    values: list[Outcome]
+    values: list[KeyOutcome]
     trailers: list[bytes] = []
 
 
@@ -102,14 +102,14 @@ class Cleared(msgspec.Struct, frozen=True, array_like=True, tag="cleared"):
     count: int
 
 
-class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
-    """The whole request failed. The child process continues, except after `Setup`."""
+class NodeFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
+    """The whole request failed. The child process continues, except after `Join`."""
 
     text: str
     is_final: bool = False  # whether it will fail again, because something is not installed
 
 
-Reply: TypeAlias = Ready | Outcomes | Cleared | Failed
+Reply: TypeAlias = Joined | Outcomes | Cleared | NodeFailed
 
 _REPLY: Final = msgspec.msgpack.Decoder[Reply](Reply)
 

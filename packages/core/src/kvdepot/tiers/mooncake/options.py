@@ -25,12 +25,12 @@ class MooncakeOptions:
     """The parsed URL."""
 
     masters: tuple[tuple[str, int], ...]  # or the hosts of etcd, which knows the present master
-    setup: m.Setup  # for the child, without the size of the pool
+    setup: m.Join  # for the child, without the size of the pool
     timeout_seconds: float  # a longer call makes the depot kill the child
     start_seconds: float
     num_threads: int  # concurrent calls, in addition to probes
 
-    def setup_for(self, pool_bytes: int, reached_from: str) -> m.Setup:
+    def setup_for(self, pool_bytes: int, reached_from: str) -> m.Join:
         """Return the setup message for the child. `reached_from` is this node's address as the master sees it."""
         local = self.setup.local or (f"[{reached_from}]" if ":" in reached_from else reached_from)
         return structs.replace(self.setup, pool_bytes=pool_bytes, local=local)
@@ -68,7 +68,7 @@ def parse_options(url: TierUrl) -> MooncakeOptions:
     default_port = 2379 if ha else DEFAULT_PORT
     masters = tuple(_host_and_port(host, default_port, url) for host in hosts)
     master = ";".join(f"{host}:{port}" for host, port in masters)
-    setup = m.Setup(
+    setup = m.Join(
         pool_bytes=0,
         prefix=prefix,
         local=url.take("local", ""),

@@ -77,7 +77,7 @@ class ChildProcess:
                 self._changed.notify()
         if isinstance(reply, expected):
             return reply
-        raise MooncakeUnavailable(reply.text if isinstance(reply, m.Failed) else f"an unexpected reply: {reply}")
+        raise MooncakeUnavailable(reply.text if isinstance(reply, m.NodeFailed) else f"an unexpected reply: {reply}")
 
     def leave(self) -> None:
         """Make the child leave the cluster and exit, or kill it. Takes a bounded time."""
@@ -154,7 +154,7 @@ class ChildProcess:
             reply = _call(channels[0], setup, self._options.start_seconds)
         except OSError as error:
             raise MooncakeUnavailable(f"the child process did not start: {error}") from error
-        if isinstance(reply, m.Failed):
+        if isinstance(reply, m.NodeFailed):
             self.is_final = reply.is_final
             raise MooncakeUnavailable(reply.text)
         with self._changed:

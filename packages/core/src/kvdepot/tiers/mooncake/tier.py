@@ -34,8 +34,8 @@ _CHILD_STARTS: Final = tier_counter("child_starts", "Starts of the process that 
 
 _OPEN_SECONDS: Final = 0.8  # the longest wait of `open_tier` for the child
 _COUNTERS: Final = {
-    m.Outcome.NO_SPACE: tier_counter("no_space", "Entries not written because the storage had no space"),
-    m.Outcome.TRANSFER_FAILED: tier_counter("transfer_failed", "Entries that Mooncake did not transfer"),
+    m.KeyOutcome.NO_SPACE: tier_counter("no_space", "Entries not written because the storage had no space"),
+    m.KeyOutcome.TRANSFER_FAILED: tier_counter("transfer_failed", "Entries that Mooncake did not transfer"),
 }
 
 
@@ -60,15 +60,15 @@ class MooncakeTier(Tier):
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """See `Tier`. Asks only the master, which still reports entries of a node that died recently."""
-        outcomes: list[m.Outcome] = []
+        outcomes: list[m.KeyOutcome] = []
         for first in range(0, len(keys), m.KEYS_A_MESSAGE):
             outcomes += self._ask(m.Contains(list(keys[first : first + m.KEYS_A_MESSAGE]))).values
-        return [outcome is m.Outcome.HERE for outcome in outcomes]
+        return [outcome is m.KeyOutcome.HERE for outcome in outcomes]
 
     def write(self, keys: Sequence[bytes], trailers: Sequence[bytes], extents: Extents) -> list[bool]:
         """See `Tier`. Without room, or if the target node does not answer, an entry is not written."""
         reply = self._ask(m.Write(list(keys), list(trailers), list(extents)))
-        return [outcome is m.Outcome.HERE for outcome in reply.values]
+        return [outcome is m.KeyOutcome.HERE for outcome in reply.values]
 
     def read(self, keys: Sequence[bytes], extents: Extents) -> list[bytes | None]:
         """See `Tier`."""
@@ -76,7 +76,7 @@ class MooncakeTier(Tier):
         if len(reply.trailers) != len(keys):
             raise MooncakeUnavailable(f"{len(reply.trailers)} trailers for {len(keys)} keys")
         pairs = zip(reply.values, reply.trailers, strict=True)
-        return [trailer if outcome is m.Outcome.HERE else None for outcome, trailer in pairs]
+        return [trailer if outcome is m.KeyOutcome.HERE else None for outcome, trailer in pairs]
 
     def remove(self, keys: Sequence[bytes]) -> None:
         """See `Tier`."""
@@ -84,7 +84,7 @@ class MooncakeTier(Tier):
 
     def clear(self, tenant: bytes | None, model: bytes | None) -> Iterator[int]:
         """See `Tier`. Clears for all nodes that use the same prefix."""
-        yield self._child.ask(m.Clear(tenant, model), m.Cleared).count
+        yield self._child.ask(m.RemoveNamed(tenant, model), m.Cleared).count
 
     def probe(self) -> None:
         """See `Tier`. Starts the child if none runs."""

@@ -32,7 +32,7 @@ class Server:
         return f"Server({self.unix_path or f'{self.host}:{self.port}'})"
 
 
-class Connection:
+class ValkeyConnection:
     """One connection.
 
     Raises:
@@ -92,14 +92,14 @@ class Connections:
     def __init__(self, server: Server) -> None:
         self.server = server
         self._lock = threading.Lock()
-        self._idle: list[Connection] = []
-        self._lent: set[Connection] = set()
+        self._idle: list[ValkeyConnection] = []
+        self._lent: set[ValkeyConnection] = set()
         self._is_closed = False
 
     @contextlib.contextmanager
-    def lend(self) -> Generator[Connection]:
+    def lend(self) -> Generator[ValkeyConnection]:
         """Lend a connection to this thread: an idle and usable one, or a new one."""
-        connection = self._take() or Connection(self.server)
+        connection = self._take() or ValkeyConnection(self.server)
         with self._lock:
             self._lent.add(connection)
             if self._is_closed:
@@ -121,7 +121,7 @@ class Connections:
         for connection in idle:
             connection.close()
 
-    def _take(self) -> Connection | None:
+    def _take(self) -> ValkeyConnection | None:
         while True:
             with self._lock:
                 if self._is_closed:
@@ -133,7 +133,7 @@ class Connections:
                 return connection
             connection.close()
 
-    def _give_back(self, connection: Connection, *, is_sound: bool) -> None:
+    def _give_back(self, connection: ValkeyConnection, *, is_sound: bool) -> None:
         with self._lock:
             self._lent.discard(connection)
             if is_sound and not self._is_closed:
