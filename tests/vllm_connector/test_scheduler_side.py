@@ -463,7 +463,7 @@ def test_the_last_prefix_of_a_session_is_told_when_all_of_it_is_there(
 
 def test_a_request_names_sessions_that_are_moved_when_it_arrives() -> None:
     it = scene()
-    wishes = {"retain": {"a": 60}, "prefetch": ["b"], "demote": ["c", "d"], "forget": ["e"]}
+    wishes = {"retain": {"a": 60}, "prefetch": ["b"], "demote": ["c", "d"], "forget": ["e"], "forget_at_once": ["f"]}
     it.request(40, kv_transfer_params={"kvdepot": wishes})
     tenant = "default"
     assert it.client.operations == [
@@ -472,11 +472,23 @@ def test_a_request_names_sessions_that_are_moved_when_it_arrives() -> None:
         o.DemoteSession("c", tenant),
         o.DemoteSession("d", tenant),
         o.ForgetSession("e", tenant),
+        o.ForgetSession("f", tenant, at_once=True),
     ]
+    it.request(40, "timed", kv_transfer_params={"kvdepot": {"prefetch": {"b": 300}}})
+    assert it.client.operations[6:] == [o.PrefetchSession("b", tenant, 300.0)]
 
 
 @pytest.mark.parametrize(
-    "wishes", [{"retain": ["a"]}, {"retain": {"a": -1}}, {"prefetch": "a"}, {"forget": [""]}, {"demote": ["a"] * 65}]
+    "wishes",
+    [
+        {"retain": ["a"]},
+        {"retain": {"a": -1}},
+        {"prefetch": "a"},
+        {"prefetch": {"a": "60"}},
+        {"forget": [""]},
+        {"forget_at_once": {"a": True}},
+        {"demote": ["a"] * 65},
+    ],
 )
 def test_wrong_names_of_sessions_move_none(wishes: dict[str, Any]) -> None:
     it = scene()

@@ -98,13 +98,22 @@ class Hints:
 def session_operations(params: Mapping[str, Any], tenant: str) -> list[o.OperatorRequest]:
     """Return the operations on its tenant's agent sessions that a request asks for, to be sent when it arrives."""
     operations = list[o.OperatorRequest]()
-    expected = f"{{session: seconds}}, at most {_MOST_SESSIONS}"
-    retained: dict[str, float] = _checked(params, "retain", _are_times_to_retain, expected) or {}
-    operations += [o.RetainSession(name, float(seconds), tenant) for name, seconds in retained.items()]
-    expected = f"a list of at most {_MOST_SESSIONS} names of sessions"
-    for key, kind in (("prefetch", o.PrefetchSession), ("demote", o.DemoteSession), ("forget", o.ForgetSession)):
-        names: list[str] = _checked(params, key, _are_sessions, expected) or []
-        operations += [kind(name, tenant) for name in names]
+    timed = f"{{session: seconds}}, at most {_MOST_SESSIONS}"
+    listed = f"a list of at most {_MOST_SESSIONS} names of sessions"
+    names: list[str]
+    times: dict[str, float] = _checked(params, "retain", _are_times_to_retain, timed) or {}
+    operations += [o.RetainSession(name, float(seconds), tenant) for name, seconds in times.items()]
+    if isinstance(params.get("prefetch"), dict):
+        times = _checked(params, "prefetch", _are_times_to_retain, timed) or {}
+        operations += [o.PrefetchSession(name, tenant, float(seconds)) for name, seconds in times.items()]
+    else:
+        names = _checked(params, "prefetch", _are_sessions, f"{timed}, or {listed}") or []
+        operations += [o.PrefetchSession(name, tenant) for name in names]
+    names = _checked(params, "demote", _are_sessions, listed) or []
+    operations += [o.DemoteSession(name, tenant) for name in names]
+    for key, at_once in (("forget", False), ("forget_at_once", True)):
+        names = _checked(params, key, _are_sessions, listed) or []
+        operations += [o.ForgetSession(name, tenant, at_once) for name in names]
     return operations
 
 
