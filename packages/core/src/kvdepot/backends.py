@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
+from kvdepot.config import DEADLINE_SECONDS
 from kvdepot.errors import BackendUnavailable
 from kvdepot.keys import KeyRun
 from kvdepot.kvcache import NO_BLOCK, BlockIds, CacheGroup, CopyBatch, Direction, KVCache, MoveTokens
@@ -304,7 +305,7 @@ class Backend(Protocol):
         ...
 
     def create_context(
-        self, cache: KVCache, *, url: str | None = None, deadline_seconds: float = 2.0, **options: Any
+        self, cache: KVCache, *, url: str | None = None, deadline_seconds: float = DEADLINE_SECONDS, **options: Any
     ) -> TransferContext:
         """Return a context for one worker.
 

@@ -24,6 +24,10 @@ HTTP_TOKEN: Final = "http.token"  # file with the bearer token, if none was give
 
 DEFAULT_TOPIC: Final = "kv@{node}@{model}"  # as llm-d expects it
 
+# The most that a hung depot costs an engine, once. Three quarters of it, the time that lookups may wait for tiers, hold
+# `--promote-seconds` (1 s). For machines that stall, docs/tuning.md has a longer one.
+DEADLINE_SECONDS: Final = 2.0
+
 MAXIMUM_NUMBER: Final = 1e9  # bound for plain numbers, e.g. seconds; larger ones overflow timers
 
 _SIZE: Final = re.compile(r"^\s*(\d{1,20}(?:\.\d{1,20})?)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)

@@ -7,6 +7,7 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from kvdepot.backends import Capability, EngineTraits, KVCache
+from kvdepot.config import DEADLINE_SECONDS
 
 if TYPE_CHECKING:
     from kvdepot_cpu.context import CpuTransferContext
@@ -42,7 +43,7 @@ class CpuBackend:
         return None
 
     def create_context(
-        self, cache: KVCache, *, url: str | None = None, deadline_seconds: float = 2.0, **options: Any
+        self, cache: KVCache, *, url: str | None = None, deadline_seconds: float = DEADLINE_SECONDS, **options: Any
     ) -> "CpuTransferContext":
         """Return a `CpuTransferContext`; see `Backend`."""
         from kvdepot_cpu.context import CpuOptions, CpuTransferContext

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from kvdepot.backends import Capability, EngineTraits, KVCache
+from kvdepot.config import DEADLINE_SECONDS
 
 if TYPE_CHECKING:
     from kvdepot_cuda.context import CudaTransferContext
@@ -78,7 +79,7 @@ class CudaBackend:
         return None
 
     def create_context(
-        self, cache: KVCache, *, url: str | None = None, deadline_seconds: float = 2.0, **options: Any
+        self, cache: KVCache, *, url: str | None = None, deadline_seconds: float = DEADLINE_SECONDS, **options: Any
     ) -> "CudaTransferContext":
         """Return a `CudaTransferContext`; see `Backend`."""
         from kvdepot_cuda.context import CudaTransferContext

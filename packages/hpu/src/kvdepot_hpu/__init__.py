@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from kvdepot.backends import Capability, EngineTraits, KVCache
+from kvdepot.config import DEADLINE_SECONDS
 from kvdepot.layout import GroupKind
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class HpuBackend:
         return None
 
     def create_context(
-        self, cache: KVCache, *, url: str | None = None, deadline_seconds: float = 2.0, **options: Any
+        self, cache: KVCache, *, url: str | None = None, deadline_seconds: float = DEADLINE_SECONDS, **options: Any
     ) -> "HpuTransferContext":
         """Return an `HpuTransferContext`; see `Backend`."""
         from kvdepot_hpu.context import HpuOptions, HpuTransferContext

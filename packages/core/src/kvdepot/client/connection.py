@@ -24,7 +24,7 @@ from typing import Final
 
 from kvdepot.client.channel import Channel
 from kvdepot.client.session import Session
-from kvdepot.config import CONTROL_SOCKET, directory_of_url
+from kvdepot.config import CONTROL_SOCKET, DEADLINE_SECONDS, directory_of_url
 from kvdepot.errors import DepotUnavailable, ErrorCode, KVDepotError, RemoteError
 from kvdepot.pool.files import PoolMapping
 from kvdepot.wire import frames
@@ -66,7 +66,7 @@ class Connection:
         registration: m.RegisterKVCache | m.RegisterScheduler,
         *,
         maps_pool: bool,
-        deadline_seconds: float = 2.0,
+        deadline_seconds: float = DEADLINE_SECONDS,
         barrier: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
         on_open: Callable[[Session], None] = lambda _session: None,
         reap_late_replies: Callable[[], bool] = lambda: True,

@@ -6,7 +6,7 @@ import struct
 from pathlib import Path
 from typing import Final
 
-from kvdepot.config import CONTROL_SOCKET, directory_of_url
+from kvdepot.config import CONTROL_SOCKET, DEADLINE_SECONDS, directory_of_url
 from kvdepot.errors import DepotUnavailable, RemoteError
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
@@ -16,7 +16,7 @@ _MOST_REPLY_BYTES: Final = 64 << 20  # far beyond any reply: a larger length mea
 _TIMEVAL: Final = struct.Struct("ll")
 
 
-def ask_depot(request: Operation[R], url: str | None = None, deadline_seconds: float = 2.0) -> R:
+def ask_depot(request: Operation[R], url: str | None = None, deadline_seconds: float = DEADLINE_SECONDS) -> R:
     """Send one request without a session and return the reply. The deadline is that of each step.
 
     Raises:

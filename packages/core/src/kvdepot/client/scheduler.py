@@ -15,6 +15,7 @@ from kvdepot.client.connection import Connection
 from kvdepot.client.description import Description
 from kvdepot.client.news import NewsFeed
 from kvdepot.client.session import Session
+from kvdepot.config import DEADLINE_SECONDS
 from kvdepot.errors import DepotTimeout, DepotUnavailable, ErrorCode, KVDepotError, RemoteError
 from kvdepot.keys import KeyRun
 from kvdepot.wire import frames
@@ -26,7 +27,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_SHARE_FOR_WAITING: Final = 0.75  # share of a deadline that the depot may spend waiting for tiers and other engines
+# Share of a deadline that the depot may spend waiting for tiers and other engines. The rest is for the loop's turns and
+# the way back: a reply after the deadline would lose the hit. `tiers.url` takes the same share for a request.
+_SHARE_FOR_WAITING: Final = 0.75
 _SILENT = (
     ErrorCode.UNKNOWN_SESSION,
     ErrorCode.UNKNOWN_CONTEXT,  # the connection's thread is registering again already
@@ -117,7 +120,7 @@ class SchedulerClient:
         *,
         model: str = "",
         url: str | None = None,
-        deadline_seconds: float = 2.0,
+        deadline_seconds: float = DEADLINE_SECONDS,
         blend: str = "",
         served_model: str = "",
         weights: str = "",

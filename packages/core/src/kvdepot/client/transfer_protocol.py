@@ -113,6 +113,7 @@ class TransferProtocol:
                         copies = self._copies(channel, job, batch, plan)
                         num_bytes = self._check(copies, batch, is_store=True)
                         with self._copy_locks[Direction.STORE]:
+                            # Compared under the lock, which `barrier` takes before a mapping ends.
                             if connection.session is not channel.session:
                                 return False
                             checksums = self._copy_route.store(channel, copies)
@@ -170,6 +171,7 @@ class TransferProtocol:
         retrieval.num_bytes = self._check(copies, retrieval.batch, is_store=False)
         with contextlib.ExitStack() as undo:
             undo.enter_context(self._copy_locks[Direction.RETRIEVE])
+            # Compared under the lock, as for stores.
             if connection.session is not channel.session:
                 return False
             wait = self._copy_route.begin_retrieve(channel, copies)
@@ -182,7 +184,7 @@ class TransferProtocol:
     def _end(self, channel: Channel, job: TransferJob, retrieval: "_Retrieval") -> bool:
         """Wait for a batch, check it and release its lease. Return whether all of it arrived."""
         plan, num_chunks = retrieval.plan, retrieval.batch.key.num_chunks
-        with retrieval.lease:
+        with retrieval.lease:  # until the comparison, as the depot may reuse the extents afterwards
             retrieval.copying.close()
             if plan.lease:
                 job.transfer.num_bytes += retrieval.num_bytes

@@ -19,6 +19,7 @@ from kvdepot.client.session import Session
 from kvdepot.client.transfer_protocol import TransferProtocol
 from kvdepot.client.transfer_queue import Transfer, TransferJob, TransferQueue
 from kvdepot.client.verify import Verifier
+from kvdepot.config import DEADLINE_SECONDS
 from kvdepot.errors import (
     DepotTimeout,
     DepotUnavailable,
@@ -37,7 +38,7 @@ from kvdepot.wire import messages as m
 logger = logging.getLogger(__name__)
 
 BATCH_BYTES: Final = 64 << 20  # per request: large enough to hide a round trip, small enough to share the depot
-_MOST_FAILURES: Final = 16  # different failures that are logged as errors
+_MOST_FAILURES: Final = 16  # different failures logged as errors: texts that contain addresses must not fill the log
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +46,7 @@ class TransferOptions:
     """Options of every context. Backends with further options extend this class."""
 
     url: str | None = None  # the depot's URL, None for the depot in the default directory
-    deadline_seconds: float = 2.0  # limit of each request to the depot
+    deadline_seconds: float = DEADLINE_SECONDS  # limit of each request to the depot
     synchronous: bool = False  # transfer on the caller's thread, and return resolved futures
     batch_bytes: int = BATCH_BYTES  # bytes of a run per request
     register_when_asked: bool = False

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Final, Self, get_args
 
 from kvdepot.backends import Backend
+from kvdepot.config import DEADLINE_SECONDS
 from kvdepot.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -27,7 +28,7 @@ class EngineSettings:
     tenant: str = "default"
     tenant_salt: str = ""
     weights: str = ""  # names the weights instead of a fingerprint of their files
-    deadline_seconds: float = 2.0
+    deadline_seconds: float = DEADLINE_SECONDS
     copy_threads: int | None = None
     mode: str | None = None  # on CUDA: "direct" or "ipc"; None: the backend's default
     batch_runs: int | None = None

@@ -419,7 +419,6 @@ class Entries:
         self._quotas.writing_bytes[share] += size
 
     def _end_writing(self, record: int) -> None:
-        """Undo `_begin_writing`."""
         share, self._writing_share[record] = self._writing_share[record] - 1, 0
         self._quotas.writing_bytes[share] -= extent_size(self._table.extent(record)[1])
 

@@ -13,9 +13,9 @@ from kvdepot.index.columns import make_column
 from kvdepot.index.tree import NO_NODE, ChunkTree
 
 # Bounds of one search for a victim: a store may need many victims within a few milliseconds.
-_MOST_LOOKED_AT: Final = 4096  # leased leaves skipped
-_MOST_MENDED: Final = 16  # outdated heap entries corrected
-_MOST_TOUCHED: Final = 512  # chunks of a prefix marked by one use
+_MOST_LOOKED_AT: Final = 4096  # leased leaves skipped: they leave the queue, so the next search continues there
+_MOST_MENDED: Final = 16  # outdated heap entries corrected; then the coldest of these leaves is evicted
+_MOST_TOUCHED: Final = 512  # chunks of a prefix marked by one use, from its end: that is evicted first
 
 # Priorities, which clients' hints change. Chunks of a lower priority are evicted first.
 ENDED: Final = 0  # the client ended the session

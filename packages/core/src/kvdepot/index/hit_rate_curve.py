@@ -24,8 +24,8 @@ from kvdepot.keys import DIGEST_BYTES, digest_at
 from kvdepot.wire.messages import CacheSpec
 from kvdepot.wire.status import PoolEstimate
 
-_MEMORY: Final = 8  # the score forgets most of a difference after this many pools of lookups
-_SURE: Final = 2.0  # standard deviations by which a policy must lead to be selected
+_MEMORY: Final = 8  # pools of lookups after which the score forgets most of a difference: traffic may change for good
+_SURE: Final = 2.0  # standard deviations of a lead: a smaller one may be chance, and a period of LRU spoils ARC's lists
 
 
 class PolicySelector:
@@ -105,8 +105,8 @@ SCALES: Final = (0.25, 0.5, 1.0, 2.0, 4.0)  # relative to the pool's size
 _KEYS: Final = 1 << 16  # number of values of two bytes
 _LARGEST_THRESHOLD: Final = _KEYS // 8
 _SMALLEST_THRESHOLD: Final = 8  # one chunk in 8,192: a lower rate would tell nothing
-_BUDGET: Final = 8192  # sampled chunks in all segments
-_WANTED: Final = 1024  # sampled chunks in a pool of the present size
+_BUDGET: Final = 8192  # sampled chunks in all segments: four pools with up to twice `_WANTED` each
+_WANTED: Final = 1024  # sampled chunks in a pool of the present size, at least: a quarter of the pool still has 256
 
 
 class HitRateCurve:

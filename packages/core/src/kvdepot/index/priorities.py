@@ -10,8 +10,8 @@ from kvdepot.index.eviction import ENDED, NORMAL
 from kvdepot.index.quotas import Shares
 from kvdepot.index.tree import NO_NODE, Nodes
 
-_STEP: Final = 40  # chunks changed per step
-_SCAN_STEP: Final = 500  # unchanged chunks per step
+_STEP: Final = 40  # chunks changed per step, in 0.1 ms; the first two steps are made in the request itself
+_SCAN_STEP: Final = 500  # unchanged chunks per step, in 0.03 ms
 _SPARE_DEADLINES: Final = 1024  # stale heap entries to tolerate: clearing 1,024 takes 0.3 ms
 
 

@@ -18,7 +18,7 @@ from kvdepot.index.columns import make_column
 from kvdepot.index.tree import NO_NODE, Nodes, Space
 from kvdepot.keys import DIGEST_BYTES, digest_at, num_digests
 
-_MOST_WALKED: Final = 8192  # chunks back from the end of full attention; boundaries further back are ignored
+_MOST_WALKED: Final = 8192  # chunks back from the end of full attention, in 2 ms; boundaries further back are ignored
 
 
 def usable_prefix(

@@ -199,8 +199,6 @@ def _memcpy() -> Callable[[int, int, int], object]:
 
 @dataclass(frozen=True, slots=True)
 class _ClientTask:
-    """The work of one client process."""
-
     url: str
     chunk_tokens: int
     prompts: tuple[int, ...]

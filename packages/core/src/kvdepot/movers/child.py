@@ -87,8 +87,6 @@ def _serve(depot: "_Depot", copy: CopyNow) -> NoReturn:
 
 
 class _Depot:
-    """The connection to the depot."""
-
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
         self._lock = threading.Lock()

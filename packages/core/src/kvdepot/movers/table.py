@@ -41,10 +41,10 @@ _MOVERS_GIVEN_UP: Final = depot_counter("movers_given_up", "Workers whose mover 
 MAXIMUM_MOVERS: Final = 64  # per depot: four for each of 16 devices
 START_SECONDS: Final = 30.0  # creating a driver's context takes seconds, and longer while other processes create theirs
 MOVE_SECONDS: Final = 5.0  # in addition to the request's deadline; copying a batch takes milliseconds
-_MOST_LOST: Final = 2  # consecutive movers
+_MOST_LOST: Final = 2  # consecutive movers: one may be lost by chance, the second shows that the device cannot have one
 LONG_LIFE_SECONDS: Final = 60.0  # a mover that lived this long did not fail at its start
 _MAXIMUM_WAITING: Final = 8  # a worker has one store and one retrieve at a time, and may have abandoned earlier ones
-_CLOSE_SECONDS: Final = 5.0  # limit to wait for killed movers
+_CLOSE_SECONDS: Final = 5.0  # limit to wait for killed movers: half of a container's ten seconds between TERM and KILL
 
 OnMoved = Callable[[MoveOutcome, str], None]
 

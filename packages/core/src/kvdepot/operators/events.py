@@ -39,8 +39,8 @@ _QUEUED_MESSAGES: Final = _KEPT_BATCHES + 1  # per subscriber before messages ar
 _MOST_QUESTIONS: Final = 16  # unread requests per subscriber
 _MOST_NOTICES: Final = 64  # subscriptions read per turn
 _HANDSHAKE_MILLISECONDS: Final = 2000  # a silent connection is closed
-_REPLAY_STEP: Final = 64  # batches per step
-_MOST_WAITING: Final = 1024  # subscribers waiting for a replay
+_REPLAY_STEP: Final = 64  # batches per step; they are sent as they were encoded
+_MOST_WAITING: Final = 1024  # subscribers waiting for a replay: many times the routers of a node
 # Between the starts of two snapshots. Subscribers that connect at about the same time after a restart share one, and
 # the blocks that it clears are published again within a second. Encoding a snapshot of a million tokens takes 50 ms.
 _SNAPSHOT_SECONDS: Final = 0.25

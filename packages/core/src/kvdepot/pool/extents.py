@@ -13,7 +13,7 @@ from typing import Final
 from kvdepot.errors import require
 
 EXTENT_ALIGNMENT_BYTES: Final = 4096  # a page: direct I/O and memory registration need whole pages
-NUM_REGIONS: Final = 96  # in the map of the pool
+NUM_REGIONS: Final = 96  # in the map of the pool: two lines of the map in `kvdepot top`
 _RESTORE_STEP: Final = 2_000  # extents per step
 _SORT_STEP: Final = 20_000  # numbers that are sorted per step
 

@@ -103,7 +103,7 @@ class PoolFiles:
 
     def advance(self) -> None:
         """Begin a new generation, so that older copies of single files no longer fit together with the others."""
-        self.table.generation += 1
+        self.table.generation += 1  # first: after a kill in between, `_reopen` accepts a table that is one ahead
         os.pwrite(self.lock_fd, _TRAILER.pack(POOL_MAGIC, self.table.generation), self.size_bytes)
 
     def close(self, *, remove: bool) -> None:

@@ -33,6 +33,7 @@ _MAGICS: Final = {
     TOKENS_FILE: TOKENS_MAGIC[:8],
     PREFIXES_FILE: PREFIXES_MAGIC[:8],
 }
+# In the order in which new files get their names: of two servers that start, the first to name its pool wins.
 KINDS: Final = tuple(_MAGICS)
 _UNFINISHED: Final = re.compile(rf"\.({'|'.join(KINDS)})-[0-9a-f]{{16}}")
 
@@ -140,7 +141,7 @@ class PoolFolder:
         """
         if replaces:
             os.rename(unfinished, kind, src_dir_fd=self._fd, dst_dir_fd=self._fd)
-        else:
+        else:  # a rename would replace the file of a server that starts at the same time
             os.link(unfinished, kind, src_dir_fd=self._fd, dst_dir_fd=self._fd, follow_symlinks=False)
             os.unlink(unfinished, dir_fd=self._fd)
 

@@ -265,6 +265,7 @@ class IndexTable:
         )
         header = sealed - SEALED + WRITING
         self._put(_U32, base - 8 + _CRC, self.crc_of(base, header))
+        # The header last: after a kill before it, the record is free, and nobody knows its extent.
         self._put_header(place, header)
         return sealed
 
@@ -275,6 +276,7 @@ class IndexTable:
         header = self._words[place] >> 8 << 8 | SEALED
         self._put(_DIGEST, base - 8 + _CHECKSUM_OFFSET, checksum)
         self._put(_END, base - 8 + _CRC, self.crc_of(base, header), last_use)
+        # The header last, and part of the checksum: after a kill before it, the next server drops the record.
         self._put_header(place, header)
 
     def free(self, record: int) -> None:

@@ -95,7 +95,7 @@ class TokensFile:
                 if is_wanted(body):
                     self.append(body)
                 yield 0
-            unfinished.rename(name)
+            unfinished.rename(name)  # only now: until then, a kill leaves the whole old file
         finally:
             os.close(old_fd)
 

@@ -130,7 +130,7 @@ class DepotServer:
         config, depot = self.config, self.depot
 
         def end_session(session: Session) -> None:
-            connections.close_owner(session.token)
+            connections.close_owner(session.token)  # first, so that no request follows the end of its contexts
             depot.end_session(session.number)
 
         sessions = SessionTable(
@@ -276,7 +276,7 @@ class DepotServer:
         """Close sockets and files. Remove the pool if it is ephemeral; otherwise it stays for the next server."""
         state = self.depot.state
         if state.movers is not None:
-            state.movers.close()
+            state.movers.close()  # first: they write to the pool until they are dead
         self.sockets.connections.close()
         self.sockets.sessions.close()
         if state.tiering is not None:
@@ -285,7 +285,7 @@ class DepotServer:
         is_removed = self.config.ephemeral or bool(self._files.unnamed)
         self._files.close(remove=is_removed)
         self._waker.close()
-        os.close(self._lock)
+        os.close(self._lock)  # last: the next server of this directory may start now
         if is_removed:
             logger.info("stopped")
         else:

@@ -20,7 +20,7 @@ CHORES_FAILED: Final = depot_counter("chores_failed", "Background tasks that fai
 MAXIMUM_OPERATIONS: Final = 64  # operators' requests that wait for their turn
 _MOST_HINTS: Final = 1024  # each holds the rest of one prefix
 _MOST_NOTES: Final = 16  # each holds the names of a prompt's segments, 192 KiB at most
-_DONE_AT_ONCE: Final = 64  # steps
+_DONE_AT_ONCE: Final = 64  # steps, each one lease: an end of more takes turns
 
 Task = Iterator[object]
 

@@ -27,7 +27,8 @@ _WORKERS_FALLEN_BACK: Final = depot_counter("workers_fallen_back", "Workers that
 Fence = tuple[Writer, bytes]  # a process, and the owner field of one of its workers
 
 MAXIMUM_CONTEXTS: Final = 64  # per session
-# Requests that another node waits for; beyond that, stores are not written to tiers first.
+# Requests that another node waits for, as many as lookups may wait (`flights.MAXIMUM_WAITING`). Stores of further ones
+# are written to tiers in the usual order.
 MAXIMUM_HAND_OVERS: Final = 4096
 
 

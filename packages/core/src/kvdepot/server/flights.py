@@ -42,20 +42,20 @@ _FLIGHTS_FAILED: Final = depot_counter("flights_failed", "Announced prefixes tha
 _FLIGHTS_CUT: Final = depot_counter("flights_cut", "Announced prefixes whose end found no room in the pool")
 
 MAXIMUM_FLIGHTS: Final = 1024  # shared fairly by all owners: the requests that a node computes at one time
-MAXIMUM_WAITING: Final = 4096  # lookups in total
-MAXIMUM_WAITING_FOR_ONE: Final = 64  # lookups per flight
-MAXIMUM_DIGEST_BYTES: Final = 32 << 20  # in total
+MAXIMUM_WAITING: Final = 4096  # lookups in total: four for each flight
+MAXIMUM_WAITING_FOR_ONE: Final = 64  # lookups per flight: all are answered in the background when it ends
+MAXIMUM_DIGEST_BYTES: Final = 32 << 20  # in total: 1,024 flights of 1,024 chunks each
 MAXIMUM_SECONDS: Final = 60.0  # without a new chunk; no lookup may wait longer (`Lookup.wait_seconds`)
 
 LEAST_TOKENS: Final = 256  # computing fewer again is faster than waiting
 _PATIENCE: Final = 2.0  # times the time to compute: estimates of two equal engines differ that much
 GRACE_SECONDS: Final = 1.0  # allowed for a flight beyond twice its estimate
-_UNKNOWN_SECONDS: Final = 5.0  # allowed for a flight without an estimate
+_UNKNOWN_SECONDS: Final = 5.0  # allowed for a flight without an estimate: a prefill of 50,000 tokens at 10,000 a second
 # A lookup may wait this much beyond twice its own time: copying a store, committing it and a step of each engine take
 # tens of milliseconds, however few the tokens are.
 SLACK_SECONDS: Final = 0.05
-_POLL_SECONDS: Final = 0.02  # between two polls of the tiers for one remote flight
-_MOST_POLLS: Final = 400  # per second, for all remote flights together
+_POLL_SECONDS: Final = 0.02  # between two polls of the tiers for one remote flight: little beside a prefill
+_MOST_POLLS: Final = 400  # per second, for all remote flights together: eight poll at the full rate
 
 
 @dataclass(slots=True, eq=False)
@@ -179,7 +179,6 @@ class FlightTable:
         return True
 
     def _can_arrive(self, context: Context) -> bool:
-        """Return whether the depot accepts stores of this engine now."""
         state = self._state
         is_stopping = not (state.accepts_stores or state.is_restoring)
         return not (is_stopping or state.is_draining) and self._contexts.can_store(context.space, context.instance)

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 _OUTDATED: Final = depot_counter("generations_outdated", "Generations of weights that became outdated")
 
-GRACE_SECONDS: Final = 60.0  # time for an engine to restart or reconnect
+GRACE_SECONDS: Final = 60.0  # for an engine to restart or reconnect: its old chunks would be evicted first meanwhile
 
 
 def lineage_of(weights: str) -> str:

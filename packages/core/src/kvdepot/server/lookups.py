@@ -93,6 +93,7 @@ class Lookups:
         """Wait for another request that computes the next chunks, or for the tiers and then for such a request."""
         context, request, began, before = query.context, query.request, self._state.clock(), query.found
         query.until = began + request.wait_seconds
+        # Other requests before tiers: chunks that are being computed arrive without a read, and no tier has them yet.
         if (yield partial(self._join, query)):
             query.waited_for = "request {joined}"
         elif (yield partial(self._promote, query)):

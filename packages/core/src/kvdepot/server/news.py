@@ -28,7 +28,7 @@ _DESCRIPTIONS_DECLINED: Final = depot_counter(
 )
 
 _LARGE_FILE_BYTES: Final = 64 << 20  # a smaller file is not worth rewriting
-_MOST_WASTE: Final = 3  # times the bytes of the chunks in the pool
+_MOST_WASTE: Final = 3  # times the bytes of the chunks in the pool: rewriting then removes at least two thirds of it
 _COALESCE_SECONDS: Final = 0.02  # changes within this time after the first are reported together
 _NEWS_TOKENS: Final = 4096  # per reply: 0.2 ms to encode
 

@@ -30,10 +30,10 @@ HINTS_CUT: Final = depot_counter(
     "hints_cut", "Hints and uses of long prefixes applied only to the end, because too many were waiting"
 )
 
-MAXIMUM_EVENTS: Final = 20  # recent events in the status
+MAXIMUM_EVENTS: Final = 20  # recent events in the status, which fit on a screen
 MAXIMUM_ROWS: Final = 1024  # names that have their own counters
 OTHERS: Final = "(others)"
-_MOST_RECENT: Final = 1024  # used prefixes; lists of the hottest ones are made from them
+_MOST_RECENT: Final = 1024  # used prefixes: a list of the hottest ones has room for 6,000 of their chunks
 
 
 class Rows(dict[str, list[int]]):

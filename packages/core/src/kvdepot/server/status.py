@@ -149,7 +149,6 @@ class StatusReport:
 
 
 def _registered_status(context: Context) -> ContextStatus:
-    """Return the static fields of a worker's status."""
     spec, registration = context.space.spec, context.registration
     common = ContextStatus(
         context=context.number,

@@ -34,8 +34,8 @@ _STORE_ENTRIES_DECLINED: Final = depot_counter("store_entries_declined", "Entrie
 _ENTRIES_STORED: Final = depot_counter("entries_stored", "Entries committed")
 _STORES_LATE: Final = depot_counter("stores_late", "Stores that were ended before their worker committed them")
 
-_MOST_LOOKED_AT: Final = 1024  # unfinished stores examined to find one that can be ended
-_TICKET_LEASES: Final = 4  # the longest time of a store, in lifetimes of a lease
+_MOST_LOOKED_AT: Final = 1024  # unfinished stores examined to find one to end, as of leased chunks (`index.evictor`)
+_TICKET_LEASES: Final = 4  # lifetimes of a lease that a store may take: after 20 minutes by default, its worker hangs
 
 
 @dataclass(slots=True)

@@ -24,12 +24,12 @@ logger = logging.getLogger(__name__)
 
 _BREAKER_OPENED: Final = tier_counter("breaker_opened", "Times the tier was suspended after failures")
 
-ERRORS_TO_SUSPEND: Final = 3  # consecutive calls that raise
-MAXIMUM_HUNG_CALLS: Final = 16  # at least the number of threads; with more hung calls, the tier stays suspended
-_MOST_HUNG_PROBES: Final = 16  # each keeps a thread
+ERRORS_TO_SUSPEND: Final = 3  # consecutive calls that raise: a single one may concern its entries, not the storage
+MAXIMUM_HUNG_CALLS: Final = 16  # at least the number of threads: with more, the tier stays suspended, as each keeps one
+_MOST_HUNG_PROBES: Final = MAXIMUM_HUNG_CALLS  # each keeps a thread, too
 _FIRST_RETRY_SECONDS: Final = 0.5  # a restarting server is back soon
-_LAST_RETRY_SECONDS: Final = 30.0  # the longest time until a recovered tier is used again
-_LATE_TO_SUSPEND: Final = 3  # consecutive lookups that got no entry in time
+_LAST_RETRY_SECONDS: Final = 30.0  # until a recovered tier is used again; a probe in 30 s costs a dead one nothing
+_LATE_TO_SUSPEND: Final = 3  # consecutive lookups that got no entry in time: each costs a request --promote-seconds
 
 
 # The operations that a timely success proves to work. Storage may answer questions while its reads hang.

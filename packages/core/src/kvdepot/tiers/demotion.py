@@ -28,10 +28,12 @@ _DEMOTIONS_DROPPED: Final = depot_counter(
     "demotions_dropped", "Entries not written to a tier because its queue was full"
 )
 
-_CHUNKS_A_STEP: Final = 32  # chunks of a prefix per step
+_CHUNKS_A_STEP: Final = 32  # chunks of a prefix per step, as the evictor removes (`evictor._REMOVE_STEP`)
 _LEAST_VICTIMS: Final = 2  # per turn, each with the chunks before it, to keep up with stores
-_PRESSURE_BEGINS: Final = 0.5  # share of the bytes that may wait to be written
-_RESERVE_SHARE: Final = 0.05  # share of the pool that `--demote evict` keeps free
+_PRESSURE_BEGINS: Final = (
+    0.5  # of the bytes that may wait: above, stores lose their ends first, so prefixes stay usable
+)
+_RESERVE_SHARE: Final = 0.05  # share of the pool that `--demote evict` keeps free, so that stores wait for no write
 
 
 @dataclass(frozen=True, slots=True)

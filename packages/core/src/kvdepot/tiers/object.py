@@ -55,7 +55,7 @@ _Found: TypeAlias = tuple[str, tuple[int, int, bytes]]  # an object; offset, siz
 NAME: Final = re.compile(r"[0-9a-f]{16}/[0-9a-f]{16}/[0-9a-f]{2}/(?:[0-9a-f]{64}|[0-9a-f]{94})")
 """The name of an object of this format, or of the first format, which had one object per chunk."""
 _NOTHING: Final = "kvdepot-probe"  # a prefix without objects
-_QUESTIONS_AT_ONCE: Final = 64  # concurrent requests per call
+_QUESTIONS_AT_ONCE: Final = 64  # concurrent requests per call: one after the other, each would cost a round trip
 _MOST_STEPS: Final = 32  # objects per walk
 _MOST_TRIES: Final = 4  # attempts to add an object at the end of a walk while others add there
 _MOST_KNOWN: Final = 1 << 15  # cached places of chunks, 15 MB: eight of the largest questions

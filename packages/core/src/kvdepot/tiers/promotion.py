@@ -27,7 +27,9 @@ _PROMOTIONS_NOT_WORTH_IT: Final = depot_counter(
 )
 _PROMOTIONS_LATE: Final = depot_counter("promotions_late", "Lookups that the tiers did not answer in time")
 
-MAXIMUM_QUESTIONS: Final = 4096  # keys per question
+MAXIMUM_QUESTIONS: Final = (
+    4096  # keys per question: eight calls of `queue._QUESTIONS_A_CALL`, two for each of 4 threads
+)
 MAXIMUM_PROMOTIONS: Final = 4096  # at a time: each turn checks all deadlines
 
 

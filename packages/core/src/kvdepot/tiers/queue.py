@@ -20,7 +20,7 @@ from kvdepot.tiers.base import Tier, TierPool, TierUsage
 from kvdepot.tiers.breaker import ERRORS_TO_SUSPEND, MAXIMUM_HUNG_CALLS, Breaker
 from kvdepot.tiers.jobs import Call, Job, JobKind, JobPart
 from kvdepot.tiers.keys import MOST_CHUNKS_A_RUN, has_names, run_of
-from kvdepot.tiers.url import DEFAULT_THREADS, PATIENCE
+from kvdepot.tiers.url import DEADLINE_SECONDS, DEFAULT_THREADS, PATIENCE
 from kvdepot.tiers.workers import TierWorkers
 from kvdepot.wire.status import TierStatus
 
@@ -63,7 +63,7 @@ class TierQueue:
         pool: TierPool,
         name: str,
         *,
-        deadline_seconds: float = 2.0,
+        deadline_seconds: float = DEADLINE_SECONDS,
         num_threads: int = DEFAULT_THREADS,
         write_bytes: int = 1 << 30,
         wake: Callable[[], None] = lambda: None,

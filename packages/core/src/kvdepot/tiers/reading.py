@@ -65,8 +65,6 @@ class _State(Enum):
 
 @dataclass(slots=True, eq=False)
 class _Arrival:
-    """An entry that is being read into the pool."""
-
     record: int
     state: _State = _State.COMING
     checksum: bytes = b""

@@ -8,7 +8,7 @@ from kvdepot.index.columns import make_column
 from kvdepot.tiers.queue import TierQueue
 
 _PACES: Final = 15  # promotions whose median is the pace of a tier
-_LEAST_PACES: Final = 3  # fewer promotions tell too little about a tier's pace
+_LEAST_PACES: Final = 3  # their median tolerates one outlier, such as the first, which connects
 _TRY_ANYWAY: Final = 16  # one in this many promotions reads from a slow tier anyway, to notice if it became faster
 _TICKS: Final = 8  # per second
 _FRESH_TICKS: Final = 8  # a prefix in use is asked for at most once in this time

@@ -62,8 +62,6 @@ class TieringSettings:
 
 @dataclass(slots=True, eq=False)
 class _Clearing:
-    """A clear of all tiers."""
-
     on_done: Callable[[int, list[str]], None]
     num_left: int = 1  # tiers that have not ended, plus one for the caller
     num_removed: int = 0

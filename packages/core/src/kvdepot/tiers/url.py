@@ -19,7 +19,7 @@ KNOWN_TIERS: Final = {
     "s3": "kvdepot[object]", "gs": "kvdepot[object]", "az": "kvdepot[object]", "file": "kvdepot[object]",
     "valkey": "kvdepot[valkey]", "redis": "kvdepot[valkey]", "rediss": "kvdepot[valkey]", "valkeys": "kvdepot[valkey]",
 }  # fmt: skip
-DEADLINE_SECONDS: Final = 1.0  # the default
+DEADLINE_SECONDS: Final = 1.0  # the default: as long as a lookup waits for tiers (`--promote-seconds`)
 DEFAULT_THREADS: Final = 4  # calls at one time, to hide round trips
 PATIENCE: Final = 10  # a write or a step of a clear may take this many deadlines
 _MOST_THREADS: Final = 256  # they are threads of the server and share its interpreter lock

@@ -61,7 +61,7 @@ class Operation(Struct, Generic[R], array_like=True, frozen=True):
 
     endpoints: ClassVar[tuple[Endpoint, ...]] = ()
     command: ClassVar[Command | None] = None
-    seconds: ClassVar[float] = 2.0  # how long its command waits for the reply
+    seconds: ClassVar[float] = 2.0  # how long its command waits for the reply: most take one step of the loop
     needs_entries: ClassVar[bool] = False  # refused while the entries of an earlier server are being read
     # Whether a request without fields means everything; tools then require an explicit "all".
     may_mean_all: ClassVar[bool] = False

@@ -9,6 +9,7 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from kvdepot.backends import Capability, EngineTraits, KVCache
+from kvdepot.config import DEADLINE_SECONDS
 
 if TYPE_CHECKING:
     from kvdepot_cpu.xpu.context import XpuTransferContext
@@ -67,7 +68,7 @@ class XpuBackend:
         )
 
     def create_context(
-        self, cache: KVCache, *, url: str | None = None, deadline_seconds: float = 2.0, **options: Any
+        self, cache: KVCache, *, url: str | None = None, deadline_seconds: float = DEADLINE_SECONDS, **options: Any
     ) -> "XpuTransferContext":
         """Return an `XpuTransferContext`; see `Backend`."""
         from kvdepot_cpu.xpu.context import XpuOptions, XpuTransferContext

@@ -26,10 +26,10 @@ _NO_SPACE: Final = tier_counter("no_space", "Entries not written because the sto
 _NOT_EVICTED: Final = tier_counter("not_evicted", "Entries that could not be removed to make room")
 
 _LOW_WATERMARK: Final = 0.9  # evict down to this share of the capacity, so that most writes need no eviction
-_PATIENCE_SECONDS: Final = 10.0  # before the next attempt, after evictions freed no space in the file system
-_QUIET_SECONDS: Final = 60.0  # between two log lines about declined writes
+_PATIENCE_SECONDS: Final = 10.0  # after evictions freed no space: more of them at once would empty the tier in vain
+_QUIET_SECONDS: Final = 60.0  # between two log lines about declined writes, which come with every store
 _VICTIMS_AT_ONCE: Final = 64  # files; then other threads get the lock
-_MOST_STUCK: Final = 16  # entries that cannot be removed, per attempt to make room
+_MOST_STUCK: Final = 16  # entries that cannot be removed, per attempt: with more, the file system is at fault
 
 
 class Capacity:

@@ -161,7 +161,6 @@ class ChildProcess:
             self.why = "the tier is closed" if self._is_leaving else ""
 
     def _close_channels(self) -> None:
-        """Close idle channels after the child's death."""
         if self.dead.is_set():
             for channel in (*self._idle, *self._idle_probe):
                 channel.close()
