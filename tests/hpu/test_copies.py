@@ -8,9 +8,9 @@ from kvdepot.backends import CacheGroup, KVCache
 from kvdepot.copying.arrays import byte_view, page_layout_of
 from kvdepot.errors import LayoutError
 from kvdepot.layout import GroupKind
-from kvdepot_hpu.context import HpuTransferContext, tensors_of
-from support.hpu.workers import HpuBench, TensorTuple
-from support.staged.bench import NUM_BLOCKS, torch
+from kvdepot_hpu.context import HpuTransferContext, load_bridge, tensors_of
+from support.hpu.workers import TensorTuple
+from support.staged.bench import NUM_BLOCKS, Bench, torch
 from support.staged.device import FakeDevice
 from support.staged.suite import CopySuite
 
@@ -23,14 +23,14 @@ class TestCopies(CopySuite):
     def late(self, lazy: FakeDevice) -> FakeDevice:
         return lazy
 
-    def make_bench(self, **options: Any) -> HpuBench:
-        return HpuBench(**options)
+    def make_bench(self, **options: Any) -> Bench:
+        return Bench(load_bridge(), **options)
 
 
 @pytest.mark.parametrize("mode", ["eager", "lazy"])
 def test_no_new_shape_is_met_in_service(mode: str, fake: FakeDevice) -> None:
     fake.lazy = mode == "lazy"
-    bench = HpuBench()
+    bench = Bench(load_bridge())
     known = set(fake.stats.graphs)
     for count in range(2, NUM_BLOCKS + 1, 2):
         bench.copier.store(bench.batch(list(range(count))))

@@ -20,7 +20,7 @@ class TestEager(FaultSuite):
         return HpuWorker(url, plan, max_blocks=4, **options)
 
     def engine_command(self, url: str, instance: str) -> Sequence[str]:
-        return [sys.executable, "-m", "support.hpu.engine_child", url, instance, "eager"]
+        return [sys.executable, "-m", "support.staged.engine_child", "hpu", url, instance]
 
 
 class TestLazy(FaultSuite):
@@ -31,4 +31,4 @@ class TestLazy(FaultSuite):
         return HpuWorker(url, plan, max_blocks=4, **options)
 
     def engine_command(self, url: str, instance: str) -> Sequence[str]:
-        return [sys.executable, "-m", "support.hpu.engine_child", url, instance, "lazy"]
+        return [sys.executable, "-m", "support.staged.engine_child", "lazy", url, instance]

@@ -2,11 +2,9 @@
 
 import importlib
 import importlib.machinery
-import importlib.util
 import subprocess
 import sys
 import types
-from typing import Any
 
 import pytest
 
@@ -14,6 +12,7 @@ from kvdepot import get_backend, list_backends
 from kvdepot.errors import BackendUnavailable
 from kvdepot_hpu import backend
 from support.staged.device import FakeDevice
+from support.staged.pretend import hide
 
 _WITHOUT = """
 import sys
@@ -38,7 +37,7 @@ def test_without_the_software_it_says_so_in_words_and_loads_nothing() -> None:
 
 @pytest.mark.promise(34)
 def test_asking_for_it_is_an_error_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    _hide(monkeypatch)
+    hide(monkeypatch, "habana_frameworks")
     with pytest.raises(BackendUnavailable, match=r"Gaudi image.*kvdepot\[cpu\]"):
         get_backend("hpu")
 
@@ -68,12 +67,3 @@ def test_with_a_device_it_can_be_used() -> None:
     assert get_backend("hpu") is backend
     (status,) = (status for status in list_backends() if status.name == "hpu")
     assert status.why_unavailable is None
-
-
-def _hide(monkeypatch: pytest.MonkeyPatch) -> None:
-    find_spec = importlib.util.find_spec
-
-    def hidden(name: str, package: str | None = None) -> Any:
-        return None if name == "habana_frameworks" else find_spec(name, package)
-
-    monkeypatch.setattr(importlib.util, "find_spec", hidden)

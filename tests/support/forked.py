@@ -22,7 +22,7 @@ _OF_FAKE_MOVERS: Final = (
     "support.cuda.fake",
     "support.cuda.forked_movers",
 )
-_WITH_TORCH: Final = ("support.xpu.engine_child", "support.hpu.engine_child")
+_ON_A_DEVICE: Final = "support.staged.engine_child"
 
 
 class _Forks:
@@ -47,7 +47,7 @@ class _Forks:
             return start_child(command, has_pipes=has_pipes, new_session=new_session)
         module, *arguments = words[1:]
         modules = _OF_DEPOTS if module == "kvdepot" else _OF_ENGINES
-        if module in _WITH_TORCH:
+        if module == _ON_A_DEVICE:
             # Its first tensor on a pretend device makes torch import `torch.distributed.tensor`, for 0.9 CPU seconds.
             modules = (*_OF_ENGINES, "support.staged.pretend", "torch.distributed.tensor")
         elif module == "kvdepot" and "KVDEPOT_FAKE_DEVICE" in os.environ:

@@ -10,10 +10,10 @@ from kvdepot.errors import LayoutError
 from kvdepot.lab.processes import DepotProcess
 from kvdepot.testing.backend.plan import WorkerPlan, prompt
 from kvdepot_cpu.xpu.context import XpuOptions, XpuTransferContext
-from support.staged.bench import NUM_BLOCKS, round_trip, torch
+from support.staged.bench import NUM_BLOCKS, Bench, round_trip, torch
 from support.staged.device import FakeDevice
 from support.staged.suite import CopySuite
-from support.xpu.workers import XpuBench, XpuWorker, device_type
+from support.xpu.workers import XpuWorker, device_type, load_bridge
 
 
 class TestCopies(CopySuite):
@@ -21,13 +21,13 @@ class TestCopies(CopySuite):
     def late(self, fake: FakeDevice) -> FakeDevice:
         return fake
 
-    def make_bench(self, **options: Any) -> XpuBench:
-        return XpuBench(**options)
+    def make_bench(self, **options: Any) -> Bench:
+        return Bench(load_bridge(), **options)
 
 
 @pytest.mark.usefixtures("device")
 def test_moves_are_as_large_as_the_staging_memory_allows() -> None:
-    bench = XpuBench(max_blocks=5)
+    bench = Bench(load_bridge(), max_blocks=5)
     assert all(round_trip(bench, count, seed=count) for count in (2, 10, 38, NUM_BLOCKS))
 
 
@@ -45,7 +45,7 @@ def test_where_memory_cannot_be_pinned_no_copy_is_late(fake: FakeDevice, monkeyp
         return copy(target, source, non_blocking)
 
     monkeypatch.setattr(fake, "copy", watched)
-    assert round_trip(XpuBench(), 14)
+    assert round_trip(Bench(load_bridge()), 14)
     assert late
     assert not any(late)
 

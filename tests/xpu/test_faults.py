@@ -19,4 +19,4 @@ class TestFaults(FaultSuite):
         return XpuWorker(url, plan, **options)
 
     def engine_command(self, url: str, instance: str) -> Sequence[str]:
-        return [sys.executable, "-m", "support.xpu.engine_child", url, instance]
+        return [sys.executable, "-m", "support.staged.engine_child", "xpu", url, instance]

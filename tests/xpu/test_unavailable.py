@@ -1,9 +1,7 @@
 """Without an Intel GPU, the backend says so and what to do. Discovering it loads no module of the device."""
 
-import importlib.util
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 
@@ -11,6 +9,7 @@ from kvdepot import get_backend, list_backends
 from kvdepot.errors import BackendUnavailable
 from kvdepot_cpu.xpu import backend
 from support.staged.bench import torch
+from support.staged.pretend import hide
 
 _WITHOUT_TORCH = """
 import importlib.util, sys
@@ -32,7 +31,7 @@ def test_without_torch_it_says_so_in_words_and_loads_nothing() -> None:
 
 @pytest.mark.promise(34)
 def test_asking_for_it_is_an_error_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    _hide_torch(monkeypatch)
+    hide(monkeypatch, "torch")
     with pytest.raises(BackendUnavailable, match=r"PyTorch's own build for xpu.*kvdepot\[cpu\]"):
         get_backend("xpu")
 
@@ -68,12 +67,3 @@ def test_with_a_device_it_can_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     assert get_backend("xpu") is backend
     (status,) = (status for status in list_backends() if status.name == "xpu")
     assert status.why_unavailable is None
-
-
-def _hide_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    find_spec = importlib.util.find_spec
-
-    def hidden(name: str, package: str | None = None) -> Any:
-        return None if name == "torch" else find_spec(name, package)
-
-    monkeypatch.setattr(importlib.util, "find_spec", hidden)

@@ -1,13 +1,13 @@
 """Workers whose cache lies on an HPU, arranged as vllm-gaudi arranges it."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from kvdepot.backends import CacheGroup
 from kvdepot.testing.backend.plan import STATE, GroupPlan, WorkerPlan
-from kvdepot_hpu.context import HpuOptions, HpuTransferContext, load_bridge
-from support.staged.bench import Bench, read_blocks, torch, write_blocks
+from kvdepot_hpu.context import HpuOptions, HpuTransferContext
+from support.staged.bench import torch
+from support.staged.workers import StagedWorker, pages_of
 
 
 class TensorTuple(tuple[Any, ...]):
@@ -28,12 +28,8 @@ def without_pad_block(flat: Any, block_tokens: int) -> Any:
     return flat.view(-1, block_tokens, *flat.shape[1:])[:-1]
 
 
-def page(num_blocks: int, block_tokens: int, size_bytes: int, padding_bytes: int = 0) -> Any:
-    """Return a zeroed tensor `(num_blocks, ...)` with pages of `size_bytes`: flat bfloat16 if that divides evenly."""
-    if padding_bytes or size_bytes % (2 * block_tokens):
-        shape = (num_blocks, size_bytes + padding_bytes)
-        return torch().zeros(shape, dtype=torch().uint8, device="hpu")[:, :size_bytes]
-    shape = ((num_blocks + 1) * block_tokens, 1, size_bytes // block_tokens // 2)
+def _page(num_blocks: int, block_tokens: int, width: int) -> Any:
+    shape = ((num_blocks + 1) * block_tokens, 1, width)
     return without_pad_block(torch().zeros(shape, dtype=torch().bfloat16, device="hpu"), block_tokens)
 
 
@@ -54,31 +50,9 @@ def cache_group(plan: GroupPlan, pages: list[Any]) -> CacheGroup:
     )
 
 
-class HpuWorker:
-    """See `kvdepot.testing.backend.Worker`. Like an engine, it touches the cache only by operations of the device."""
-
+class HpuWorker(StagedWorker):
     def __init__(self, url: str, plan: WorkerPlan, **options: Any) -> None:
-        self.pages = [
-            [page(plan.num_blocks, group.block_tokens, size, group.padding_bytes) for size in group.page_sizes_bytes]
-            for group in plan.groups
-        ]
-        groups = [cache_group(group, pages) for group, pages in zip(plan.groups, self.pages, strict=True)]
-        cache = replace(plan.cache(self.pages), groups=groups)
-        self.context = HpuTransferContext(cache, HpuOptions(url=url, **options))
-        self.spec = self.context.spec
-
-    def wait_until_connected(self, timeout_seconds: float) -> None:
-        self.context.wait_until_connected(timeout_seconds)
-
-    def write_blocks(self, group: int, page: int, blocks: Sequence[int], data: bytes) -> None:
-        write_blocks(self.pages[group][page], blocks, data)
-
-    def read_blocks(self, group: int, page: int, blocks: Sequence[int]) -> bytes:
-        return read_blocks(self.pages[group][page], blocks)
-
-
-class HpuBench(Bench):
-    """A copier with a Gaudi's shapes."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(load_bridge(), **options)
+        pages = pages_of(plan, "hpu", _page)
+        groups = [cache_group(group, tensors) for group, tensors in zip(plan.groups, pages, strict=True)]
+        cache = replace(plan.cache(pages), groups=groups)
+        super().__init__(pages, HpuTransferContext(cache, HpuOptions(url=url, **options)))

@@ -64,3 +64,13 @@ def pretend_to_pin(monkeypatch: pytest.MonkeyPatch) -> None:
         return torch().empty(num_bytes, dtype=torch().int8), True
 
     monkeypatch.setattr(Bridge, "host_buffer", host_buffer)
+
+
+def hide(monkeypatch: pytest.MonkeyPatch, hidden: str) -> None:
+    """Make a module look as if it were not installed."""
+    find_spec = importlib.util.find_spec
+
+    def find(name: str, package: str | None = None) -> Any:
+        return None if name == hidden else find_spec(name, package)
+
+    monkeypatch.setattr(importlib.util, "find_spec", find)
