@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from kvdepot.backends import CacheGroup, CopyBatch, KVCache
 from kvdepot.client.channel import Channel
@@ -19,6 +20,8 @@ from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.testing.backend.plan import WorkerPlan, prompt
 from kvdepot.testing.engine import EngineProcess
 from kvdepot.testing.faults import FaultSuite
+from kvdepot.wire import frames
+from kvdepot.wire import messages as m
 from kvdepot_cpu.context import CpuOptions, CpuTransferContext
 from kvdepot_cpu.kernels.copy import PageCopier
 from support.cpu.engines import CHUNK, command, large_engine
@@ -182,6 +185,56 @@ def test_a_copy_that_fails_is_a_miss_and_gives_its_space_back(
         assert context.submit_store("r", prompt(4), [list(range(16))]).result(10) is False
     wait_until(lambda: depot.status().pool_used_bytes == 0)
     assert context.submit_store("r", prompt(4), [list(range(16))]).result(10)
+
+
+@pytest.mark.parametrize("direction", ["store", "retrieve"])
+@pytest.mark.parametrize(
+    "forged",
+    [
+        {"offset": (1 << 64) - 4096},
+        {"offset": (1 << 64) - 1},
+        {"offset": (64 << 20) - 4096},  # the last page of the pool
+        {"num_bytes": (1 << 64) - 4096},
+        {"num_bytes": 4096},
+        {"chunk": 4},
+        {"group": 1},
+        {"layers": 1},
+    ],
+    ids=str,
+)
+def test_nothing_is_copied_for_a_depot_that_names_other_bytes(
+    forged: dict[str, int],
+    direction: str,
+    depot: DepotProcess,
+    make: Callable[..., CpuTransferContext],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    context = make(depot)
+    assert context.submit_store("r", prompt(4), [list(range(16))]).result(10)
+    wait = Channel.wait
+    names = ("chunk", "group", "heads", "record", "layers", "header", "offset", "num_bytes")
+
+    def lie(channel: Channel, sequence: int, deadline_seconds: float) -> frames.Reply:
+        reply = wait(channel, sequence, deadline_seconds)
+        if not isinstance(reply, m.StorePlan | m.RetrievePlan):
+            return reply
+        last = dict[str, int](zip(names, m.EXTENT.unpack(reply.extents[-m.EXTENT.size :]), strict=True)) | forged
+        return structs.replace(reply, extents=reply.extents[: -m.EXTENT.size] + m.EXTENT.pack(*last.values()))
+
+    copied: list[CopyBatch] = []
+
+    def copy(_copier: PageCopier, batch: CopyBatch) -> None:
+        copied.append(batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Channel, "wait", lie)
+        patch.setattr(PageCopier, direction, copy)
+        run = prompt(4, salt=1) if direction == "store" else prompt(4)
+        submit = context.submit_store if direction == "store" else context.submit_retrieve
+        assert submit("r", run, [list(range(16, 32))]).result(10) is False
+    assert not copied
+    wait_until(lambda: depot.status().num_tickets == depot.status().num_leases == 0)
+    assert context.submit_retrieve("r", prompt(4), [list(range(16, 32))]).result(10)
 
 
 def test_a_store_that_fails_counts_no_unconfirmed_chunk_and_keeps_no_reply(
