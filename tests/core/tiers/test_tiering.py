@@ -1247,6 +1247,32 @@ def test_a_prompt_that_is_stored_in_pieces_costs_a_tier_that_gathers_stores_few_
     assert bench.tiers[0].num_calls - stored <= 10
 
 
+@pytest.mark.parametrize(("groups", "ranks"), [(PLAIN, 1), (SHARDED, 2)], ids=["plain", "sharded"])
+def test_chunks_that_wait_for_more_reach_their_tier_though_the_pool_needs_room(
+    groups: tuple[m.GroupShape, ...], ranks: int, make: Maker
+) -> None:
+    bench = make(groups, pages=24 * ranks, write_bytes=16 * PAGE * ranks, gathers_stores=True)
+    tier = bench.tiers[0]
+    bench.store(prompt(4))
+    tier.hang = True
+    for name in range(1, 4):
+        bench.store(prompt(8, name))
+        bench.tiering.turn()
+        assert bench.in_pool(prompt(8, name)) == 8
+    bench.clock.now += 3.0
+    bench.tiering.turn()  # now the tier is asked for them
+    bench.store(prompt(8, 4))
+    assert bench.in_pool(prompt(8, 4)) == 8, "waiting chunks hold a part of the pool only"
+    tier.hang = False
+    bench.settle()
+    bench.store(prompt(8, 5))
+    bench.store(prompt(8, 6))
+    bench.store(prompt(8, 7))
+    assert bench.in_pool(prompt(4)) == 0, "they hold it no longer"
+    bench.clock.now += 3.0
+    assert bench.lookup(prompt(4)) == 4
+
+
 def test_bytes_that_changed_in_the_pool_never_go_down(make: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = make(verify=True)
     has_changed = threading.Event()

@@ -34,6 +34,7 @@ _PRESSURE_BEGINS: Final = (
     0.5  # of the bytes that may wait: above, stores lose their ends first, so prefixes stay usable
 )
 _RESERVE_SHARE: Final = 0.05  # share of the pool that `--demote evict` keeps free, so that stores wait for no write
+_GATHERED_SHARE: Final = 0.5  # of the bytes that may wait: more than these are written at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,15 @@ class _Leaving:
     is_forced: bool  # whether to evict it even if no tier takes it; otherwise only while it has ENDED
     num_bytes: int = 0  # that its eviction makes free
     held: Sequence[tuple[int, int]] = ()  # (record, node) to hold until the tiers have been asked for the prefix
+
+
+@dataclass(frozen=True, slots=True)
+class _Gathered:
+    """The last entry of gathered chunks. Holding it keeps them and all chunks before them in the pool."""
+
+    record: int
+    node: int
+    num_bytes: int  # of the gathered chunks
 
 
 class Demotions:
@@ -83,6 +93,8 @@ class Demotions:
         self.lacks_victims = False  # whether the reserve needs room but no chunk can be evicted
         self._is_cut = False  # whether the last turn ended before the reserve had enough room
         self._gathering = Gathering(index.nodes)
+        self._gathered: dict[int, _Gathered] = {}  # by their last node, until tiers have been asked for them
+        self._gathered_bytes = 0
         self.refresher = Refresher(
             index, keys, self._write_lost, self._go_on, clock, writes_used=rule is not Demotion.EVICT
         )
@@ -118,13 +130,39 @@ class Demotions:
         gathering, others = self._by_kind()
         if gathering:
             run_chunks = chunks_a_run(index.table.extent(records[-1])[1])
-            if not self._gathering.adds(before, last, run_chunks, self._clock(), is_first=is_first):
-                self._refresh(last, gathering, _reason(is_first=is_first))
+            is_held, now = self._hold(records, before, gathering), self._clock()
+            if not self._gathering.adds(before, last, run_chunks, now, is_first=is_first, may_wait=is_held):
+                self._write_gathered(last, gathering, is_first=is_first)
         if before != NO_NODE and self._is_missing(before, others):
             # In a tier, they are useless without the chunks before them.
             self._refresh(last, others, _reason(is_first=is_first))
         else:
             self._write(records, others, _reason(is_first=is_first))
+
+    def _hold(self, records: Sequence[int], before: int, gathering: Sequence[TierState]) -> bool:
+        """Keep new chunks in the pool until they are written. Return False if too many bytes wait already."""
+        index = self._index
+        num_bytes = sum(index.table.extent(record)[1] for record in records)
+        record, most_bytes = records[-1], max(tier.queue.write_bytes for tier in gathering) * _GATHERED_SHARE
+        for earlier in (before, index.entries.node_of(record)):  # or the same chunks of another rank
+            if earlier in self._gathered:
+                num_bytes += self._gathered[earlier].num_bytes
+                self._let_go(earlier)
+        if self._gathered_bytes + num_bytes > most_bytes:
+            return False
+        node = index.begin_reading(record)
+        self._gathered[node] = _Gathered(record, node, num_bytes)
+        self._gathered_bytes += num_bytes
+        return True
+
+    def _let_go(self, node: int) -> None:
+        gathered = self._gathered.pop(node)
+        self._gathered_bytes -= gathered.num_bytes
+        self._index.end_reading(gathered.record, gathered.node)
+
+    def _write_gathered(self, last: int, gathering: Sequence[TierState], *, is_first: bool) -> None:
+        self._refresh(last, gathering, _reason(is_first=is_first))
+        self._go_on(last)
 
     def used(self, node: int) -> None:
         """After a lookup found the prefix that ends here, ask the tiers for it and write the missing entries."""
@@ -187,13 +225,18 @@ class Demotions:
             self._index.end_reading(record, node)
 
     def _go_on(self, node: int) -> None:
-        """Let `turn` evict the end of a prefix, if it leaves: it has been written, or its refresh has ended."""
+        """Let go of a prefix that has been written, or whose refresh has ended. If it leaves, `turn` evicts its end."""
+        if node in self._gathered and not self._gathering.has(node) and not self._is_refreshing(node):
+            self._let_go(node)
         if node in self._leaving:
             self._going_on[node] = None
 
+    def _is_refreshing(self, node: int) -> bool:
+        return any(self.refresher.is_refreshing(tier, node) for tier in self._tiers)
+
     def _evict_leaving(self, node: int) -> None:
         """Evict the end of a prefix that leaves: at most `_CHUNKS_A_STEP` chunks, up to the first that is in use."""
-        if node not in self._leaving or any(self.refresher.is_refreshing(tier, node) for tier in self._tiers):
+        if node not in self._leaving or self._is_refreshing(node):
             return  # the end of the refresh calls again
         index, leaving = self._index, self._leaving.pop(node)
         self._release(leaving)
@@ -220,7 +263,7 @@ class Demotions:
     def turn(self, is_over: Callable[[], bool]) -> None:
         """Do at least one step of each kind of work, then continue until `is_over`."""
         while (stored := self._gathering.next_over(self._clock())) is not None:
-            self._refresh(stored.last, self._by_kind()[0], _reason(is_first=stored.is_first))
+            self._write_gathered(stored.last, self._by_kind()[0], is_first=stored.is_first)
         self.refresher.turn(is_over)
         while self._going_on:
             node = next(iter(self._going_on))

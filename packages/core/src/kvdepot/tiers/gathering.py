@@ -3,7 +3,7 @@
 Engines store a long prompt in many pieces, and a chunk or two in each step of decoding. So chunks wait for the stores
 that continue them: 0.05 seconds if another node waits for them, otherwise 0.25 seconds, or 2 seconds if they are few.
 They wait ten seconds at most, and no longer than one second once a run is complete. If the prefix is used meanwhile, it
-is written at once. A depot that drains or stops does not wait.
+is written at once. A depot that drains or stops does not wait. The pool keeps waiting chunks (`Demotions`).
 """
 
 import math
@@ -16,7 +16,6 @@ _FEW_CHUNKS: Final = 8  # fewer chunks wait longest: later chunks of the prompt 
 _IDLE_SECONDS: Final = (0.05, 0.25, 2.0)  # if another node waits; otherwise; for few chunks
 _LEAST_SECONDS: Final = 1.0  # before a complete run is written: each run is a separate question
 _MOST_SECONDS: Final = 10.0  # then an incomplete run is written, too
-_MOST_WAITING: Final = 1024  # stores; with more, none waits, as the pool may evict waiting chunks unwritten
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +48,7 @@ class Gathering:
             return 0.0
         return min((next(iter(waiting.values())).until for waiting in self._waiting if waiting), default=math.inf)
 
-    def adds(self, before: int, last: int, run_chunks: int, now: float, *, is_first: bool) -> bool:
+    def adds(self, before: int, last: int, run_chunks: int, now: float, *, is_first: bool, may_wait: bool) -> bool:
         """Let the chunks after `before` up to `last` wait, joined to those that end at `before`.
 
         Return False if they must be written now.
@@ -60,6 +59,7 @@ class Gathering:
             run_chunks: the chunks per run.
             now: the present time in seconds.
             is_first: whether an engine of another node waits for them.
+            may_wait: whether the pool keeps them meanwhile.
         """
         nodes, began = self._nodes, now
         for waiting in self._waiting:
@@ -70,11 +70,15 @@ class Gathering:
         num_chunks = depth - (nodes.depth[before] if before != NO_NODE else -1)
         has_waited = is_first or now - began >= _LEAST_SECONDS
         is_over = now - began >= _MOST_SECONDS or (has_waited and (depth + 1) % run_chunks == 0)
-        if is_over or not self.waits or len(self) >= _MOST_WAITING:
+        if is_over or not self.waits or not may_wait:
             return False
         kind = 0 if is_first else 2 if num_chunks < _FEW_CHUNKS else 1
         self._waiting[kind][last] = Gathered(last, nodes.key_of(last), is_first, began, now + _IDLE_SECONDS[kind])
         return True
+
+    def has(self, last: int) -> bool:
+        """Return whether the chunks up to this node wait."""
+        return any(last in waiting for waiting in self._waiting)
 
     def next_over(self, now: float) -> Gathered | None:
         """Return a store whose wait has ended, to be written with the chunks before it. None if there is none."""
