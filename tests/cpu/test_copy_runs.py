@@ -1,16 +1,24 @@
 """The copy kernels put every byte of every run in its place, touch no other byte, and return the right checksums."""
 
 import itertools
+import os
+from typing import Any
 
 import numpy as np
 import pytest
 import xxhash
 
 from kvdepot.copying.runs import Addresses
+from kvdepot.kvcache import CopyBatch
+from kvdepot.layout import CacheLayout, GroupKind, LayerGroup, PageLayout
+from kvdepot.pool.files import PoolMemory
+from kvdepot.wire.messages import EXTENT
+from kvdepot_cpu.kernels import copy as kernels
 from kvdepot_cpu.kernels.copy import (
     SUMMED_ALIGNMENT_BYTES,
     SUMMED_BLOCK_BYTES,
     CopyRuns,
+    PageCopier,
     memcpy_runs,
     native_copy_rows,
     native_copy_runs,
@@ -132,3 +140,45 @@ def test_a_copy_that_makes_checksums_refuses_what_it_cannot_sum() -> None:
     ):
         assert copy_summed(numbers(source.ctypes.data), targets, sizes, extents) is None
     assert not target.any()
+
+
+@pytest.mark.promise(47)
+@pytest.mark.parametrize("with_checksums", [False, True], ids=["plain", "with checksums"])
+def test_a_store_moves_each_byte_once(with_checksums: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[tuple[str, int]] = []
+
+    def count(name: str) -> None:
+        copy: Any = getattr(kernels, name)()
+        if copy is None:
+            tool_is_missing("the compiled copy was not built")
+
+        def counted(sources: Addresses, targets: Addresses, sizes: Addresses, *rest: Any) -> Any:
+            done = copy(sources, targets, sizes, *rest)
+            if name == "native_copy_runs" or done is not None:
+                moved.append((name, int(sizes.sum())))
+            return done
+
+        monkeypatch.setattr(kernels, name, lambda: counted)
+
+    count("native_copy_runs")
+    count("native_copy_summed")
+    num_blocks, page_bytes, num_bytes = 64, 64 << 10, 4 << 20
+    cache = np.random.default_rng(1).integers(0, 256, num_bytes, np.uint8)
+    page = PageLayout(cache.ctypes.data, num_blocks, page_bytes, page_bytes)
+    layout = CacheLayout((LayerGroup(GroupKind.FULL_ATTENTION, 16, (page,)),), 16 * num_blocks, "bfloat16")
+    fd = os.memfd_create("pool")
+    os.truncate(fd, num_bytes)
+    pool = PoolMemory(fd, num_bytes)
+    os.close(fd)
+    copier = PageCopier(layout, (1, 1), cache)
+    blocks = list(range(num_blocks))[::-1]
+    digest = copier.store(
+        CopyBatch(
+            pool, EXTENT.pack(0, 0, 0, 0, 0, 0, 0, num_bytes), [blocks], (0,), (0,), with_checksums=with_checksums
+        )
+    )
+    stored = bytes(pool.pool)
+    assert stored == cache.reshape(num_blocks, -1)[blocks].tobytes()
+    assert moved == [("native_copy_summed" if digest else "native_copy_runs", num_bytes)]
+    assert digest is None or (with_checksums and digest == xxhash.xxh3_128_digest(stored))
+    copier.close()

@@ -18,6 +18,7 @@ from kvdepot.errors import DepotUnavailable, ErrorCode, KVDepotError, RemoteErro
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
+from kvdepot.wire.frames import decode_reply, encode_frame
 from support.peer import SPEC, Peer, prompt, registration
 
 DEADLINE = 0.5
@@ -52,6 +53,27 @@ def seconds_of(call: Callable[[], object]) -> float:
     started = time.monotonic()
     call()
     return time.monotonic() - started
+
+
+@pytest.mark.promise(46)
+def test_a_hit_is_one_request_and_one_reply_however_long_the_prompt_is(
+    client: SchedulerClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frames: list[str] = []
+
+    def counted(kind: str, code: Callable[..., Any]) -> Callable[..., Any]:
+        def count(*arguments: Any) -> Any:
+            frames.append(kind)
+            return code(*arguments)
+
+        return count
+
+    monkeypatch.setattr("kvdepot.wire.frames.encode_frame", counted("request", encode_frame))
+    monkeypatch.setattr("kvdepot.wire.frames.decode_reply", counted("reply", decode_reply))
+    for num_chunks in (3, 2048):
+        frames.clear()
+        assert client.lookup("r", prompt(num_chunks)).num_chunks == 3
+        assert frames == ["request", "reply"]
 
 
 @pytest.mark.promise(28)
