@@ -205,6 +205,6 @@ def make_queue(storage: Storage, holder: str, clock: Callable[[], float]) -> Sim
         threads.memory, threads.holder = storage.memory, holder
         return threads
 
-    with patch.multiple(queue_module, Workers=make_threads, Breaker=SimulatedBreaker):
+    with patch.multiple(queue_module, TierWorkers=make_threads, Breaker=SimulatedBreaker):
         pool = TierPool(-1, memoryview(bytearray()))
         return SimulatedQueue(storage, pool, "tier", deadline_seconds=DEADLINE_SECONDS, num_threads=4, clock=clock)
