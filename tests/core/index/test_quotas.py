@@ -54,7 +54,7 @@ def test_idle_space_is_borrowed_and_given_back() -> None:
     assert fill(worker, "a", range(8)) == 0
     assert (stored(worker, "a", range(8)), stored(worker, "b", range(50))) == (8, 4)
     status = bench.depot.status.fields()["tenants"]
-    assert status["a"] == {"used_bytes": 8 * PAGE, "quota_bytes": 8 * PAGE}
+    assert status["a"] == {"used_bytes": 8 * PAGE, "quota_bytes": 8 * PAGE, "retained_bytes": 0}
 
 
 def test_two_that_both_want_more_do_not_thrash_each_other() -> None:
@@ -178,7 +178,7 @@ def test_a_tenant_whose_engines_die_in_the_middle_of_stores_keeps_its_quota() ->
         bench.pass_time(bench.depot.stores.ticket_seconds)  # the ticket is late, so its chunks may be stored again
         bench.depot.end_session(worker.session)
         bench.depot.end_process(worker.writer)
-    assert bench.index.quotas.usage() == {"a": (4 * PAGE, 0)}
+    assert bench.index.quotas.usage() == {"a": (1, 4 * PAGE, 0)}
     assert fill(bench.worker(), "a", range(4)) == 0
     bench.drain()
 
@@ -287,7 +287,11 @@ def test_a_quota_given_at_runtime_holds_for_what_is_here_already() -> None:
     assert set_quota(bench, "a", 4) == m.Done(1, 4)
     assert fill(worker, "b", range(100)) == 0
     assert (stored(worker, "a", range(4)), stored(worker, "b", range(100))) == (4, 8)
-    assert bench.depot.status.fields()["tenants"]["a"] == {"used_bytes": 4 * PAGE, "quota_bytes": 4 * PAGE}
+    assert bench.depot.status.fields()["tenants"]["a"] == {
+        "used_bytes": 4 * PAGE,
+        "quota_bytes": 4 * PAGE,
+        "retained_bytes": 0,
+    }
 
 
 def test_a_quota_that_ends_leaves_its_chunks_to_everybody() -> None:

@@ -70,7 +70,7 @@ def test_a_quota_and_the_status_where_tenants_have_many_models() -> None:
     steps = bench.index.evictor.set_quota("a", PAGE)
     next(steps)
     tenants = bench.depot.status.fields()["tenants"]
-    assert tenants == {"a": {"used_bytes": PAGE, "quota_bytes": PAGE}}
+    assert tenants == {"a": {"used_bytes": PAGE, "quota_bytes": PAGE, "retained_bytes": 0}}
 
 
 @pytest.mark.promise(61)

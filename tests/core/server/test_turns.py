@@ -215,7 +215,7 @@ def test_a_quota_and_the_status(full: FullDepot) -> None:
         full.drain()
         assert isinstance(deferred, PendingReply | Answered)
         assert isinstance(deferred.reply, m.Done)
-        assert full.depot.index.quotas.usage()["a"][0] == quota
+        assert full.depot.index.quotas.usage()["a"][1] == quota
 
     gate(full, OPERATOR_SECONDS, work)
 

@@ -176,9 +176,12 @@ class QuotaTable:
         """Return the names and used bytes of the first `count` tenants."""
         return zip(self._names[1 : count + 1], self.tenant_bytes[1 : count + 1], strict=True)
 
-    def usage(self) -> dict[str, tuple[int, int]]:
-        """Return the quotas and used bytes by tenant."""
-        return {name: (self.quota_bytes[share], self.used_bytes[share]) for name, share in self._share_by_name.items()}
+    def usage(self) -> dict[str, tuple[int, int, int]]:
+        """Return share, quota and used bytes of each tenant with a quota."""
+        return {
+            name: (share, self.quota_bytes[share], self.used_bytes[share])
+            for name, share in self._share_by_name.items()
+        }
 
     def forget_quota(self, name: str) -> None:
         """Release the quota of a tenant after `end_quota`."""

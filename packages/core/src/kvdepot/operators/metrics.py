@@ -62,12 +62,15 @@ class StatusCollector(Collector):
         quota = GaugeMetricFamily(
             "kvdepot_tenant_quota_bytes", "Share of the pool reserved for a tenant", labels=["tenant"]
         )
+        retained = GaugeMetricFamily(
+            "kvdepot_tenant_retained_bytes", "Bytes that retained sessions of a tenant keep", labels=["tenant"]
+        )
         for tenant, usage in sorted(status.tenants.items()):
             used.add_metric([tenant], usage["used_bytes"])
             if "quota_bytes" in usage:
                 quota.add_metric([tenant], usage["quota_bytes"])
-        yield used
-        yield quota
+                retained.add_metric([tenant], usage["retained_bytes"])
+        yield from (used, quota, retained)
         yield self._generations()
         yield from self._tokens()
         yield from self._devices()

@@ -96,8 +96,9 @@ class StatusReport:
     def _tenant_status(self) -> dict[str, dict[str, int]]:
         quotas = self._state.index.quotas
         tenants = {name: {"used_bytes": used} for name, used in quotas.first_tenants(MAXIMUM_ROWS)}
-        for name, (quota, used) in quotas.usage().items():
-            tenants[name] = {"used_bytes": used, "quota_bytes": quota}
+        for name, (share, quota, used) in quotas.usage().items():
+            retained = self._agents.pins.bytes_of(share)
+            tenants[name] = {"used_bytes": used, "quota_bytes": quota, "retained_bytes": retained}
         rest = sum(quotas.used_bytes) - sum([usage["used_bytes"] for usage in tenants.values()])
         if rest:
             tenants[OTHERS] = {"used_bytes": rest}
