@@ -91,7 +91,7 @@ class Storage(Tier):
 
 
 class Threads:
-    """Replaces `Workers`: the history decides when a call begins and ends."""
+    """Replaces `TierWorkers`: the history decides when a call begins and ends."""
 
     memory: Memory
     holder: str
@@ -146,7 +146,7 @@ class Threads:
         return taken
 
     def begin(self) -> Call | None:
-        """Begin the next call, as `Workers` would choose it."""
+        """Begin the next call, as `TierWorkers` would choose it."""
         is_clearing = any(call.operation is JobKind.CLEAR and not call.is_late for call in self.begun)
         is_writing = any(call.operation is JobKind.WRITE and not call.is_late for call in self.begun)
         for operation in (JobKind.CONTAINS, JobKind.READ, JobKind.TOUCH, JobKind.CLEAR, JobKind.WRITE):

@@ -55,10 +55,10 @@ def test_a_hit_asks_no_part_that_has_nothing_to_do_with_it(traced: tuple[DepotSe
     wait_until(lambda: queue.counters["written_entries"] == 4)
     trips: list[list[str]] = []
     for _ in range(_ROUNDS):
-        turns = sum(server.loop.watch.turns.counts)
+        turns = sum(server.loop.turns.counts)
         path.modules.clear()
         assert peer.find(prompt(4)).num_chunks == 4
-        wait_until(lambda turns=turns: sum(server.loop.watch.turns.counts) > turns)  # until the turn has ended
+        wait_until(lambda turns=turns: sum(server.loop.turns.counts) > turns)  # until the turn has ended
         trips.append(path.modules[:])
     peer.close()
     least = set(min(trips, key=len))

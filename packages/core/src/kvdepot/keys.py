@@ -88,8 +88,20 @@ class NamespaceDigest:
 
 
 def num_digests(digests: bytes | bytearray) -> int:
-    """Return the number of packed digests, `(num_chunks, 32)`."""
-    return len(digests) // DIGEST_BYTES
+    """Return the number of packed digests, `(num_chunks, 32)`.
+
+    Raises:
+        KeyFormatError: the bytes are not whole digests.
+    """
+    count, rest = divmod(len(digests), DIGEST_BYTES)
+    if rest:
+        raise not_whole(digests)
+    return count
+
+
+def not_whole(digests: bytes | bytearray) -> KeyFormatError:
+    """Return the error for bytes that are not whole digests."""
+    return KeyFormatError(f"{len(digests)} bytes of digests: each chunk has {DIGEST_BYTES}")
 
 
 def digest_at(digests: bytes, chunk: int) -> bytes:

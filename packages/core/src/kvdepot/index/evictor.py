@@ -16,8 +16,8 @@ from kvdepot.counting import depot_counter
 from kvdepot.errors import require
 from kvdepot.index.columns import make_column
 from kvdepot.index.entries import Entries
-from kvdepot.index.priorities import Priorities
-from kvdepot.index.quotas import MAXIMUM_QUOTAS, Shares
+from kvdepot.index.priorities import Priorities, Shares
+from kvdepot.index.quotas import MAXIMUM_QUOTAS
 from kvdepot.index.tree import NO_NODE, Nodes, Space
 from kvdepot.index.visibility import Visibility, Watcher
 from kvdepot.wire.histogram import Histogram

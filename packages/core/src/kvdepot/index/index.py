@@ -14,8 +14,8 @@ from kvdepot.index.entries import Begun, Entries, NewRun, Room, Wanted
 from kvdepot.index.eviction import AUTO, POLICIES, EvictionPolicy
 from kvdepot.index.evictor import EndStore, Evictor, cannot_end
 from kvdepot.index.hit_rate_curve import HitRateCurve
-from kvdepot.index.priorities import Priorities
-from kvdepot.index.quotas import QuotaTable, Shares
+from kvdepot.index.priorities import Priorities, Shares
+from kvdepot.index.quotas import QuotaTable
 from kvdepot.index.tree import NO_NODE, ChunkTree, Nodes, Space, digest_of
 from kvdepot.index.visibility import Visibility, Watcher
 from kvdepot.pool.extents import ExtentAllocator, extent_size

@@ -1,4 +1,4 @@
-"""Shares of the pool: quotas in bytes, the shares that must make room, and the eviction policies of each share.
+"""Shares of the pool: quotas in bytes, and the shares that must make room.
 
 A quota guarantees a tenant that many bytes. A tenant may borrow idle space on top. When a store needs room, shares
 above their quota make it, the one with the largest relative excess first. If no share is above its quota, the storing
@@ -12,18 +12,14 @@ less.
 """
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Final, Protocol
+from collections.abc import Iterator, Mapping
+from typing import Final
 
 from kvdepot.config import format_size
 from kvdepot.errors import ConfigError
-from kvdepot.index.eviction import ENDED, NORMAL, EvictionPolicy, ShareTree
-from kvdepot.index.tree import ChunkTree, Nodes
 
 MAXIMUM_QUOTAS: Final = 64  # each eviction examines all shares
 _LEAST_WRITING: Final = 1 / 16  # of the pool, for unfinished entries of tenants without a quota
-_MOVE_STEP: Final = 40  # chunks moved to another share per step, in 0.2 ms
-_SCAN_STEP: Final = 500  # unchanged chunks per step, like `evictor._SCAN_STEP`
 
 
 class QuotaTable:
@@ -215,118 +211,3 @@ class QuotaTable:
         """Return the shares above their quota, largest relative excess first. Call this again after each change."""
         excess = [(-self._excess_of(share), share) for share in range(self.num_shares) if self.is_above(share)]
         return [share for _, share in sorted(excess)]
-
-
-class SealedEntries(Protocol):
-    """The operations on entries that shares need."""
-
-    def has_sealed(self, node: int, /) -> bool:
-        """Return whether a node has a sealed entry."""
-        ...
-
-    def move(self, node: int, share: int, /) -> None:
-        """Count the entries of a node against another share."""
-        ...
-
-
-class Shares:
-    """The eviction policies by share and priority."""
-
-    def __init__(
-        self,
-        nodes: Nodes,
-        entries: SealedEntries,
-        quotas: QuotaTable,
-        make_policy: Callable[[ChunkTree], EvictionPolicy],
-    ) -> None:
-        self.quotas = quotas
-        self._nodes = nodes
-        self._entries = entries
-        self._make_policy = make_policy
-        self.outdated: set[int] = set()  # labels whose chunks have the lowest priority despite hints and uses
-        self._policies: list[dict[int, EvictionPolicy]] = []  # lowest priority first
-        self._need(quotas.num_shares - 1, NORMAL)
-
-    def add_nodes(self, nodes: Sequence[int], label: int) -> None:
-        """Initialise nodes with the share of their label and without a hint."""
-        tree, share = self._nodes.tree, self.quotas.share_of(label)
-        priority = ENDED if label in self.outdated else NORMAL
-        for node in nodes:
-            tree.share[node], tree.priority[node] = share, priority
-        if priority == ENDED:
-            self._need(share, ENDED)
-
-    def added(self, nodes: Iterable[int]) -> None:
-        """Add nodes with their first sealed entry to their policies."""
-        tree, policies = self._nodes.tree, self._policies
-        for node in nodes:
-            policies[tree.share[node]][tree.priority[node]].added(node)
-
-    def policy_of(self, node: int) -> EvictionPolicy:
-        """Return the policy that a node belongs to."""
-        return self._policies[self._nodes.tree.share[node]][self._nodes.tree.priority[node]]
-
-    def victim(self, share: int) -> int | None:
-        """Return the next chunk of a share to evict, None if there is none."""
-        for policy in self._policies[share].values():
-            node = policy.victim()
-            if node is not None:
-                return node
-        return None
-
-    def set_priority(self, node: int, priority: int) -> None:
-        """Set the priority of a node within its share. If its label is `outdated`, it gets the lowest."""
-        if self._nodes.label[node] in self.outdated:
-            priority = ENDED
-        if self._nodes.tree.priority[node] != priority:
-            self._set(node, self._nodes.tree.share[node], priority)
-
-    def set_quota(self, tenant: str, num_bytes: int, on_moved: Callable[[int], object]) -> Iterator[int]:
-        """Set a tenant's quota (0: none), and count its chunks against it.
-
-        The chunks get a new order of eviction, as if they had been used in the order of their numbers. Call `on_moved`
-        with each. Yield the number of moved chunks after each step. Between steps, the index may be used freely, except
-        for another `set_quota`.
-
-        Raises:
-            ConfigError: the pool has no room for the quota. Raised in the first step.
-        """
-        if num_bytes:
-            self.quotas.set_quota(tenant, num_bytes)
-        elif not self.quotas.end_quota(tenant):
-            return
-        tree, moved = self._nodes.tree, 0
-        self._need(self.quotas.num_shares - 1, NORMAL)
-        for node in range(len(tree.keys)):
-            share = self.quotas.share_of(self._nodes.label[node])
-            if tree.keys[node] is not None and tree.share[node] != share:
-                self._entries.move(node, share)
-                self._set(node, share, tree.priority[node])
-                on_moved(node)
-                moved += 1
-            if moved >= _MOVE_STEP or node % _SCAN_STEP == 0:
-                yield moved
-                moved = 0
-        if not num_bytes:
-            self.quotas.forget_quota(tenant)
-        yield moved
-
-    def _set(self, node: int, share: int, priority: int) -> None:
-        is_known = self._entries.has_sealed(node)
-        if is_known:
-            self.policy_of(node).removed(node)
-        self._nodes.tree.share[node], self._nodes.tree.priority[node] = share, priority
-        if priority not in self._policies[share]:
-            self._need(share, priority)
-        if is_known:
-            self.policy_of(node).added(node)
-
-    def _need(self, share: int, priority: int) -> None:
-        while len(self._policies) <= share:
-            self._policies.append({NORMAL: self._make(len(self._policies), NORMAL)})
-        policies = self._policies[share]
-        if priority not in policies:
-            self._policies[share] = dict(sorted([*policies.items(), (priority, self._make(share, priority))]))
-
-    def _make(self, share: int, priority: int) -> EvictionPolicy:
-        return self._make_policy(ShareTree.of(self._nodes.tree, share, priority))

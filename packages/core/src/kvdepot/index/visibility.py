@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 from kvdepot.errors import require
 from kvdepot.index.columns import make_column
 from kvdepot.index.tree import NO_NODE, Nodes, Space
-from kvdepot.keys import DIGEST_BYTES, digest_at, num_digests
+from kvdepot.keys import DIGEST_BYTES, digest_at, not_whole, num_digests
 
 _MOST_WALKED: Final = 8192  # chunks back from the end of full attention, in 2 ms; boundaries further back are ignored
 
@@ -184,7 +184,11 @@ class Visibility:
         return True
 
     def match(self, space: Space, digests: bytes) -> Match:
-        """Find the longest usable prefix of packed digests `(num_chunks, 32)`, from chunk 0 on."""
+        """Find the longest usable prefix of packed digests `(num_chunks, 32)`, from chunk 0 on.
+
+        Raises:
+            KeyFormatError: the bytes are not whole digests.
+        """
         limit, nodes = self.full_prefix(space, digests), space.nodes
         if space.windows:
             limit = self._last_whole_window(space, digests, limit)
@@ -216,7 +220,10 @@ class Visibility:
 
     def full_prefix(self, space: Space, digests: bytes) -> int:
         """Return how many leading chunks are visible, whether or not their windows are whole."""
-        limit, mask = len(digests) // DIGEST_BYTES, space.full_mask
+        limit, rest = divmod(len(digests), DIGEST_BYTES)
+        if rest:  # not `num_digests`: see below
+            raise not_whole(digests)
+        mask = space.full_mask
         if not mask:
             return limit
         if self.broken:

@@ -18,8 +18,8 @@ from kvdepot.config import format_size, parse_size
 from kvdepot.errors import ConfigError, TraceError
 from kvdepot.index.eviction import AUTO, NORMAL, POLICIES, EvictionPolicy, Preference
 from kvdepot.index.hit_rate_curve import HitRateCurve
-from kvdepot.index.priorities import Priorities
-from kvdepot.index.quotas import QuotaTable, Shares
+from kvdepot.index.priorities import Priorities, Shares
+from kvdepot.index.quotas import QuotaTable
 from kvdepot.index.tree import NO_NODE, ChunkTree, Nodes
 from kvdepot.keys import DIGEST_BYTES
 from kvdepot.lab.plot import curves_as_svg

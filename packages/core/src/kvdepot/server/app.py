@@ -30,11 +30,10 @@ from kvdepot.pool.table import Writer, table_size_bytes
 from kvdepot.server.access import Access, make_room, open_lock
 from kvdepot.server.commands import Operators, Sender, add_tier, log_level, settings_of
 from kvdepot.server.connections import ConnectionTable
-from kvdepot.server.depot import Depot
+from kvdepot.server.depot import Depot, Requests
 from kvdepot.server.hottest import Hottest
 from kvdepot.server.loop import Loop, Sockets
 from kvdepot.server.registration import check_version
-from kvdepot.server.requests import Requests
 from kvdepot.server.restoring import Restoring
 from kvdepot.server.sessions import Session, SessionTable
 from kvdepot.server.wakeup import ThreadResults, Waker
@@ -142,7 +141,7 @@ class DepotServer:
             epoch=self.epoch,
         )
         undo.callback(sessions.close)
-        self.requests = Requests(depot, sessions, operators)
+        self.requests = Requests(depot, sessions, operators.answer)
         connections = ConnectionTable(
             config.directory / CONTROL_SOCKET,
             self._access,
@@ -295,7 +294,7 @@ class DepotServer:
             )
 
     def _status(self) -> DepotStatus:
-        depot, watch, events = self.depot, self.loop.watch, self.sockets.events
+        depot, turns, events = self.depot, self.loop.turns, self.sockets.events
         fields = depot.status.fields()
         if events is not None:
             fields["counters"][EVENT_BATCHES] = events.num_batches
@@ -310,8 +309,8 @@ class DepotServer:
             recovering=depot.state.is_restoring,
             verify=depot.state.verify,
             log_level=log_level(),
-            loop_longest_seconds=watch.longest_seconds,
-            loop_slow_turns=watch.num_slow,
+            loop_longest_seconds=turns.longest,
+            loop_slow_turns=turns.num_above,
             latencies={
                 **{
                     frames.operation_of(kind): histogram.status()
@@ -319,7 +318,7 @@ class DepotServer:
                     if any(histogram.counts)
                 },
                 "store": depot.state.usage.store_seconds.status(),
-                "loop_turn": watch.turns.status(),
+                "loop_turn": turns.status(),
             },
             event_endpoints=[] if events is None else [events.endpoint, events.replay_endpoint],
             **fields,

@@ -9,7 +9,7 @@ from kvdepot.index.contents import ContentIndex
 from kvdepot.index.tree import Space
 from kvdepot.keys import first_digests, num_digests
 from kvdepot.layout import GroupKind
-from kvdepot.server.contexts import Context, count_digests
+from kvdepot.server.contexts import Context
 from kvdepot.server.replies import Refused, Steps
 from kvdepot.server.state import DepotState
 from kvdepot.wire import messages as m
@@ -43,7 +43,6 @@ class BlendLookups:
         the same prompt notes them again.
         """
         self._check(context, request.segments)
-        count_digests(request.digests)
         num_chunks, nodes = self._index.visibility.match(context.space, request.digests)
         if not num_chunks:
             return m.Done(self._state.epoch, 0)
@@ -97,7 +96,9 @@ class BlendLookups:
         pinned = tuple(dict.fromkeys(nodes))
         lease = state.leases.grant(context.number, request.request_id, pinned, state.clock())
         for node in pinned:
-            state.used(node)
+            rest = self._index.priorities.used(node)
+            if rest is not None:
+                state.rank_later(rest)
         return m.BlendReply(state.epoch, lease, state.leases.lease_seconds, bytes(runs), bytes(digests))
 
     def _keys(self, space: Space, node: int, first: int, count: int) -> bytes | None:

@@ -16,7 +16,6 @@ from kvdepot.errors import ConfigError, ErrorCode, printable
 from kvdepot.index.tree import Space
 from kvdepot.keys import num_digests
 from kvdepot.server.background import MAXIMUM_OPERATIONS
-from kvdepot.server.contexts import count_digests
 from kvdepot.server.depot import Depot
 from kvdepot.server.replies import Outcome, PendingReply, Refused, Steps, Wait, run
 from kvdepot.server.state import MAXIMUM_ROWS
@@ -93,9 +92,10 @@ def find(depot: Depot, request: o.Find, _sender: Sender) -> Steps:
     """Find a prefix in the pool. The reply lists at most `MAXIMUM_ROWS` spaces, the longest prefix first.
 
     Raises:
-        Refused: the bytes are not whole digests, or very many commands wait.
+        KeyFormatError: the bytes are not whole digests.
+        Refused: very many commands wait.
     """
-    count_digests(request.digests)
+    num_digests(request.digests)  # raises if they are not whole
     index = depot.index
     most: list[tuple[int, int, o.FoundPrefix]] = []  # a heap: the shortest prefix first
     yield from _first_turn(depot)
@@ -149,9 +149,10 @@ def clear(depot: Depot, request: o.Clear, sender: Sender) -> Steps:
     If a tier cannot be cleared, the reply is an error, but the pool and the other tiers are cleared.
 
     Raises:
-        Refused: the bytes are not whole digests, or very many commands wait.
+        KeyFormatError: the bytes are not whole digests.
+        Refused: very many commands wait.
     """
-    count_digests(request.digests)
+    num_digests(request.digests)  # raises if they are not whole
     asker, turns = sender(), depot.background.operators  # now: the sender may have disconnected before the end
     yield from _first_turn(depot)
     if request.digests:
@@ -209,9 +210,9 @@ def warm(depot: Depot, request: o.Warm, _sender: Sender) -> Steps:
     The reply counts the chunks that are in the pool afterwards, in the space that has the most.
 
     Raises:
-        Refused: the bytes are not whole digests, or very many commands wait.
+        KeyFormatError: the bytes are not whole digests.
+        Refused: very many commands wait.
     """
-    count_digests(request.digests)
     yield from _first_turn(depot)
     yield from _bring_up(depot, request.tenant, request.digests)
     most = 0

@@ -10,7 +10,7 @@ from kvdepot.counting import depot_counter
 from kvdepot.errors import ErrorCode
 from kvdepot.index.entries import PartPlace, Wanted
 from kvdepot.index.tree import Space, digest_of
-from kvdepot.keys import DIGEST_BYTES
+from kvdepot.keys import num_digests
 from kvdepot.layout import Part, layers_of_both, mask_of
 from kvdepot.pool.table import OWNER_BYTES, Writer
 from kvdepot.server.generations import Generations
@@ -318,25 +318,14 @@ class ContextTable:
         return list(dict.fromkeys((worker.model, weights_of(worker.instance)) for worker in workers))
 
 
-def count_digests(digests: bytes) -> int:
-    """Return the number of digests.
-
-    Raises:
-        Refused: the bytes are not whole digests.
-    """
-    count, rest = divmod(len(digests), DIGEST_BYTES)
-    if rest:
-        raise Refused(ErrorCode.BAD_KEY, f"{len(digests)} bytes of digests: each chunk has {DIGEST_BYTES}")
-    return count
-
-
 def check_run(context: Context, digests: bytes, covered: tuple[int, ...], most_entries: int) -> int:
     """Return the number of chunks of a run that a worker stores or retrieves, the last `covered[g]` in group `g`.
 
     Raises:
-        Refused: the bytes are not whole digests, the context is not a worker's, or the counts do not fit.
+        KeyFormatError: the bytes are not whole digests.
+        Refused: the context is not a worker's, or the counts do not fit.
     """
-    num_chunks = count_digests(digests)
+    num_chunks = num_digests(digests)
     if context.registration is None:
         raise Refused(
             ErrorCode.UNKNOWN_CONTEXT, f"context {context.number} is a scheduler: only a worker has blocks to move"

@@ -1,17 +1,19 @@
-"""Dispatches each message to the part of the depot that serves it. Has no socket and no clock of its own.
+"""Answers frames: passes each request to the part of the depot that serves it. Every request gets one reply.
 
-The loop passes in requests with their session, and reports ended sessions and dead processes. Every request gets one
-reply. A handler that cannot serve a request changes nothing and raises `Refused`, which becomes an error reply.
+`Depot` has no socket and no clock of its own. Requests come with their session, and the loop reports ended sessions and
+dead processes. A handler that cannot serve a request changes nothing and raises `Refused`. `Requests` turns this, and
+any other exception, into an error reply.
 """
 
 import logging
+import time
 from collections.abc import Callable
 from typing import Any, Final
 
 from msgspec import Struct
 
 from kvdepot.counting import depot_counter
-from kvdepot.errors import ErrorCode
+from kvdepot.errors import ErrorCode, KeyFormatError
 from kvdepot.index.index import ChunkIndex
 from kvdepot.index.leases import LeaseTable
 from kvdepot.layout import Part
@@ -20,9 +22,11 @@ from kvdepot.movers.table import MoveRefused
 from kvdepot.operators.holdings import Holdings
 from kvdepot.pool.prefixes import PrefixFile
 from kvdepot.pool.table import Writer
+from kvdepot.server.access import describe_peer
 from kvdepot.server.agents import Agents
 from kvdepot.server.background import Task
 from kvdepot.server.blend import BlendLookups
+from kvdepot.server.connections import Connection, ConnectionTable
 from kvdepot.server.contexts import Context, ContextTable
 from kvdepot.server.flights import FlightTable
 from kvdepot.server.labels import LabelTable, SaveNames, save_nothing
@@ -30,15 +34,20 @@ from kvdepot.server.lookups import Lookups
 from kvdepot.server.news import NewsDesk
 from kvdepot.server.quarantine import QuarantineTable
 from kvdepot.server.replies import Outcome, PendingReply, Refused, Steps, run
+from kvdepot.server.sessions import SessionTable
 from kvdepot.server.state import DepotState
 from kvdepot.server.status import StatusReport
 from kvdepot.server.stores import Stores
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
+from kvdepot.wire import operations as o
+from kvdepot.wire.histogram import SHORTEST_SECONDS, Histogram
+from kvdepot.wire.operation import Operation
 
 logger = logging.getLogger(__name__)
 
 _ENTRIES_CORRUPT: Final = depot_counter("entries_corrupt", "Entries removed because their checksum did not match")
+_WHY_NO_SESSION: Final = "no open session: greet the depot with open_session first"
 
 
 class Depot:
@@ -111,7 +120,10 @@ class Depot:
             if context is None or context.session != session:
                 text = f"context {of_context.context} is not registered by this session: register again"
                 raise Refused(ErrorCode.UNKNOWN_CONTEXT, text)
-            handled = handler(context, request)
+            try:
+                handled = handler(context, request)
+            except KeyFormatError as error:
+                raise Refused(ErrorCode.BAD_KEY, str(error)) from error
             return handled if isinstance(handled, Struct) else run(handled, self.state.fail)
         if isinstance(request, m.RegisterKVCache):
             return self._register_worker(session, writer, request)
@@ -251,3 +263,59 @@ class Depot:
             yield from self.stores.end_late(now)
         finally:
             self._is_expiring = False
+
+
+class Requests:
+    """Answers frames of the control socket, and measures the latencies.
+
+    Args:
+        depot: answers the requests of engines.
+        sessions: the open sessions.
+        operate: answers an operation, given a function that describes its sender for the log.
+    """
+
+    def __init__(
+        self,
+        depot: Depot,
+        sessions: SessionTable,
+        operate: Callable[[o.OperatorRequest, Callable[[], str]], frames.Reply | PendingReply],
+    ) -> None:
+        self.latencies: dict[type, Histogram] = {
+            kind: Histogram(SHORTEST_SECONDS) for kind in (*frames.REQUESTS, m.ErrorReply)
+        }
+        self._depot = depot
+        self._sessions = sessions
+        self._operate = operate
+
+    def serve(self, connections: ConnectionTable, connection: Connection, frame: memoryview) -> None:
+        """Decode a frame of the control socket, pass it to its handler, and send the reply, now or later."""
+        began, sequence = time.monotonic(), frames.sequence_of(frame)
+        kind: type = m.ErrorReply
+        try:
+            request = frames.decode_request(frame)
+            session = self._sessions.by_token.get(connection.owner or b"")
+            if isinstance(request, Operation):
+                reply = self._operate(request, lambda: describe_peer(connection.socket))
+            elif session is None:
+                raise Refused(ErrorCode.UNKNOWN_SESSION, _WHY_NO_SESSION)
+            else:
+                reply = self._depot.handle(session.number, session.writer, request)
+            kind = type(request)
+            if isinstance(reply, PendingReply):
+                pending, num_bytes = reply, len(frame)
+                connections.hold(connection, num_bytes)
+
+                def send(late: frames.Reply) -> None:
+                    answer = frames.encode_frame(sequence, late)  # if this raises, the error reply comes here, too
+                    pending.on_reply = None  # one request, one reply
+                    connections.release(connection, num_bytes)
+                    connections.send(connection, answer)
+                    self.latencies[kind].add(time.monotonic() - began)
+
+                pending.on_reply = send
+                return
+            answer = frames.encode_frame(sequence, reply)  # raises, for example, if the pool's path is not UTF-8
+        except Exception as error:
+            answer = frames.encode_frame(sequence, self._depot.state.fail(error))
+        connections.send(connection, answer)
+        self.latencies[kind].add(time.monotonic() - began)

@@ -136,7 +136,7 @@ class Hottest:
     def _count_visits(self) -> Generator[Wait, bool, Counter[int]]:
         """Return how many of the recent prefixes contain each node; a child comes before its parents."""
         nodes, visits = self._state.index.nodes, Counter[int]()
-        for number, node in enumerate(list(self._state.recent)):
+        for number, node in enumerate(list(self._state.index.priorities.recent)):
             while node != NO_NODE and nodes.tree.keys[node] is not None:
                 visits[node] += 1
                 node = nodes.tree.parent[node]

@@ -11,11 +11,10 @@ from msgspec import structs
 from kvdepot.counting import depot_counter
 from kvdepot.errors import ErrorCode
 from kvdepot.index.entries import pack_extent
-from kvdepot.index.tree import Space
 from kvdepot.keys import DIGEST_BYTES, digest_at, num_digests
 from kvdepot.server.agents import Agents
 from kvdepot.server.background import Task
-from kvdepot.server.contexts import Context, ContextTable, check_run, count_digests
+from kvdepot.server.contexts import Context, ContextTable, check_run
 from kvdepot.server.flights import FlightTable
 from kvdepot.server.query import Query
 from kvdepot.server.replies import Refused, Steps
@@ -71,15 +70,20 @@ class Lookups:
 
         Wait for chunks that are being computed, or promote more from the tiers.
         """
-        num_chunks, space = count_digests(request.digests), context.space
-        query = Query(context, request, request.digests, *self._index.visibility.match(space, request.digests))
+        index, space = self._index, context.space
+        query = Query(context, request, request.digests, *index.visibility.match(space, request.digests))
+        num_chunks = len(request.digests) // DIGEST_BYTES  # whole digests, as `match` has checked
         if request.token_seconds != context.token_seconds:
             context.token_seconds = self._contexts.token_seconds[context.instance] = request.token_seconds
         counters = self._counters
         counters[_LOOKUPS] += 1
         counters[_LOOKUP_CHUNKS] += num_chunks
         counters[_LOOKUP_CHUNKS_POOL_HIT] += query.found
-        self._observe(request.digests, space)
+        chunk_bytes = self._contexts.chunk_bytes.get(space.number)
+        if chunk_bytes is not None and num_chunks <= _OBSERVED_AT_ONCE:
+            index.hit_rates.looked_up(request.digests, chunk_bytes)
+        elif chunk_bytes is not None:
+            self._observe_later(request.digests, chunk_bytes)
         if request.hands_over:
             self._contexts.begin_hand_over(context.instance, request.request_id)
         tokens = self._usage.tenant_tokens[request.tenant or _DEFAULT_TENANT]
@@ -87,6 +91,8 @@ class Lookups:
         tokens[1] += query.found * space.spec.chunk_tokens
         if query.found == num_chunks:
             return self._grant(query)
+        if not request.joins and self._state.tiering is None:
+            return self._found(query)  # nobody can bring more
         return self._complete(query, tokens)
 
     def _complete(self, query: Query, tokens: list[int]) -> Steps:
@@ -172,21 +178,17 @@ class Lookups:
             brought=query.brought,
         )
 
-    def _observe(self, digests: bytes, space: Space) -> None:
-        """Count a lookup for the estimates. A long one is counted in steps, from its end, and one at a time."""
-        chunk_bytes = self._contexts.chunk_bytes.get(space.number)
-        if chunk_bytes is None:
-            return
-        if len(digests) <= _OBSERVED_AT_ONCE * DIGEST_BYTES:
-            self._index.hit_rates.looked_up(digests, chunk_bytes)
-        elif not self._state.background.samples.add(self._observing(digests, chunk_bytes)):
-            self._counters[_LOOKUPS_NOT_SAMPLED] += 1
+    def _observe_later(self, digests: bytes, chunk_bytes: int) -> None:
+        """Count a very long lookup for the estimates in steps, from its end. Only one at a time."""
 
-    def _observing(self, digests: bytes, chunk_bytes: int) -> Task:
-        step = _OBSERVED_AT_ONCE * DIGEST_BYTES
-        for start in range((len(digests) - 1) // step * step, -1, -step):
-            self._index.hit_rates.looked_up(digests[start : start + step], chunk_bytes)
-            yield
+        def observing() -> Task:
+            step = _OBSERVED_AT_ONCE * DIGEST_BYTES
+            for start in range((len(digests) - 1) // step * step, -1, -step):
+                self._index.hit_rates.looked_up(digests[start : start + step], chunk_bytes)
+                yield
+
+        if not self._state.background.samples.add(observing()):
+            self._counters[_LOOKUPS_NOT_SAMPLED] += 1
 
     def _found(self, query: Query, waited_seconds: float = 0.0) -> m.LookupReply:
         """Answer with the chunks that are in the pool, and begin a flight for the others if the lookup announces."""
@@ -217,7 +219,9 @@ class Lookups:
         if not found:
             return m.LookupReply(epoch, 0, 0, 0.0, waited_seconds, num_pending)
         lease = leases.grant(context.number, request.request_id, query.nodes, self._state.clock())
-        self._state.used(query.nodes[-1])
+        rest = self._index.priorities.used(query.nodes[-1])
+        if rest is not None:
+            self._state.rank_later(rest)
         if self._state.tiering is not None:
             self._state.tiering.used(query.nodes[-1])
         holdings = self._state.holdings
@@ -279,11 +283,10 @@ class Lookups:
 
     def hint(self, context: Context, request: m.Hint) -> frames.Reply | Steps:
         """Change the eviction order of a prefix. The reply counts chunks."""
-        count_digests(request.digests)
         index, names = self._index, self._state.labels.names
+        found, nodes = index.visibility.match(context.space, request.digests)
         if request.session:
             self._agents.hinted(context.space, request)
-        found, nodes = index.visibility.match(context.space, request.digests)
         self._counters[_HINTS] += 1
         if not found:
             return m.Done(self._state.epoch, 0)
@@ -332,7 +335,9 @@ class Lookups:
         lease = self._leases.grant(
             context.number, request.request_id, pins, state.clock(), packed if context.has_mover else b""
         )
-        self._state.used(nodes[-1])
+        rest = self._index.priorities.used(nodes[-1])
+        if rest is not None:
+            state.rank_later(rest)
         return m.RetrievePlan(state.epoch, lease, found, packed)
 
     def _readable(

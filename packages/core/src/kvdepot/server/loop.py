@@ -25,7 +25,7 @@ from kvdepot.server.depot import Depot
 from kvdepot.server.restoring import Restoring
 from kvdepot.server.sessions import SessionTable
 from kvdepot.server.wakeup import ThreadResults
-from kvdepot.wire.histogram import SHORTEST_SECONDS, Histogram
+from kvdepot.wire.histogram import SHORTEST_SECONDS, WatchedHistogram
 
 logger = logging.getLogger(__name__)
 
@@ -52,22 +52,6 @@ class Sockets:
     listeners: Listeners
 
 
-class TurnWatch:
-    """Measures the turns of a loop by wall clock, including waits for a core or for another thread."""
-
-    def __init__(self) -> None:
-        self.longest_seconds = 0.0
-        self.num_slow = 0  # turns longer than `SLOW_TURN_SECONDS`
-        self.turns = Histogram(SHORTEST_SECONDS)
-
-    def add(self, seconds: float) -> None:
-        """Count a turn that took this long."""
-        self.turns.add(seconds)
-        self.longest_seconds = max(self.longest_seconds, seconds)
-        if seconds > SLOW_TURN_SECONDS:
-            self.num_slow += 1
-
-
 class Loop:
     """Serves sockets, movers, tiers and the background in turns.
 
@@ -78,6 +62,9 @@ class Loop:
         results: results of other threads.
         restoring: restores an earlier server's table; None without one.
         files: the files of the pool. The loop advances their generation now and then.
+
+    Attributes:
+        turns: the seconds of each turn by wall clock, including waits for a core or for another thread.
     """
 
     def __init__(
@@ -89,7 +76,7 @@ class Loop:
         restoring: Restoring | None,
         files: PoolFiles,
     ) -> None:
-        self.watch = TurnWatch()
+        self.turns = WatchedHistogram(SHORTEST_SECONDS, SLOW_TURN_SECONDS)
         self._sockets = sockets
         self._depot = depot
         self._movers = movers
@@ -120,8 +107,8 @@ class Loop:
                 events: Mapping[object, int] = dict(poller.poll(idle_milliseconds))
                 began = time.monotonic()
                 self._serve(events, began)
+                self.turns.add(time.monotonic() - began)
                 idle_milliseconds = self._idle_milliseconds()
-                self.watch.add(time.monotonic() - began)
         finally:
             if collects:
                 gc.enable()

@@ -11,9 +11,10 @@ import msgspec
 from kvdepot.counting import depot_counter
 from kvdepot.errors import ErrorCode
 from kvdepot.index.tree import Space
+from kvdepot.keys import num_digests
 from kvdepot.operators.holdings import Holdings, Reader, Shelf
 from kvdepot.pool.tokens import TokensFile
-from kvdepot.server.contexts import Context, ContextTable, count_digests
+from kvdepot.server.contexts import Context, ContextTable
 from kvdepot.server.replies import Refused, Steps
 from kvdepot.server.state import DepotState
 from kvdepot.wire import messages as m
@@ -61,7 +62,7 @@ class NewsDesk:
         Raises:
             Refused: the message contradicts itself.
         """
-        holdings, count = self._holdings, count_digests(request.digests)
+        holdings, count = self._holdings, num_digests(request.digests)
         if holdings is None or not count:
             return m.Done(self._state.epoch, 0)
         num_declined = holdings.num_declined

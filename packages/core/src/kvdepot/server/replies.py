@@ -62,7 +62,8 @@ class PendingReply:
 
     def __init__(self, steps: Steps, on_error: Callable[[Exception], frames.Reply]) -> None:
         self.reply: frames.Reply | None = None
-        self.on_reply: Callable[[frames.Reply], None] | None = None  # set by the sender of the reply
+        # Set by the sender of the reply. If it raises, it is called again with the error reply.
+        self.on_reply: Callable[[frames.Reply], None] | None = None
         self._steps = steps
         self._on_error = on_error
 

@@ -2,13 +2,13 @@
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Final
 
 from kvdepot.counting import Counts, depot_counter
-from kvdepot.errors import ErrorCode
+from kvdepot.errors import ErrorCode, KeyFormatError
 from kvdepot.index.index import ChunkIndex
 from kvdepot.index.leases import LeaseTable
 from kvdepot.movers.table import MoverTable
@@ -33,7 +33,6 @@ HINTS_CUT: Final = depot_counter(
 MAXIMUM_EVENTS: Final = 20  # recent events in the status, which fit on a screen
 MAXIMUM_ROWS: Final = 1024  # names that have their own counters
 OTHERS: Final = "(others)"
-_MOST_RECENT: Final = 1024  # used prefixes: a list of the hottest ones has room for 6,000 of their chunks
 
 
 class Rows(dict[str, list[int]]):
@@ -76,7 +75,6 @@ class DepotState:
     background: Background = field(init=False)
     timers: Timers = field(default_factory=Timers)  # deadlines that must be met sooner than the sweep of the loop
     events: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=MAXIMUM_EVENTS))
-    recent: deque[int] = field(default_factory=lambda: deque(maxlen=_MOST_RECENT))  # last nodes of used prefixes
     numbers: "count[int]" = field(default_factory=lambda: count(1))  # for contexts and tickets
     tiering: Tiering | None = None
     movers: MoverTable | None = None
@@ -89,18 +87,17 @@ class DepotState:
 
     def fail(self, error: Exception) -> m.ErrorReply:
         """Count an exception of a request, and return the error reply."""
-        if isinstance(error, (Refused, frames.FrameError)):
+        if isinstance(error, (Refused, frames.FrameError, KeyFormatError)):
             self.counters[_REQUESTS_REFUSED] += 1
-            return m.ErrorReply(self.epoch, error.code, str(error))
+            code = ErrorCode.BAD_KEY if isinstance(error, KeyFormatError) else error.code
+            return m.ErrorReply(self.epoch, code, str(error))
         logger.error("a request failed", exc_info=error)
         self.counters[_REQUESTS_FAILED] += 1
         return m.ErrorReply(self.epoch, ErrorCode.INTERNAL, f"{type(error).__name__}: {error}")
 
-    def used(self, node: int) -> None:
-        """Count a use of the prefix that ends with this chunk."""
-        self.recent.append(node)
-        rest = self.index.priorities.used(node)
-        if rest is not None and not self.background.hints.add(rest):
+    def rank_later(self, rest: Iterator[int]) -> None:
+        """Rank the rest of a long prefix that was used, unless too many wait."""
+        if not self.background.hints.add(rest):
             self.counters[HINTS_CUT] += 1
 
     def note(self, event: str) -> None:

@@ -33,3 +33,22 @@ class Histogram:
     def status(self) -> HistogramStatus:
         """Return the present counts."""
         return HistogramStatus(base=self.base, counts=list(self.counts), total=self.total)
+
+
+class WatchedHistogram(Histogram):
+    """A histogram that also keeps the largest value, and counts the values above a bound."""
+
+    __slots__ = ("bound", "longest", "num_above")
+
+    def __init__(self, base: float, bound: float) -> None:
+        super().__init__(base)
+        self.bound = bound
+        self.longest = 0.0
+        self.num_above = 0
+
+    def add(self, value: float) -> None:
+        """See `Histogram`."""
+        super().add(value)
+        self.longest = max(self.longest, value)
+        if value > self.bound:
+            self.num_above += 1
