@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvdepot.errors import PoolError
-from kvdepot.keys import DIGEST_BYTES, first_digests
+from kvdepot.keys import DIGEST_BYTES, slice_digests
 from kvdepot.pool import prefixes
 from kvdepot.pool.prefixes import MAXIMUM_CHUNKS, PrefixFile
 
@@ -55,7 +55,7 @@ def test_of_a_very_long_prefix_the_beginning_is_remembered() -> None:
     file = PrefixFile.in_memory()
     run = digests(MAXIMUM_CHUNKS + 1)
     file.remember("a", "agent", run)
-    assert file.find("a", "agent") == first_digests(run, MAXIMUM_CHUNKS)
+    assert file.find("a", "agent") == slice_digests(run, 0, MAXIMUM_CHUNKS)
 
 
 def test_a_tenant_with_many_sessions_loses_its_own_the_one_used_longest_ago_first() -> None:

@@ -114,9 +114,9 @@ def split_digests(digests: bytes) -> list[bytes]:
     return [digests[start : start + DIGEST_BYTES] for start in range(0, len(digests), DIGEST_BYTES)]
 
 
-def first_digests(digests: bytes, num_chunks: int) -> bytes:
-    """Return the first `num_chunks` of packed digests."""
-    return digests[: num_chunks * DIGEST_BYTES]
+def slice_digests(digests: bytes, start: int, stop: int) -> bytes:
+    """Return packed digests `start` to `stop`."""
+    return digests[start * DIGEST_BYTES : stop * DIGEST_BYTES]
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,7 @@ class KeyRun:
         if not 0 <= start <= stop:
             raise KeyFormatError(f"chunks {start} to {stop} of a run of {self.num_chunks}")
         parent = digest_at(self.digests, start - 1) if start else self.parent
-        digests = self.digests[start * DIGEST_BYTES : stop * DIGEST_BYTES]
+        digests = slice_digests(self.digests, start, stop)
         return KeyRun(digests, self.first_chunk + start, parent, self.tenant)
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from kvdepot.client.session import Session
-from kvdepot.keys import DIGEST_BYTES, KeyRun
+from kvdepot.keys import DIGEST_BYTES, KeyRun, slice_digests
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 
@@ -91,6 +91,6 @@ def hit_of(reply: frames.Reply, session: Session) -> BlendHit | None:
         return None
     runs: list[BlendRun] = []
     for position, length, source, first, count, start in m.BLEND_RUN.iter_unpack(reply.runs):
-        digests = reply.digests[start * DIGEST_BYTES : (start + count) * DIGEST_BYTES]
+        digests = slice_digests(reply.digests, start, start + count)
         runs.append(BlendRun(position, length, source, KeyRun(digests, first, bytes(DIGEST_BYTES))))
     return BlendHit(tuple(runs), Lease(0, reply.lease, reply.lease_seconds, session))

@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 from kvdepot.errors import require
 from kvdepot.index.columns import make_column
 from kvdepot.index.tree import NO_NODE, Nodes, Space
-from kvdepot.keys import DIGEST_BYTES, digest_at, not_whole, num_digests
+from kvdepot.keys import DIGEST_BYTES, digest_at, not_whole, num_digests, slice_digests
 
 _MOST_WALKED: Final = 8192  # chunks back from the end of full attention, in 2 ms; boundaries further back are ignored
 
@@ -75,7 +75,10 @@ class Match(NamedTuple):
     """
 
     num_chunks: int
-    nodes: tuple[int, ...]  # the nodes to pin, deepest last; with full attention, only the deepest
+    nodes: tuple[int, ...]  # the nodes to pin, deepest last; with full attention, only the deepest; empty for none
+
+
+NO_MATCH: Final = Match(0, ())
 
 
 class Watcher:
@@ -171,7 +174,7 @@ class Visibility:
     def promoted(self, space: Space, digests: bytes, first: int, stop: int) -> None:
         """Tell the watcher that a tier brought the chunks from `first` on, up to `stop`, of a prefix."""
         if self._watcher.awaits_promoted:
-            run = digests[first * DIGEST_BYTES : stop * DIGEST_BYTES]
+            run = slice_digests(digests, first, stop)
             self._watcher.promoted(space, run, self.find_run(space, run, first))
 
     def is_reachable(self, node: int) -> bool:
@@ -193,7 +196,7 @@ class Visibility:
         if space.windows:
             limit = self._last_whole_window(space, digests, limit)
         if not limit:
-            return Match(0, ())
+            return NO_MATCH
         if space.full_mask:
             return Match(limit, (nodes[digests[(limit - 1) * DIGEST_BYTES : limit * DIGEST_BYTES]],))
         start = max(0, limit - space.windows[-1][1])

@@ -11,7 +11,8 @@ from typing import Final
 from kvdepot.errors import ErrorCode, printable
 from kvdepot.index.pins import AgentSession, Pin, PinTable
 from kvdepot.index.tree import Space
-from kvdepot.keys import first_digests
+from kvdepot.index.visibility import NO_MATCH, Match
+from kvdepot.keys import slice_digests
 from kvdepot.pool.prefixes import PrefixFile
 from kvdepot.server.contexts import ContextTable
 from kvdepot.server.replies import Refused, Wait
@@ -77,7 +78,7 @@ class Agents:
         found, best = 0, None
         for space in list(self._index.spaces):
             yield self._turns.again
-            here, _ = self._match(space, named, digests)
+            here = self._match(space, named, digests).num_chunks
             if here > found:
                 found, best = here, space
         if best is None or not seconds:
@@ -85,32 +86,33 @@ class Agents:
             return found
         return self._pin(best, named, digests, seconds)
 
-    def _match(self, space: Space, named: AgentSession, digests: bytes) -> tuple[int, tuple[int, ...]]:
+    def _match(self, space: Space, named: AgentSession, digests: bytes) -> Match:
         """Find the longest usable prefix in a space, as `Visibility.match` does.
 
         Prefixes of other tenants do not count.
         """
-        found, nodes = self._index.visibility.match(space, digests)
-        is_own = found and self._state.labels.names[self._index.nodes.label[nodes[-1]]][0] == named[0]
-        return (found, nodes) if is_own else (0, ())
+        match = self._index.visibility.match(space, digests)
+        is_own = match.nodes and self._state.labels.names[self._index.nodes.label[match.nodes[-1]]][0] == named[0]
+        return match if is_own else NO_MATCH
 
     def _pin(self, space: Space, named: AgentSession, digests: bytes, seconds: float) -> int:
         """Do what `retain` does, in one space."""
         index = self._index
         self.pins.end(named)
-        found, nodes = self._match(space, named, digests)
+        match = self._match(space, named, digests)
         places, _ = self._contexts.places(space)
-        if not found or not places:
+        if not match.nodes or not places:
             return 0  # part of it was evicted meanwhile, or no attached engine could use it
-        share = index.nodes.tree.share[nodes[-1]]
+        share = index.nodes.tree.share[match.nodes[-1]]
         in_each = sum(place.num_bytes for place in places if space.full_mask & 1 << place.group)
         at_end = sum(place.num_bytes * space.chunks_needed[place.group] for place in places)
         room = int(index.quotas.quota_bytes[share] * _MOST_RETAINED) - self.pins.bytes_of(share) - at_end
-        fitting = max(0, room // in_each) if in_each else found * (room >= 0)
-        found, nodes = index.visibility.match(space, first_digests(digests, min(found, fitting)))
-        if found:
-            self.pins.put(named, Pin(nodes, share, found * in_each + at_end, self._state.clock() + seconds))
-        return found
+        fitting = max(0, room // in_each) if in_each else match.num_chunks * (room >= 0)
+        match = index.visibility.match(space, slice_digests(digests, 0, min(match.num_chunks, fitting)))
+        if match.nodes:
+            num_bytes = match.num_chunks * in_each + at_end
+            self.pins.put(named, Pin(match.nodes, share, num_bytes, self._state.clock() + seconds))
+        return match.num_chunks
 
     def demote(self, named: AgentSession, digests: bytes) -> Counting:
         """Evict the chunks that only this prefix needs as soon as a tier has them. Return their number.
@@ -135,8 +137,8 @@ class Agents:
         count = 0
         for space in list(self._index.spaces):
             yield self._turns.again
-            found, nodes = self._match(space, named, digests)
-            if found:
+            nodes = self._match(space, named, digests).nodes
+            if nodes:
                 count += yield from self._turns.total(self._index.evictor.clear_end(nodes[-1]))
         return count
 
@@ -155,7 +157,7 @@ class Agents:
         self.pins.end(named)
         for space in list(self._index.spaces):
             yield self._turns.again
-            found, nodes = self._match(space, named, digests)
-            if found:
+            nodes = self._match(space, named, digests).nodes
+            if nodes:
                 count += yield from self._turns.total(end(nodes[-1], is_own))
         return count

@@ -7,7 +7,7 @@ from kvdepot.counting import depot_counter
 from kvdepot.errors import ErrorCode
 from kvdepot.index.contents import ContentIndex
 from kvdepot.index.tree import Space
-from kvdepot.keys import first_digests, num_digests
+from kvdepot.keys import num_digests, slice_digests
 from kvdepot.layout import GroupKind
 from kvdepot.server.contexts import Context
 from kvdepot.server.replies import Refused, Steps
@@ -43,11 +43,11 @@ class BlendLookups:
         the same prompt notes them again.
         """
         self._check(context, request.segments)
-        num_chunks, nodes = self._index.visibility.match(context.space, request.digests)
-        if not num_chunks:
+        match = self._index.visibility.match(context.space, request.digests)
+        if not match.nodes:
             return m.Done(self._state.epoch, 0)
-        digests = first_digests(request.digests, num_chunks)
-        steps = self._noting(context.space, self._index.nodes.label[nodes[-1]], digests, request.segments)
+        digests = slice_digests(request.digests, 0, match.num_chunks)
+        steps = self._noting(context.space, self._index.nodes.label[match.nodes[-1]], digests, request.segments)
         if len(request.segments) <= _NOTED_AT_ONCE * m.SEGMENT.size:
             return m.Done(self._state.epoch, sum(steps))
         return self._note_later(steps)

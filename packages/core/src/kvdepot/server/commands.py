@@ -21,6 +21,7 @@ from kvdepot.server.replies import Outcome, PendingReply, Refused, Steps, Wait, 
 from kvdepot.server.state import MAXIMUM_ROWS
 from kvdepot.tiers.opening import TierOpener
 from kvdepot.tiers.queue import TierQueue
+from kvdepot.tiers.reading import Prefix
 from kvdepot.tiers.tiering import Tiering
 from kvdepot.tiers.url import TierUrl, without_credentials
 from kvdepot.wire import frames
@@ -100,13 +101,13 @@ def find(depot: Depot, request: o.Find, _sender: Sender) -> Steps:
     most: list[tuple[int, int, o.FoundPrefix]] = []  # a heap: the shortest prefix first
     yield from _first_turn(depot)
     for space in list(index.spaces):
-        num_chunks, nodes = index.visibility.match(space, request.digests)
-        if num_chunks:
-            last = nodes[-1]
+        match = index.visibility.match(space, request.digests)
+        if match.nodes:
+            last = match.nodes[-1]
             tenant, model, _ = depot.labels.names[index.nodes.label[last]]
             prefix = o.FoundPrefix(
-                num_chunks=num_chunks,
-                num_tokens=num_chunks * space.spec.chunk_tokens,
+                num_chunks=match.num_chunks,
+                num_tokens=match.num_chunks * space.spec.chunk_tokens,
                 tenant=tenant,
                 model=model,
                 dtype=space.spec.dtype,
@@ -116,7 +117,7 @@ def find(depot: Depot, request: o.Find, _sender: Sender) -> Steps:
                 is_held=bool(index.nodes.tree.holds[last]),
                 num_children=index.nodes.tree.num_children[last],
             )
-            heappush(most, (num_chunks, -space.number, prefix))
+            heappush(most, (match.num_chunks, -space.number, prefix))
             if len(most) > MAXIMUM_ROWS:
                 heappop(most)
         yield depot.background.operators.again
@@ -194,8 +195,8 @@ def _clear_prefix(depot: Depot, request: o.Clear) -> Generator[Wait, bool, int]:
     index, turns, removed = depot.index, depot.background.operators, 0
     for space in list(index.spaces):
         yield turns.again
-        num_chunks, nodes = index.visibility.match(space, request.digests)
-        if not num_chunks:
+        nodes = index.visibility.match(space, request.digests).nodes
+        if not nodes:
             continue
         tenant, model, _ = depot.labels.names[index.nodes.label[nodes[-1]]]
         if request.tenant in (None, tenant) and request.model in (None, model):
@@ -218,7 +219,7 @@ def warm(depot: Depot, request: o.Warm, _sender: Sender) -> Steps:
     most = 0
     for space in list(depot.index.spaces):
         yield depot.background.operators.again
-        most = max(most, depot.index.visibility.match(space, request.digests)[0])
+        most = max(most, depot.index.visibility.match(space, request.digests).num_chunks)
     return m.Done(depot.state.epoch, most)
 
 
@@ -228,22 +229,14 @@ def _bring_up(depot: Depot, tenant: str, digests: bytes) -> Generator[Wait, bool
     for space in list(depot.index.spaces):
         yield depot.background.operators.again
         for model, weights in depot.contexts.owners(space):
-            found, nodes = depot.index.visibility.match(space, digests)
+            match = depot.index.visibility.match(space, digests)
             places, _ = depot.contexts.places(space)
             tiering = depot.state.tiering
-            if tiering is None or not places or found == num_chunks:
+            if tiering is None or not places or match.num_chunks == num_chunks:
                 break
             answer = Outcome[()]()
-            if tiering.promote(
-                space,
-                digests,
-                places,
-                depot.labels.number_of(tenant, model, weights),
-                found=found,
-                pins=nodes,
-                wait_seconds=_PATIENT_SECONDS,
-                on_answer=answer.set,
-            ):
+            prefix = Prefix(space, digests, places, depot.labels.number_of(tenant, model, weights))
+            if tiering.promote(prefix, match, answer.set, wait_seconds=_PATIENT_SECONDS):
                 promoted.append(answer)
             yield depot.background.operators.again
     for answer in promoted:

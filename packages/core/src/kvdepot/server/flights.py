@@ -72,15 +72,12 @@ class _Waiting:
 class Flight:
     """The chunks from `position` to `stop`, which one request is computing."""
 
-    context: Context
-    request_id: str
-    tenant: str
-    digests: bytes  # from chunk 0 on
+    query: Query  # of the request, which asks for all chunks up to `stop`
     position: int  # the first missing chunk
     stop: int
-    ahead_tokens: int  # tokens that the engine computes before these; 0 once the first of these has arrived
-    token_seconds: float  # 0: unknown
     moved_at: float
+    ahead_tokens: int = 0  # tokens that the engine computes before these; 0 once the first of these has arrived
+    token_seconds: float = 0.0  # 0: unknown
     timer: int = 0  # ends the flight if nothing arrives
     waiting: dict[_Waiting, None] = field(default_factory=dict["_Waiting", None])  # an ordered set
     ask_tiers: Wait | None = None  # of a remote flight: promotes its chunks
@@ -89,18 +86,13 @@ class Flight:
 
     def expected_at(self, chunk: int, token_seconds: float = 0.0) -> float:
         """Estimate when the chunks before `chunk` arrive. `token_seconds` is used if the engine's own is unknown."""
-        tokens = self.ahead_tokens + (chunk - self.position) * self.context.space.spec.chunk_tokens
+        tokens = self.ahead_tokens + (chunk - self.position) * self.query.context.space.spec.chunk_tokens
         return self.moved_at + tokens * (self.token_seconds or token_seconds)
 
     def stop_of(self, digests: bytes, found: int) -> int:
         """Return the end of the chunks that a lookup with `found` chunks in the pool can wait for."""
-        stop = max(found, min(self.stop, common_chunks(self.digests, digests, found)))
-        return found if self.context.space.windows and stop < self.stop else stop
-
-    @property
-    def owner(self) -> tuple[int, str]:
-        """The request's context and id."""
-        return self.context.number, self.request_id
+        stop = max(found, min(self.stop, common_chunks(self.query.digests, digests, found)))
+        return found if self.query.context.space.windows and stop < self.stop else stop
 
     @property
     def is_remote(self) -> bool:
@@ -137,25 +129,19 @@ class FlightTable:
 
     def begin(self, query: Query) -> None:
         """Begin a flight for the chunks that a query misses, unless they are few or have a flight already."""
-        context, request, digests = query.context, query.request, query.digests
-        stop, position = num_digests(digests), self._position(query)
+        context, request = query.context, query.request
+        stop, position = query.num_chunks, self._position(query)
         flight = self._by_request.get(query.owner)
-        if flight is not None and not flight.is_remote and (flight.digests, flight.position) == (digests, position):
+        if (
+            flight is not None
+            and not flight.is_remote
+            and (flight.query.digests, flight.position) == (query.digests, position)
+        ):
             return  # the same lookup asked again: its flight keeps its deadline
         self.end_request(context, request.request_id)
         if (stop - query.found) * context.space.spec.chunk_tokens < LEAST_TOKENS or not self._can_arrive(context):
             return
-        flight = Flight(
-            context,
-            request.request_id,
-            request.tenant,
-            digests,
-            position,
-            stop,
-            request.ahead_tokens,
-            request.token_seconds,
-            self._clock(),
-        )
+        flight = Flight(query, position, stop, self._clock(), request.ahead_tokens, request.token_seconds)
         other = self._find(query)
         if other is not None and request.joins and not self._is_timely(other, query):
             self._fail(other)  # otherwise each lookup that gave up on it would compute the same chunks
@@ -166,11 +152,11 @@ class FlightTable:
 
     def _begin(self, flight: Flight) -> bool:
         """Add a flight. Return False if there are too many, its next chunk has one, or the model has no flights."""
-        owner, num_bytes = flight.context.writer, len(flight.digests)
+        owner, num_bytes = flight.query.context.writer, len(flight.query.digests)
         has_room = self._num_flights.has_room(owner) and self._digest_bytes.has_room(owner, num_bytes)
-        if not has_room or not flight.context.space.full_mask or not self._enter(flight):
+        if not has_room or not flight.query.context.space.full_mask or not self._enter(flight):
             return False
-        self._by_request[flight.owner] = flight
+        self._by_request[flight.query.owner] = flight
         self._num_flights.take(owner)
         self._digest_bytes.take(owner, num_bytes)
         self._num_remote += flight.is_remote
@@ -194,7 +180,7 @@ class FlightTable:
         until, own_seconds = query.until, query.own_seconds(num_chunks)
         if own_seconds and query.found >= query.request.awaits:
             until = min(until, self._clock() + _PATIENCE * own_seconds + SLACK_SECONDS)
-        query.joined = flight.request_id
+        query.joined = flight.query.request.request_id
         return self._wait_for(flight, query, query.found + num_chunks, until, on_end)
 
     def await_remote(self, query: Query, on_end: Callable[[], None], ask_tiers: Wait) -> bool:
@@ -210,21 +196,10 @@ class FlightTable:
         own = self._by_request.get(query.owner)
         if own is not None and own.is_remote:
             self._advance(own)  # the lookup's own promotion may have brought chunks already
-        flight, request = self._find(query, is_remote=True), query.request
+        flight = self._find(query, is_remote=True)
         if flight is None:
-            self.end_request(query.context, request.request_id)
-            flight = Flight(
-                query.context,
-                request.request_id,
-                request.tenant,
-                query.digests,
-                self._position(query),
-                num_digests(query.digests),
-                0,
-                token_seconds=0.0,
-                moved_at=self._clock(),
-                ask_tiers=ask_tiers,
-            )
+            self.end_request(query.context, query.request.request_id)
+            flight = Flight(query, self._position(query), query.num_chunks, self._clock(), ask_tiers=ask_tiers)
             if not self._begin(flight):
                 return False
         stop = flight.stop_of(query.digests, query.found)
@@ -266,7 +241,7 @@ class FlightTable:
             flight.is_polled = False
 
     def _advance_if_under_way(self, flight: Flight) -> None:
-        if self._by_request.get(flight.owner) is flight:
+        if self._by_request.get(flight.query.owner) is flight:
             self._advance(flight)
 
     def pending(self, query: Query) -> int:
@@ -278,14 +253,14 @@ class FlightTable:
         if flight is None and found < request.awaits:
             flight = self._find(query, is_remote=True)
             return 0 if flight is None or not flight.has_moved else flight.stop_of(query.digests, found) - found
-        if flight is None or flight.owner == query.owner:
+        if flight is None or flight.query.owner == query.owner:
             return 0
         return flight.stop_of(query.digests, found) - found if self._is_timely(flight, query) else 0
 
     def computed_by(self, query: Query) -> str:
         """Return the id of the request that computes a query's next chunk; empty if there is none. For the log."""
         flight = self._find(query) or self._find(query, is_remote=True)
-        return "" if flight is None else flight.request_id
+        return "" if flight is None else flight.query.request.request_id
 
     def _is_timely(self, flight: Flight, query: Query) -> bool:
         """Return whether a flight should arrive within twice the time that the lookup's engine needs for its chunks.
@@ -307,14 +282,18 @@ class FlightTable:
                 self._advance(flight)
 
     def _advance(self, flight: Flight) -> None:
-        index, space, began = self._index, flight.context.space, flight.position
+        index, space, began = self._index, flight.query.context.space, flight.position
         position = began
         while (
             position < flight.stop
-            and index.visibility.find(space, digest_at(flight.digests, position), position) is not None
+            and index.visibility.find(space, digest_at(flight.query.digests, position), position) is not None
         ):
             position += 1
-        if position == flight.stop and space.windows and index.visibility.match(space, flight.digests)[0] < position:
+        if (
+            position == flight.stop
+            and space.windows
+            and index.visibility.match(space, flight.query.digests).num_chunks < position
+        ):
             position -= 1
         if position == began:
             return
@@ -340,8 +319,12 @@ class FlightTable:
     def cut(self, worker: Context, request_id: str, stop: int = 0) -> None:
         """Shorten the flight of a request to end at `stop`: a worker stores no chunk from there on."""
         for flight in list(self._by_request.values()):
-            of = flight.context
-            is_same = flight.request_id == request_id and of.instance == worker.instance and of.space is worker.space
+            of = flight.query.context
+            is_same = (
+                flight.query.request.request_id == request_id
+                and of.instance == worker.instance
+                and of.space is worker.space
+            )
             if not is_same or flight.is_remote or flight.stop <= stop:
                 continue
             if flight.position >= stop or of.space.windows:  # windows are complete only at the end of the prefix
@@ -355,19 +338,19 @@ class FlightTable:
         for flight in list(self._by_request.values()):
             for waiting in [each for each in flight.waiting if each.context is context]:
                 self._answer(flight, waiting)
-            if flight.context is context:
+            if flight.query.context is context:
                 self._fail(flight)
 
     def end_stranded(self) -> None:
         """End the flights that cannot arrive because their engine lost a worker or the depot declines stores."""
         for flight in list(self._by_request.values()):
-            if not flight.is_remote and not self._can_arrive(flight.context):
+            if not flight.is_remote and not self._can_arrive(flight.query.context):
                 self._fail(flight)
 
     def _expect(self, flight: Flight) -> None:
         now = self._clock()
         seconds = 2 * (flight.expected_at(flight.stop) - now) if flight.token_seconds else _UNKNOWN_SECONDS
-        if flight.context.space.windows:
+        if flight.query.context.space.windows:
             seconds = max(seconds, _UNKNOWN_SECONDS)  # vLLM offers a recurrent state one step after computing it
         self._timers.cancel(flight.timer)
         due = now + min(GRACE_SECONDS + seconds, MAXIMUM_SECONDS)
@@ -381,7 +364,7 @@ class FlightTable:
         """
         flights = list(self._by_request.values())
         require(self._num_flights.total == len(flights), "flights are miscounted")
-        require(self._digest_bytes.total == sum(len(each.digests) for each in flights), "digests are miscounted")
+        require(self._digest_bytes.total == sum(len(each.query.digests) for each in flights), "digests are miscounted")
         require(self._num_waiting.total == sum(len(each.waiting) for each in flights), "lookups are miscounted")
         require(self._num_remote == sum(each.is_remote for each in flights), "flights of other nodes are miscounted")
         listed = {each for by_tenant in self._by_chunk.values() for each in by_tenant.values()}
@@ -392,11 +375,11 @@ class FlightTable:
         self._end(flight)
 
     def _end(self, flight: Flight) -> None:
-        del self._by_request[flight.owner]
+        del self._by_request[flight.query.owner]
         self._leave(flight)
         self._timers.cancel(flight.timer)
-        self._num_flights.give_back(flight.context.writer)
-        self._digest_bytes.give_back(flight.context.writer, len(flight.digests))
+        self._num_flights.give_back(flight.query.context.writer)
+        self._digest_bytes.give_back(flight.query.context.writer, len(flight.query.digests))
         self._num_remote -= flight.is_remote
         for each in list(flight.waiting):
             self._answer(flight, each)
@@ -421,18 +404,21 @@ class FlightTable:
         space = query.context.space
         if not space.windows:
             return query.found
-        return min(self._index.visibility.full_prefix(space, query.digests), num_digests(query.digests) - 1)
+        return min(self._index.visibility.full_prefix(space, query.digests), query.num_chunks - 1)
 
     def _enter(self, flight: Flight) -> bool:
         """List a flight under its first missing chunk. Return False if another flight is listed there."""
-        key = flight.context.space.number, digest_at(flight.digests, flight.position)
-        return self._by_chunk.setdefault(key, {}).setdefault((flight.tenant, flight.is_remote), flight) is flight
+        key = flight.query.context.space.number, digest_at(flight.query.digests, flight.position)
+        return (
+            self._by_chunk.setdefault(key, {}).setdefault((flight.query.request.tenant, flight.is_remote), flight)
+            is flight
+        )
 
     def _leave(self, flight: Flight) -> None:
-        key = flight.context.space.number, digest_at(flight.digests, flight.position)
+        key = flight.query.context.space.number, digest_at(flight.query.digests, flight.position)
         flights = self._by_chunk.get(key, {})
-        if flights.get((flight.tenant, flight.is_remote)) is flight:
-            del flights[flight.tenant, flight.is_remote]
+        if flights.get((flight.query.request.tenant, flight.is_remote)) is flight:
+            del flights[flight.query.request.tenant, flight.is_remote]
             if not flights:
                 del self._by_chunk[key]
 

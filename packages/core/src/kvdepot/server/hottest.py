@@ -12,18 +12,21 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Generator
+from functools import partial
 from typing import Final
 
 import msgspec
 
 from kvdepot.counting import depot_counter
+from kvdepot.errors import KeyFormatError
 from kvdepot.index.entries import NewRun, PartPlace
 from kvdepot.index.tree import NO_NODE, Space, digest_of
-from kvdepot.keys import DIGEST_BYTES, first_digests, num_digests
+from kvdepot.keys import DIGEST_BYTES, digest_at, num_digests, slice_digests
 from kvdepot.layout import THAT_CELL, GroupKind
 from kvdepot.server.contexts import ContextTable
-from kvdepot.server.replies import Outcome, Steps, Wait, run
+from kvdepot.server.replies import Steps, Wait, run
 from kvdepot.server.state import DepotState
+from kvdepot.tiers.reading import Prefix
 from kvdepot.wire import messages as m
 
 logger = logging.getLogger(__name__)
@@ -215,8 +218,8 @@ class Hottest:
         """Return a list from the tiers, None if they have no valid one."""
         index, label = self._state.index, self._state.labels.number_of(*_OWNER)
         yield from self._bring_up(self._space, digest, [_PLACE], label)
-        found, nodes = index.visibility.match(self._space, digest)
-        if not found:
+        nodes = index.visibility.match(self._space, digest).nodes
+        if not nodes:
             return None
         (record,) = index.entries.sealed(nodes[-1])
         offset, size = index.table.extent(record)
@@ -227,7 +230,7 @@ class Hottest:
         try:
             listing = _decoder.decode(data[4 : 4 + int.from_bytes(data[:4], "little")])
             _check(listing)
-        except (msgspec.MsgspecError, UnicodeDecodeError, ValueError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, ValueError, KeyFormatError) as error:
             logger.warning("a list of hot prefixes from a tier is passed over: %s", error)
             return None
         return listing
@@ -243,7 +246,7 @@ class Hottest:
             yield self._turns.again
             chain, chunk = list[bytes](), last
             while chunk != _NO_PARENT:
-                chain.append(digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES])
+                chain.append(digest_at(digests, chunk))
                 chunk = parents[chunk]
             label = int.from_bytes(listing.label_of[2 * last : 2 * last + 2], "little")
             if not (yield from self._promote_prefix(space, b"".join(reversed(chain)), labels[label])):
@@ -252,35 +255,25 @@ class Hottest:
     def _promote_prefix(self, space: Space, digests: bytes, owner: tuple[str, str, str]) -> Generator[Wait, bool, bool]:
         """Promote a prefix as far as there is room; return False if there is none."""
         index, (places, _) = self._state.index, self._contexts.places(space)
-        extents, found = index.extents, index.visibility.match(space, digests)[0]
+        extents, found = index.extents, index.visibility.match(space, digests).num_chunks
         chunk_bytes = max(1, self._contexts.chunk_bytes.get(space.number, 0))
         room = int(extents.capacity_bytes * _MOST_SHARE) - extents.used_bytes
         length = min(num_digests(digests), found + room // chunk_bytes)
         if not places or room < chunk_bytes:
             return False
         if length > found:
-            wanted = first_digests(digests, length)
+            wanted = slice_digests(digests, 0, length)
             yield from self._bring_up(space, wanted, places, self._state.labels.number_of(*owner))
-            self._state.counters[_CHUNKS_PROMOTED] += max(0, index.visibility.match(space, wanted)[0] - found)
+            self._state.counters[_CHUNKS_PROMOTED] += max(0, index.visibility.match(space, wanted).num_chunks - found)
         return True
 
     def _bring_up(
         self, space: Space, digests: bytes, places: list[PartPlace], label: int
     ) -> Generator[Wait, bool, None]:
-        tiering, (found, nodes) = self._state.tiering, self._state.index.visibility.match(space, digests)
-        answer = Outcome[()]()
-        if tiering is not None and tiering.promote(
-            space,
-            digests,
-            places,
-            label,
-            found=found,
-            pins=nodes,
-            wait_seconds=_PATIENT_SECONDS,
-            on_answer=answer.set,
-            request_id="hottest prefixes",
-        ):
-            yield from answer.wait()
+        tiering, match = self._state.tiering, self._state.index.visibility.match(space, digests)
+        if tiering is not None:
+            prefix = Prefix(space, digests, places, label, request_id="hottest prefixes")
+            yield partial(tiering.promote, prefix, match, wait_seconds=_PATIENT_SECONDS)
 
     @property
     def _space(self) -> Space:
@@ -295,9 +288,10 @@ def _check(listing: _List) -> None:
 
     Raises:
         ValueError: the list contradicts itself.
+        KeyFormatError: its digests are not whole.
     """
     count = num_digests(listing.digests)
-    if (len(listing.label_of), len(listing.parents), len(listing.digests)) != (2 * count, 4 * count, 32 * count):
+    if (len(listing.label_of), len(listing.parents)) != (2 * count, 4 * count):
         raise ValueError(f"{len(listing.parents)} bytes of parents for {len(listing.digests)} of digests")
     for chunk in range(count):
         parent = int.from_bytes(listing.parents[4 * chunk : 4 * chunk + 4], "little")

@@ -11,7 +11,7 @@ from msgspec import structs
 from kvdepot.counting import depot_counter
 from kvdepot.errors import ErrorCode
 from kvdepot.index.entries import pack_extent
-from kvdepot.keys import DIGEST_BYTES, digest_at, num_digests
+from kvdepot.keys import DIGEST_BYTES, digest_at, num_digests, slice_digests
 from kvdepot.server.agents import Agents
 from kvdepot.server.background import Task
 from kvdepot.server.contexts import Context, ContextTable, check_run
@@ -19,6 +19,7 @@ from kvdepot.server.flights import FlightTable
 from kvdepot.server.query import Query
 from kvdepot.server.replies import Refused, Steps
 from kvdepot.server.state import HINTS_CUT, DepotState
+from kvdepot.tiers.reading import Prefix
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 
@@ -71,14 +72,14 @@ class Lookups:
         Wait for chunks that are being computed, or promote more from the tiers.
         """
         index, space = self._index, context.space
-        query = Query(context, request, request.digests, *index.visibility.match(space, request.digests))
+        match = index.visibility.match(space, request.digests)
         num_chunks = len(request.digests) // DIGEST_BYTES  # whole digests, as `match` has checked
         if request.token_seconds != context.token_seconds:
             context.token_seconds = self._contexts.token_seconds[context.instance] = request.token_seconds
         counters = self._counters
         counters[_LOOKUPS] += 1
         counters[_LOOKUP_CHUNKS] += num_chunks
-        counters[_LOOKUP_CHUNKS_POOL_HIT] += query.found
+        counters[_LOOKUP_CHUNKS_POOL_HIT] += match.num_chunks
         chunk_bytes = self._contexts.chunk_bytes.get(space.number)
         if chunk_bytes is not None and num_chunks <= _OBSERVED_AT_ONCE:
             index.hit_rates.looked_up(request.digests, chunk_bytes)
@@ -88,8 +89,9 @@ class Lookups:
             self._contexts.begin_hand_over(context.instance, request.request_id)
         tokens = self._usage.tenant_tokens[request.tenant or _DEFAULT_TENANT]
         tokens[0] += num_chunks * space.spec.chunk_tokens
-        tokens[1] += query.found * space.spec.chunk_tokens
-        if query.found == num_chunks:
+        tokens[1] += match.num_chunks * space.spec.chunk_tokens
+        query = Query(context, request, request.digests, match)
+        if match.num_chunks == num_chunks:
             return self._grant(query)
         if not request.joins and self._state.tiering is None:
             return self._found(query)  # nobody can bring more
@@ -163,28 +165,23 @@ class Lookups:
             self._counters[_LOOKUPS_WITHOUT_NAME] += 1
             query.why_not_promoted = "as the name of its tenant or model found no room"
             return False
+        token_seconds, request_id = request.token_seconds, request.request_id
+        prefix = Prefix(context.space, query.digests, places, label, token_seconds, request_id, query.brought)
         return tiering.promote(
-            context.space,
-            query.digests,
-            places,
-            label,
-            found=query.found,
-            pins=query.nodes,
+            prefix,
+            query.match,
+            on_answer,
             wait_seconds=min(request.wait_seconds, tiering.settings.promotion_seconds),
-            on_answer=on_answer,
-            token_seconds=request.token_seconds,
-            request_id=request.request_id,
             is_awaited=query.found < request.awaits,
-            brought=query.brought,
         )
 
     def _observe_later(self, digests: bytes, chunk_bytes: int) -> None:
         """Count a very long lookup for the estimates in steps, from its end. Only one at a time."""
 
         def observing() -> Task:
-            step = _OBSERVED_AT_ONCE * DIGEST_BYTES
-            for start in range((len(digests) - 1) // step * step, -1, -step):
-                self._index.hit_rates.looked_up(digests[start : start + step], chunk_bytes)
+            step = _OBSERVED_AT_ONCE
+            for start in range((num_digests(digests) - 1) // step * step, -1, -step):
+                self._index.hit_rates.looked_up(slice_digests(digests, start, start + step), chunk_bytes)
                 yield
 
         if not self._state.background.samples.add(observing()):
@@ -202,35 +199,35 @@ class Lookups:
 
     def _grant(self, query: Query, waited_seconds: float = 0.0, num_pending: int = 0) -> m.LookupReply:
         """Lease the chunks that are in the pool, and count them as used."""
-        context, request, found = query.context, query.request, query.found
+        context, request, match = query.context, query.request, query.match
         epoch, leases = self._state.epoch, self._leases
-        self._counters[_LOOKUP_CHUNKS_HIT] += found
+        self._counters[_LOOKUP_CHUNKS_HIT] += match.num_chunks
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug(
                 "lookup %s of %s: %d of %d chunks, waited %.3f s for %s; %s",
                 request.request_id,
                 context.instance,
-                found,
-                num_digests(query.digests),
+                match.num_chunks,
+                query.num_chunks,
                 waited_seconds,
                 self._waited_for(query),
                 self._why_not_more(query, num_pending),
             )
-        if not found:
+        if not match.nodes:
             return m.LookupReply(epoch, 0, 0, 0.0, waited_seconds, num_pending)
-        lease = leases.grant(context.number, request.request_id, query.nodes, self._state.clock())
-        rest = self._index.priorities.used(query.nodes[-1])
+        lease = leases.grant(context.number, request.request_id, match.nodes, self._state.clock())
+        rest = self._index.priorities.used(match.nodes[-1])
         if rest is not None:
             self._state.rank_later(rest)
         if self._state.tiering is not None:
-            self._state.tiering.used(query.nodes[-1])
+            self._state.tiering.used(match.nodes[-1])
         holdings = self._state.holdings
         wants_tokens = (
-            holdings is not None and bool(context.served_model) and not holdings.is_described(query.nodes[-1])
+            holdings is not None and bool(context.served_model) and not holdings.is_described(match.nodes[-1])
         )
         return m.LookupReply(
             epoch,
-            found,
+            match.num_chunks,
             lease,
             leases.lease_seconds,
             waited_seconds,
@@ -284,11 +281,11 @@ class Lookups:
     def hint(self, context: Context, request: m.Hint) -> frames.Reply | Steps:
         """Change the eviction order of a prefix. The reply counts chunks."""
         index, names = self._index, self._state.labels.names
-        found, nodes = index.visibility.match(context.space, request.digests)
+        nodes = index.visibility.match(context.space, request.digests).nodes
         if request.session:
             self._agents.hinted(context.space, request)
         self._counters[_HINTS] += 1
-        if not found:
+        if not nodes:
             return m.Done(self._state.epoch, 0)
         tenant = request.tenant  # not `request`: the task would keep its digests in memory
 

@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field, replace
 
 from kvdepot.index.index import ChunkIndex
-from kvdepot.keys import DIGEST_BYTES, first_digests
+from kvdepot.index.visibility import Match
+from kvdepot.keys import num_digests, slice_digests
 from kvdepot.server.contexts import Context
 from kvdepot.wire import messages as m
 
@@ -15,8 +16,7 @@ class Query:
     context: Context
     request: m.Lookup
     digests: bytes  # from chunk 0 on
-    found: int
-    nodes: tuple[int, ...]
+    match: Match
     until: float = 0.0  # the deadline of all waits of the request
     waited_for: str = ""  # for the log: the source of further chunks, with `{joined}` and `{tiers}`
     joined: str = ""  # for the log: the request that computes the chunks that it waited for
@@ -25,9 +25,19 @@ class Query:
     num_promoted: int = 0  # those of them that were found and not in the pool before
 
     @property
+    def num_chunks(self) -> int:
+        """The number of chunks that it asks for."""
+        return num_digests(self.digests)
+
+    @property
+    def found(self) -> int:
+        """The number of leading chunks that are in the pool."""
+        return self.match.num_chunks
+
+    @property
     def is_whole(self) -> bool:
         """Whether the whole prefix is in the pool."""
-        return self.found * DIGEST_BYTES >= len(self.digests)
+        return self.found == self.num_chunks
 
     @property
     def owner(self) -> tuple[int, str]:
@@ -36,7 +46,7 @@ class Query:
 
     def refresh(self, index: ChunkIndex) -> None:
         """Match the prefix again."""
-        self.found, self.nodes = index.visibility.match(self.context.space, self.digests)
+        self.match = index.visibility.match(self.context.space, self.digests)
 
     def own_seconds(self, num_chunks: int) -> float:
         """Return the seconds that the lookup's engine needs to compute this many chunks, 0.0 if unknown."""
@@ -44,4 +54,4 @@ class Query:
 
     def first(self, num_chunks: int) -> "Query":
         """Return a query for the first chunks only."""
-        return replace(self, digests=first_digests(self.digests, num_chunks))
+        return replace(self, digests=slice_digests(self.digests, 0, num_chunks))

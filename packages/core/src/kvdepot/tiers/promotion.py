@@ -12,7 +12,7 @@ from typing import Final
 
 from kvdepot.counting import depot_counter
 from kvdepot.index.entries import PartPlace, Wanted
-from kvdepot.index.visibility import usable_prefix
+from kvdepot.index.visibility import Match, usable_prefix
 from kvdepot.layout import GroupKind
 from kvdepot.tiers.jobs import Job, JobKind, JobPart
 from kvdepot.tiers.keys import MOST_CHUNKS_A_RUN
@@ -372,11 +372,11 @@ class Promotions:
         """Whether the maximum number is reached."""
         return len(self._pins) >= MAXIMUM_PROMOTIONS
 
-    def begin(self, prefix: Prefix, found: int, pins: tuple[int, ...], waiter: Waiter) -> None:
-        """Promote the chunks after the first `found` ones. `pins`, the nodes of those, stay pinned until the end."""
-        self._context.index.evictor.pin(pins)
-        promotion = Promotion(self._context, self._tiers, prefix, found, waiter, self._wake)
-        self._pins[promotion] = pins
+    def begin(self, prefix: Prefix, match: Match, waiter: Waiter) -> None:
+        """Promote the chunks after those that match, which stay pinned until the end."""
+        self._context.index.evictor.pin(match.nodes)
+        promotion = Promotion(self._context, self._tiers, prefix, match.num_chunks, waiter, self._wake)
+        self._pins[promotion] = match.nodes
         self._resume(promotion, None)
 
     def stop(self, is_meant: Callable[[int], bool]) -> None:

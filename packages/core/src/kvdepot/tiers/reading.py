@@ -22,7 +22,7 @@ from kvdepot.index.entries import NewRun, PartPlace, Wanted
 from kvdepot.index.evictor import EndStore
 from kvdepot.index.index import ChunkIndex
 from kvdepot.index.tree import NO_NODE, Space
-from kvdepot.keys import DIGEST_BYTES, digest_at, num_digests
+from kvdepot.keys import digest_at, num_digests, slice_digests
 from kvdepot.pool.table import Writer
 from kvdepot.processes.identity import process_start_time
 from kvdepot.tiers.jobs import Job, JobKind, JobPart
@@ -72,15 +72,15 @@ class _Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """The chunks that a lookup asked for.
+    """The chunks that a lookup asked for, and the entries in tiers that belong to them.
 
     Attributes:
         space: the space of the chunks.
         digests: packed `(num_chunks, 32)`, from chunk 0 on.
         places: parts that together have all cells of all groups of the model's cache.
         label: the number of the label.
-        token_seconds: the engine's time to compute a token, 0 for unknown.
-        request_id: the request id of the lookup; empty without a lookup.
+        token_seconds: the engine's time to compute a token, 0 for unknown. Slower tiers are not read.
+        request_id: the request id of the lookup, for the log; empty without a lookup.
         brought: gets the numbers of the chunks of which tiers bring entries, for this promotion or another one while it
             lasts. Some may fail to arrive.
     """
@@ -104,7 +104,7 @@ class Prefix:
 
     def slice(self, start: int, stop: int) -> bytes:
         """Return the packed keys of chunks `start` to `stop`."""
-        return self.digests[start * DIGEST_BYTES : stop * DIGEST_BYTES]
+        return slice_digests(self.digests, start, stop)
 
 
 def log_decision(prefix: Prefix, queue: TierQueue | None, decision: str, *details: object) -> None:

@@ -21,7 +21,7 @@ from kvdepot.index.entries import PartPlace
 from kvdepot.index.evictor import EndStore
 from kvdepot.index.index import ChunkIndex
 from kvdepot.index.tree import Space
-from kvdepot.keys import num_digests
+from kvdepot.index.visibility import Match
 from kvdepot.pool.names import Label
 from kvdepot.tiers.demotion import Demotions
 from kvdepot.tiers.jobs import Job, JobKind, JobPart
@@ -257,42 +257,28 @@ class Tiering:
 
     def promote(
         self,
-        space: Space,
-        digests: bytes,
-        places: Sequence[PartPlace],
-        label: int,
-        *,
-        found: int,
-        pins: tuple[int, ...],
-        wait_seconds: float,
+        prefix: Prefix,
+        match: Match,
         on_answer: Callable[[], None],
-        token_seconds: float = 0.0,
-        request_id: str = "",
+        *,
+        wait_seconds: float,
         is_awaited: bool = False,
-        brought: set[int] | None = None,
     ) -> bool:
         """Promote the part of a prefix that the pool lacks.
 
         Args:
-            space: the space of the chunks.
-            digests: packed `(num_chunks, 32)`, from chunk 0 on.
-            places: parts that together have all cells of all groups of the model's cache.
-            label: the number of the label.
-            found: the number of leading chunks that the pool has.
-            pins: the nodes of those chunks, which stay pinned until the end.
-            wait_seconds: the longest wait of the lookup.
+            prefix: the chunks of the lookup.
+            match: those that the pool has. They stay pinned until the end.
             on_answer: called once, when no more entries can arrive or the time is up.
-            token_seconds: the engine's time to compute a token, 0 for unknown. Slower tiers are not read.
-            request_id: the request id of the lookup, for the log.
+            wait_seconds: the longest wait of the lookup.
             is_awaited: whether another engine hands over missing chunks. Then tiers are asked however few they are.
-            brought: as in `Prefix`.
 
         Returns:
             False if no tier can be asked, or too many lookups wait. Then `on_answer` is never called.
         """
-        missing_tokens = (num_digests(digests) - found) * space.spec.chunk_tokens
+        missing_tokens = (prefix.num_chunks - match.num_chunks) * prefix.space.spec.chunk_tokens
         is_worth_it = is_awaited or missing_tokens >= self.settings.promotion_least_tokens
-        if not places or not is_worth_it or all(tier.queue.is_suspended for tier in self._tiers):
+        if not prefix.places or not is_worth_it or all(tier.queue.is_suspended for tier in self._tiers):
             return False
         if self.promotions.is_full:
             self.counters[_PROMOTIONS_REFUSED] += 1
@@ -300,8 +286,7 @@ class Tiering:
         self.counters[_PROMOTIONS] += 1
         self.due = 0.0
         waiter = Waiter(wait_seconds, self._clock() + wait_seconds, on_answer)
-        prefix = Prefix(space, digests, places, label, token_seconds, request_id, set() if brought is None else brought)
-        self.promotions.begin(prefix, found, pins, waiter)
+        self.promotions.begin(prefix, match, waiter)
         return True
 
     # --- the loop -------------------------------------------------------------------------------------------------
