@@ -83,7 +83,7 @@ class Depot:
             self.state, self.contexts, self.stores, self.flights, self.quarantine, self.agents, self.blends.contents
         )
         self._is_expiring = False
-        self._handlers: dict[type, Callable[[Context, Any], frames.Reply | Steps]] = {
+        self._handlers: dict[type[m.ContextRequest], Callable[[Context, Any], frames.Reply | Steps]] = {
             m.Lookup: lookups.lookup,
             m.Release: lookups.release,
             m.EndRequest: lookups.end_request,
@@ -101,6 +101,8 @@ class Depot:
             m.ReportCorrupt: self._report_corrupt,
             m.Unregister: self._unregister,
         }
+        missing = [request.__name__ for request in m.CONTEXT_REQUESTS if request not in self._handlers]
+        assert not missing, f"no handler of {missing}"
 
     def handle(self, session: int, writer: Writer, request: frames.Request) -> frames.Reply | PendingReply:
         """Serve one request of an open session. The reply may come later, for example from the tiers.
@@ -113,15 +115,13 @@ class Depot:
         Raises:
             Refused: nothing was changed; the text gives the reason.
         """
-        handler = self._handlers.get(type(request))
-        if handler is not None:
-            of_context: Any = request
-            context = self.contexts.by_number.get(of_context.context)
+        if isinstance(request, m.ContextRequest):
+            context = self.contexts.by_number.get(request.context)
             if context is None or context.session != session:
-                text = f"context {of_context.context} is not registered by this session: register again"
+                text = f"context {request.context} is not registered by this session: register again"
                 raise Refused(ErrorCode.UNKNOWN_CONTEXT, text)
             try:
-                handled = handler(context, request)
+                handled = self._handlers[type(request)](context, request)
             except KeyFormatError as error:
                 raise Refused(ErrorCode.BAD_KEY, str(error)) from error
             return handled if isinstance(handled, Struct) else run(handled, self.state.fail)

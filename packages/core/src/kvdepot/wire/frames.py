@@ -1,4 +1,4 @@
-"""Frames of messages, the unions of all messages, and greetings.
+"""Frames of messages, the tables of all messages, and greetings.
 
 A frame is 8 bytes of sequence number (little-endian, chosen by the client and repeated in the reply) and one msgpack
 array whose first item is the message's tag. Its length precedes each frame, and a greeting begins each connection.
@@ -12,9 +12,9 @@ from msgspec import Meta, Struct
 
 from kvdepot.errors import ErrorCode
 from kvdepot.wire import messages as m
+from kvdepot.wire import operation
 from kvdepot.wire import operations as o
 from kvdepot.wire.messages import Count, Name
-from kvdepot.wire.operation import OperationReply
 
 T = TypeVar("T")
 
@@ -22,45 +22,14 @@ _NOT_A_MESSAGE: Final = (msgspec.DecodeError, RecursionError, UnicodeDecodeError
 MAXIMUM_FRAME_BYTES: Final = 4 << 20  # 65,536 digests take 2 MiB
 
 
-_EngineRequest = (
-    m.RegisterKVCache
-    | m.RegisterScheduler
-    | m.Unregister
-    | m.Lookup
-    | m.Release
-    | m.EndRequest
-    | m.PrepareStore
-    | m.CommitStore
-    | m.AbortStore
-    | m.PrepareRetrieve
-    | m.Move
-    | m.ReportCorrupt
-    | m.Hint
-    | m.NoteContents
-    | m.ChangeWeights
-    | m.BlendLookup
-    | m.DescribeChunks
-    | m.AwaitNews
+Request = m.RegisterKVCache | m.RegisterScheduler | m.ContextRequest | o.OperatorRequest
+Reply = operation.Reply
+REQUESTS: Final[tuple[type[Struct], ...]] = (
+    m.RegisterKVCache,
+    m.RegisterScheduler,
+    *m.CONTEXT_REQUESTS,
+    *o.OPERATIONS,
 )
-_EngineReply = (
-    m.ErrorReply
-    | m.Registered
-    | m.Done
-    | m.LookupReply
-    | m.BlendReply
-    | m.StorePlan
-    | m.RetrievePlan
-    | m.Moved
-    | m.News
-)
-REQUESTS: Final[tuple[type[Struct], ...]] = (*_EngineRequest.__args__, *o.OPERATIONS)
-_REPLIES: Final[tuple[type[Struct], ...]] = (
-    *_EngineReply.__args__,
-    *(operation.reply_type() for operation in o.OPERATIONS),
-)
-
-Request = _EngineRequest | o.OperatorRequest
-Reply = _EngineReply | m.HelloReply | OperationReply
 
 
 class OpenSession(Struct, array_like=True, tag="open_session", frozen=True):
@@ -113,7 +82,7 @@ def _union(types: tuple[type[Struct], ...]) -> Any:
 _SEQUENCE = struct.Struct("<Q")
 _encoder = msgspec.msgpack.Encoder()
 _request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(_union(REQUESTS))
-_reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(_union(_REPLIES))
+_reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(_union(tuple(Reply.__subclasses__())))
 _greeting_decoder: msgspec.msgpack.Decoder[Greeting] = msgspec.msgpack.Decoder(Greeting)
 _session_reply_decoder: msgspec.msgpack.Decoder[SessionReply] = msgspec.msgpack.Decoder(SessionReply)
 

@@ -4,6 +4,8 @@ Every request gets exactly one reply with the same sequence number (`kvdepot.wir
 server's epoch. New fields are added only at the end and with a default. A peer ignores fields that it does not know.
 `docs/wire.md` describes the fate of each message when either side dies.
 
+A new request of a registered worker or scheduler needs a `ContextRequest` here and a handler in `kvdepot.server.depot`.
+
 No message carries KV bytes. Extents travel as packed `EXTENT` records, without an object per block.
 """
 
@@ -14,8 +16,9 @@ from typing import Annotated, Final
 from msgspec import Meta, Struct
 
 from kvdepot.errors import ErrorCode
+from kvdepot.keys import DIGEST_BYTES
 from kvdepot.layout import MAXIMUM_CELLS, MAXIMUM_HEADS, CacheLayout, GroupKind
-from kvdepot.wire.operation import Operation
+from kvdepot.wire.operation import Operation, Reply
 
 PROTOCOL_VERSION: Final = 4  # engines and depot must use the same version
 MAXIMUM_CHUNKS: Final = 65_536  # per lookup: 4 million tokens in chunks of 64
@@ -53,9 +56,9 @@ Count = Annotated[int, Meta(ge=0, le=_U32)]
 ChunkNumber = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]  # the index stores the last chunk of a run as u32
 Identifier = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 RetainSeconds = Annotated[float, Meta(ge=0.0, le=MAXIMUM_RETAIN_SECONDS)]
-Digests = Annotated[bytes, Meta(max_length=MAXIMUM_CHUNKS * 32)]
-BatchDigests = Annotated[bytes, Meta(max_length=MAXIMUM_RETRIEVE_ENTRIES * 32)]
-Digest = Annotated[bytes, Meta(min_length=32, max_length=32)]
+Digests = Annotated[bytes, Meta(max_length=MAXIMUM_CHUNKS * DIGEST_BYTES)]
+BatchDigests = Annotated[bytes, Meta(max_length=MAXIMUM_RETRIEVE_ENTRIES * DIGEST_BYTES)]
+Digest = Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
 PackedSegments = Annotated[bytes, Meta(max_length=MAXIMUM_SEGMENTS * SEGMENT.size)]
 BlockIdBytes = Annotated[bytes, Meta(max_length=1 << 20)]  # packed block ids: i32, little-endian
 
@@ -139,10 +142,9 @@ class MoverOffer(Struct, array_like=True, frozen=True):
     ]  # by group, then by page
 
 
-class HelloReply(Struct, array_like=True, tag="hello_reply", frozen=True):
+class HelloReply(Reply, tag="hello_reply", frozen=True):
     """The server's versions and process."""
 
-    epoch: int
     protocol_version: int
     server_version: str
     pid: int
@@ -192,20 +194,23 @@ class RegisterScheduler(Struct, array_like=True, tag="register_scheduler", froze
     weights: Text = ""
 
 
-class ChangeWeights(Struct, array_like=True, tag="change_weights", frozen=True):
-    """Report that a scheduler's engine computes with these weights from now on, as in `RegisterScheduler`."""
+class ContextRequest(Struct, array_like=True, frozen=True):
+    """A request of a registered worker or scheduler: its `Registered.context` comes first."""
 
     context: Identifier
+
+
+class ChangeWeights(ContextRequest, tag="change_weights", frozen=True):
+    """Report that a scheduler's engine computes with these weights from now on, as in `RegisterScheduler`."""
+
     weights: Text
 
 
-class Unregister(Struct, array_like=True, tag="unregister", frozen=True):
+class Unregister(ContextRequest, tag="unregister", frozen=True):
     """End a context with its leases and unfinished stores. Sent only when no copy is running."""
 
-    context: Identifier
 
-
-class Lookup(Struct, array_like=True, tag="lookup", frozen=True):
+class Lookup(ContextRequest, tag="lookup", frozen=True):
     """Lease the longest usable prefix of the given chunks, from chunk 0 on, for a request.
 
     If the pool has only part of it, the depot promotes the rest from the tiers, and the reply may come `wait_seconds`
@@ -219,7 +224,6 @@ class Lookup(Struct, array_like=True, tag="lookup", frozen=True):
     `hands_over`: another engine waits for the chunks that this request stores. Write them to the tiers first.
     """
 
-    context: Identifier
     request_id: Text
     digests: Digests
     tenant: Name = ""
@@ -232,33 +236,30 @@ class Lookup(Struct, array_like=True, tag="lookup", frozen=True):
     hands_over: bool = False
 
 
-class Release(Struct, array_like=True, tag="release", frozen=True):
+class Release(ContextRequest, tag="release", frozen=True):
     """Release leases. Leases that no longer exist are ignored.
 
     After a blend, the other fields count its tokens: reused unchanged, and recomputed.
     """
 
-    context: Identifier
     leases: Annotated[tuple[Identifier, ...], Meta(max_length=4096)]
     reused_tokens: Count = 0
     recomputed_tokens: Count = 0
 
 
-class EndRequest(Struct, array_like=True, tag="end_request", frozen=True):
+class EndRequest(ContextRequest, tag="end_request", frozen=True):
     """Release all leases of a request of this context, and withdraw the announcement of its lookup."""
 
-    context: Identifier
     request_id: Text
 
 
-class PrepareStore(Struct, array_like=True, tag="prepare_store", frozen=True):
+class PrepareStore(ContextRequest, tag="prepare_store", frozen=True):
     """Request space for the missing chunks of a run.
 
     `covered` has, for each group, the number of chunks at the end of the run that the worker can store: all of them for
     full attention, only the remaining ones for a window.
     """
 
-    context: Identifier
     request_id: Text
     tenant: Name
     digests: BatchDigests
@@ -267,38 +268,35 @@ class PrepareStore(Struct, array_like=True, tag="prepare_store", frozen=True):
     covered: Annotated[tuple[Count, ...], Meta(max_length=64)]
 
 
-class CommitStore(Struct, array_like=True, tag="commit_store", frozen=True):
+class CommitStore(ContextRequest, tag="commit_store", frozen=True):
     """Commit a ticket. All of its bytes are in place.
 
     `checksums` has `CHECKSUM_BYTES` for each extent of the plan, in order, or is empty.
     """
 
-    context: Identifier
     ticket: Identifier
     checksums: Annotated[bytes, Meta(max_length=64 * CHECKSUM_BYTES)] = b""
 
 
-class AbortStore(Struct, array_like=True, tag="abort_store", frozen=True):
+class AbortStore(ContextRequest, tag="abort_store", frozen=True):
     """Abort a ticket after the last write. A ticket that no longer exists is ignored."""
 
-    context: Identifier
     ticket: Identifier
 
 
-class PrepareRetrieve(Struct, array_like=True, tag="prepare_retrieve", frozen=True):
+class PrepareRetrieve(ContextRequest, tag="prepare_retrieve", frozen=True):
     """Lease the leading chunks of a run that are in the pool, and request their extents.
 
     `covered` has, for each group, the number of wanted chunks at the end of the run.
     """
 
-    context: Identifier
     request_id: Text
     digests: BatchDigests
     first_chunk: ChunkNumber
     covered: Annotated[tuple[Count, ...], Meta(max_length=64)]
 
 
-class Move(Struct, array_like=True, tag="move", frozen=True):
+class Move(ContextRequest, tag="move", frozen=True):
     """Make the context's mover copy the extents of a ticket (a store) or of a lease (a retrieve).
 
     With `number` 0, nothing is copied, and the reply comes when the mover is ready. `wait_seconds` bounds the wait for
@@ -306,7 +304,6 @@ class Move(Struct, array_like=True, tag="move", frozen=True):
     `kvdepot.backends.CopyBatch`, for each group. A context has at most one move per direction under way.
     """
 
-    context: Identifier
     number: Identifier
     is_store: bool = False
     block_ids: Annotated[tuple[BlockIdBytes, ...], Meta(max_length=64)] = ()
@@ -315,7 +312,7 @@ class Move(Struct, array_like=True, tag="move", frozen=True):
     wait_seconds: Annotated[float, Meta(ge=0.0, le=60.0)] = 0.0
 
 
-class Hint(Struct, array_like=True, tag="hint", frozen=True):
+class Hint(ContextRequest, tag="hint", frozen=True):
     """Advise how long to keep a prefix: the given chunks, from chunk 0 on, as far as no other prefix needs them.
 
     `session_ended`: the prefix will not be used again, so evict it first within its share. `ttl_seconds` above 0: the
@@ -327,7 +324,6 @@ class Hint(Struct, array_like=True, tag="hint", frozen=True):
     long, within the tenant's quota.
     """
 
-    context: Identifier
     tenant: Name
     digests: Digests
     session_ended: bool = False
@@ -337,25 +333,23 @@ class Hint(Struct, array_like=True, tag="hint", frozen=True):
     retain_seconds: RetainSeconds = 0.0
 
 
-class NoteContents(Struct, array_like=True, tag="note_contents", frozen=True):
+class NoteContents(ContextRequest, tag="note_contents", frozen=True):
     """Report the segments that the given chunks, from chunk 0 on, hold, as sources for `BlendLookup`.
 
     Only chunks that were computed exactly may be reported. `segments` are packed `SEGMENT` records, ascending. Segments
     that end beyond the chunks in the pool are ignored.
     """
 
-    context: Identifier
     digests: Digests
     segments: PackedSegments
 
 
-class BlendLookup(Struct, array_like=True, tag="blend_lookup", frozen=True):
+class BlendLookup(ContextRequest, tag="blend_lookup", frozen=True):
     """Lease chunks of any prompts that hold the given segments, for a request.
 
     `segments` are packed `SEGMENT` records, ascending. Runs of fewer than `min_run_tokens` tokens are left out.
     """
 
-    context: Identifier
     request_id: Text
     segments: PackedSegments
     min_run_tokens: Count = 0
@@ -373,7 +367,7 @@ ExtraKey = str | int | tuple[str | int, ...]
 """One further input to a block's id, as the engine publishes it: an adapter, an item with its offset, a salt."""
 
 
-class DescribeChunks(Struct, array_like=True, tag="describe_chunks", frozen=True):
+class DescribeChunks(ContextRequest, tag="describe_chunks", frozen=True):
     """Report the tokens that consecutive chunks hold, and the ids by which routers know their blocks.
 
     Only a depot that publishes events asks for this (`Registered.wants_tokens`). Chunks that are not in the pool are
@@ -384,9 +378,8 @@ class DescribeChunks(Struct, array_like=True, tag="describe_chunks", frozen=True
     item per block, or empty if no block has any.
     """
 
-    context: Identifier
     namespace: Digest
-    digests: Annotated[bytes, Meta(max_length=MAXIMUM_DESCRIBED_CHUNKS * 32)]
+    digests: Annotated[bytes, Meta(max_length=MAXIMUM_DESCRIBED_CHUNKS * DIGEST_BYTES)]
     first_chunk: ChunkNumber
     tokens: Annotated[bytes, Meta(max_length=1 << 22)]
     block_ids: Annotated[bytes, Meta(max_length=1 << 20)]
@@ -398,56 +391,54 @@ class DescribeChunks(Struct, array_like=True, tag="describe_chunks", frozen=True
     ] = ()
 
 
-class AwaitNews(Struct, array_like=True, tag="await_news", frozen=True):
+class AwaitNews(ContextRequest, tag="await_news", frozen=True):
     """Wait for news of a namespace: described chunks that appeared or left.
 
     `position` is the position of the last reply, or 0 to list everything. The reply comes with the first news, or after
     `wait_seconds`.
     """
 
-    context: Identifier
     namespace: Digest
     position: Identifier = 0
     wait_seconds: Annotated[float, Meta(ge=0.0, le=60.0)] = 0.0
 
 
-class ReportCorrupt(Struct, array_like=True, tag="report_corrupt", frozen=True):
+class ReportCorrupt(ContextRequest, tag="report_corrupt", frozen=True):
     """Report entries with a checksum mismatch: the `(record, header)` of each, as in its extent."""
 
-    context: Identifier
     entries: Annotated[tuple[tuple[Count, int], ...], Meta(max_length=MAXIMUM_RETRIEVE_ENTRIES)]
 
 
-class ErrorReply(Struct, array_like=True, tag="error", frozen=True):
+CONTEXT_REQUESTS: Final = tuple(ContextRequest.__subclasses__())
+
+
+class ErrorReply(Reply, tag="error", frozen=True):
     """The request was refused and changed nothing."""
 
-    epoch: int
     code: ErrorCode
     message: str
 
 
-class Registered(Struct, array_like=True, tag="registered", frozen=True):
+class Registered(Reply, tag="registered", frozen=True):
     """The id of a new context for its further requests, and the checksums that its worker must verify.
 
     The depot answers a `Move` within its `wait_seconds` plus `move_seconds`. `wants_tokens`: the depot publishes
     events, so describe chunks.
     """
 
-    epoch: int
     context: int
     verify: Verify = Verify.OFF
     move_seconds: float = 0.0
     wants_tokens: bool = False
 
 
-class Done(Struct, array_like=True, tag="done", frozen=True):
+class Done(Reply, tag="done", frozen=True):
     """The request was carried out and affected `count` objects."""
 
-    epoch: int
     count: int = 0
 
 
-class LookupReply(Struct, array_like=True, tag="lookup_reply", frozen=True):
+class LookupReply(Reply, tag="lookup_reply", frozen=True):
     """The first `num_chunks` chunks are in the pool and leased as `lease` for `lease_seconds`. 0 chunks have lease 0.
 
     The depot waited `waited_seconds` for tiers and other engines. Another engine is still computing the next
@@ -455,7 +446,6 @@ class LookupReply(Struct, array_like=True, tag="lookup_reply", frozen=True):
     `wants_tokens`: the depot has no description of the last chunk.
     """
 
-    epoch: int
     num_chunks: int
     lease: int
     lease_seconds: float = 0.0
@@ -465,49 +455,45 @@ class LookupReply(Struct, array_like=True, tag="lookup_reply", frozen=True):
     wants_tokens: bool = False
 
 
-class BlendReply(Struct, array_like=True, tag="blend_reply", frozen=True):
+class BlendReply(Reply, tag="blend_reply", frozen=True):
     """The runs that were found, leased as `lease` for `lease_seconds`. Without runs, `lease` is 0.
 
     `runs` are packed `BLEND_RUN` records, ascending and without overlaps. `digests` are those of their chunks.
     """
 
-    epoch: int
     lease: int
     lease_seconds: float
     runs: bytes
     digests: bytes
 
 
-class StorePlan(Struct, array_like=True, tag="store_plan", frozen=True):
+class StorePlan(Reply, tag="store_plan", frozen=True):
     """The extents to write. Without missing chunks the ticket is 0.
 
     `extents` are packed `EXTENT` records. `num_present` entries are already in the pool or being stored by another
     worker. For `num_declined` entries there was no room.
     """
 
-    epoch: int
     ticket: int
     extents: bytes
     num_present: int
     num_declined: int
 
 
-class RetrievePlan(Struct, array_like=True, tag="retrieve_plan", frozen=True):
+class RetrievePlan(Reply, tag="retrieve_plan", frozen=True):
     """The extents of the run's first `num_chunks` chunks to read, leased as `lease` until released."""
 
-    epoch: int
     lease: int
     num_chunks: int
     extents: bytes
 
 
-class News(Struct, array_like=True, tag="news", frozen=True):
+class News(Reply, tag="news", frozen=True):
     """Events in the published form (msgpack of a list). The next request passes `position`.
 
     `is_start`: the events begin to list everything, so discard earlier news. `has_more`: ask again now.
     """
 
-    epoch: int
     position: int
     events: bytes
     is_start: bool = False
@@ -522,10 +508,9 @@ class MoveOutcome(enum.StrEnum):
     UNAVAILABLE = "unavailable"  # a miss, and there will be no mover: the worker copies by itself, or not at all
 
 
-class Moved(Struct, array_like=True, tag="moved", frozen=True):
+class Moved(Reply, tag="moved", frozen=True):
     """The end of a copy, done or failed. No process accesses its extents and blocks any more."""
 
-    epoch: int
     outcome: MoveOutcome
     why: str = ""
     is_warm: bool = False  # whether the mover has warmed up, so that later copies will not be faster

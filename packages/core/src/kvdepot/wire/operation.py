@@ -73,7 +73,7 @@ class Operation(Struct, Generic[R], array_like=True, frozen=True):
         return get_args(declared)[0]
 
 
-class OperationReply(Struct, array_like=True, frozen=True):
-    """The reply to an operation, with the epoch of the server."""
+class Reply(Struct, array_like=True, frozen=True):
+    """The reply to a request, with the epoch of the server."""
 
     epoch: int

@@ -12,7 +12,7 @@ from msgspec import Meta, Struct, field
 from kvdepot.config import counted, format_size, parse_number, parse_size
 from kvdepot.errors import printable
 from kvdepot.wire.messages import Digests, Done, Identifier, Name, RetainSeconds, Text
-from kvdepot.wire.operation import Argument, Command, Endpoint, Operation, OperationReply
+from kvdepot.wire.operation import Argument, Command, Endpoint, Operation, Reply
 from kvdepot.wire.status import DepotStatus
 
 _PATIENT_SECONDS: Final = 30.0  # for requests with many steps
@@ -34,7 +34,7 @@ def _or_standard_input(text: str) -> str:
     return sys.stdin.readline().strip() if text == "-" else text
 
 
-class StatusReply(OperationReply, tag="status_reply", frozen=True):
+class StatusReply(Reply, tag="status_reply", frozen=True):
     """The depot's state: see `DepotStatus`."""
 
     status: DepotStatus
@@ -55,13 +55,13 @@ class FoundPrefix(Struct, frozen=True, kw_only=True):
     num_children: int  # number of chunks that directly follow the last one
 
 
-class Found(OperationReply, tag="found", frozen=True):
+class Found(Reply, tag="found", frozen=True):
     """The result of `Find`: one item per space with a part of the prefix, longest first, at most 1,024."""
 
     prefixes: list[FoundPrefix]
 
 
-class ConfigurationReply(OperationReply, tag="configuration_reply", frozen=True):
+class ConfigurationReply(Reply, tag="configuration_reply", frozen=True):
     """The server's settings by flag. Secrets stay in the files that settings name."""
 
     settings: dict[str, Any]
