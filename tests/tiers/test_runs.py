@@ -55,9 +55,11 @@ _REQUESTS = re.compile(rb"(GET|PUT|HEAD|DELETE|POST) /bucket\S* HTTP/1")
 PLACE = place_of(b"a spec", 0, 0, 7, SIZE)
 
 
-def keys_of(tokens: Sequence[int], run_chunks: int = 8, weights: str = "", model: str = "b") -> list[bytes]:
+def keys_of(
+    tokens: Sequence[int], run_chunks: int = 8, weights: str = "", model: str = "b", spec: bytes = b"a spec"
+) -> list[bytes]:
     """Return the keys, with runs and depths, of a prompt's chunks of one token."""
-    place = place_of(b"a spec", 0, 0, 7, SIZE, mark_of(weights))
+    place = place_of(spec, 0, 0, 7, SIZE, mark_of(weights))
     run = hash_prefix(Namespace("model"), 1, tokens)
     return [
         tier_key(name_hash("a"), name_hash(model), place, digest_at(run.digests, chunk))
@@ -365,6 +367,20 @@ def test_gc_removes_the_weights_of_a_model_that_nobody_keeps(nodes: list[Node], 
         with pytest.raises(SystemExit) as ended:
             main(["tier", "gc", f"file://{tmp_path}", *wrong])
         assert ended.value.code
+
+
+def test_gc_removes_the_layout_that_an_upgraded_engine_left_behind(nodes: list[Node], tmp_path: Path) -> None:
+    old, new = keys_of(range(8), spec=b"vllm 0.31"), keys_of(range(8), spec=b"vllm 0.32")
+    for keys in (old, new):
+        nodes[0].store(keys)
+    for name in nodes[0].names():
+        os.utime(tmp_path / name, (0, time.time() - 4 * 86400))
+    more = keys_of(range(100, 108), spec=b"vllm 0.32")
+    nodes[0].store(more)
+    collect_there(tmp_path, "--unwritten-for", "5d")
+    assert [nodes[1].find(keys) for keys in (old, new, more)] == [8, 8, 8]
+    collect_there(tmp_path, "--unwritten-for", "3d")
+    assert [nodes[1].find(keys) for keys in (old, new, more)] == [0, 8, 8]
 
 
 RUN_SPEC = m.CacheSpec(16, (m.GroupShape(GroupKind.FULL_ATTENTION, 16),), "bytes")

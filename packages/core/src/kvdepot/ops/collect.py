@@ -28,6 +28,7 @@ _FORMATS: Final = {64: "runs", 94: "entries"}
 
 # Within a name: after the hashes, two digits, three slashes and the place.
 _PLACE_END: Final = 4 * NAME_HASH_BYTES + 5 + 2 * PLACE_BYTES
+_PLACE_IN_NAME: Final = slice(_PLACE_END - 2 * PLACE_BYTES, _PLACE_END)
 _MARK_IN_NAME: Final = slice(_PLACE_END - 2 * MARK_BYTES, _PLACE_END)
 _LISTED_AT_ONCE: Final = 1000  # S3 returns this many per request
 _DELETED_AT_ONCE: Final = 250  # Azure deletes up to 256 per request, S3 1,000
@@ -57,6 +58,16 @@ def add_tier_gc(commands: Any, common: argparse.ArgumentParser) -> None:
         default=0.0,
         metavar="TIME",
         help="remove objects that were written longer ago than this, e.g. 7d",
+    )
+    parser.add_argument(
+        "--unwritten-for",
+        type=as_argument(parse_duration),
+        default=0.0,
+        metavar="TIME",
+        help=(
+            "remove the objects of each layout of a cache to which nothing was written for this long, e.g. 3d: an"
+            " engine's upgrade may leave its old layout behind"
+        ),
     )
     parser.add_argument(
         "--format",
@@ -99,6 +110,7 @@ def _run(options: argparse.Namespace) -> int:
             time.time(),
             capacity_bytes=options.capacity,
             older_than_seconds=options.older_than,
+            unwritten_seconds=options.unwritten_for,
             format_name=options.format,
             model=options.model,
             kept_generations=options.keep,
@@ -138,6 +150,7 @@ def collect(
     *,
     capacity_bytes: int = 0,
     older_than_seconds: float = 0.0,
+    unwritten_seconds: float = 0.0,
     format_name: str = "",
     model: str = "",
     kept_generations: Collection[str] = (),
@@ -149,6 +162,8 @@ def collect(
         now: Unix time.
         capacity_bytes: remove the oldest objects until the rest has at most this size; 0 for no limit.
         older_than_seconds: remove objects that were written longer ago; 0 for none.
+        unwritten_seconds: remove all objects of each place (`kvdepot.tiers.keys`) without an object written since; 0
+            for none.
         format_name: remove all objects of this format; "" for none.
         model: remove this model's objects of all weights except `kept_generations`; "" for none.
         kept_generations: names as shown by `kvdepot status`.
@@ -170,11 +185,13 @@ def collect(
                 collected.num_bytes[kind] += meta["size"]
                 found.append((meta["last_modified"].timestamp(), meta["size"], meta["path"], kind))
     found.sort()
+    written_at = {path[_PLACE_IN_NAME]: at for at, _, path, _ in found}  # the newest object's
     folder, marks = f"/{name_hash(model).hex()}/", {mark_of(f" {name}").hex() for name in kept_generations}
     excess = collected.num_bytes.total() - capacity_bytes if capacity_bytes else 0
     doomed: list[tuple[int, str]] = []
-    for written_at, size, path, kind in found:
-        is_old = bool(older_than_seconds) and now - written_at > older_than_seconds
+    for at, size, path, kind in found:
+        is_old = bool(older_than_seconds) and now - at > older_than_seconds
+        is_old |= bool(unwritten_seconds) and now - written_at[path[_PLACE_IN_NAME]] > unwritten_seconds
         is_outdated = bool(model) and folder in path and path[_MARK_IN_NAME] not in marks
         if kind == format_name or is_old or is_outdated or excess > 0:
             doomed.append((size, path))
