@@ -10,7 +10,8 @@ import pytest
 
 from kvdepot.config import Demotion, ServerConfig
 from kvdepot.index.index import ChunkIndex
-from kvdepot.index.restore import Restoring, restore
+from kvdepot.index.priorities import Shares
+from kvdepot.index.restore import restore
 from kvdepot.index.visibility import Visibility
 from kvdepot.layout import GroupKind
 from kvdepot.pool.extents import ExtentAllocator
@@ -194,9 +195,9 @@ def fail_once(number: int, function: Callable[..., Any]) -> Callable[..., Any]:
 @pytest.mark.parametrize(
     ("owner", "step", "number", "least"),
     [
-        (Restoring, "_take_entry", 0, 0),
-        (Restoring, "_take_entry", 50, 0),
-        (Restoring, "_tell_policies", 0, 0),
+        (ChunkIndex, "add_node", 0, 0),
+        (ChunkIndex, "add_node", 50, 0),
+        (Shares, "policy_of", 0, 0),
         (Visibility, "reveal", 110, 90),
     ],
 )

@@ -25,7 +25,7 @@ from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.operators import zeromq
 from kvdepot.operators.events import EventPublisher
 from kvdepot.operators.holdings import Holdings
-from kvdepot.operators.zeromq import Endpoint, Listeners, MessageReader
+from kvdepot.operators.zeromq import BoundEndpoint, Listeners, MessageReader
 from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.table import IndexTable, Writer
 from kvdepot.server import access
@@ -556,7 +556,7 @@ def test_zeromq_serves_the_connected_and_has_newcomers_wait_while_the_reserve_is
     monkeypatch.setattr(zeromq, "is_reserve_touched", is_touched)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     router = context.socket(zmq.ROUTER)
-    listener = Endpoint(router, endpoint.format(tmp_path))
+    listener = BoundEndpoint(router, endpoint.format(tmp_path))
     listeners = Listeners([listener])
 
     def connected() -> "zmq.Socket[bytes]":

@@ -43,7 +43,7 @@ def restore(index: ChunkIndex, spaces: Sequence[CacheSpec], num_labels: int = 1 
 
 
 def _restore(index: ChunkIndex, num_labels: int) -> Iterator[int | None]:
-    steps = Restoring(index, len(index.spaces), num_labels)
+    steps = TablePass(index, len(index.spaces), num_labels)
     try:
         try:
             yield from steps.run()
@@ -51,7 +51,7 @@ def _restore(index: ChunkIndex, num_labels: int) -> Iterator[int | None]:
             index.num_restore_errors += 1
             logger.exception("reading back the table of an earlier server failed: its entries are gone")
             _start_cold(index)
-            steps = Restoring(index, 0, 0)  # takes over only the extents of unfinished entries
+            steps = TablePass(index, 0, 0)  # takes over only the extents of unfinished entries
             yield from steps.run()
         for count, node in enumerate(steps.nodes):
             _reveal(index, node)
@@ -81,7 +81,7 @@ def _start_cold(index: ChunkIndex) -> None:
     index.nodes.now, index.evictor.is_frozen = now, True
 
 
-class Restoring:
+class TablePass:
     """One pass over the table, done by `run`."""
 
     def __init__(self, index: ChunkIndex, num_spaces: int, num_labels: int) -> None:

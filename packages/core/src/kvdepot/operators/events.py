@@ -27,7 +27,7 @@ from kvdepot.config import is_loopback
 from kvdepot.counting import depot_counter
 from kvdepot.errors import ConfigError
 from kvdepot.operators.holdings import Event, Holdings, Reader
-from kvdepot.operators.zeromq import Endpoint, MessageReader
+from kvdepot.operators.zeromq import BoundEndpoint, MessageReader
 
 END: Final = (-1).to_bytes(8, "big", signed=True)
 
@@ -257,7 +257,7 @@ def check_endpoint(endpoint: str, flag: str) -> bool:
 
 def _listen(
     context: "zmq.Context[zmq.Socket[bytes]]", kind: int, endpoint: str, flag: str
-) -> "tuple[zmq.Socket[bytes], Endpoint]":
+) -> "tuple[zmq.Socket[bytes], BoundEndpoint]":
     check_endpoint(endpoint, flag)
     bound = context.socket(kind)
     bound.setsockopt(zmq.LINGER, 0)
@@ -268,7 +268,7 @@ def _listen(
     if kind == zmq.XPUB:
         bound.setsockopt(zmq.XPUB_VERBOSE, 1)  # report each subscriber, not only the first
     try:
-        return bound, Endpoint(bound, endpoint)
+        return bound, BoundEndpoint(bound, endpoint)
     except zmq.ZMQError as error:
         bound.close()
         raise ConfigError(f"{flag} {endpoint}: cannot listen there: {error}") from error

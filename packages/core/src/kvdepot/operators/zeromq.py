@@ -33,7 +33,7 @@ _SO_DETACH_FILTER: Final = 27
 _DROP_ALL: Final = struct.pack("HBBI", 0x06, 0, 0, 0)
 
 
-class Endpoint:
+class BoundEndpoint:
     """One endpoint that a ZeroMQ socket listens on.
 
     Attributes:
@@ -89,7 +89,7 @@ class Endpoint:
 class Listeners:
     """All endpoints that ZeroMQ listens on."""
 
-    def __init__(self, listeners: Sequence[Endpoint]) -> None:
+    def __init__(self, listeners: Sequence[BoundEndpoint]) -> None:
         self._listeners = listeners
         self._is_paused = False
         self._warned_at = float("-inf")

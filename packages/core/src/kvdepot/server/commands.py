@@ -17,7 +17,7 @@ from kvdepot.index.tree import Space
 from kvdepot.keys import num_digests
 from kvdepot.server.background import MAXIMUM_OPERATIONS
 from kvdepot.server.depot import Depot
-from kvdepot.server.replies import Outcome, PendingReply, Refused, Steps, Wait, run
+from kvdepot.server.replies import Awaited, PendingReply, Refused, Steps, Wait, run
 from kvdepot.server.state import MAXIMUM_ROWS
 from kvdepot.tiers.opening import TierOpener
 from kvdepot.tiers.queue import TierQueue
@@ -165,7 +165,7 @@ def clear(depot: Depot, request: o.Clear, sender: Sender) -> Steps:
     for is_again in (False, True):  # again, as entries may have been written or promoted until the tiers were clear
         tiering = depot.state.tiering
         if tiering is not None:
-            stopped = Outcome[()]()
+            stopped = Awaited[()]()
             for _ in tiering.stop(tenant, model, stopped.set):
                 yield turns.again
             yield from stopped.wait()
@@ -174,7 +174,7 @@ def clear(depot: Depot, request: o.Clear, sender: Sender) -> Steps:
         tiering = depot.state.tiering  # a tier may have been added since
         if tiering is None or (is_again and not in_pool):
             break
-        cleared = Outcome[int, list[str]]()
+        cleared = Awaited[int, list[str]]()
         tiering.clear(tenant, model, cleared.set)
         in_tiers, problems = yield from cleared.wait()
         removed += in_tiers
@@ -225,7 +225,7 @@ def warm(depot: Depot, request: o.Warm, _sender: Sender) -> Steps:
 
 def _bring_up(depot: Depot, tenant: str, digests: bytes) -> Generator[Wait, bool, None]:
     """Promote a prefix from the tiers in every space with engines, for each of their models."""
-    num_chunks, promoted = num_digests(digests), list[Outcome[()]]()
+    num_chunks, promoted = num_digests(digests), list[Awaited[()]]()
     for space in list(depot.index.spaces):
         yield depot.background.operators.again
         for model, weights in depot.contexts.owners(space):
@@ -234,7 +234,7 @@ def _bring_up(depot: Depot, tenant: str, digests: bytes) -> Generator[Wait, bool
             tiering = depot.state.tiering
             if tiering is None or not places or match.num_chunks == num_chunks:
                 break
-            answer = Outcome[()]()
+            answer = Awaited[()]()
             prefix = Prefix(space, digests, places, depot.labels.number_of(tenant, model, weights))
             if tiering.promote(prefix, match, answer.set, wait_seconds=_PATIENT_SECONDS):
                 promoted.append(answer)
@@ -329,7 +329,7 @@ def add_tier(
         raise Refused(ErrorCode.OUT_OF_RANGE, f"tier {name} is already in use: nothing was changed")
     if len(queues) >= MAXIMUM_TIERS:
         raise Refused(ErrorCode.OUT_OF_RANGE, f"{MAXIMUM_TIERS} tiers since the start: start the depot again")
-    opened = Outcome[TierQueue | ConfigError]()
+    opened = Awaited[TierQueue | ConfigError]()
     opener.begin(request.url, opened.set)
     (result,) = yield from opened.wait()
     if isinstance(result, ConfigError):

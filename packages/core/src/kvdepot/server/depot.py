@@ -33,7 +33,7 @@ from kvdepot.server.labels import LabelTable, SaveNames, save_nothing
 from kvdepot.server.lookups import Lookups
 from kvdepot.server.news import NewsDesk
 from kvdepot.server.quarantine import QuarantineTable
-from kvdepot.server.replies import Outcome, PendingReply, Refused, Steps, run
+from kvdepot.server.replies import Awaited, PendingReply, Refused, Steps, run
 from kvdepot.server.sessions import SessionTable
 from kvdepot.server.state import DepotState
 from kvdepot.server.status import StatusReport
@@ -175,7 +175,7 @@ class Depot:
                     raise Refused(ErrorCode.UNKNOWN_TICKET, f"lease {request.number} was not granted to a retrieve")
                 extents = lease.extents
             copy = Copy(0, request.is_store, extents, request.block_ids, request.first_covered, request.skip_blocks)
-        moved = Outcome[m.MoveOutcome, str]()
+        moved = Awaited[m.MoveOutcome, str]()
         try:
             movers.move(context.number, copy, request.wait_seconds, moved.set)
             outcome, why = yield from moved.wait()

@@ -43,7 +43,7 @@ def generation_of(weights: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class GenerationUse:
     """One generation: its bytes in the pool, and the number of schedulers whose engines compute with it."""
 
     weights: str
@@ -129,7 +129,7 @@ class Generations:
             self._review(lineage)
             self._state.timers.call_at(until, partial(self._review, lineage))
 
-    def usage(self) -> Iterator[Usage]:
+    def usage(self) -> Iterator[GenerationUse]:
         """Yield the generations that have bytes or engines."""
         self._learn()
         quotas, names = self._state.index.quotas, self._state.labels.names
@@ -140,9 +140,9 @@ class Generations:
                 if num_bytes or num_engines:
                     is_outdated = labels[0] in self._state.index.shares.outdated
                     models = tuple(dict.fromkeys(names[label].model for label in labels))
-                    yield Usage(weights, models, num_bytes, num_engines, is_outdated)
+                    yield GenerationUse(weights, models, num_bytes, num_engines, is_outdated)
         for weights, num_engines in engines.items():
-            yield Usage(weights, (), 0, num_engines, is_outdated=False)
+            yield GenerationUse(weights, (), 0, num_engines, is_outdated=False)
 
     def _learn(self) -> None:
         """Take over the labels that were added since the last call."""

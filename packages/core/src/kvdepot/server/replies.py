@@ -27,7 +27,7 @@ class Refused(Exception):
         self.code = code
 
 
-class Outcome(Generic[*Ts]):
+class Awaited(Generic[*Ts]):
     """The outcome of an operation that a handler began. The handler waits for it by `yield from`."""
 
     def __init__(self) -> None:

@@ -35,7 +35,7 @@ MAXIMUM_ROWS: Final = 1024  # names that have their own counters
 OTHERS: Final = "(others)"
 
 
-class Rows(dict[str, list[int]]):
+class CounterRows(dict[str, list[int]]):
     """Counters by names that clients chose. Beyond `MAXIMUM_ROWS` names, further ones share a row."""
 
     def __init__(self, num_columns: int) -> None:
@@ -51,8 +51,8 @@ class Usage:
 
     def __init__(self) -> None:
         self.store_seconds = Histogram(0.0001)  # from plan to commit
-        self.moved_bytes = Rows(2)  # [stored, retrieved], by kind of device
-        self.tenant_tokens = Rows(3)  # [asked for, found in the pool, found in tiers]
+        self.moved_bytes = CounterRows(2)  # [stored, retrieved], by kind of device
+        self.tenant_tokens = CounterRows(3)  # [asked for, found in the pool, found in tiers]
         self.saved_seconds = 0.0  # time to compute the retrieved chunks
 
 
