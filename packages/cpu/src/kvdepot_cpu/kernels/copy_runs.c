@@ -19,7 +19,8 @@
 #define SMALLEST_SPLIT 65536   /* a run without three others is cut into four parts from here on */
 /* Runs up to this size end before the processor begins to fetch ahead, so the next four are prefetched while four are
  * copied. Every other row of 2 KiB: .54 of a large memcpy without, .70 with it; pages of 32 KiB: 1.80 and 1.26
- * (AMD EPYC). */
+ * (AMD EPYC). They are fetched into the second cache: the rows of four pages lie at multiples of 4 KiB, so in the first
+ * one they share sets. That is 1.01 to 1.12 times as fast (Intel Xeon). */
 #define LARGEST_FETCHED 8192
 /* Targets are aligned to a line, because plain stores write what lies outside whole lines, and read these lines first.
  * torch's large tensors begin 64 bytes behind a page. Aligned to 128 bytes instead, rows of 1 KiB had a line at each end
@@ -88,8 +89,8 @@ AVX2 static void copy_four(run *runs, const uint64_t *next)
             if (at >= body)
                 at -= body;
             if (next) {
-                _mm_prefetch((const char *)(uintptr_t)next[i] + at, _MM_HINT_T0);
-                _mm_prefetch((const char *)(uintptr_t)next[i] + at + LINE, _MM_HINT_T0);
+                _mm_prefetch((const char *)(uintptr_t)next[i] + at, _MM_HINT_T1);
+                _mm_prefetch((const char *)(uintptr_t)next[i] + at + LINE, _MM_HINT_T1);
             }
             stream_line(runs[i].target + at, runs[i].source + at);
             stream_line(runs[i].target + at + LINE, runs[i].source + at + LINE);
