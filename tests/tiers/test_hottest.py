@@ -287,7 +287,7 @@ def test_a_list_that_contradicts_itself_is_passed_over(
         patched.setattr(Hottest, "pack", Mock(return_value=msgspec.msgpack.encode(listing)))
         fleet.write_list(old)
     new.attach()
-    new.turn_until(lambda: "passed over" in caplog.text)
+    new.turn_until(lambda: "ignoring a list" in caplog.text)
     new.turn_until(new.is_idle)
     assert new.num_promoted == 0
     assert new.depot.counters["requests_failed"] == new.depot.counters["chores_failed"] == 0

@@ -33,7 +33,7 @@ SIZES: dict[str, list[tuple[int, int]]] = {
     "eight-heads": [(2, 1), (4, 1)],
     "windows": [(2, 1), (4, 1)],
 }
-# what the ranks of each size store of "gqa": every part is in the pool once, also if there are more ranks than heads
+# what the ranks of each size store of "gqa": every part is in the pool once, even if there are more ranks than heads
 PARTS = {
     (1, 1): [""],
     (1, 2): ["layers 0 to 1 of 4", "layers 2 to 3 of 4"],

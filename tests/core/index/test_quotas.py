@@ -237,7 +237,7 @@ def test_quotas_are_as_before_after_a_restart() -> None:
 
 @pytest.mark.parametrize("quotas", [{"a": 5, "b": 6}, {"a": 0}, {"a": -1}])
 def test_quotas_that_cannot_be_kept_are_refused(quotas: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match="the quotas are"):
+    with pytest.raises(ConfigError, match="quotas of"):
         QuotaTable(10, quotas)
 
 

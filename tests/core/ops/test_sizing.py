@@ -185,7 +185,7 @@ def test_the_cache_may_have_another_dtype_than_the_model() -> None:
         {"torch_dtype": None},
         {"quantization_config": {"kv_cache_scheme": {"num_bits": 8}}},
     ):
-        with pytest.raises(ConfigError, match=r"up to the engine.*give --kv-cache-dtype"):
+        with pytest.raises(ConfigError, match=r"the engine chooses the dtype.*give --kv-cache-dtype"):
             size_model({**LLAMA_8B, **change})
         assert size_model({**LLAMA_8B, **change}, "bfloat16").bytes_per_token == 128 * KIB
     with pytest.raises(ConfigError, match="'float4': known are float32"):

@@ -361,7 +361,7 @@ class CopyEngine(Copier):
                     if error.is_permanent:
                         raise
                     self._takes_batches = False
-                    logger.warning("copies are single and slower from now on, as a batch failed: %s", error)
+                    logger.warning("from now on, copies run one by one and slower, because a batch failed: %s", error)
             self._copy_singly(direction, batch, some)
 
     def _copy_singly(self, direction: Direction, batch: CopyBatch, runs: Runs) -> None:

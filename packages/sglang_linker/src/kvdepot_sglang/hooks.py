@@ -95,6 +95,6 @@ def around_update(original: Callable[..., Any], manager: Any, *args: Any, **opti
             note(manager.tp_worker.model_runner.model)
     except Exception:
         logger.exception(
-            "the linker was not told of an update of weights: flush the cache, and this engine shares with nobody"
+            "the linker missed an update of the weights: flush the cache; then this engine shares with no other"
         )
     return original(manager, *args, **options)

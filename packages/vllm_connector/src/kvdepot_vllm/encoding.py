@@ -202,7 +202,7 @@ def _check(module: Any, found: Sequence[Any], block_tokens: int, blocks: Sequenc
             expected[places.flatten()] = values[number * block_tokens : (number + 1) * block_tokens].flatten()
         if not torch.equal(page.view(torch.uint8), expected.view(torch.uint8)):
             raise LayoutError(
-                "the attention backend's pages do not hold the bits that were written, where they were seen"
+                "the attention backend's pages do not hold the written bits at the places where they were found"
             )
 
 

@@ -29,7 +29,7 @@ class Verifier:
         """Log a warning if the depot wants checksums and xxhash is missing."""
         if session.verify is not m.Verify.OFF and self._checksum is None:
             logger.warning(
-                "the depot wants checksums, but none are computed, as xxhash is not installed: pip install xxhash"
+                "the depot verifies checksums, but xxhash is missing, so this worker has none: pip install xxhash"
             )
 
     def makes_checksums(self, session: Session) -> bool:

@@ -77,12 +77,12 @@ def tensors_of(group: CacheGroup) -> list[Any]:
             continue
         pair = cast("tuple[Any, ...]", layer)
         if len(pair) != 2:
-            raise LayoutError(f"layer {number} has {len(pair)} tensors: keys and values are two")
+            raise LayoutError(f"layer {number} has {len(pair)} tensors: give two, keys and values")
         found += pair
         num_pairs += 1
     if num_pairs not in (0, len(group.tensors)):
         raise LayoutError(
-            f"{num_pairs} of {len(group.tensors)} layers have keys and values apart: all of a group or none"
+            f"{num_pairs} of {len(group.tensors)} layers have separate keys and values: all of a group or none"
         )
     return [_in_memory_order(tensor) for tensor in found]
 

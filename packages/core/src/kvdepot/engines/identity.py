@@ -50,8 +50,8 @@ def weights_of(model: str, load_format: str, from_files: Collection[str], hf_con
     commit = commit_of(hf_config)
     logger.log(
         logging.INFO if commit else logging.WARNING,
-        "weights of %s (load format %s) have no fingerprint: they are known by that name and %s. If they change and"
-        " that does not, give them a new name with the setting `weights` of kvdepot.",
+        "weights of %s (load format %s) have no fingerprint: kvdepot identifies them by that name and %s. If the"
+        " weights change and these do not, set a new name in kvdepot's setting `weights`.",
         model,
         load_format,
         f"the commit {commit}" if commit else "nothing else",
@@ -83,8 +83,8 @@ def weights_in(path: Path, what: str = "weights") -> str:
         return f"{found.digest} {path}"
     if found.digest and found.unseen_bytes:
         logger.info(
-            "%s in %s are known by samples of each tensor. A change in place of at most %s in a row, in some rows of an"
-            " embedding for example, may go unnoticed: change the setting `weights` of kvdepot after it.",
+            "the fingerprint of %s in %s has samples of each tensor. It may miss a change in place of up to %s in a"
+            " row, for example of some rows of an embedding: after such a change, change kvdepot's setting `weights`.",
             what,
             path,
             format_size(found.unseen_bytes),

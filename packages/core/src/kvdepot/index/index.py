@@ -29,7 +29,7 @@ STORE_ENTRIES_NOT_READY: Final = depot_counter(
     "store_entries_not_ready", "Entries declined because the pool's memory was still being allocated"
 )
 ENTRIES_OVERLAPPING: Final = depot_counter(
-    "entries_overlapping", "Entries begun of which other engines' entries have some heads, not all"
+    "entries_overlapping", "Entries begun although other engines' entries already have some of their heads"
 )
 
 MOST_EVICTED: Final = 80  # chunks per request: that takes two milliseconds, four with ARC

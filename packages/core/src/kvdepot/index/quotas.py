@@ -42,8 +42,8 @@ class QuotaTable:
         rest = capacity_bytes - sum(quotas.values())
         if rest < 0 or any(quota <= 0 for quota in quotas.values()):
             raise ConfigError(
-                f"the quotas are {format_size(sum(quotas.values()))}, the pool is {format_size(capacity_bytes)}: each"
-                " has to be above 0, and together they have to fit"
+                f"quotas of {format_size(sum(quotas.values()))} for a pool of {format_size(capacity_bytes)}: each must"
+                " be above 0, and their sum must fit into the pool"
             )
         self._share_by_name = {name: number for number, name in enumerate(quotas, start=1)}
         self.quota_bytes = [rest, *quotas.values()]
@@ -147,7 +147,7 @@ class QuotaTable:
                 del self._without[other]
                 return share
         if self.num_shares > MAXIMUM_QUOTAS:
-            raise ConfigError(f"more than {MAXIMUM_QUOTAS} tenants with a quota: {name!r} is one too many")
+            raise ConfigError(f"{MAXIMUM_QUOTAS} tenants have a quota: remove one before you add {name!r}")
         for column in (self.quota_bytes, self.used_bytes, self.writing_bytes):
             column.append(0)
         return self.num_shares - 1

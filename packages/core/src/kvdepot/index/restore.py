@@ -49,7 +49,7 @@ def _restore(index: ChunkIndex, num_labels: int) -> Iterator[int | None]:
             yield from steps.run()
         except Exception:
             index.num_restore_errors += 1
-            logger.exception("reading back the table of an earlier server failed: its entries are gone")
+            logger.exception("restoring the table of an earlier server failed: its entries are discarded")
             _start_cold(index)
             steps = TablePass(index, 0, 0)  # takes over only the extents of unfinished entries
             yield from steps.run()
@@ -67,7 +67,7 @@ def _reveal(index: ChunkIndex, node: int) -> None:
         index.visibility.reveal([node])
     except Exception:
         if not index.num_restore_errors:
-            logger.exception("an entry of an earlier server may never be found")
+            logger.exception("an entry of an earlier server could not be made visible: lookups may never find it")
         index.num_restore_errors += 1
 
 

@@ -199,7 +199,7 @@ def simulate(
         if size <= 0:
             raise ConfigError(f"{what} of {size} bytes: give a size above 0")
     if not 0 <= session_ends <= 1:
-        raise ConfigError(f"{session_ends} of the sessions say that they end: give a share from 0 to 1")
+        raise ConfigError(f"a share of {session_ends} of the sessions reports its end: give a number from 0 to 1")
     workload = Workload.of(requests)
     if not workload.digests:
         raise TraceError("the trace has no requests with blocks")

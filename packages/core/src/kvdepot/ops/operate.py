@@ -26,7 +26,7 @@ _POLL_SECONDS: Final = 0.2  # too short for a person to notice
 _GROUPS: Final = {
     "session": (
         "keep a session of an agent, or bring it back",
-        "Say what becomes of the last prefix of a session, which its requests named, while none of them runs.",
+        "Choose what happens to the last prefix of a session between its requests.",
     ),
     "tier": (
         "add a tier to a running depot, remove one, or remove old objects from one",

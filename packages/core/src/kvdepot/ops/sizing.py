@@ -213,7 +213,7 @@ def _cache_dtype(config: Mapping[str, Any], text: Mapping[str, Any], wanted: str
     dtype = own.removeprefix("torch.")
     if settings or dtype not in _MODEL_DTYPES:
         why = f"its quantization has {settings[0]!r}" if settings else f"its dtype is {dtype or 'not given'}"
-        raise ConfigError(f"the dtype of this model's cache is up to the engine, as {why}: give --kv-cache-dtype")
+        raise ConfigError(f"the engine chooses the dtype of this model's cache, because {why}: give --kv-cache-dtype")
     return dtype
 
 
@@ -227,9 +227,7 @@ def _num_windows(config: Mapping[str, Any]) -> int:
         return 0
     others = sorted({*kinds} - {"full_attention", "sliding_attention"})
     if others:
-        raise ConfigError(
-            f"the size of layers of kind {', '.join(map(repr, others))} is up to the engine: {_EXACT_WAY}"
-        )
+        raise ConfigError(f"the engine chooses the size of layers of kind {', '.join(map(repr, others))}: {_EXACT_WAY}")
     if len(kinds) != _number(config, "num_hidden_layers"):
         raise ConfigError(f"'layer_types' names {len(kinds)} layers of {config['num_hidden_layers']}: {_EXACT_WAY}")
     return kinds.count("sliding_attention")

@@ -299,7 +299,7 @@ def _reopen(folder: PoolFolder, size_bytes: int, lock_fd: int) -> PoolFiles:
         undo.callback(table.close)
         if table.generation - generation not in (0, 1):  # `advance` writes the table's generation first
             raise PoolError(
-                f"the index is of generation {table.generation} and the pool of {generation}: one of them was copied"
+                f"the index has generation {table.generation}, and the pool {generation}: one of them is an older copy"
             )
         names = NamesFile.open(folder.path / NAMES_FILE)
         undo.callback(names.close)

@@ -54,7 +54,7 @@ def _open(directory: Path) -> PoolFolder:
     try:
         return PoolFolder(directory)
     except (FileNotFoundError, NotADirectoryError):
-        raise PoolError(f"{directory} is no folder, so it holds no pool of a depot") from None
+        raise PoolError(f"{directory} is not a folder, so it holds no pool") from None
 
 
 def _look_at(folder: PoolFolder) -> FoundPool:

@@ -165,7 +165,7 @@ class Generations:
         state, outdated, now = self._state, self._state.index.shares.outdated, self._state.clock()
         known, last = self._known(lineage), self._last.get(lineage)
         if last is None:
-            return  # no engine has come since the start: any of them may be the present one
+            return  # no engine has registered since the start: any generation may be the current one
         for weights in list(self._open.get(lineage, ())):
             labels = known[weights]
             is_used = bool(self._num_engines[weights]) or weights == last

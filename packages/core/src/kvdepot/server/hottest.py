@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 _LISTS_WRITTEN: Final = depot_counter("hottest_lists_written", "Lists of hot prefixes that were put into the tiers")
 _CHUNKS_PROMOTED: Final = depot_counter(
-    "hottest_chunks_promoted", "Chunks that were in the pool before a request, as other depots list them"
+    "hottest_chunks_promoted", "Chunks promoted before a request, because other depots list them"
 )
 
 LIST_BYTES: Final = 256 << 10  # 6,000 chunks: 12 GiB if a chunk has 2 MiB (an 8B model, 16 tokens)
@@ -231,7 +231,7 @@ class Hottest:
             listing = _decoder.decode(data[4 : 4 + int.from_bytes(data[:4], "little")])
             _check(listing)
         except (msgspec.MsgspecError, UnicodeDecodeError, ValueError, KeyFormatError) as error:
-            logger.warning("a list of hot prefixes from a tier is passed over: %s", error)
+            logger.warning("ignoring a list of hot prefixes from a tier: %s", error)
             return None
         return listing
 

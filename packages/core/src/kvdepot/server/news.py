@@ -23,9 +23,9 @@ logger = logging.getLogger(__name__)
 
 _decoder: Final = msgspec.msgpack.Decoder(tuple[int, str, m.DescribeChunks])
 
-_CHUNKS_DESCRIBED: Final = depot_counter("chunks_described", "Chunks whose tokens engines have told, for routers")
+_CHUNKS_DESCRIBED: Final = depot_counter("chunks_described", "Chunks that engines described for routers")
 _DESCRIPTIONS_DECLINED: Final = depot_counter(
-    "descriptions_declined", "Chunks that routers are not told of, for lack of room for their tokens"
+    "descriptions_declined", "Chunks not announced to routers, because there was no room for their tokens"
 )
 
 _LARGE_FILE_BYTES: Final = 64 << 20  # a smaller file is not worth rewriting

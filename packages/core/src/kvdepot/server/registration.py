@@ -106,7 +106,7 @@ def _check_offer(request: m.RegisterKVCache) -> None:
     if offer is None:
         return
     if [len(pages) for pages in offer.pages] != [len(detail.page_sizes_bytes) for detail in request.details]:
-        raise Refused(ErrorCode.BAD_LAYOUT, "an offer whose pages are not those of the layer groups")
+        raise Refused(ErrorCode.BAD_LAYOUT, "the pages of an offer do not match the layer groups")
     if len(set(offer.allocations)) != len(offer.allocations):
         raise Refused(ErrorCode.BAD_LAYOUT, "an offer that names an allocation twice")
     for pages, detail in zip(offer.pages, request.details, strict=True):

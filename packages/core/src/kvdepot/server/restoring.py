@@ -60,9 +60,11 @@ class Restoring:
         except Exception:
             # The writers of unfinished entries are unknown from here on: serve the entries restored so far, and add
             # none.
-            logger.exception("reading back an earlier server's table failed: no stores until a start with --fresh")
+            logger.exception(
+                "restoring an earlier server's table failed: stores are declined until a start with --fresh"
+            )
             counters[CHORES_FAILED] += 1
-            state.note("reading back an earlier server's table failed: no stores until a start with --fresh")
+            state.note("restoring an earlier server's table failed: stores are declined until a start with --fresh")
         state.is_restoring = False
         self._depot.contexts.generations.restored()
 

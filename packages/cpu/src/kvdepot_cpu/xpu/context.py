@@ -60,5 +60,5 @@ class XpuTransferContext(WorkerTransfers):
             )
         self.is_pinned: Final = copier.is_pinned
         if not self.is_pinned:
-            logger.warning("staging memory for the XPU could not be pinned, each copy is waited for")
+            logger.warning("staging memory for the XPU could not be pinned, so the worker waits for each copy")
         super().__init__(cache.registration(layout, f"{options.device_type}:{index}"), layout, copier, options)

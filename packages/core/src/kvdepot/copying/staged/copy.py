@@ -295,8 +295,8 @@ class StagedCopier(Copier):
             arrives = arrives and np.array_equal(self._first_blocks(tensors), saved)
         if not arrives:
             raise LayoutError(
-                f"group {number}: bytes copied through the int8 views do not arrive in the engine's tensors: torch for"
-                f" {self._bridge.device_type} copies where it should view, or waits for less than it says; please"
+                f"group {number}: bytes copied through the int8 views do not arrive in the engine's tensors: on"
+                f" {self._bridge.device_type}, torch copied instead of making a view, or a wait ended too early; please"
                 " report it with the versions of torch and of the device's software"
             )
 
