@@ -136,7 +136,6 @@ class Client:
     """A scheduler's client without a socket."""
 
     token_seconds = 0.0
-    is_connected = True
 
     def __init__(self, world: "World") -> None:
         self._worker = world.worker

@@ -194,11 +194,6 @@ class TransferContext(Protocol):
         """A compiled move of tokens within the cache, for blends. None: the blend moves tokens by the framework."""
         ...
 
-    @property
-    def is_connected(self) -> bool:
-        """Whether the depot is connected and usable now."""
-        ...
-
     def wait_until_connected(self, timeout_seconds: float) -> None:
         """Wait for the depot.
 

@@ -101,11 +101,6 @@ class WorkerTransfers:
             for each in self._queues:
                 each.start()
 
-    @property
-    def is_connected(self) -> bool:
-        """Whether the depot is connected and usable now."""
-        return self.connection.session is not None
-
     def wait_until_connected(self, timeout_seconds: float) -> None:
         """Wait for the depot.
 
