@@ -239,7 +239,7 @@ def test_pages_that_cannot_be_understood_have_none(reason: str, call: Callable[[
 def test_a_kernel_that_only_small_numbers_in_order_in_one_block_do_not_tell_apart_has_none(
     kernel: type[Kernel],
 ) -> None:
-    with pytest.raises(LayoutError, match="hold the bits that were written"):
+    with pytest.raises(LayoutError, match="hold the written bits"):
         seen(layer(heads_outermost, kernel=kernel, dtype=torch.float32), dtype="float32")
 
 
@@ -247,7 +247,7 @@ def test_a_kernel_that_only_small_numbers_in_order_in_one_block_do_not_tell_apar
 def test_a_kernel_that_writes_more_than_k_and_v_has_none() -> None:
     padded = {"pack": heads_outermost, "padding": 2 * DIM}
     assert seen(layer(**padded), heads=0)
-    with pytest.raises(LayoutError, match="hold the bits that were written"):
+    with pytest.raises(LayoutError, match="hold the written bits"):
         seen(layer(**padded, kernel=Scaling), heads=0)
 
 
