@@ -19,6 +19,7 @@ from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.table import IndexTable, Writer
 from kvdepot.server.depot import Depot
 from kvdepot.server.hottest import LIST_BYTES, PERIOD_SECONDS, Hottest
+from kvdepot.server.replies import PendingReply
 from kvdepot.tiers.base import TierPool
 from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.url import TierUrl, open_tier
@@ -40,12 +41,12 @@ def prompt(name: str, num_chunks: int, tenant: str = "default", head: int = 0) -
 class Node:
     """A depot over a shared folder, and its engine."""
 
-    def __init__(self, folder: Path, wall_clock: Callable[[], float], num_chunks: int = 8192) -> None:
+    def __init__(self, folder: Path, wall_clock: Callable[[], float], pool_bytes: int) -> None:
         self.now = 100.0
         self.fd = os.memfd_create("pool")
-        os.ftruncate(self.fd, POOL_BYTES)
-        self.pool = TierPool(self.fd, memoryview(mmap.mmap(self.fd, POOL_BYTES)))
-        self.index = ChunkIndex(ExtentAllocator(POOL_BYTES), IndexTable.in_memory(num_chunks))
+        os.ftruncate(self.fd, pool_bytes)
+        self.pool = TierPool(self.fd, memoryview(mmap.mmap(self.fd, pool_bytes)))
+        self.index = ChunkIndex(ExtentAllocator(pool_bytes), IndexTable.in_memory(8192))
         self.depot = Depot(self.index, epoch=1, lease_seconds=10.0, clock=lambda: self.now)
         shared = open_tier(TierUrl.parse(f"file://{folder}"), self.pool)
         self.tiering = put_tiers_below(self.depot, [TierQueue(shared, self.pool, "shared")])
@@ -74,7 +75,12 @@ class Node:
                 self.ask(m.CommitStore(self.context, plan.ticket))
 
     def use(self, run: KeyRun) -> None:
-        reply = self.ask(m.Lookup(self.context, "r", run.digests, run.tenant))
+        reply = self.ask(m.Lookup(self.context, "r", run.digests, run.tenant, wait_seconds=10.0))
+        if isinstance(reply, PendingReply):
+            pending = reply
+            self.turn_until(lambda: pending.reply is not None)
+            reply = pending.reply
+        assert isinstance(reply, m.LookupReply)
         self.ask(m.Release(self.context, (reply.lease,)))
 
     def store_and_use(self, *runs: KeyRun) -> None:
@@ -146,8 +152,8 @@ class Fleet:
         self.folder = folder
         self.nodes: list[Node] = []
 
-    def node(self) -> Node:
-        self.nodes.append(Node(self.folder, lambda: self.wall))
+    def node(self, pool_bytes: int = POOL_BYTES) -> Node:
+        self.nodes.append(Node(self.folder, lambda: self.wall, pool_bytes))
         return self.nodes[-1]
 
     def write_list(self, node: Node) -> None:
@@ -209,6 +215,29 @@ def test_lists_of_several_depots_are_taken_and_the_most_used_prefixes_first(flee
     assert new.holds(runs[3]) == 112
     assert new.holds(runs[0]) == 0
     assert new.index.extents.used_bytes == POOL_BYTES // 4
+
+
+@pytest.mark.parametrize("is_back", [True, False], ids=["in the pool", "evicted"])
+def test_a_prefix_that_a_tier_is_often_asked_for_comes_before_one_that_was_used_once(
+    is_back: bool, fleet: Fleet
+) -> None:
+    """The old depot's pool holds one prompt at a time, a quarter of the new one's one prompt and a half."""
+    old, new = fleet.node(pool_bytes=450 * PAGE), fleet.node()
+    hot, cold = prompt("hot", 350), [prompt(f"cold {number}", 350) for number in range(3)]
+    old.attach()
+    for run in (hot, *cold):
+        old.store(run)
+        old.settle()
+    for run in cold:
+        old.use(run)
+        old.use(hot)
+    if not is_back:
+        old.use(cold[2])
+    assert (old.holds(hot) == 350) == is_back
+    fleet.write_list(old)
+    new.take_lists(512)
+    assert new.holds(hot) == 350
+    assert sum(map(new.holds, cold)) == 512 - 350
 
 
 def test_a_depot_that_is_full_enough_promotes_nothing(fleet: Fleet) -> None:

@@ -4,6 +4,9 @@ A list is an entry like any other, in a space of its own: tiers write it, check 
 of the listed chunks and a period of the clock. If several depots write in one period, one list stays: the first in
 tiers that never overwrite entries, the last in others. So a reader takes the lists of several periods, which mostly
 come from several depots.
+
+A depot ranks prefixes by their uses, and counts each promotion as one more, also of a prefix that a small pool has
+evicted since.
 """
 
 import logging
@@ -13,14 +16,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator
 from functools import partial
-from typing import Final
+from typing import Final, TypeAlias
 
 import msgspec
 
 from kvdepot.counting import depot_counter
 from kvdepot.errors import KeyFormatError
 from kvdepot.index.entries import NewRun, PartPlace
-from kvdepot.index.tree import NO_NODE, Space, digest_of
+from kvdepot.index.tree import NO_NODE, Nodes, Space, digest_of
 from kvdepot.keys import DIGEST_BYTES, digest_at, num_digests, slice_digests
 from kvdepot.layout import THAT_CELL, GroupKind
 from kvdepot.server.contexts import ContextTable
@@ -52,6 +55,8 @@ _PLACE: Final = PartPlace(0, THAT_CELL.number, LIST_BYTES, 0)
 _SPEC: Final = m.CacheSpec(1 << 20, (m.GroupShape(GroupKind.FULL_ATTENTION, 1 << 20),), "kvdepot's hottest prefixes")
 _OWNER: Final = "(kvdepot)", "(hottest prefixes)"  # tenant and model, in `status` and in keys of tiers
 
+Chunk: TypeAlias = "int | tuple[int, bytes]"  # a node, or the space and key of a chunk that has left the pool
+
 
 class _List(msgspec.Struct, array_like=True, frozen=True):
     """Chunks, the most used first, each after its parent. Numbers are little-endian, u16 and u32."""
@@ -63,6 +68,47 @@ class _List(msgspec.Struct, array_like=True, frozen=True):
 
 
 _decoder: Final = msgspec.msgpack.Decoder(_List)
+
+
+class Visits:
+    """How often each chunk was used; a child comes before its parents."""
+
+    def __init__(self, nodes: Nodes) -> None:
+        self.counts = Counter[Chunk]()
+        self._nodes = nodes
+        self._absent: dict[Chunk, tuple[Chunk, Prefix]] = {}  # the parent of a chunk, and a prefix that contains it
+
+    def add(self, node: int) -> None:
+        """Count a use of the prefix that ends here."""
+        tree = self._nodes.tree
+        while node != NO_NODE and tree.keys[node] is not None:
+            self.counts[node] += 1
+            node = tree.parent[node]
+
+    def add_promoted(self, prefix: Prefix) -> None:
+        """Count a use of a prefix, also of its chunks that have left the pool."""
+        node, gone = NO_NODE, list[Chunk]()
+        for number in range(num_digests(prefix.digests)):
+            key = digest_at(prefix.digests, number)
+            if key in prefix.space.nodes:
+                node = prefix.space.nodes[key]
+                continue
+            chunk = prefix.space.number, key
+            self._absent[chunk] = gone[-1] if gone else node, prefix
+            gone.append(chunk)
+        for chunk in reversed(gone):
+            self.counts[chunk] += 1
+        self.add(node)
+
+    def describe(self, chunk: Chunk) -> tuple[Space | None, bytes, Chunk, int]:
+        """Return a chunk's space, key, parent and label. The space is None if the chunk has just left the pool."""
+        if not isinstance(chunk, int):
+            parent, prefix = self._absent[chunk]
+            return prefix.space, chunk[1], parent, prefix.label
+        nodes, key = self._nodes, self._nodes.tree.keys[chunk]
+        if key is None:
+            return None, b"", NO_NODE, 0
+        return nodes.space_of(chunk), key, nodes.tree.parent[chunk], nodes.label[chunk]
 
 
 class Hottest:
@@ -136,53 +182,53 @@ class Hottest:
         self._state.counters[_LISTS_WRITTEN] += count
         return count
 
-    def _count_visits(self) -> Generator[Wait, bool, Counter[int]]:
-        """Return how many of the recent prefixes contain each node; a child comes before its parents."""
-        nodes, visits = self._state.index.nodes, Counter[int]()
-        for number, node in enumerate(list(self._state.index.priorities.recent)):
-            while node != NO_NODE and nodes.tree.keys[node] is not None:
-                visits[node] += 1
-                node = nodes.tree.parent[node]
+    def _count_visits(self) -> Generator[Wait, bool, Visits]:
+        """Return how often each chunk was used recently."""
+        state, visits = self._state, Visits(self._state.index.nodes)
+        for number, used in enumerate([*state.index.priorities.recent, *state.promoted]):
+            if isinstance(used, Prefix):
+                visits.add_promoted(used)
+            else:
+                visits.add(used)
             if number % _PREFIXES_A_STEP == 0:
                 yield self._turns.again
         return visits
 
-    def _list(self, space: Space, visits: Counter[int]) -> Generator[Wait, bool, bytes]:
+    def _list(self, space: Space, visits: Visits) -> Generator[Wait, bool, bytes]:
         """Return the list of a space, empty if none of its chunks was used recently."""
-        nodes = self._state.index.nodes
-        by_visits: dict[int, list[int]] = {}
-        for number, (node, count) in enumerate(visits.items(), 1):
-            if nodes.tree.keys[node] is not None and nodes.space_of(node) is space:
-                by_visits.setdefault(count, []).append(node)
+        by_visits: dict[int, list[Chunk]] = {}
+        for number, (chunk, count) in enumerate(visits.counts.items(), 1):
+            if visits.describe(chunk)[0] is space:
+                by_visits.setdefault(count, []).append(chunk)
             if number % _CHUNKS_A_STEP == 0:
                 yield self._turns.again
         # Reversed: a parent is counted after its child, or more often, and must be listed before it.
-        hottest, most = list[int](), LIST_BYTES // (DIGEST_BYTES + 6)
+        hottest, most = list[Chunk](), LIST_BYTES // (DIGEST_BYTES + 6)
         for count in sorted(by_visits, reverse=True):
             hottest += by_visits[count][: -most - 1 : -1]
         while hottest:
-            body = self.pack(hottest[:most])
+            body = self.pack(hottest[:most], visits)
             if len(body) <= LIST_BYTES - 4:
                 return body
             most -= most // 16  # the names are long
             yield self._turns.again
         return b""
 
-    def pack(self, listed: list[int]) -> bytes:
-        """Encode a list of nodes, parents before their children."""
-        nodes, names = self._state.index.nodes, self._state.labels.names
-        places, labels = dict[int, int](), dict[int, int]()
+    def pack(self, listed: list[Chunk], visits: Visits) -> bytes:
+        """Encode a list of chunks, parents before their children."""
+        names = self._state.labels.names
+        places, labels = dict[Chunk, int](), dict[int, int]()
         label_of, parents, digests = bytearray(), bytearray(), bytearray()
-        for node in listed:
-            key, parent, label = nodes.tree.keys[node], nodes.tree.parent[node], nodes.label[node]
-            if key is None or (parent != NO_NODE and parent not in places):
+        for chunk in listed:
+            space, key, parent, label = visits.describe(chunk)
+            if space is None or (parent != NO_NODE and parent not in places):
                 continue  # it has left the pool, or its parent is not listed
             if label not in labels and len(labels) == _MOST_LABELS:
                 continue
             label_of += labels.setdefault(label, len(labels)).to_bytes(2, "little")
             parents += places.get(parent, _NO_PARENT).to_bytes(4, "little")
             digests += key
-            places[node] = len(places)
+            places[chunk] = len(places)
         listing = _List([names[label] for label in labels], bytes(label_of), bytes(parents), bytes(digests))
         return msgspec.msgpack.encode(listing) if places else b""
 

@@ -16,6 +16,7 @@ from kvdepot.operators.holdings import Holdings
 from kvdepot.server.background import Background
 from kvdepot.server.labels import LabelTable
 from kvdepot.server.replies import Refused
+from kvdepot.tiers.reading import Prefix
 from kvdepot.tiers.tiering import Tiering
 from kvdepot.timers import Timers
 from kvdepot.wire import frames
@@ -33,6 +34,7 @@ HINTS_CUT: Final = depot_counter(
 MAXIMUM_EVENTS: Final = 20  # recent events in the status, which fit on a screen
 MAXIMUM_ROWS: Final = 1024  # names that have their own counters
 OTHERS: Final = "(others)"
+_MOST_PROMOTED: Final = 1024  # prefixes, as many as `Priorities.recent` has
 
 
 class CounterRows(dict[str, list[int]]):
@@ -75,6 +77,7 @@ class DepotState:
     background: Background = field(init=False)
     timers: Timers = field(default_factory=Timers)  # deadlines that must be met sooner than the sweep of the loop
     events: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=MAXIMUM_EVENTS))
+    promoted: deque[Prefix] = field(default_factory=lambda: deque(maxlen=_MOST_PROMOTED))  # the parts that were found
     numbers: "count[int]" = field(default_factory=lambda: count(1))  # for contexts and tickets
     tiering: Tiering | None = None
     movers: MoverTable | None = None
