@@ -34,9 +34,9 @@ def about(rng: random.Random, middle: float, spread: float) -> int:
     return max(1, int(rng.lognormvariate(math.log(middle), spread)))
 
 
-def agents(seed: int, *, num_open: int, first: int, grows: float, turns: int, in_a_row: int) -> Prompts:
-    """Sessions of coding agents with one system prompt. Each turn repeats all before it; `num_open` run at once."""
-    rng, new = random.Random(seed), blocks()
+def agent_sessions(rng: random.Random, *, first: int, grows: float, turns: int) -> list[Prompts]:
+    """Return the prompts of 200 coding agents with one system prompt. Each turn repeats all before it."""
+    new = blocks()
     system, sessions = new(20), list[Prompts]()
     for _ in range(200):
         context, prompts = system + new(about(rng, first, 0.8)), Prompts()
@@ -44,6 +44,13 @@ def agents(seed: int, *, num_open: int, first: int, grows: float, turns: int, in
             prompts.append(context + new(1))  # a partial block, which the next turn replaces
             context = context + new(about(rng, grows, 1.0))
         sessions.append(prompts)
+    return sessions
+
+
+def agents(seed: int, *, num_open: int, first: int, grows: float, turns: int, in_a_row: int) -> Prompts:
+    """The turns of agents, of which `num_open` run at once."""
+    rng = random.Random(seed)
+    sessions = agent_sessions(rng, first=first, grows=grows, turns=turns)
     running = [sessions.pop() for _ in range(num_open)]
     trace = Prompts()
     while running:

@@ -1,20 +1,21 @@
 """Replays agents that pause for tools, with and without sessions: `python benchmarks/depot/sessions.py`.
 
-Agents share a system prompt. Each turn has all before it and a little more, and between two turns a tool runs for
-seconds to minutes. The pool holds 5 % of everything that the agents store, and a disk tier holds all of it. An engine
-without a model looks up each turn and stores the new chunks. With sessions, the agent retains its session over a short
-pause. At a long pause, it demotes the session when the tool begins, and prefetches it shortly before the tool ends.
-Time runs `--speed` times faster, but storage does not.
+The agents are those of `policies.py`: they share a system prompt, and each turn has all before it and a little more.
+Between two turns a tool runs for seconds to minutes. The pool holds 5 % of everything that the agents store, and a disk
+tier holds all of it. An engine without a model looks up each turn and stores the new chunks. With sessions, the agent
+retains its session over a short pause. At a long pause, it demotes the session when the tool begins, and prefetches it
+shortly before the tool ends. Time runs `--speed` times faster, but storage does not. `modelled_sessions.py` replays the
+same turns in modelled time.
 
 With and without sessions, prints the share of tokens that the pool had at the lookup, and the times of the lookups,
 which wait for the tier. For the slowest hundredth of them, prints how many were a session's first turn, or followed a
-short or a long pause. `after_prefetch` counts turns, and those that read the tier, by the outcome of their prefetch: it
-retained `all` of the session, or only a `part` as its tenant had retained enough, or it ended too `late`. `--trace`
-replays a trace in Mooncake's format instead. There, a prompt that continues another one is the next turn of its
-session, after the trace's own gap.
+short or a long pause. `behind_p99_ms` tells how far the replay itself fell behind. `after_prefetch` counts turns, and
+those that read the tier, by the outcome of their prefetch: it retained `all` of the session, or only a `part` as its
+tenant had retained enough, or it ended too `late`. `--trace` replays a trace in Mooncake's format instead. There, a
+prompt that continues another one is the next turn of its session, after the trace's own gap.
 
-With `--tenants N`, each session belongs to one of N tenants with equal quotas. Also prints the largest use of a quota,
-which is above 1 if a tenant borrows space that others leave.
+Each of `--tenants` tenants has its own agents and an equal quota. Asserts that no tenant ever retains more than its
+quota. Also prints the largest use of a quota, which is above 1 if a tenant borrows space that others leave.
 """
 
 import argparse
@@ -27,10 +28,13 @@ import statistics
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from policies import agent_sessions
 
 from kvdepot.client.operator import ask_depot
 from kvdepot.keys import KeyRun, Namespace, hash_prefix, split_digests
@@ -56,23 +60,23 @@ class Turn:
     tokens: list[int]
     pause: float = math.inf  # seconds until the session's next turn, infinity if none
     before: float = math.inf  # seconds since the session's last turn
-    tenant: str = "default"
+    tenant: str = "tenant 0"
 
 
-def agents(seed: int, num_sessions: int, num_open: int) -> list[Turn]:
-    """Return sessions of 4 to 16 turns. Tools' pauses are lognormal around 20 s, up to some minutes."""
-    rng, ids, turns = random.Random(seed), itertools.count(1), list[Turn]()
+def tokens_of(blocks: Sequence[int]) -> list[int]:
+    """Return tokens for the blocks of a prompt. A block is a chunk."""
+    return [block * CHUNK_TOKENS + place for block in blocks for place in range(CHUNK_TOKENS)]
 
-    def new(num_chunks: int) -> list[int]:
-        return [next(ids) for _ in range(num_chunks * CHUNK_TOKENS)]
 
-    system, free = new(8), [rng.uniform(0, 40) for _ in range(num_open)]
+def agents(seed: int, tenant: str, num_sessions: int, num_open: int) -> list[Turn]:
+    """Return the turns of a tenant's agents, of which `num_open` run at once. Pauses are lognormal around 20 s."""
+    rng, turns = random.Random(seed), list[Turn]()
+    free = [rng.uniform(0, 40) for _ in range(num_open)]
     heapq.heapify(free)
-    for number in range(num_sessions):
-        now, context = heapq.heappop(free), system + new(rng.randint(6, 24))
-        for _ in range(rng.randint(4, 16)):
-            turns.append(Turn(now, f"agent {number}", context))
-            context = context + new(rng.randint(1, 3))
+    for number, prompts in enumerate(agent_sessions(rng, first=8, grows=1.5, turns=8)[:num_sessions]):
+        now = heapq.heappop(free)
+        for blocks in prompts:
+            turns.append(Turn(now, f"{tenant}, agent {number}", tokens_of(blocks), tenant=tenant))
             now += rng.lognormvariate(math.log(20), 0.9)
         heapq.heappush(free, now)
     return turns
@@ -92,17 +96,9 @@ def with_pauses(turns: list[Turn]) -> list[Turn]:
     return found[::-1]
 
 
-def with_tenants(turns: list[Turn], num_tenants: int) -> list[Turn]:
-    """Return the turns with their sessions assigned to tenants in turn."""
-    tenants: dict[str, str] = {}
-    for turn in turns:
-        tenants.setdefault(turn.session, f"tenant {len(tenants) % num_tenants}")
-    return [replace(turn, tenant=tenants[turn.session]) for turn in turns]
-
-
 def quotas_of(num_tenants: int, pool_bytes: int) -> dict[str, int]:
-    """Return equal quotas that fill the pool. A single tenant has none."""
-    return {f"tenant {number}": pool_bytes // num_tenants for number in range(num_tenants) if num_tenants > 1}
+    """Return equal quotas that fill the pool."""
+    return {f"tenant {number}": pool_bytes // num_tenants for number in range(num_tenants)}
 
 
 def key_of(turn: Turn) -> KeyRun:
@@ -110,15 +106,14 @@ def key_of(turn: Turn) -> KeyRun:
 
 
 def conversations(path: Path, num_requests: int) -> list[Turn]:
-    """Return the first requests as turns. Prompts that continue others join their session. A block is a chunk."""
+    """Return the first requests as turns. Prompts that continue others join their session."""
     ends: dict[int, str] = {}
     turns: list[Turn] = []
     for number, request in enumerate(itertools.islice(read_trace(str(path)), num_requests)):
         blocks = list(request.hash_ids)
         session = next((ends[block] for block in reversed(blocks[1:]) if block in ends), f"conversation {number}")
         ends.update(dict.fromkeys(blocks[-2:], session))
-        tokens = [block * CHUNK_TOKENS + place for block in blocks for place in range(CHUNK_TOKENS)]
-        turns.append(Turn(request.timestamp_ms / 1000, session, tokens))
+        turns.append(Turn(request.timestamp_ms / 1000, session, tokens_of(blocks)))
     return turns
 
 
@@ -163,12 +158,13 @@ def _replay(
     seconds: list[tuple[float, str]] = []  # of each lookup, with the kind of pause before it
     prefetches: dict[str, tuple[int, Future[int]]] = {}  # chunks of a session, and of these the ones retained
     after_prefetch: dict[str, list[int]] = {}  # turns, and of these the ones that read the tier
-    largest = 0.0
-    total = here = promoted = 0
-    cut = 0
+    behind: list[float] = []
+    largest = dict.fromkeys(("used_bytes", "retained_bytes"), 0.0)  # parts of a quota
+    total = here = promoted = cut = 0
     began = time.perf_counter()
     for at, kind, turn in steps(turns, speed):
         time.sleep(max(0.0, began + at - time.perf_counter()))
+        behind.append(time.perf_counter() - began - at)
         if not kind:
             if operators is not None:
                 prefetches[turn.session] = key_of(turn).num_chunks, operators.submit(prefetch, turn, depot)
@@ -199,8 +195,11 @@ def _replay(
         engine.scheduler.end_request(turn.session)
         if operators is not None and SHORT_SECONDS <= pause < math.inf:
             operators.submit(ask_depot, o.DemoteSession(turn.session, tenant=turn.tenant), depot.url, 30)
-        if turn.tenant != "default":
-            largest = max([largest, *(use["used_bytes"] / use["quota_bytes"] for use in quotas_in(depot))])
+        if len(seconds) % 20 == 0:
+            for use in depot.status().tenants.values():
+                for name, most in largest.items():
+                    largest[name] = max(most, use.get(name, 0) / use.get("quota_bytes", math.inf))
+    assert largest["retained_bytes"] <= 1, "a tenant retained more than its quota"
     by_time = sorted(seconds)
     ordered = [each for each, _ in by_time]
     continued = [each for each, kind in by_time if kind != "first"]
@@ -213,11 +212,13 @@ def _replay(
         "lookup_p99_ms": round(ordered[int(len(ordered) * 0.99)] * 1e3, 2),
         "continued_p99_ms": round(continued[int(len(continued) * 0.99)] * 1e3, 2),  # without first turns
         "lookup_max_ms": round(ordered[-1] * 1e3, 2),
+        "behind_p99_ms": round(sorted(behind)[int(len(behind) * 0.99)] * 1e3, 2),
         "stores_cut": cut,
         "slowest_hundredth": dict(slowest),
         "after_prefetch": after_prefetch,
         "turns_by_kind": dict(Counter(kind for _, kind in seconds)),
-        **({"largest_use_of_a_quota": round(largest, 3)} if largest else {}),
+        "largest_use_of_a_quota": round(largest["used_bytes"], 3),
+        "largest_retained_of_a_quota": round(largest["retained_bytes"], 3),
     }
 
 
@@ -227,29 +228,29 @@ def prefetch(turn: Turn, depot: DepotProcess) -> int:
     return ask_depot(operation, depot.url, 30).count
 
 
-def quotas_in(depot: DepotProcess) -> list[dict[str, int]]:
-    return [use for use in depot.status().tenants.values() if "quota_bytes" in use]
+def parse_options(about: str | None, speed: float = 5.0) -> tuple[argparse.Namespace, list[Turn]]:
+    """Return the options of the command line, and the turns that they ask for."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tenants", type=int, default=1)
+    parser.add_argument("--sessions", type=int, default=200, help="of each tenant, at most 200")
+    parser.add_argument("--open", type=int, default=40, help="agents of each tenant at a time")
+    parser.add_argument("--speed", type=float, default=speed, help="of time")
+    parser.add_argument("--trace", type=Path, help="a trace in the format of Mooncake, for one tenant")
+    parser.add_argument("--requests", type=int, default=600, help="of the trace")
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    if options.trace:
+        return options, with_pauses(conversations(options.trace, options.requests))
+    made = [
+        agents(options.seed + number, f"tenant {number}", options.sessions, options.open)
+        for number in range(options.tenants)
+    ]
+    return options, with_pauses([turn for turns in made for turn in turns])
 
 
 def main() -> None:
     """Replay with and without sessions, and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sessions", type=int, default=200)
-    parser.add_argument("--open", type=int, default=40, help="agents at a time")
-    parser.add_argument("--speed", type=float, default=20.0)
-    parser.add_argument("--trace", type=Path, help="a trace in the format of Mooncake")
-    parser.add_argument("--requests", type=int, default=600, help="of the trace")
-    parser.add_argument("--tenants", type=int, default=1)
-    parser.add_argument("--seed", type=int, default=1)
-    options = parser.parse_args()
-    made = (
-        conversations(options.trace, options.requests)
-        if options.trace
-        else agents(options.seed, options.sessions, options.open)
-    )
-    turns = with_pauses(made)
-    if options.tenants > 1:
-        turns = with_tenants(turns, options.tenants)
+    options, turns = parse_options(__doc__)
     print(describe_machine())
     for with_sessions in (False, True):
         found = replay(turns, options.speed, options.tenants, with_sessions=with_sessions)
