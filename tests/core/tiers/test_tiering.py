@@ -1310,6 +1310,12 @@ def test_an_entry_removed_while_it_is_being_written_keeps_its_extent_until_then(
     assert bench.index.extents.free_bytes == PAGE
 
 
+def test_a_lookup_that_awaits_no_other_node_begins_no_flight_for_one(make: Maker) -> None:
+    bench = make(demoted=3)
+    assert bench.wait(bench.begin_lookup(prompt(8), joins=True)).num_chunks == 3
+    assert len(bench.depot.flights) == 0
+
+
 def test_clear_reaches_the_tiers(make: Maker) -> None:
     bench = make(num_tiers=2)
     bench.store(prompt(4, tenant="a"))

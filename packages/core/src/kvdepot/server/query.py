@@ -36,8 +36,8 @@ class Query:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the whole prefix is in the pool."""
-        return self.found == self.num_chunks
+        """Whether the whole prefix is in the pool. Of a query for `first` chunks, even more may be."""
+        return self.found >= self.num_chunks
 
     @property
     def owner(self) -> tuple[int, str]:
