@@ -1273,6 +1273,16 @@ def test_chunks_that_wait_for_more_reach_their_tier_though_the_pool_needs_room(
     assert bench.lookup(prompt(4)) == 4
 
 
+def test_chunks_wait_for_more_after_a_restore_that_failed(make: Maker) -> None:
+    bench = make(gathers_stores=True)
+    bench.index.make_parts()
+    bench.store(prompt(4))
+    assert bench.tiering.num_unwritten == 1
+    bench.clock.now += 3.0
+    bench.forget()
+    assert bench.lookup(prompt(4)) == 4
+
+
 def test_bytes_that_changed_in_the_pool_never_go_down(make: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = make(verify=True)
     has_changed = threading.Event()

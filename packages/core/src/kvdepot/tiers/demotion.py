@@ -92,7 +92,7 @@ class Demotions:
         self._clock = clock
         self.lacks_victims = False  # whether the reserve needs room but no chunk can be evicted
         self._is_cut = False  # whether the last turn ended before the reserve had enough room
-        self._gathering = Gathering(index.nodes)
+        self._gathering = Gathering(index)
         self._gathered: dict[int, _Gathered] = {}  # by their last node, until tiers have been asked for them
         self._gathered_bytes = 0
         self.refresher = Refresher(

@@ -10,7 +10,8 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
-from kvdepot.index.tree import NO_NODE, Nodes
+from kvdepot.index.index import ChunkIndex
+from kvdepot.index.tree import NO_NODE
 
 _FEW_CHUNKS: Final = 8  # fewer chunks wait longest: later chunks of the prompt make the request worthwhile
 _IDLE_SECONDS: Final = (0.05, 0.25, 2.0)  # if another node waits; otherwise; for few chunks
@@ -32,9 +33,9 @@ class Gathered:
 class Gathering:
     """The waiting stores, by the node of their last chunk."""
 
-    def __init__(self, nodes: Nodes) -> None:
+    def __init__(self, index: ChunkIndex) -> None:
         self.waits = True  # if False, all stores are over
-        self._nodes = nodes
+        self._index = index  # not its nodes, which a failed restore replaces
         # Ordered by the end of the wait.
         self._waiting: tuple[dict[int, Gathered], ...] = tuple({} for _ in _IDLE_SECONDS)
 
@@ -61,8 +62,9 @@ class Gathering:
             is_first: whether an engine of another node waits for them.
             may_wait: whether the pool keeps them meanwhile.
         """
-        nodes, began = self._nodes, now
+        nodes, began = self._index.nodes, now
         for waiting in self._waiting:
+            waiting.pop(last, None)  # the same chunk of another rank, or one that was evicted
             earlier = waiting.pop(before, None)
             if earlier is not None and nodes.tree.keys[before] == earlier.key:
                 began, is_first = earlier.began, is_first or earlier.is_first
@@ -88,6 +90,6 @@ class Gathering:
                 if self.waits and now < gathered.until:
                     break
                 del waiting[last]
-                if self._nodes.tree.keys[last] == gathered.key:
+                if self._index.nodes.tree.keys[last] == gathered.key:
                     return gathered
         return None
