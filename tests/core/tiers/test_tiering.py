@@ -172,9 +172,9 @@ class Bench:
 
         wait_until(is_quiet, what="the end of demotions")
 
-    def lookup(self, run: KeyRun, *, wait_seconds: float = 5.0, token_seconds: float = 0.0) -> int:
+    def lookup(self, run: KeyRun, *, wait_seconds: float = 5.0, token_seconds: float = 0.0, **fields: Any) -> int:
         """Return how many chunks are found. Check all their bytes."""
-        reply = self.wait(self.begin_lookup(run, wait_seconds, token_seconds))
+        reply = self.wait(self.begin_lookup(run, wait_seconds, token_seconds, **fields))
         assert reply.num_chunks <= run.num_chunks
         self.check(run.slice(0, reply.num_chunks))
         if reply.lease:
@@ -1271,6 +1271,50 @@ def test_chunks_that_wait_for_more_reach_their_tier_though_the_pool_needs_room(
     assert bench.in_pool(prompt(4)) == 0, "they hold it no longer"
     bench.clock.now += 3.0
     assert bench.lookup(prompt(4)) == 4
+
+
+@pytest.mark.parametrize("what", ["a tenant", "a prefix", "a session"])
+def test_chunks_that_wait_for_more_are_cleared(what: str, make: Maker) -> None:
+    bench, run, other = make(gathers_stores=True), prompt(4, tenant="a"), prompt(4, tenant="b")
+    bench.store(run)
+    bench.store(other)
+    bench.ask(m.Hint(bench.contexts[0], "a", run.digests, session="s"))
+    request = {
+        "a tenant": o.Clear("a"),
+        "a prefix": o.Clear(digests=run.digests),
+        "a session": o.ForgetSession("s", "a", at_once=True),
+    }[what]
+    assert bench.wait(operate(bench.depot, request)).count == 4
+    assert bench.in_pool(run) == 0
+    bench.clock.now += 3.0
+    bench.forget()
+    assert bench.lookup(run) == 0, "nor were they written"
+    assert bench.lookup(other) == 4
+
+
+def test_a_store_finds_room_beside_requests_whose_last_chunks_wait_for_more(make: Maker) -> None:
+    bench = make(gathers_stores=True, pages=32)
+    for name in range(4):
+        bench.store(prompt(7, name))
+    bench.clock.now += 3.0
+    bench.settle()
+    for name in range(4):
+        bench.store(prompt(8, name).slice(7))
+    bench.store(prompt(8, 4))
+    assert bench.in_pool(prompt(8, 4)) == 8
+    bench.clock.now += 3.0
+
+
+def test_a_chunk_that_waits_in_place_of_a_cleared_one_is_kept_no_longer_than_it_waits(make: Maker) -> None:
+    bench = make(gathers_stores=True)
+    bench.store(prompt(1))
+    bench.wait(operate(bench.depot, o.Clear()))
+    bench.lookup(prompt(1, 1), hands_over=True)
+    bench.store(prompt(1, 1))
+    for _ in range(2):
+        bench.clock.now += 1.5
+        bench.settle()
+    bench.forget()
 
 
 def test_chunks_wait_for_more_after_a_restore_that_failed(make: Maker) -> None:

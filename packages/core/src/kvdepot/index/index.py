@@ -6,7 +6,7 @@ the parts directly for everything else: `index.nodes`, `index.visibility`, `inde
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from kvdepot.counting import depot_counter
@@ -77,6 +77,8 @@ class ChunkIndex:
         self.num_not_ready = 0  # `STORE_ENTRIES_NOT_READY`
         self.num_overlapping = 0  # `ENTRIES_OVERLAPPING`
         self.why_cut = ""  # for the log: the reason why the last cut run was cut
+        # Ends a hold that only keeps chunks until a tier is asked for them; False if there is none.
+        self.let_go: Callable[[], bool] = cannot_end
         self.num_restore_errors = 0
         self._space_by_spec: dict[bytes, Space] = {}
         self._policy = policy
@@ -295,7 +297,7 @@ class ChunkIndex:
             if evictor.num_steps >= most_steps:
                 self.why_cut = "evictions for this request left no gap that is large enough"
                 return None
-            if not evictor.evict_one(share, end_store, is_owed=is_owed):
+            if not (evictor.evict_one(share, end_store, is_owed=is_owed) or self.let_go()):
                 self.why_cut = "all chunks that it may evict are in use"
                 return None
 

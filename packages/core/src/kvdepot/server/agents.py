@@ -139,6 +139,8 @@ class Agents:
             yield self._turns.again
             nodes = self._match(space, named, digests).nodes
             if nodes:
+                if self._state.tiering is not None:
+                    self._state.tiering.let_go(space, digests)
                 count += yield from self._turns.total(self._index.evictor.clear_end(nodes[-1]))
         return count
 

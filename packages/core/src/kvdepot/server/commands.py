@@ -200,6 +200,8 @@ def _clear_prefix(depot: Depot, request: o.Clear) -> Generator[Wait, bool, int]:
             continue
         tenant, model, _ = depot.labels.names[index.nodes.label[nodes[-1]]]
         if request.tenant in (None, tenant) and request.model in (None, model):
+            if depot.state.tiering is not None:
+                depot.state.tiering.let_go(space, request.digests)
             removed += yield from turns.total(index.evictor.clear_end(nodes[-1]))
     return removed
 

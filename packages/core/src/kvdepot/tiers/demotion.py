@@ -95,6 +95,7 @@ class Demotions:
         self._gathering = Gathering(index)
         self._gathered: dict[int, _Gathered] = {}  # by their last node, until tiers have been asked for them
         self._gathered_bytes = 0
+        index.let_go = self._let_go_of_oldest
         self.refresher = Refresher(
             index, keys, self._write_lost, self._go_on, clock, writes_used=rule is not Demotion.EVICT
         )
@@ -159,6 +160,17 @@ class Demotions:
         gathered = self._gathered.pop(node)
         self._gathered_bytes -= gathered.num_bytes
         self._index.end_reading(gathered.record, gathered.node)
+
+    def _let_go_of_oldest(self) -> bool:
+        if not self._gathered:
+            return False
+        self._let_go(next(iter(self._gathered)))
+        return True
+
+    def let_go(self, is_meant: Callable[[int], bool]) -> None:
+        """Keep no gathered chunks that end at nodes for which `is_meant` holds. They are written if they stay."""
+        for node in [*filter(is_meant, self._gathered)]:
+            self._let_go(node)
 
     def _write_gathered(self, last: int, gathering: Sequence[TierState], *, is_first: bool) -> None:
         self._refresh(last, gathering, _reason(is_first=is_first))

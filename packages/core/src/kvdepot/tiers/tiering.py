@@ -22,6 +22,7 @@ from kvdepot.index.evictor import EndStore
 from kvdepot.index.index import ChunkIndex
 from kvdepot.index.tree import Space
 from kvdepot.index.visibility import Match
+from kvdepot.keys import digest_at
 from kvdepot.pool.names import Label
 from kvdepot.tiers.demotion import Demotions
 from kvdepot.tiers.jobs import Job, JobKind, JobPart
@@ -182,6 +183,7 @@ class Tiering:
             return all(wanted in (None, own) for wanted, own in pairs)
 
         self.promotions.stop(is_meant)
+        self._demotions.let_go(lambda node: is_meant(self._index.nodes.label[node]))
         self.due = 0.0
         yield 0
         for queue in self.queues:
@@ -242,6 +244,15 @@ class Tiering:
         """Evict the chunks that only a prefix needs as soon as a tier has them: see `Demotions.leave`."""
         yield from self._demotions.leave(node, is_own)
         self.due = 0.0
+
+    def let_go(self, space: Space, digests: bytes) -> None:
+        """Keep no chunks of a prefix in the pool only because they are still to be written."""
+        nodes = self._index.nodes
+
+        def is_meant(node: int) -> bool:
+            return nodes.space_of(node) is space and nodes.key_of(node) == digest_at(digests, nodes.depth[node])
+
+        self._demotions.let_go(is_meant)
 
     def holds(self, node: int) -> bool:
         """Return whether a working tier has all entries of a chunk, or they are on their way there."""
