@@ -188,8 +188,9 @@ class Hottest:
         for number, used in enumerate([*state.index.priorities.recent, *state.promoted]):
             if isinstance(used, Prefix):
                 visits.add_promoted(used)
-            else:
-                visits.add(used)
+                yield self._turns.again  # after 0.5 ms
+                continue
+            visits.add(used)
             if number % _PREFIXES_A_STEP == 0:
                 yield self._turns.again
         return visits

@@ -48,7 +48,7 @@ _RETRIEVE_CHUNKS: Final = depot_counter("retrieve_chunks", "Chunks requested by 
 _RETRIEVE_CHUNKS_HIT: Final = depot_counter("retrieve_chunks_hit", "Chunks delivered to workers")
 
 _OBSERVED_AT_ONCE: Final = 2048  # chunks per step; the sample takes at most an eighth of them
-_REMEMBERED_CHUNKS: Final = 512  # of a promoted prefix, for the lists of the hottest: 16 MiB of all
+REMEMBERED_CHUNKS: Final = 512  # of a promoted prefix, for the lists of the hottest: 4 MiB of all
 _RANKED_AT_ONCE: Final = 2  # steps of a hint before its first wait: the end of a prefix is evicted first
 _TIERS_SECONDS: Final = 60.0  # the maximum of `--promote-seconds`, so that only that setting bounds the wait
 _DEFAULT_TENANT: Final = "default"
@@ -123,7 +123,7 @@ class Lookups:
         query.num_promoted = len(query.brought.intersection(range(before, query.found)))
         tokens[2] += query.num_promoted * context.space.spec.chunk_tokens
         if query.num_promoted:
-            digests = slice_digests(query.digests, 0, min(query.found, _REMEMBERED_CHUNKS))
+            digests = slice_digests(query.digests, 0, min(query.found, REMEMBERED_CHUNKS))
             label = self._index.nodes.label[query.match.nodes[-1]]
             self._state.promoted.append(Prefix(context.space, digests, (), label))
         if self._state.holdings is not None and not query.is_whole:
