@@ -47,3 +47,16 @@ def test_the_hit_rate_ends_within_five_points_of_an_undisturbed_run() -> None:
     print(f"undisturbed {undisturbed:.3f}, after ten kills {disturbed:.3f}")  # noqa: T201  # shown by pytest -s
     assert undisturbed > 0.5, "too little is shared: the test shows little"
     assert disturbed > undisturbed - 0.05
+
+
+def test_a_report_that_cannot_be_counted_ends_the_run() -> None:
+    """It ended a thread, and the demo went on without its figures."""
+
+    def fails(_engine: int, _prompt: object, _report: RequestReport) -> None:
+        raise ArithmeticError("not counted")
+
+    with (
+        Fleet(_GEOMETRY, num_engines=2, pool_bytes=64 << 20, engine_cache_bytes=48 << 20) as fleet,
+        pytest.raises(ArithmeticError, match="not counted"),
+    ):
+        fleet.run([conversation[:1] for conversation in _CONVERSATIONS], fails)

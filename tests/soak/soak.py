@@ -141,7 +141,7 @@ class Soak:
             self._counts["requests"] += 1
             self._counts["verified_bytes"] += report.verified_bytes
             self._counts["wrong_bytes"] += report.wrong_bytes
-            self._counts["retrieved_tokens"] += report.retrieved_tokens
+            self._counts["retrieved_tokens"] += report.own_tokens + report.shared_tokens
             self._counts["prompt_tokens"] += report.prompt_tokens
             if timed:
                 self._longest_wait = max(self._longest_wait, *waits)

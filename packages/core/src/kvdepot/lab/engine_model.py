@@ -55,10 +55,12 @@ GEOMETRY_8B: Final = Geometry("8B GQA", num_layers=32, num_kv_heads=8, head_dim=
 
 
 class RequestReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The outcome of one request. Retrieved tokens are those of whole chunks."""
+    """The outcome of one request. Tokens that were found or retrieved are those of whole chunks."""
 
     prompt_tokens: int
-    retrieved_tokens: int = 0
+    device_tokens: int = 0  # found in the engine's own cache
+    own_tokens: int = 0  # retrieved, stored earlier by this engine
+    shared_tokens: int = 0  # retrieved, stored by another engine
     computed_tokens: int = 0
     lookup_seconds: float = 0.0
     retrieve_seconds: float = 0.0
@@ -124,6 +126,7 @@ class EngineModel:
         self.cache.fill(0)  # the first touch of memory is slow; do it before anything is measured
         self._pattern = PagePattern(geometry.page_size_bytes)
         self.blocks = BlockTable(num_blocks // self.blocks_per_chunk, self.blocks_per_chunk)
+        self._stored: set[bytes] = set()
         groups = [
             CacheGroup(
                 list(self.cache),
@@ -200,6 +203,7 @@ class EngineModel:
             for chunk in chunks[local : local + retrieved]:
                 wrong += self.count_wrong_bytes(chunk)
                 verified += self.geometry.bytes_per_token * self.chunk_tokens
+        own = sum(chunk in self._stored for chunk in chunks[local : local + retrieved])
         tokens = self.chunk_tokens
         num_computed = num_tokens - (local + retrieved) * tokens
         started = time.perf_counter()
@@ -212,9 +216,12 @@ class EngineModel:
         store = self.context.submit_store(request_id, key, [self.blocks.of(chunks)])
         store.result()
         store_seconds = time.perf_counter() - started
+        self._stored.update(chunks[local + retrieved :])
         return RequestReport(
             prompt_tokens=num_tokens,
-            retrieved_tokens=retrieved * tokens,
+            device_tokens=local * tokens,
+            own_tokens=own * tokens,
+            shared_tokens=(retrieved - own) * tokens,
             computed_tokens=num_computed,
             lookup_seconds=lookup_seconds,
             retrieve_seconds=retrieve_seconds,

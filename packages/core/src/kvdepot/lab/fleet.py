@@ -226,7 +226,7 @@ class Fleet:
             engines: the engines to use; None for those that share the depot.
 
         Raises:
-            KVDepotError: an engine failed.
+            KVDepotError: an engine failed. What `on_report` raises is raised, too.
         """
         engines = self.engines if engines is None else engines
         ready: queue.Queue[tuple[int, int] | None] = queue.Queue()
@@ -241,14 +241,13 @@ class Fleet:
                 prompt = conversations[conversation][turn]
                 try:
                     report = engines[number].serve(prompt)
+                    with lock:
+                        left -= 1
+                        on_report(number, prompt, report)
                 except BaseException as error:
                     with lock:
                         errors.append(error)
                         left = 0
-                else:
-                    with lock:
-                        left -= 1
-                        on_report(number, prompt, report)
                 if left <= 0:
                     for _ in engines:
                         ready.put(None)
