@@ -249,7 +249,7 @@ def test_impossible_simulations_are_refused_in_words() -> None:
         simulate(requests, [CHUNK], bytes_per_token=0)
     with pytest.raises(ConfigError, match="is not a size"):
         parse_pool_sizes("4GiB,many")
-    with pytest.raises(ConfigError, match="share from 0 to 1"):
+    with pytest.raises(ConfigError, match="give a number from 0 to 1"):
         simulate(requests, [CHUNK], session_ends=2)
     with pytest.raises(TraceError, match="no requests"):
         simulate([])
