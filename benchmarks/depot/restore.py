@@ -34,7 +34,7 @@ def fill(table: IndexTable, num_entries: int) -> None:
         run = NewRun(space, b"".join(keys), writer=Writer(1, 1))
         begun, _ = index.reserve(run, [(chunk, place) for chunk in range(len(numbers))])
         assert len(begun) == len(numbers)
-        index.seal([record for _, _, (record, *_) in begun], now=start // _ENTRIES_PER_SECOND)
+        index.seal([entry for _, _, (entry, *_) in begun], now=start // _ENTRIES_PER_SECOND)
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ from typing import Final
 
 ROOT: Final = Path(__file__).parents[2]
 PATCH_OF_PRIVATE: Final = re.compile(r'\b(?:setattr|delattr|patch|object)\((?:[^"()]+, )?"(?:[^"]*\.)?_(?!_)')
+MAKES_ENTRY: Final = re.compile(r"\bEntry\(|\bcast\([^,]*\bEntry\b")
 
 
 def test_no_test_patches_what_is_private() -> None:
@@ -15,6 +16,13 @@ def test_no_test_patches_what_is_private() -> None:
     assert [path for path in paths if PATCH_OF_PRIVATE.search(path.read_text())] == []
     assert PATCH_OF_PRIVATE.search('monkeypatch.setattr("kvdepot.backends._load", load)')
     assert PATCH_OF_PRIVATE.search('patch.object(flights, "_flights", {})')
+
+
+def test_only_the_pool_and_the_index_make_entries() -> None:
+    """The type checker refuses plain numbers in place of an `Entry`, also those that arithmetic gives."""
+    paths = sorted((ROOT / "packages").rglob("*.py"))
+    makers = {"/".join(path.parts[-2:]) for path in paths if MAKES_ENTRY.search(path.read_text())}
+    assert makers == {"index/entries.py", "pool/table.py"}
 
 
 def test_every_benchmark_is_in_the_table() -> None:

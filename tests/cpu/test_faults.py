@@ -212,7 +212,7 @@ def test_nothing_is_copied_for_a_depot_that_names_other_bytes(
     context = make(depot)
     assert context.submit_store("r", prompt(4), [list(range(16))]).result(10)
     wait = Channel.wait
-    names = ("chunk", "group", "heads", "record", "layers", "header", "offset", "num_bytes")
+    names = ("chunk", "group", "heads", "entry", "layers", "header", "offset", "num_bytes")
 
     def lie(channel: Channel, sequence: int, deadline_seconds: float) -> frames.Reply:
         reply = wait(channel, sequence, deadline_seconds)

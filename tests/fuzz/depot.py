@@ -368,9 +368,9 @@ class Life:
             extents = list(m.EXTENT.iter_unpack(reply.extents))
             assert bool(extents) == bool(reply.ticket)
             assert len(extents) + reply.num_present + reply.num_declined == sum(covered)
-            for _, _, _, record, _, header, offset, num_bytes in extents:
-                assert self.depot.index.table.header(record) == header - SEALED + WRITING
-                assert self.depot.index.table.extent(record) == (offset, num_bytes)
+            for _, _, _, entry, _, header, offset, num_bytes in extents:
+                assert self.depot.index.table.header(entry) == header - SEALED + WRITING
+                assert self.depot.index.table.extent(entry) == (offset, num_bytes)
 
     def ticket(self) -> int:
         tickets, choice = [*self.depot.stores.tickets, *self.depot.stores.late_tickets], self.source.byte()
@@ -380,7 +380,7 @@ class Life:
         who = self.who()
         context, ticket, length = self.context(who), self.ticket(), self.source.byte()
         known = self.depot.stores.tickets.get(ticket)
-        checksums = b"" if length < 0xA0 else bytes(16 * (len(known.records) if known else 1) + length % 2)
+        checksums = b"" if length < 0xA0 else bytes(16 * (len(known.entries) if known else 1) + length % 2)
         self.ask(m.CommitStore(context, ticket, checksums), who)
 
     def abort(self) -> None:
@@ -416,7 +416,8 @@ class Life:
     def report(self) -> None:
         who = self.who()
         context, number, choice = self.context(who), self.source.below(NUM_RECORDS + 2), self.source.byte()
-        header = self.depot.index.table.header(number) if number < NUM_RECORDS and choice < 0xC0 else choice
+        table = self.depot.index.table
+        header = table.header(table.entries[number]) if number < NUM_RECORDS and choice < 0xC0 else choice
         self.ask(m.ReportCorrupt(context, ((number, header), (number, header))), who)
 
     def frame(self) -> None:
@@ -474,8 +475,8 @@ class Life:
         self.waiting.clear()  # their connections broke
         self.depot.labels.restore(labels)
         index = self.depot.index
-        for record in [record for record in restore(index, specs, len(labels)) if record is not None]:
-            self.depot.quarantine.hold((index.table.writer_of(record), index.table.owner_of(record)), [record], 0)
+        for entry in [entry for entry in restore(index, specs, len(labels)) if entry is not None]:
+            self.depot.quarantine.hold((index.table.writer_of(entry), index.table.owner_of(entry)), [entry], 0)
         assert len({r.key for r in index.table.records() if r.state == SEALED}) <= len(sealed)
         for space, before in zip(index.spaces, visible, strict=True):
             assert {key for key, node in space.nodes.items() if index.visibility.is_reachable(node)} == before
@@ -496,12 +497,12 @@ class Life:
         depot.contexts.generations.check_integrity((each.instance, each.weights) for each in schedulers)
         for until, deferred in self.waiting:
             assert deferred.reply is not None or self.now < until, "a lookup waits for too long"
-        late = [n for t in depot.stores.late_tickets.values() for n in t.records]
+        late = [n for t in depot.stores.late_tickets.values() for n in t.entries]
         assert all(index.entries.node_of(number) == NO_NODE for number in late)
-        writing = [n for t in depot.stores.tickets.values() for n in t.records]
+        writing = [n for t in depot.stores.tickets.values() for n in t.entries]
         assert all(index.entries.node_of(number) != NO_NODE for number in writing)
-        writing += late + [n for q in depot.quarantine.held for n in q.records]
-        assert sorted(writing) == [r.number for r in index.table.records() if r.state == WRITING]
+        writing += late + [n for q in depot.quarantine.held for n in q.entries]
+        assert sorted(writing) == [r.entry for r in index.table.records() if r.state == WRITING]
         for context in depot.contexts.by_number.values():
             tickets = [*depot.stores.tickets.values(), *depot.stores.late_tickets.values()]
             own = sum(ticket.num_bytes for ticket in tickets if ticket.context == context.number)

@@ -134,12 +134,12 @@ class LifeWithMovers(Life):
         assert all(ticket.is_moving for ticket in self.depot.stores.tickets.values() if ticket.is_aborted)
         for process in [*self.movers.dying, *self.movers.living.values()]:
             for copy, _ in process.moves:
-                for _, _, _, record, _, header, offset, num_bytes in m.EXTENT.iter_unpack(copy.extents):
+                for _, _, _, entry, _, header, offset, num_bytes in m.EXTENT.iter_unpack(copy.extents):
                     if copy.is_store:
-                        assert self.depot.index.table.header(record) == header - 1, "given away under a copy"
+                        assert self.depot.index.table.header(entry) == header - 1, "given away under a copy"
                         assert header - 1 & 0xFF == WRITING
-                        assert self.depot.index.table.extent(record) == (offset, num_bytes)
-                        assert self.depot.index.table.writer_of(record) == process.writer
+                        assert self.depot.index.table.extent(entry) == (offset, num_bytes)
+                        assert self.depot.index.table.writer_of(entry) == process.writer
 
     def finish(self) -> None:
         for who in range(len(self.sessions)):

@@ -243,11 +243,11 @@ def records(data: bytes) -> None:
     index = ChunkIndex(ExtentAllocator(64 * PAGE), table, ("auto", "arc")[bool(data[:1]) and data[0] >> 1 & 1])
     depot = Depot(index, epoch=1, lease_seconds=1.0, clock=lambda: 0.0)
     depot.labels.restore([Label(f"tenant-{number}", "model") for number in range(_NUM_LABELS)])
-    unfinished = [record for record in restore(index, SPECS, _NUM_LABELS) if record is not None]
+    unfinished = [entry for entry in restore(index, SPECS, _NUM_LABELS) if entry is not None]
     index.check_integrity()
     for record in table.records():
         if record.state == WRITING:
-            assert record.number in unfinished
+            assert record.entry in unfinished
             continue
         node = index.nodes.find(index.spaces[record.space], record.key, record.depth)
         assert node is not None
@@ -255,9 +255,9 @@ def records(data: bytes) -> None:
         found = index.entries.extent_of(node, PartPlace(record.group, record.part, record.num_bytes, record.check))
         assert (found is not None) == (record.state == SEALED)
     depot.status.fields()
-    for record in unfinished:
-        table.writer_of(record)
-        table.owner_of(record)
+    for entry in unfinished:
+        table.writer_of(entry)
+        table.owner_of(entry)
     depot.quarantine.discard(unfinished)
     index.check_integrity()
     while index.evictor.evict_one():
@@ -267,9 +267,9 @@ def records(data: bytes) -> None:
 
 def _repair(memory: bytearray, num_records: int) -> None:
     table = IndexTable(memory, _NUM_RECORDS)
-    for number in range(num_records):
-        base = HEADER_PAGE_BYTES + number * RECORD_BYTES
-        crc = table.crc_of(base + 8, table.header(number))
+    for entry in table.entries[:num_records]:
+        base = HEADER_PAGE_BYTES + entry * RECORD_BYTES
+        crc = table.crc_of(base + 8, table.header(entry))
         memory[base + _CRC : base + _CRC + 4] = crc.to_bytes(4, "little")
 
 
@@ -309,7 +309,7 @@ def _records_seeds() -> list[bytes]:
             for who in range(3):
                 life.source = Bytes(bytes([who, 0, 0, 0]))
                 life.commit()
-        used = 1 + max(record.number for record in life.depot.index.table.records())
+        used = 1 + max(record.entry for record in life.depot.index.table.records())
         seeds.append(b"\1" + bytes(life.memory[HEADER_PAGE_BYTES : HEADER_PAGE_BYTES + used * RECORD_BYTES]))
     return seeds
 

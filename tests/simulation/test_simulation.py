@@ -13,7 +13,7 @@ from kvdepot.index.entries import Entries, Extent, PartPlace
 from kvdepot.index.tree import Space
 from kvdepot.index.visibility import Match, Visibility
 from kvdepot.pool.names import decode_names
-from kvdepot.pool.table import IndexTable
+from kvdepot.pool.table import Entry, IndexTable
 from kvdepot.server.contexts import Fence
 from kvdepot.server.depot import Depot
 from kvdepot.server.quarantine import QuarantineTable
@@ -55,8 +55,8 @@ def test_a_history_is_the_same_each_time() -> None:
 
 
 def test_an_extent_that_leaves_quarantine_too_early_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def discard(table: QuarantineTable, _fence: object, records: list[int], _num_bytes: int) -> None:
-        table.discard(records)
+    def discard(table: QuarantineTable, _fence: object, entries: list[Entry], _num_bytes: int) -> None:
+        table.discard(entries)
 
     monkeypatch.setattr(QuarantineTable, "hold", discard)
     seed = first_failure()
@@ -72,18 +72,18 @@ def test_a_living_writer_that_is_taken_for_dead_is_found(monkeypatch: pytest.Mon
 
 def test_an_unfinished_entry_whose_extent_is_given_away_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     abandon, free = Entries.abandon, Entries.free_abandoned
-    freed: WeakKeyDictionary[Entries, list[int]] = WeakKeyDictionary()
+    freed: WeakKeyDictionary[Entries, list[Entry]] = WeakKeyDictionary()
 
-    def free_now(entries: Entries, record: int) -> None:
-        abandon(entries, record)
-        free(entries, record)
-        freed.setdefault(entries, []).append(record)
+    def free_now(entries: Entries, entry: Entry) -> None:
+        abandon(entries, entry)
+        free(entries, entry)
+        freed.setdefault(entries, []).append(entry)
 
-    def free_once(entries: Entries, record: int) -> None:
-        if record in freed.get(entries, ()):
-            freed[entries].remove(record)
+    def free_once(entries: Entries, entry: Entry) -> None:
+        if entry in freed.get(entries, ()):
+            freed[entries].remove(entry)
         else:
-            free(entries, record)
+            free(entries, entry)
 
     monkeypatch.setattr(Entries, "abandon", free_now)
     monkeypatch.setattr(Entries, "free_abandoned", free_once)
@@ -131,9 +131,9 @@ def test_a_window_of_which_only_the_last_chunk_is_leased_is_found(monkeypatch: p
 def test_a_record_that_is_sealed_before_its_body_is_written_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     write = IndexTable.write
 
-    def write_sealed(table: IndexTable, record: int, **fields: object) -> int:
-        sealed = write(table, record, **fields)  # pyright: ignore[reportArgumentType]
-        table.seal(record, 0)
+    def write_sealed(table: IndexTable, entry: Entry, **fields: object) -> int:
+        sealed = write(table, entry, **fields)  # pyright: ignore[reportArgumentType]
+        table.seal(entry, 0)
         return sealed
 
     monkeypatch.setattr(IndexTable, "write", write_sealed)

@@ -24,7 +24,17 @@ from kvdepot.layout import Part, mask_of
 from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.names import MAGIC
 from kvdepot.pool.prefixes import PrefixFile
-from kvdepot.pool.table import FREE, HEADER_PAGE_BYTES, RECORD_BYTES, SEALED, WRITING, IndexTable, TableReader, Writer
+from kvdepot.pool.table import (
+    FREE,
+    HEADER_PAGE_BYTES,
+    RECORD_BYTES,
+    SEALED,
+    WRITING,
+    Entry,
+    IndexTable,
+    TableReader,
+    Writer,
+)
 from kvdepot.server.depot import Depot
 from kvdepot.server.replies import PendingReply, Refused
 from kvdepot.server.restoring import take_over
@@ -395,16 +405,16 @@ class World:
             os.ftruncate(memory.names_fd, max(len(MAGIC), size - 1 - b))
             return f"the names lose up to {1 + b} bytes"
         if c % 3 == 1:
-            if table.state(number) == WRITING:
+            if table.state(table.entries[number]) == WRITING:
                 return None
             memory.table[HEADER_PAGE_BYTES + number * RECORD_BYTES + b % RECORD_BYTES] ^= 1 + c // 3
             return f"byte {b % RECORD_BYTES} of record {number} is another"
-        return self._copy_entry(table, number, b)
+        return self._copy_entry(table, table.entries[number], b)
 
-    def _copy_entry(self, table: IndexTable, number: int, b: int) -> str | None:
+    def _copy_entry(self, table: IndexTable, entry: Entry, b: int) -> str | None:
         """Give an entry a second record and extent, which a correct server never does."""
-        memory, found = self.memory, table.record(number)
-        target = next((each for each in range(NUM_RECORDS) if table.state(each) == FREE), None)
+        memory, found = self.memory, table.record(entry)
+        target = next((each for each in table.entries if table.state(each) == FREE), None)
         if found is None or found.state != SEALED or target is None:
             return None
         taken = {page for each in table.records() for page in pages_in(each.offset, each.num_bytes)} | set(
@@ -434,7 +444,7 @@ class World:
             owner=found.owner,
         )
         table.seal(target, found.last_use)
-        return f"record {target} is a copy of record {number}, with pages of its own"
+        return f"record {target} is a copy of record {entry}, with pages of its own"
 
     def _look(self, server: Server) -> None:
         counters = server.depot.counters
@@ -677,11 +687,11 @@ class World:
                 key = run.digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES]
                 node = index.nodes.find(space, key, chunk)
                 missing = space.cells[number]
-                for record in [] if node is None else index.entries.sealed(node):
-                    place = index.table.place_of(record)
+                for entry in [] if node is None else index.entries.sealed(node):
+                    place = index.table.place_of(entry)
                     if place[0] == number:
                         missing &= ~mask_of(place[1], group.heads)
-                        self.memory.check_content((key, *place), *index.table.extent(record), "what is found")
+                        self.memory.check_content((key, *place), *index.table.extent(entry), "what is found")
                 if missing:
                     raise Violation(f"chunk {NAMES[key]} is found and is not there")
 
@@ -728,8 +738,8 @@ class World:
         chunk, group, heads, _, layers, *_, num_bytes = extents[place]
         for other in table.records():
             if other.state == SEALED and other.num_bytes == num_bytes and other.key not in run.digests:
-                header = table.header(other.number)
-                extents[place] = chunk, group, heads, other.number, layers, header, other.offset, num_bytes
+                header = table.header(other.entry)
+                extents[place] = chunk, group, heads, other.entry, layers, header, other.offset, num_bytes
         return msgspec.structs.replace(plan, extents=b"".join(m.EXTENT.pack(*extent) for extent in extents))
 
     def on_read(self, a: int, b: int, c: int) -> str | None:
@@ -800,7 +810,7 @@ class World:
     # --- lies -----------------------------------------------------------------------------------------------------
 
     def on_lie(self, a: int, b: int, c: int) -> str | None:
-        """Let a client name leases, tickets, contexts and records of others. Nothing may change."""
+        """Let a client name leases, tickets, contexts and entries of others. Nothing may change."""
         worker = self._connected(a)
         if worker is None:
             return None
@@ -809,12 +819,13 @@ class World:
         leases = [lease.number for lease in depot.leases if lease.context != context]
         every = [*depot.stores.tickets.values(), *depot.stores.late_tickets.values()]
         tickets = [ticket.number for ticket in every if ticket.context != context] or [0]
-        ticket, number = tickets[b % len(tickets)], b % NUM_RECORDS
+        ticket, table = tickets[b % len(tickets)], self.server.index.table
+        entry = table.entries[b % NUM_RECORDS]
         request = (
             m.Release(context, tuple(leases)),
             m.CommitStore(context, ticket),
             m.AbortStore(context, ticket),
-            m.ReportCorrupt(context, ((number, self.server.index.table.header(number) ^ 0x100),)),
+            m.ReportCorrupt(context, ((entry, table.header(entry) ^ 0x100),)),
             m.EndRequest(context + 1 + b % 8, "a"),
         )[c % 5]
         before = self._state()
@@ -920,14 +931,15 @@ class World:
         worker = self._connected(a)
         if worker is None or self.server is None:
             return None
-        copied = [each.number for each in self.server.index.table.records() if self.memory.copied[each.offset // PAGE]]
-        number = copied[b % len(copied)] if copied and c % 2 else b % NUM_RECORDS
-        header = self.server.index.table.header(number)
-        if not self.server.index.table.is_sealed(number):
+        table = self.server.index.table
+        copied = [each.entry for each in table.records() if self.memory.copied[each.offset // PAGE]]
+        entry = copied[b % len(copied)] if copied and c % 2 else table.entries[b % NUM_RECORDS]
+        header = table.header(entry)
+        if not table.is_sealed(entry):
             return None
-        self.suspect.add(self.server.index.table.key_of(number))
-        reply = self._ask(worker, m.ReportCorrupt(worker.context, ((number, header),)))
-        return f"{worker.name} reports record {number} as damaged: {reply.count} removed"
+        self.suspect.add(table.key_of(entry))
+        reply = self._ask(worker, m.ReportCorrupt(worker.context, ((entry, header),)))
+        return f"{worker.name} reports record {entry} as damaged: {reply.count} removed"
 
     # --- invariants -----------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from kvdepot.keys import KeyRun, Namespace, hash_prefix
 from kvdepot.layout import GroupKind, Part
 from kvdepot.operators.holdings import Holdings
 from kvdepot.pool.extents import ExtentAllocator
-from kvdepot.pool.table import IndexTable, Writer, table_size_bytes
+from kvdepot.pool.table import Entry, IndexTable, Writer, table_size_bytes
 from kvdepot.server import commands
 from kvdepot.server.depot import Depot
 from kvdepot.server.labels import SaveNames, save_nothing
@@ -107,7 +107,7 @@ class Bench:
     holdings: Holdings | None = None
     save_names: SaveNames = save_nothing
     memory: bytearray = field(init=False)
-    unfinished: list[int] = field(default_factory=list[int])
+    unfinished: list[Entry] = field(default_factory=list[Entry])
 
     def __post_init__(self) -> None:
         self.spec = m.CacheSpec(self.chunk_tokens, self.groups, "bytes")
@@ -176,7 +176,7 @@ class Bench:
         table = IndexTable(bytearray(self.memory if memory is None else memory), self.num_records)
         index = ChunkIndex(ExtentAllocator(self.pages * PAGE), table)
         restored = restore(index, [self.spec] if specs is None else specs)
-        self.unfinished = [record for record in restored if record is not None]
+        self.unfinished = [entry for entry in restored if entry is not None]
         return index
 
     def drain(self) -> None:

@@ -26,4 +26,4 @@ def check_empty(index: ChunkIndex) -> None:
     index.check_integrity()
     assert (index.extents.used_bytes, index.entries.num_sealed, len(index.nodes)) == (0, 0, 0)
     assert index.extents.free_extents() == [(0, index.extents.ready_bytes)]
-    assert not any(index.table.state(number) for number in range(index.table.num_records))
+    assert not any(index.table.state(entry) for entry in index.table.entries)

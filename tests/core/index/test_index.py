@@ -495,7 +495,7 @@ def test_a_successor_keeps_the_extent_of_a_writer_whose_chunk_lost_its_parent() 
     assert second.prepare(prompt(2)).num_present == 1
     first.ask(m.AbortStore(first.context, plan.ticket))
     again = bench.successor()
-    assert [again.table.key_of(record) for record in bench.unfinished] == [prompt(2).digests[32:]]
+    assert [again.table.key_of(entry) for entry in bench.unfinished] == [prompt(2).digests[32:]]
     assert again.extents.used_bytes == PAGE
 
 
@@ -503,7 +503,7 @@ def test_a_successor_keeps_the_extent_of_a_writer_whose_chunk_lost_its_parent() 
 def test_a_successor_keeps_the_extents_of_two_writers_of_one_chunk() -> None:
     bench, worker = bench_and_worker()
     worker.prepare(prompt(1))
-    bench.index.abandon_entry(next(bench.index.table.records()).number)  # like a tier's read that hangs
+    bench.index.abandon_entry(next(bench.index.table.records()).entry)  # like a tier's read that hangs
     worker.prepare(prompt(1))
     again = bench.successor()
     assert len(bench.unfinished) == 2
@@ -537,7 +537,7 @@ def test_entries_whose_parent_is_damaged_are_freed_with_it() -> None:
     bench.worker().store(prompt(3))
     record = next(record for record in bench.index.table.records() if record.depth == 1)
     damaged = bytearray(bench.memory)
-    damaged[HEADER_PAGE_BYTES + record.number * RECORD_BYTES + 40] ^= 1
+    damaged[HEADER_PAGE_BYTES + record.entry * RECORD_BYTES + 40] ^= 1
     again = bench.successor(damaged)
     assert found(again, prompt(3)) == again.entries.num_sealed == len(again.nodes) == 1
     assert again.extents.used_bytes == PAGE
@@ -556,11 +556,11 @@ def test_records_that_no_server_writes_are_freed(forged: str) -> None:
     memory = bytearray(bench.memory)
     table = IndexTable(memory, bench.num_records)
     first, second, third = sorted(table.records(), key=lambda record: record.depth)
-    table.free(second.number)
-    table.free(third.number)
+    table.free(second.entry)
+    table.free(third.entry)
     is_parent = forged.startswith("parent")
     table.write(
-        third.number,
+        third.entry,
         space=third.space,
         group=third.group,
         part=third.part if is_parent else Part(1).number,
@@ -574,9 +574,9 @@ def test_records_that_no_server_writes_are_freed(forged: str) -> None:
         writer=third.writer,
         owner=third.owner,
     )
-    table.seal(third.number, 1)
+    table.seal(third.entry, 1)
     again = bench.successor(memory)
-    assert [record.number for record in again.table.records()] == [first.number]
+    assert [record.entry for record in again.table.records()] == [first.entry]
     assert (again.entries.num_sealed, again.extents.used_bytes) == (1, PAGE)
 
 

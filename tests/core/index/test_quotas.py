@@ -10,6 +10,7 @@ from kvdepot.index.eviction import POLICIES
 from kvdepot.index.pins import Pin
 from kvdepot.index.quotas import QuotaTable
 from kvdepot.index.restore import restore
+from kvdepot.pool.table import Entry
 from kvdepot.server.state import MAXIMUM_ROWS
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
@@ -100,11 +101,11 @@ def test_a_chunk_that_is_copied_to_a_tier_stays_until_that_is_done() -> None:
     fill(worker, "b", range(3))
     for name in range(3):
         worker.lookup(prompt(1, name, "b"))
-    copied = [(record, index.begin_reading(record)) for record in range(2)]
+    copied = [(entry, index.begin_reading(entry)) for entry in index.table.entries[:2]]
     fill(worker, "a", range(2))
     assert (stored(worker, "a", range(2)), stored(worker, "b", range(2))) == (1, 2)
-    for record, node in copied:
-        index.end_reading(record, node)
+    for entry, node in copied:
+        index.end_reading(entry, node)
     fill(worker, "a", range(2))
     assert stored(worker, "a", range(2)) == 2
 
@@ -156,7 +157,7 @@ def test_unfinished_stores_keep_nobody_from_its_quota_by_what_is_before_them(is_
     for name in range(4):
         worker.store(prompt(3, name, "b"))
         plans.append(worker.prepare(prompt(4, name, "b").slice(3)))
-    writing = {bench.index.table.extent(record) for plan in plans for record in records_of(plan)}
+    writing = {bench.index.table.extent(entry) for plan in plans for entry in entries_of(plan)}
     if is_gone:
         bench.depot.end_session(worker.session)
     assert fill(other, "a", range(8)) == 0
@@ -220,8 +221,8 @@ def test_whatever_others_hold_a_tenant_has_its_quota(policy: str) -> None:
         bench.drain()
 
 
-def records_of(plan: m.StorePlan) -> list[int]:
-    return [record for _, _, _, record, *_ in m.EXTENT.iter_unpack(plan.extents)]
+def entries_of(plan: m.StorePlan) -> list[Entry]:
+    return [entry for _, _, _, entry, *_ in m.EXTENT.iter_unpack(plan.extents)]
 
 
 def test_quotas_are_as_before_after_a_restart() -> None:

@@ -17,7 +17,7 @@ from kvdepot.layout import GroupKind
 from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.files import open_pool
 from kvdepot.pool.names import Label
-from kvdepot.pool.table import SEALED, WRITING, IndexTable, Writer
+from kvdepot.pool.table import SEALED, WRITING, Entry, IndexTable, Writer
 from kvdepot.processes.identity import process_start_time
 from kvdepot.server import commands
 from kvdepot.server.app import DepotServer
@@ -77,12 +77,12 @@ class Successor:
     def ask(self, request: frames.Request) -> Any:
         return self.depot.handle(1, Writer(7, 1), request)
 
-    def finish(self, meanwhile: Callable[["Successor"], object] = lambda _: None) -> list[int]:
-        unfinished: list[int] = []
-        for record in self.steps:
+    def finish(self, meanwhile: Callable[["Successor"], object] = lambda _: None) -> list[Entry]:
+        unfinished: list[Entry] = []
+        for entry in self.steps:
             self.num_steps += 1
-            if record is not None:
-                unfinished.append(record)
+            if entry is not None:
+                unfinished.append(entry)
             meanwhile(self)
         self.depot.state.accepts_stores = True
         return unfinished
@@ -104,7 +104,7 @@ def evict(successor: Successor) -> None:
 
 
 def report_corrupt(successor: Successor) -> None:
-    entries = tuple((record, successor.table.header(record)) for record in range(0, NUM_RECORDS, 5))
+    entries = tuple((entry, successor.table.header(entry)) for entry in successor.table.entries[::5])
     assert successor.ask(m.ReportCorrupt(successor.context, entries)) == m.Done(2, 0)
 
 
@@ -213,8 +213,8 @@ def test_a_step_that_fails_leaves_an_index_that_serves(
         assert index.num_restore_errors == 1
         assert index.extents is extents, "the thread that allocates the pool goes on with it"
         assert not index.is_restoring
-        records = {record.number: record for record in index.table.records()}
-        assert [record.number for record in records.values() if record.state == WRITING] == unfinished != []
+        records = {record.entry: record for record in index.table.records()}
+        assert [record.entry for record in records.values() if record.state == WRITING] == unfinished != []
         assert index.extents.used_bytes == len(records) * PAGE
         assert sum(state.state == SEALED for state in records.values()) == index.entries.num_sealed
         assert index.entries.num_sealed == (240 if least else 0)
@@ -224,7 +224,7 @@ def test_a_step_that_fails_leaves_an_index_that_serves(
         plan = successor.ask(store)
         taken = {offset for _, _, _, _, _, _, offset, _ in m.EXTENT.iter_unpack(plan.extents)}
         assert len(taken) == 2
-        assert taken.isdisjoint(records[record].offset for record in unfinished)
+        assert taken.isdisjoint(records[entry].offset for entry in unfinished)
         successor.ask(m.CommitStore(successor.context, plan.ticket))
         depot.quarantine.discard(unfinished)
         while index.evictor.evict_one():
@@ -307,7 +307,7 @@ def test_a_worker_that_is_back_frees_nothing_that_another_one_of_its_process_may
     if not is_early:
         register(next_server, "a")
     (held,) = next_server.depot.quarantine.held
-    assert len(held.records) == 2
+    assert len(held.entries) == 2
     assert next_server.depot.index.extents.used_bytes == 2 * PAGE
     register(next_server, "b")
     assert next_server.depot.quarantine.held == []

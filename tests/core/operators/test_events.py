@@ -305,7 +305,7 @@ def test_random_traffic_announces_exactly_what_can_be_found(groups: tuple[m.Grou
         if rng.random() < 0.1:
             records = [record for record in index.table.records() if record.state == 2]
             if records:
-                index.remove_entry(rng.choice(records).number)
+                index.remove_entry(rng.choice(records).entry)
         if rng.random() < 0.05:
             sum(commands.clear_pool(bench.depot, None))
         described.check_integrity()

@@ -16,6 +16,7 @@ from kvdepot.pool.table import (
     SEALED,
     TABLE_VERSION,
     WRITING,
+    Entry,
     IndexTable,
     TableReader,
     Writer,
@@ -60,30 +61,30 @@ SOME: dict[str, Any] = {
 @given(fields, st.booleans())
 def test_a_record_is_read_back_as_it_was_written(values: dict[str, Any], sealed: bool) -> None:
     table = IndexTable.in_memory(4)
-    header = table.write(2, **values)
+    header = table.write(Entry(2), **values)
     if sealed:
-        table.seal(2, 99, b"the checksum is.")
-        assert table.header(2) == header
+        table.seal(Entry(2), 99, b"the checksum is.")
+        assert table.header(Entry(2)) == header
         values = {**values, "owner": b"the checksum is."}
     (record,) = table.records()
     assert record.state == (SEALED if sealed else WRITING)
     assert {name: getattr(record, name) for name in values} == values
-    assert table.extent(2) == (values["offset"], values["num_bytes"])
-    assert table.place_of(2) == (values["group"], values["part"])
-    assert table.writer_of(2) == values["writer"]
-    assert table.owner_of(2) == values["owner"]
-    assert table.check_of(2) == values["check"]
+    assert table.extent(Entry(2)) == (values["offset"], values["num_bytes"])
+    assert table.place_of(Entry(2)) == (values["group"], values["part"])
+    assert table.writer_of(Entry(2)) == values["writer"]
+    assert table.owner_of(Entry(2)) == values["owner"]
+    assert table.check_of(Entry(2)) == values["check"]
 
 
 def test_each_use_of_a_record_has_a_generation_of_its_own() -> None:
     table = IndexTable.in_memory(1)
     seen: set[int] = set()
     for _ in range(5):
-        seen.add(table.write(0, **SOME))
-        seen.add(table.header(0))
-        table.free(0)
-        assert table.header(0) & 0xFF == FREE
-        seen.add(table.header(0))
+        seen.add(table.write(Entry(0), **SOME))
+        seen.add(table.header(Entry(0)))
+        table.free(Entry(0))
+        assert table.header(Entry(0)) & 0xFF == FREE
+        seen.add(table.header(Entry(0)))
     assert len(seen) == 15
 
 
@@ -91,8 +92,8 @@ def test_each_use_of_a_record_has_a_generation_of_its_own() -> None:
 def test_a_flipped_bit_in_a_sealed_record_is_noticed(bit: int) -> None:
     memory = bytearray(table_size_bytes(1))
     table = IndexTable(memory, 1)
-    table.write(0, **SOME)
-    table.seal(0, 1)
+    table.write(Entry(0), **SOME)
+    table.seal(Entry(0), 1)
     memory[4096 + bit // 8] ^= 1 << bit % 8
     assert list(table.records()) == []
 
@@ -100,15 +101,15 @@ def test_a_flipped_bit_in_a_sealed_record_is_noticed(bit: int) -> None:
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     table = IndexTable.create(tmp_path / "index", 8, 1 << 20, POOL_ID)
-    table.write(3, **SOME)
-    table.seal(3, 5)
+    table.write(Entry(3), **SOME)
+    table.seal(Entry(3), 5)
     table.close()
     return tmp_path / "index"
 
 
 def test_a_table_outlives_its_writer(path: Path) -> None:
     table = IndexTable.open(path, 1 << 20, POOL_ID)
-    assert [record.number for record in table.records()] == [3]
+    assert [record.entry for record in table.records()] == [3]
     table.close()
 
 
@@ -140,15 +141,15 @@ def test_a_truncated_table_is_refused(size: int, path: Path) -> None:
 
 def test_the_header_of_a_record_only_ever_grows() -> None:
     table = IndexTable.in_memory(1)
-    seen = [table.header(0)]
+    seen = [table.header(Entry(0))]
     for _ in range(5):
-        sealed = table.write(0, **SOME)
-        seen.append(table.header(0))
-        table.seal(0, 1)
-        assert table.header(0) == sealed
+        sealed = table.write(Entry(0), **SOME)
+        seen.append(table.header(Entry(0)))
+        table.seal(Entry(0), 1)
+        assert table.header(Entry(0)) == sealed
         seen.append(sealed)
-        table.free(0)
-        seen.append(table.header(0))
+        table.free(Entry(0))
+        seen.append(table.header(Entry(0)))
     assert seen == sorted(set(seen))
 
 
@@ -157,7 +158,7 @@ class _Watched(IndexTable):
 
     def _put_header(self, place: int, header: int) -> None:
         super()._put_header(place, header)
-        self.seen = self.record(place // (RECORD_BYTES // 8))
+        self.seen = self.record(self.entries[place // (RECORD_BYTES // 8)])
 
 
 @pytest.mark.promise(30)
@@ -165,13 +166,13 @@ def test_a_record_is_whole_when_its_header_comes() -> None:
     """A reader or a crash of the server may come between any two writes."""
     table = _Watched.in_memory(1)
     for _ in range(2):
-        table.write(0, **SOME)
+        table.write(Entry(0), **SOME)
         assert table.seen is not None
         assert (table.seen.state, table.seen.key) == (WRITING, SOME["key"])
-        table.seal(0, 7, bytes(range(16)))
+        table.seal(Entry(0), 7, bytes(range(16)))
         assert table.seen is not None
         assert (table.seen.state, table.seen.owner, table.seen.last_use) == (SEALED, bytes(range(16)), 7)
-        table.free(0)
+        table.free(Entry(0))
         assert table.seen is None
 
 
@@ -182,11 +183,11 @@ def test_a_header_at_the_last_generation_can_be_freed_and_used() -> None:
     memory[4096:] = b"\xff" * RECORD_BYTES
     table = IndexTable(memory, 1)
     assert list(table.records()) == []
-    table.free(0)
-    assert table.header(0) == 0
-    table.write(0, **SOME)
-    table.seal(0, 1)
-    assert [record.number for record in table.records()] == [0]
+    table.free(Entry(0))
+    assert table.header(Entry(0)) == 0
+    table.write(Entry(0), **SOME)
+    table.seal(Entry(0), 1)
+    assert [record.entry for record in table.records()] == [0]
 
 
 def test_a_table_of_another_format_is_refused_by_its_number(path: Path) -> None:
@@ -205,7 +206,7 @@ def test_a_client_that_is_given_another_chunk_s_record_has_a_miss() -> None:
     extents = b""
     for number, key in enumerate(keys):
         header = table.write(
-            number,
+            Entry(number),
             space=0,
             group=0,
             part=0,
@@ -219,11 +220,11 @@ def test_a_client_that_is_given_another_chunk_s_record_has_a_miss() -> None:
             writer=Writer(),
             owner=bytes(16),
         )
-        table.seal(number, 0)
+        table.seal(Entry(number), 0)
         extents += m.EXTENT.pack(number, 0, 0, number, 0, header, 4096 * number, 4096)
     plan = m.RetrievePlan(1, 1, 3, extents)
     digests = b"".join(keys)
     assert count_valid_chunks(plan, digests, TableReader(memory)) == 3
     assert count_valid_chunks(plan, digests[:64] + b"x" * 32, TableReader(memory)) == 2
-    table.free(1)
+    table.free(Entry(1))
     assert count_valid_chunks(plan, digests, TableReader(memory)) == 1

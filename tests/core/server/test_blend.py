@@ -201,9 +201,9 @@ def test_a_run_over_a_chunk_that_was_removed_is_left_out() -> None:
     chunk = run.key.first_chunk + 4
     node = scene.index.nodes.find(scene.index.spaces[0], key.slice(chunk, chunk + 1).digests, chunk)
     assert node is not None
-    record = scene.index.entries.find(node, 0, 0)
-    assert record is not None
-    scene.index.remove_entry(record)  # as if its bytes were wrong; the chunks after it are still known
+    entry = scene.index.entries.find(node, 0, 0)
+    assert entry is not None
+    scene.index.remove_entry(entry)  # as if its bytes were wrong; the chunks after it are still known
     runs = ask(worker, tokens)
     assert all(chunk not in range(each.key.first_chunk, each.key.first_chunk + each.key.num_chunks) for each in runs)
     worker.store(key.slice(chunk, chunk + 1))

@@ -19,7 +19,7 @@ from kvdepot.index.tree import NO_NODE
 from kvdepot.keys import KeyRun, Namespace, hash_prefix
 from kvdepot.layout import GroupKind, Part
 from kvdepot.pool.extents import ExtentAllocator, extent_size
-from kvdepot.pool.table import SEALED, WRITING, IndexTable, Writer, table_size_bytes
+from kvdepot.pool.table import SEALED, WRITING, Entry, IndexTable, Writer, table_size_bytes
 from kvdepot.server import commands
 from kvdepot.server.depot import Depot
 from kvdepot.server.replies import Refused
@@ -52,7 +52,7 @@ PROMPTS = [
 ]
 
 
-Entry = tuple[bytes, int, int]  # digest, group, number of the part
+EntryKey = tuple[bytes, int, int]  # digest, group, number of the part
 
 
 @dataclass
@@ -60,8 +60,8 @@ class Orphan:
     """The entries that a worker was writing when its connection closed."""
 
     writer: Writer
-    entries: list[Entry]
-    late: list[Entry]
+    entries: list[EntryKey]
+    late: list[EntryKey]
 
 
 @dataclass
@@ -71,8 +71,8 @@ class Worker:
     context: int
     place: tuple[int, int]  # number of ranks of its engine, and its own rank
     parts: tuple[int, ...]
-    tickets: dict[int, list[Entry]] = field(default_factory=dict[int, list[Entry]])
-    late: dict[int, list[Entry]] = field(default_factory=dict[int, list[Entry]])
+    tickets: dict[int, list[EntryKey]] = field(default_factory=dict[int, list[EntryKey]])
+    late: dict[int, list[EntryKey]] = field(default_factory=dict[int, list[EntryKey]])
     leases: dict[int, tuple[str, float]] = field(default_factory=dict[int, tuple[str, float]])
 
 
@@ -111,8 +111,8 @@ class DepotMachine(RuleBasedStateMachine):
         self.now = 0.0
         self.depot = Depot(self.index, epoch=1, lease_seconds=LEASE_SECONDS, clock=lambda: self.now)
         self.depot.stores.ticket_seconds = TICKET_SECONDS
-        self.sealed: set[Entry] = set()
-        self.writing: set[Entry] = set()
+        self.sealed: set[EntryKey] = set()
+        self.writing: set[EntryKey] = set()
         self.orphans: list[Orphan] = []
         self.evictions = 0
         self.workers: list[Worker] = []
@@ -148,7 +148,7 @@ class DepotMachine(RuleBasedStateMachine):
     def digest(self, run: KeyRun, chunk: int) -> bytes:
         return run.digests[chunk * 32 : chunk * 32 + 32]
 
-    def cells(self, entries: set[Entry], digest: bytes, group: int) -> frozenset[tuple[int, int]]:
+    def cells(self, entries: set[EntryKey], digest: bytes, group: int) -> frozenset[tuple[int, int]]:
         """Return the layers and heads of a chunk and group that `entries` have."""
         parts = [part for key, number, part in entries if (key, number) == (digest, group)]
         return frozenset[tuple[int, int]]().union(*map(cells_of, parts))
@@ -169,7 +169,7 @@ class DepotMachine(RuleBasedStateMachine):
     def longest(self, run: KeyRun) -> int:
         return next(length for length in range(run.num_chunks, -1, -1) if self.usable(run, length))
 
-    def in_table(self, state: int) -> set[Entry]:
+    def in_table(self, state: int) -> set[EntryKey]:
         return {(r.key, r.group, r.part) for r in self.index.table.records() if r.state == state}
 
     def learn_late(self) -> None:
@@ -179,17 +179,17 @@ class DepotMachine(RuleBasedStateMachine):
                 worker.late[ticket] = worker.tickets.pop(ticket)
                 self.writing -= set(worker.late[ticket])
         for orphan in self.orphans:
-            records = [n for q in self.depot.quarantine.held if q.fence[0] == orphan.writer for n in q.records]
-            late = {self.entry_of(number) for number in records if self.index.entries.node_of(number) == NO_NODE}
+            held = [e for q in self.depot.quarantine.held if q.fence[0] == orphan.writer for e in q.entries]
+            late = {self.key_of(entry) for entry in held if self.index.entries.node_of(entry) == NO_NODE}
             self.writing -= late & set(orphan.entries)
             orphan.late += [entry for entry in orphan.entries if entry in late]
             orphan.entries = [entry for entry in orphan.entries if entry not in late]
 
-    def entry_of(self, record: int) -> Entry:
-        return (self.index.table.key_of(record), *self.index.table.place_of(record))
+    def key_of(self, entry: Entry) -> EntryKey:
+        return (self.index.table.key_of(entry), *self.index.table.place_of(entry))
 
     @property
-    def late(self) -> Counter[Entry]:
+    def late(self) -> Counter[EntryKey]:
         of_workers = [entry for worker in self.workers for entries in worker.late.values() for entry in entries]
         return Counter([*of_workers, *(entry for orphan in self.orphans for entry in orphan.late)])
 
@@ -284,7 +284,7 @@ class DepotMachine(RuleBasedStateMachine):
         assert isinstance(plan, m.StorePlan)
         self.learn_evictions()
         self.learn_late()
-        entries: list[Entry] = [
+        entries: list[EntryKey] = [
             (self.digest(run, chunk), group, worker.parts[group])
             for chunk, group, _, _, _, _, _, _ in m.EXTENT.iter_unpack(plan.extents)
         ]
@@ -346,12 +346,12 @@ class DepotMachine(RuleBasedStateMachine):
         covered = tuple(min(run.num_chunks, WINDOWS[group.kind]) for group in self.groups)
         plan = self.ask(worker, m.PrepareRetrieve(worker.context, "r", run.digests, run.first_chunk, covered))
         found: dict[tuple[int, int], list[int]] = {}
-        for chunk, group, heads, record, layers, header, offset, num_bytes in m.EXTENT.iter_unpack(plan.extents):
+        for chunk, group, heads, entry, layers, header, offset, num_bytes in m.EXTENT.iter_unpack(plan.extents):
             part = layers << 16 | heads
             assert (self.digest(run, chunk), group, part) in self.sealed
-            assert self.index.table.place_of(record) == (group, part)
-            assert self.index.table.header(record) == header
-            assert self.index.table.extent(record) == (offset, num_bytes)
+            assert self.index.table.place_of(entry) == (group, part)
+            assert self.index.table.header(entry) == header
+            assert self.index.table.extent(entry) == (offset, num_bytes)
             assert num_bytes == PAGE * (2 if group else 1) * len(cells_of(part))
             found.setdefault((chunk, group), []).append(part)
         for (chunk, group), parts in found.items():
@@ -432,12 +432,12 @@ class DepotMachine(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 99))
     def an_entry_is_corrupt(self, which: int) -> None:
-        sealed = [record.number for record in self.index.table.records() if record.state == SEALED]
+        sealed = [record.entry for record in self.index.table.records() if record.state == SEALED]
         if sealed:
-            record = sealed[which % len(sealed)]
-            entry = self.entry_of(record)
-            assert self.depot.remove_corrupt(record, self.index.table.header(record))
-            self.sealed.remove(entry)
+            entry = sealed[which % len(sealed)]
+            key = self.key_of(entry)
+            assert self.depot.remove_corrupt(entry, self.index.table.header(entry))
+            self.sealed.remove(key)
 
     def refused(self, worker: Worker, request: frames.Request, code: ErrorCode) -> None:
         try:
@@ -479,14 +479,14 @@ class DepotMachine(RuleBasedStateMachine):
         again = ChunkIndex(
             ExtentAllocator(self.index.extents.capacity_bytes), IndexTable(bytearray(self.memory), NUM_RECORDS)
         )
-        unfinished = [record for record in restore(again, [self.spec]) if record is not None]
+        unfinished = [entry for entry in restore(again, [self.spec]) if entry is not None]
         space = again.spaces[0]
         for prompt in PROMPTS:
             found, _ = again.visibility.match(space, prompt.digests)
             assert found == self.longest(prompt)
-        assert sorted(unfinished) == [record.number for record in self.index.table.records() if record.state == WRITING]
-        for record in unfinished:
-            again.discard_entry(record)
+        assert sorted(unfinished) == [record.entry for record in self.index.table.records() if record.state == WRITING]
+        for entry in unfinished:
+            again.discard_entry(entry)
         num_entries = again.entries.num_sealed
         assert sum(again.evictor.clear(lambda _tenant, _space: True)) == num_entries
         assert (again.extents.used_bytes, again.entries.num_sealed, len(again.nodes)) == (0, 0, 0)

@@ -176,7 +176,7 @@ def test_entries_that_are_being_written_cover_nothing() -> None:
     right.store(run)
     index, whole = bench.index, Part(0, 1, 0, 4).number
     record = next(record for record in index.table.records() if record.state == SEALED)
-    node, place = index.entries.node_of(record.number), PartPlace(0, whole, 4 * PAGE, record.check)
+    node, place = index.entries.node_of(record.entry), PartPlace(0, whole, 4 * PAGE, record.check)
     assert index.entries.has(node, 0, whole)
     assert index.entries.cover(node, place) == []
     left.commit(plan)
@@ -211,9 +211,9 @@ def test_a_corrupt_part_hides_a_chunk_only_if_nobody_else_has_its_heads() -> Non
         index = bench.index
         node = index.nodes.find(index.spaces[0], run.digests[:32], 0)
         assert node is not None
-        record = index.entries.find(node, 0, part.number)
-        assert record is not None
-        assert bench.depot.remove_corrupt(record, index.table.header(record))
+        entry = index.entries.find(node, 0, part.number)
+        assert entry is not None
+        assert bench.depot.remove_corrupt(entry, index.table.header(entry))
         index.check_integrity()
 
     lose(Part(0, 1, 0, 2))
@@ -260,9 +260,9 @@ def test_a_record_whose_part_is_not_in_its_plane_is_dropped() -> None:
         memory = bytearray(bench.memory)
         table = IndexTable(memory, bench.num_records)
         fields = next(record for record in table.records() if record.depth == 1)
-        table.free(fields.number)
+        table.free(fields.entry)
         table.write(
-            fields.number,
+            fields.entry,
             space=0,
             group=0,
             part=part.number,
@@ -276,7 +276,7 @@ def test_a_record_whose_part_is_not_in_its_plane_is_dropped() -> None:
             writer=fields.writer,
             owner=fields.owner,
         )
-        table.seal(fields.number, 0)
+        table.seal(fields.entry, 0)
         successor = bench.successor(memory)
         assert successor.visibility.match(successor.spaces[0], run.digests)[0] == 1
         successor.check_integrity()

@@ -159,8 +159,8 @@ class Bench:
     def checksums(self) -> dict[tuple[bytes, int, int], bytes]:
         """Return the checksum of each sealed entry, by key, group and part."""
         table = self.index.table
-        records = [record.number for record in table.records() if record.state == SEALED]
-        return {(table.key_of(record), *table.place_of(record)): table.owner_of(record) for record in records}
+        entries = [record.entry for record in table.records() if record.state == SEALED]
+        return {(table.key_of(entry), *table.place_of(entry)): table.owner_of(entry) for entry in entries}
 
     def settle(self) -> None:
         """Wait until all demotions have arrived."""
@@ -1338,10 +1338,10 @@ def test_bytes_that_changed_in_the_pool_never_go_down(make: Maker, monkeypatch: 
     monkeypatch.setattr(checked, "checksum_of", checksum_later)
     run = prompt(4)
     bench.store(run)
-    record = bench.index.entries.sealed(bench.index.visibility.find(bench.index.spaces[0], run.digests[64:96], 2) or 0)[
+    entry = bench.index.entries.sealed(bench.index.visibility.find(bench.index.spaces[0], run.digests[64:96], 2) or 0)[
         0
     ]
-    bench.pool.view[bench.index.table.extent(record)[0]] ^= 1
+    bench.pool.view[bench.index.table.extent(entry)[0]] ^= 1
     has_changed.set()
     bench.settle()
     assert bench.depot.counters["entries_corrupt"] == 1
@@ -1356,8 +1356,8 @@ def test_an_entry_removed_while_it_is_being_written_keeps_its_extent_until_then(
     bench.store(prompt(4))
     node = bench.index.visibility.find(bench.index.spaces[0], prompt(4).digests[-32:], 3)
     assert node is not None
-    (record,) = bench.index.entries.sealed(node)
-    assert bench.depot.remove_corrupt(record, bench.index.table.header(record))
+    (entry,) = bench.index.entries.sealed(node)
+    assert bench.depot.remove_corrupt(entry, bench.index.table.header(entry))
     assert bench.index.extents.free_bytes == 0, "the tier may still be reading it"
     bench.tiers[0].hang = False
     bench.settle()
@@ -1597,8 +1597,8 @@ def lose(bench: Bench, run: KeyRun, chunks: Sequence[int]) -> None:
     """Remove chunks from the first tier, which does not report it."""
     keys, table = EntryKeys(bench.index, bench.depot.labels.names.__getitem__), bench.index.table
     digests = {run.slice(chunk, chunk + 1).digests for chunk in chunks}
-    records = [record.number for record in table.records() if record.state == SEALED and record.key in digests]
-    bench.tiers[0].inner.remove([keys.key_of(record)[:KEY_BYTES] for record in records])
+    entries = [record.entry for record in table.records() if record.state == SEALED and record.key in digests]
+    bench.tiers[0].inner.remove([keys.key_of(entry)[:KEY_BYTES] for entry in entries])
 
 
 def test_lookups_and_stores_name_an_entry_its_run_and_its_depth_alike(make: Maker) -> None:
@@ -1609,13 +1609,13 @@ def test_lookups_and_stores_name_an_entry_its_run_and_its_depth_alike(make: Make
         run = prompt(150, 10 * name)
         bench.store_long(run)
         bench.settle()
-        records = {record.key: record.number for record in index.table.records() if record.state == SEALED}
+        entries = {record.key: record.entry for record in index.table.records() if record.state == SEALED}
         for chunk in [100, *chance.sample(range(150), 150), 75]:  # the 75th one's place may be the 74th one's next time
-            record = records[digest_at(run.digests, chunk)]
-            node, (group, part) = index.entries.node_of(record), index.table.place_of(record)
-            place = PartPlace(group, part, index.table.extent(record)[1], index.table.check_of(record))
+            entry = entries[digest_at(run.digests, chunk)]
+            node, (group, part) = index.entries.node_of(entry), index.table.place_of(entry)
+            place = PartPlace(group, part, index.table.extent(entry)[1], index.table.check_of(entry))
             key = keys.key(index.nodes.label[node], index.nodes.space_of(node), place, run.digests, chunk)
-            assert keys.key_of(record) == key
+            assert keys.key_of(entry) == key
             assert key[KEY_BYTES : KEY_BYTES + RUN_BYTES] == digest_at(run.digests, chunk - chunk % 128)[:RUN_BYTES]
             assert depth_of(key) == chunk
         sum(commands.clear_pool(bench.depot, None))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
-from kvdepot.keys import DIGEST_BYTES, KeyRun
+from kvdepot.keys import DIGEST_BYTES, KeyRun, digest_at
 from kvdepot.wire import operations as o
 from kvdepot.wire.messages import MAXIMUM_PRIORITY, MAXIMUM_RETAIN_SECONDS, MAXIMUM_TTL_SECONDS
 from kvdepot_vllm.engine import EngineRequest
@@ -261,7 +261,7 @@ class HandOver:
             return min(key.num_chunks, end_tokens // chunk_tokens)
         is_whole = self.num_tokens == end_tokens
         count = key.num_chunks if is_whole else min(key.num_chunks, self.num_tokens // chunk_tokens)
-        last = key.digests[(count - 1) * DIGEST_BYTES : count * DIGEST_BYTES]
+        last = digest_at(key.digests, count - 1)
         if self.prefix is not None and count * chunk_tokens >= self.num_tokens and last != self.prefix:
             logger.warning(
                 "the prefill engine computed another prompt, or differs in model, format, tenant or salt:"
@@ -283,7 +283,7 @@ def handed_over(key: KeyRun, num_tokens: int) -> dict[str, Any]:
         key: chunks of the prompt, from chunk 0 on, that will soon be in the depot.
         num_tokens: the number of tokens in these chunks.
     """
-    told = {"num_tokens": num_tokens, "prefix": key.digests[-DIGEST_BYTES:].hex()}
+    told = {"num_tokens": num_tokens, "prefix": digest_at(key.digests, key.num_chunks - 1).hex()}
     return {"do_remote_prefill": True, "do_remote_decode": False, "kvdepot": told}
 
 

@@ -10,7 +10,7 @@ from kvdepot.client.channel import Channel
 from kvdepot.client.session import Session
 from kvdepot.errors import DepotUnavailable
 from kvdepot.keys import digest_at
-from kvdepot.pool.table import TableReader
+from kvdepot.pool.table import Entry, TableReader
 from kvdepot.wire import messages as m
 
 logger = logging.getLogger(__name__)
@@ -60,17 +60,17 @@ class Verifier:
             return plan.num_chunks
         assert session.mapping is not None
         table, pool = session.mapping.table, memoryview(session.mapping.pool)
-        wrong: list[tuple[int, int]] = []
+        wrong: list[tuple[Entry, int]] = []
         intact = plan.num_chunks
         sample = random.randrange(m.VERIFY_ONE_IN)
-        for chunk, _, _, record, _, header, offset, num_bytes in m.EXTENT.iter_unpack(plan.extents):
+        for chunk, _, _, entry, _, header, offset, num_bytes in m.EXTENT.iter_unpack(plan.extents):
             if session.verify is m.Verify.SAMPLE and chunk % m.VERIFY_ONE_IN != sample:
                 continue
-            expected = table.checksum_of(record)
+            expected = table.checksum_of(entry)
             if not any(expected) or self._checksum(pool[offset : offset + num_bytes]) == expected:
                 continue
-            if table.is_same(record, header):
-                wrong.append((record, header))
+            if table.is_same(entry, header):
+                wrong.append((entry, header))
             intact = min(intact, chunk)
         if wrong:
             logger.error(
@@ -86,8 +86,8 @@ def count_valid_chunks(plan: m.RetrievePlan, digests: bytes, table: TableReader)
 
     It also compares the key of each record, so that an error in the depot's index is a miss and never wrong bytes.
     """
-    for chunk, _, _, record, _, header, _, _ in m.EXTENT.iter_unpack(plan.extents):
-        if not table.holds(record, header, digest_at(digests, chunk)):
+    for chunk, _, _, entry, _, header, _, _ in m.EXTENT.iter_unpack(plan.extents):
+        if not table.holds(entry, header, digest_at(digests, chunk)):
             return chunk
     return plan.num_chunks
 

@@ -23,7 +23,7 @@ EXTENT_DTYPE: Final = np.dtype(
         ("chunk", "<u4"),
         ("group", "<u2"),
         ("heads", "<u2"),
-        ("record", "<u4"),
+        ("entry", "<u4"),
         ("layers", "<u4"),
         ("header", "<u8"),
         ("offset", "<u8"),

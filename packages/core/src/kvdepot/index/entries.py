@@ -7,7 +7,7 @@ extent) or lingering (removed while a tier copies it).
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias, cast
 
 from kvdepot.errors import require
 from kvdepot.index.columns import make_column
@@ -15,10 +15,11 @@ from kvdepot.index.quotas import QuotaTable
 from kvdepot.index.tree import NO_NODE, Nodes, Space
 from kvdepot.layout import Part, fewest, mask_of
 from kvdepot.pool.extents import ExtentAllocator, extent_size
-from kvdepot.pool.table import NO_RECORD, OWNER_BYTES, PARENT_BYTES, SEALED, IndexTable, Record, Writer
+from kvdepot.pool.table import OWNER_BYTES, PARENT_BYTES, SEALED, Entry, IndexTable, Record, Writer
 from kvdepot.wire.messages import EXTENT
 
 _NO_LABEL: Final = 1 << 32  # above any label of a record
+_NO_ENTRY: Final = Entry(0xFFFFFFFF)  # the end of a list
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class PartPlace:
         return Part.of(self.part).num_cells
 
 
-Extent: TypeAlias = tuple[int, int, int, int]  # record, header once sealed, offset and payload bytes of an entry
+Extent: TypeAlias = tuple[Entry, int, int, int]  # an entry, its header once sealed, offset and payload bytes
 Wanted: TypeAlias = tuple[int, PartPlace]  # an entry: its chunk within the run, and its place
 
 
@@ -54,77 +55,77 @@ class NewRun(NamedTuple):
 
 
 Begun: TypeAlias = tuple[int, PartPlace, Extent]  # a wanted entry that is being written, with its extent
-Room: TypeAlias = tuple[int, int, int]  # a free record, and the offset and the size in bytes of an extent
+Room: TypeAlias = tuple[Entry, int, int]  # an entry of a free record, and the offset and the size of an extent
 
 
 def pack_extent(chunk: int, group: int, part: int, extent: Extent) -> bytes:
     """Return the packed `EXTENT` of an entry."""
-    record, header, offset, num_bytes = extent
-    return EXTENT.pack(chunk, group, part & 0xFFFF, record, part >> 16, header, offset, num_bytes)
+    entry, header, offset, num_bytes = extent
+    return EXTENT.pack(chunk, group, part & 0xFFFF, entry, part >> 16, header, offset, num_bytes)
 
 
 class Entries:
-    """The records of each node, and their extents and bytes."""
+    """The entries of each node, and their extents and bytes."""
 
     def __init__(self, nodes: Nodes, table: IndexTable, extents: ExtentAllocator, quotas: QuotaTable) -> None:
         self.num_sealed = 0
-        self.abandoned: dict[int, int] = {}  # labels of records that belong to no node any more
-        self.lingering: set[int] = set()  # records that were removed while a tier copies them
+        self.abandoned: dict[Entry, int] = {}  # labels of entries that belong to no node any more
+        self.lingering: set[Entry] = set()  # entries that were removed while a tier copies them
         self._nodes = nodes
         self._table = table
         self._extents = extents
         self._quotas = quotas
-        self._first = make_column("I", nodes.tree.capacity)
-        # Next record of the same node; of a free record: the next free record.
-        self._next = make_column("I", table.num_records)
+        self._first = cast("memoryview[Entry]", make_column("I", nodes.tree.capacity))
+        # Next entry of the same node; of a free record: the next free one.
+        self._next = cast("memoryview[Entry]", make_column("I", table.num_records))
         self._node_of = make_column("I", table.num_records)
         self._writing_share = make_column("I", table.num_records)  # share + 1 of an unfinished entry, else 0
-        self._free = NO_RECORD  # the first freed record
+        self._free = _NO_ENTRY  # of the record freed last
         self.num_known = 0  # records that were ever used
-        self._readers: dict[int, int] = {}  # number of copies to tiers, by record
+        self._readers: dict[Entry, int] = {}  # number of copies to tiers
 
     # --- reading --------------------------------------------------------------------------------------------------
 
-    def of(self, node: int) -> Iterator[int]:
-        """Yield the records of a node, sealed or being written."""
-        record = self._first[node]
-        while record != NO_RECORD:
-            yield record
-            record = self._next[record]
+    def of(self, node: int) -> Iterator[Entry]:
+        """Yield the entries of a node, sealed or being written."""
+        entry = self._first[node]
+        while entry != _NO_ENTRY:
+            yield entry
+            entry = self._next[entry]
 
     def is_ghost(self, node: int) -> bool:
         """Return whether a node has no entries (any more)."""
-        return self._first[node] == NO_RECORD
+        return self._first[node] == _NO_ENTRY
 
-    def is_sealed(self, record: int) -> bool:
+    def is_sealed(self, entry: Entry) -> bool:
         """Return whether an entry is sealed."""
-        return self._table.is_sealed(record)
+        return self._table.is_sealed(entry)
 
-    def sealed(self, node: int) -> list[int]:
-        """Return the sealed records of a node."""
-        is_sealed, record = self._table.is_sealed, self._first[node]
-        found: list[int] = []
-        while record != NO_RECORD:
-            if is_sealed(record):
-                found.append(record)
-            record = self._next[record]
+    def sealed(self, node: int) -> list[Entry]:
+        """Return the sealed entries of a node."""
+        is_sealed, entry = self._table.is_sealed, self._first[node]
+        found: list[Entry] = []
+        while entry != _NO_ENTRY:
+            if is_sealed(entry):
+                found.append(entry)
+            entry = self._next[entry]
         return found
 
     def has_sealed(self, node: int) -> bool:
         """Return whether a node has a sealed entry, so that it is listed in its eviction policy."""
-        record = self._first[node]
-        while record != NO_RECORD and not self._table.is_sealed(record):
-            record = self._next[record]
-        return record != NO_RECORD
+        entry = self._first[node]
+        while entry != _NO_ENTRY and not self._table.is_sealed(entry):
+            entry = self._next[entry]
+        return entry != _NO_ENTRY
 
-    def find(self, node: int, group: int, part: int) -> int | None:
-        """Return the record of an entry, sealed or being written. None if there is no such entry."""
+    def find(self, node: int, group: int, part: int) -> Entry | None:
+        """Return the entry of a place, sealed or being written. None if there is none."""
         place = group, part
-        record = self._first[node]
-        while record != NO_RECORD:
-            if self._table.place_of(record) == place:
-                return record
-            record = self._next[record]
+        entry = self._first[node]
+        while entry != _NO_ENTRY:
+            if self._table.place_of(entry) == place:
+                return entry
+            entry = self._next[entry]
         return None
 
     def has(self, node: int, group: int, part: int) -> bool:
@@ -134,8 +135,8 @@ class Entries:
     def _cells(self, node: int, group: int, part: int) -> tuple[int, int]:
         """Return two masks of a part's cells: those that entries have or are being written with, and the rest."""
         heads, here = self._nodes.space_of(node).heads[group], 0
-        for record in self.of(node):
-            number, other = self._table.place_of(record)
+        for entry in self.of(node):
+            number, other = self._table.place_of(entry)
             if number == group:
                 here |= mask_of(other, heads)
         mask = mask_of(part, heads)
@@ -177,35 +178,35 @@ class Entries:
 
     def extent_of(self, node: int, place: PartPlace) -> Extent | None:
         """Return the sealed entry of a place, None if there is none."""
-        record = self.find(node, place.group, place.part)
-        if record is None or self._table.check_of(record) != place.check:
+        entry = self.find(node, place.group, place.part)
+        if entry is None or self._table.check_of(entry) != place.check:
             return None
-        return self._table.sealed_entry(record)
+        return self._table.sealed_entry(entry)
 
     def cover(self, node: int, place: PartPlace) -> list[tuple[int, Extent]]:
         """Return the fewest sealed entries, with their parts, that together have all cells of a part (`layout.fewest`).
 
         Empty if cells are missing.
         """
-        here: dict[int, int] = {}
-        for record in self.of(node):
-            group, part = self._table.place_of(record)
-            if group == place.group and self.is_sealed(record) and self._table.check_of(record) == place.check:
-                here[part] = record
+        here: dict[int, Entry] = {}
+        for entry in self.of(node):
+            group, part = self._table.place_of(entry)
+            if group == place.group and self.is_sealed(entry) and self._table.check_of(entry) == place.check:
+                here[part] = entry
         found: list[tuple[int, Extent]] = []
         for part in fewest(place.part, tuple(here), self._nodes.space_of(node).heads[place.group]):
-            record = here[part]
-            found.append((part, (record, self._table.header(record), *self._table.extent(record))))
+            entry = here[part]
+            found.append((part, (entry, self._table.header(entry), *self._table.extent(entry))))
         return found
 
-    def node_of(self, record: int) -> int:
-        """Return the node of a record in use, `NO_NODE` if it was abandoned."""
-        return self._node_of[record]
+    def node_of(self, entry: Entry) -> int:
+        """Return the node of an entry, `NO_NODE` if it was abandoned."""
+        return self._node_of[entry]
 
-    def is_whole(self, record: int) -> int:
-        """Return the bit of the record's group if all cells of the group are sealed, else 0."""
-        group, part = self._table.place_of(record)
-        return self.whole_bit(self._node_of[record], group, part)
+    def is_whole(self, entry: Entry) -> int:
+        """Return the bit of the entry's group if all cells of the group are sealed, else 0."""
+        group, part = self._table.place_of(entry)
+        return self.whole_bit(self._node_of[entry], group, part)
 
     def whole_bit(self, node: int, group: int, sealed: int | None = None) -> int:
         """Return the bit of a group if all cells of its plane are sealed, else 0. The part `sealed` is known to be."""
@@ -213,12 +214,12 @@ class Entries:
         missing, heads = space.cells[group], space.heads[group]
         if sealed is not None:
             missing &= ~mask_of(sealed, heads)
-        record = self._first[node]
-        while missing and record != NO_RECORD:
-            number, part = self._table.place_of(record)
-            if number == group and self._table.is_sealed(record):
+        entry = self._first[node]
+        while missing and entry != _NO_ENTRY:
+            number, part = self._table.place_of(entry)
+            if number == group and self._table.is_sealed(entry):
                 missing &= ~mask_of(part, heads)
-            record = self._next[record]
+            entry = self._next[entry]
         return 0 if missing else 1 << group
 
     # --- writing --------------------------------------------------------------------------------------------------
@@ -226,36 +227,36 @@ class Entries:
     def add_nodes(self, nodes: Iterable[int]) -> None:
         """Initialise nodes without entries."""
         for node in nodes:
-            self._first[node] = NO_RECORD
+            self._first[node] = _NO_ENTRY
 
     @property
     def has_free_record(self) -> bool:
         """Whether `take_record` may be called."""
-        return self._free != NO_RECORD or self.num_known < self._table.num_records
+        return self._free != _NO_ENTRY or self.num_known < self._table.num_records
 
-    def take_record(self) -> int:
-        """Take a free record. There must be one."""
-        record = self._free
-        if record == NO_RECORD:
+    def take_record(self) -> Entry:
+        """Take a free record, and name its entry. There must be one."""
+        entry = self._free
+        if entry == _NO_ENTRY:
             self.num_known += 1
-            return self.num_known - 1
-        self._free = self._next[record]
-        return record
+            return Entry(self.num_known - 1)
+        self._free = self._next[entry]
+        return entry
 
-    def give_back(self, record: int) -> None:
-        """Return a record to the free list."""
-        self._next[record], self._free = self._free, record
+    def give_back(self, entry: Entry) -> None:
+        """Return the record of an entry to the free list."""
+        self._next[entry], self._free = self._free, entry
 
     def begin(self, run: NewRun, nodes: Sequence[int], wanted: Sequence[Wanted], room: Sequence[Room]) -> list[Begun]:
-        """Fill a record for each wanted entry of a run, and hold its chunk. All chunks have nodes."""
+        """Fill the record of each wanted entry of a run, and hold its chunk. All chunks have nodes."""
         tree, labels = self._nodes.tree, self._nodes.label
         begun: list[Begun] = []
-        for (chunk, place), (record, offset, size) in zip(wanted, room, strict=True):
+        for (chunk, place), (entry, offset, size) in zip(wanted, room, strict=True):
             node, num_bytes = nodes[chunk], place.num_bytes
             key, parent, share = tree.keys[node], tree.parent[node], tree.share[node]
             assert key is not None
             header = self._table.write(
-                record,
+                entry,
                 space=run.space.number,
                 group=place.group,
                 part=place.part,
@@ -269,14 +270,14 @@ class Entries:
                 writer=run.writer,
                 owner=run.owner,
             )
-            self._link(record, node)
+            self._link(entry, node)
             tree.holds[node] += 1
-            self._begin_writing(record, share, size)
+            self._begin_writing(entry, share, size)
             self._quotas.account(labels[node], share, size)  # the label and the share of the chunk's first entry
-            begun.append((chunk, place, (record, header, offset, num_bytes)))
+            begun.append((chunk, place, (entry, header, offset, num_bytes)))
         return begun
 
-    def seal(self, records: Sequence[int], now: int, checksums: bytes) -> list[tuple[int, bool, int]]:
+    def seal(self, entries: Sequence[Entry], now: int, checksums: bytes) -> list[tuple[int, bool, int]]:
         """Mark entries as sealed: their bytes are in place.
 
         Returns:
@@ -285,142 +286,142 @@ class Entries:
         """
         table = self._table
         sealed: list[tuple[int, bool, int]] = []
-        for place, record in enumerate(records):
-            node = self._node_of[record]
-            is_alone = self._first[node] == record and self._next[record] == NO_RECORD  # the common case
+        for place, entry in enumerate(entries):
+            node = self._node_of[entry]
+            is_alone = self._first[node] == entry and self._next[entry] == _NO_ENTRY  # the common case
             is_first = is_alone or not self.has_sealed(node)
-            table.seal(record, now, checksums[place * OWNER_BYTES : (place + 1) * OWNER_BYTES] or bytes(OWNER_BYTES))
-            (group, part), (_, num_bytes) = table.place_of(record), table.extent(record)
-            share, self._writing_share[record] = self._writing_share[record], 0
+            table.seal(entry, now, checksums[place * OWNER_BYTES : (place + 1) * OWNER_BYTES] or bytes(OWNER_BYTES))
+            (group, part), (_, num_bytes) = table.place_of(entry), table.extent(entry)
+            share, self._writing_share[entry] = self._writing_share[entry], 0
             if share:
                 self._quotas.writing_bytes[share - 1] -= extent_size(num_bytes)
             sealed.append((node, is_first, self.whole_bit(node, group, part)))
-        self.num_sealed += len(records)
+        self.num_sealed += len(entries)
         return sealed
 
     def restore(self, record: Record, node: int) -> None:
         """Take over a sealed entry of an earlier server. Its extent is taken already."""
-        self._link(record.number, node)
+        self._link(record.entry, node)
         self._quotas.account(self._nodes.label[node], self._nodes.tree.share[node], extent_size(record.num_bytes))
         self.num_sealed += 1
 
     def restore_unfinished(self, record: Record) -> None:
         """Take over an unfinished entry as abandoned. Its extent counts against its tenant."""
         share, size = self._quotas.share_of(record.label), extent_size(record.num_bytes)
-        self._node_of[record.number] = NO_NODE
+        self._node_of[record.entry] = NO_NODE
         # If the end of the file of names was lost, the label's number may later be assigned to another tenant.
         label = record.label if self._quotas.tenant_of(record.label) else _NO_LABEL
-        self.abandoned[record.number] = label
+        self.abandoned[record.entry] = label
         self._quotas.account(label, share, size)
-        self._begin_writing(record.number, share, size)
+        self._begin_writing(record.entry, share, size)
 
     def move(self, node: int, share: int) -> None:
         """Count the entries of a node against another share. The caller changes the node."""
         quotas = self._quotas
-        for record in self.of(node):
-            size = extent_size(self._table.extent(record)[1])
+        for entry in self.of(node):
+            size = extent_size(self._table.extent(entry)[1])
             quotas.move(size, self._nodes.tree.share[node], share)
-            if self._writing_share[record]:
-                self._end_writing(record)
-                self._begin_writing(record, share, size)
+            if self._writing_share[entry]:
+                self._end_writing(entry)
+                self._begin_writing(entry, share, size)
 
     # --- taking back ----------------------------------------------------------------------------------------------
 
-    def remove(self, record: int) -> None:
+    def remove(self, entry: Entry) -> None:
         """Free an entry, sealed or not. While a tier copies it, its extent stays taken until `end_reading`."""
-        node = self._node_of[record]
-        self._unlink(record, node)
+        node = self._node_of[entry]
+        self._unlink(entry, node)
         freed: list[tuple[int, int]] = []
-        self._free_record(record, node, freed)
+        self._free_record(entry, node, freed)
         self._extents.free_all(freed)
 
     def remove_all(self, nodes: Iterable[int]) -> None:
         """Free all entries of nodes, like `remove`."""
         freed: list[tuple[int, int]] = []
         for node in nodes:
-            record, self._first[node] = self._first[node], NO_RECORD
-            while record != NO_RECORD:
-                following = self._next[record]
-                self._free_record(record, node, freed)
-                record = following
+            entry, self._first[node] = self._first[node], _NO_ENTRY
+            while entry != _NO_ENTRY:
+                following = self._next[entry]
+                self._free_record(entry, node, freed)
+                entry = following
         self._extents.free_all(freed)
 
-    def _free_record(self, record: int, node: int, freed: list[tuple[int, int]]) -> None:
+    def _free_record(self, entry: Entry, node: int, freed: list[tuple[int, int]]) -> None:
         """Free the record of an entry. Add its extent to `freed`, which the caller frees, unless a tier copies it."""
-        extent = self._table.extent(record)
+        extent = self._table.extent(entry)
         self._quotas.account(self._nodes.label[node], self._nodes.tree.share[node], -extent_size(extent[1]))
-        if self._writing_share[record]:
-            self._end_writing(record)
+        if self._writing_share[entry]:
+            self._end_writing(entry)
         else:
             self.num_sealed -= 1
-        self._table.free(record)  # the header changes before the extent is reused
-        self._node_of[record] = NO_NODE
-        if record in self._readers:
-            self.lingering.add(record)
+        self._table.free(entry)  # the header changes before the extent is reused
+        self._node_of[entry] = NO_NODE
+        if entry in self._readers:
+            self.lingering.add(entry)
             return
         freed.append(extent)
-        self.give_back(record)
+        self.give_back(entry)
 
-    def abandon(self, record: int) -> None:
+    def abandon(self, entry: Entry) -> None:
         """Detach an unfinished entry from its node. Its extent stays taken until `free_abandoned`."""
-        node = self._node_of[record]
-        self.abandoned[record] = self._nodes.label[node]
-        self._unlink(record, node)
-        self._node_of[record] = NO_NODE
+        node = self._node_of[entry]
+        self.abandoned[entry] = self._nodes.label[node]
+        self._unlink(entry, node)
+        self._node_of[entry] = NO_NODE
 
-    def free_abandoned(self, record: int) -> None:
+    def free_abandoned(self, entry: Entry) -> None:
         """Free an abandoned entry whose writer has ended."""
-        offset, num_bytes = self._table.extent(record)
-        self._quotas.account(self.abandoned.pop(record), self._writing_share[record] - 1, -extent_size(num_bytes))
-        self._end_writing(record)
-        self._table.free(record)
+        offset, num_bytes = self._table.extent(entry)
+        self._quotas.account(self.abandoned.pop(entry), self._writing_share[entry] - 1, -extent_size(num_bytes))
+        self._end_writing(entry)
+        self._table.free(entry)
         self._extents.free(offset, num_bytes)
-        self.give_back(record)
+        self.give_back(entry)
 
-    def begin_reading(self, record: int) -> None:
+    def begin_reading(self, entry: Entry) -> None:
         """Keep the extent of a sealed entry while it is being copied to a tier."""
-        self._readers[record] = self._readers.get(record, 0) + 1
+        self._readers[entry] = self._readers.get(entry, 0) + 1
 
-    def is_reading(self, record: int) -> bool:
+    def is_reading(self, entry: Entry) -> bool:
         """Return whether an entry is being copied to a tier."""
-        return record in self._readers
+        return entry in self._readers
 
-    def end_reading(self, record: int) -> None:
+    def end_reading(self, entry: Entry) -> None:
         """Undo one `begin_reading`. If the entry was removed meanwhile, free its extent."""
-        self._readers[record] -= 1
-        if self._readers[record]:
+        self._readers[entry] -= 1
+        if self._readers[entry]:
             return
-        del self._readers[record]
-        if record in self.lingering:
-            self.lingering.remove(record)
-            self._extents.free(*self._table.extent(record))
-            self.give_back(record)
+        del self._readers[entry]
+        if entry in self.lingering:
+            self.lingering.remove(entry)
+            self._extents.free(*self._table.extent(entry))
+            self.give_back(entry)
 
     # --- links and bytes ------------------------------------------------------------------------------------------
 
-    def _link(self, record: int, node: int) -> None:
-        self._node_of[record] = node
-        self._next[record] = self._first[node]
-        self._first[node] = record
+    def _link(self, entry: Entry, node: int) -> None:
+        self._node_of[entry] = node
+        self._next[entry] = self._first[node]
+        self._first[node] = entry
 
-    def _unlink(self, record: int, node: int) -> None:
-        following = self._next[record]
-        if self._first[node] == record:
+    def _unlink(self, entry: Entry, node: int) -> None:
+        following = self._next[entry]
+        if self._first[node] == entry:
             self._first[node] = following
             return
         before = self._first[node]
-        while self._next[before] != record:
+        while self._next[before] != entry:
             before = self._next[before]
         self._next[before] = following
 
-    def _begin_writing(self, record: int, share: int, size: int) -> None:
-        """Count a record as unfinished until `_end_writing`."""
-        self._writing_share[record] = share + 1
+    def _begin_writing(self, entry: Entry, share: int, size: int) -> None:
+        """Count an entry as unfinished until `_end_writing`."""
+        self._writing_share[entry] = share + 1
         self._quotas.writing_bytes[share] += size
 
-    def _end_writing(self, record: int) -> None:
-        share, self._writing_share[record] = self._writing_share[record] - 1, 0
-        self._quotas.writing_bytes[share] -= extent_size(self._table.extent(record)[1])
+    def _end_writing(self, entry: Entry) -> None:
+        share, self._writing_share[entry] = self._writing_share[entry] - 1, 0
+        self._quotas.writing_bytes[share] -= extent_size(self._table.extent(entry)[1])
 
     def check_integrity(self, sealed_groups: Sequence[int]) -> None:
         """Check that records, nodes, extents, quotas and `sealed_groups` of the nodes agree.
@@ -428,17 +429,17 @@ class Entries:
         Raises:
             IntegrityError: they disagree.
         """
-        records = {record.number: record for record in self._table.records()}
+        records = {record.entry: record for record in self._table.records()}
         require(self.num_sealed == sum(r.state == SEALED for r in records.values()), "sealed entries are miscounted")
-        self._extents.check_integrity(self._table.extent(number) for number in {*records, *self.lingering})
+        self._extents.check_integrity(self._table.extent(entry) for entry in {*records, *self.lingering})
         quotas = self._quotas
         used, writing, of_labels = [0] * quotas.num_shares, [0] * quotas.num_shares, Counter[int]()
-        for number, record in records.items():
-            node, size = self._node_of[number], extent_size(record.num_bytes)
+        for entry, record in records.items():
+            node, size = self._node_of[entry], extent_size(record.num_bytes)
             is_linked = node != NO_NODE
-            share = self._nodes.tree.share[node] if is_linked else self._writing_share[number] - 1
+            share = self._nodes.tree.share[node] if is_linked else self._writing_share[entry] - 1
             used[share] += size
-            of_labels[self._nodes.label[node] if is_linked else self.abandoned[number]] += size
+            of_labels[self._nodes.label[node] if is_linked else self.abandoned[entry]] += size
             if record.state != SEALED:
                 writing[share] += size
         require(used == quotas.used_bytes, f"the shares use {used} bytes, {quotas.used_bytes} are counted")
@@ -458,18 +459,18 @@ class Entries:
         for space in self._nodes.spaces:
             for node in space.nodes.values():
                 linked += self._check_node(space, node, sealed_groups[node])
-        require(linked == sum(self._node_of[number] != NO_NODE for number in records), "records are in no list")
+        require(linked == sum(self._node_of[entry] != NO_NODE for entry in records), "entries are in no list")
 
     def _check_node(self, space: Space, node: int, sealed_groups: int) -> int:
         """Check a node, and return its number of entries."""
         tree, own = self._nodes.tree, list(self.of(node))
-        places = [self._table.place_of(record) for record in own]
+        places = [self._table.place_of(entry) for entry in own]
         require(len(places) == len(set(places)), f"node {node} has an entry twice")
         whole = 0
         for number in range(len(space.spec.groups)):
             whole |= self.whole_bit(node, number)
         require(whole == sealed_groups, f"node {node} has other groups than it says")
-        num_writing = sum(not self.is_sealed(record) for record in own)
+        num_writing = sum(not self.is_sealed(entry) for entry in own)
         require(tree.holds[node] >= num_writing, f"node {node} is not held for {num_writing} unfinished entries")
         require(bool(own or tree.num_children[node] or tree.holds[node]), f"node {node} is an idle ghost")
         return len(own)

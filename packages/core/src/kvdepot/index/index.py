@@ -19,7 +19,7 @@ from kvdepot.index.quotas import QuotaTable
 from kvdepot.index.tree import NO_NODE, ChunkTree, Nodes, Space, digest_of
 from kvdepot.index.visibility import Visibility, Watcher
 from kvdepot.pool.extents import ExtentAllocator, extent_size
-from kvdepot.pool.table import IndexTable
+from kvdepot.pool.table import Entry, IndexTable
 from kvdepot.wire.messages import CacheSpec
 
 STORE_ENTRIES_OVER_SHARE: Final = depot_counter(
@@ -133,11 +133,11 @@ class ChunkIndex:
             self.evictor.log_evicted("to make room for request %s", run.request_id or "-")
         return begun, num_present
 
-    def seal(self, records: Sequence[int], now: int = 0, checksums: bytes = b"") -> list[int]:
+    def seal(self, entries: Sequence[Entry], now: int = 0, checksums: bytes = b"") -> list[int]:
         """Seal entries whose bytes are in place, so that lookups find them.
 
         Args:
-            records: records of `reserve` that were neither discarded nor abandoned.
+            entries: entries of `reserve` that were neither discarded nor abandoned.
             now: the depot's clock in seconds.
             checksums: 16 bytes each, concatenated; empty if unknown.
 
@@ -147,7 +147,7 @@ class ChunkIndex:
         tree, last_use, visibility = self.nodes.tree, self.nodes.last_use, self.visibility
         nodes: list[int] = []
         new: list[int] = []
-        for node, is_first, groups in self.entries.seal(records, now, checksums):
+        for node, is_first, groups in self.entries.seal(entries, now, checksums):
             last_use[node] = now
             visibility.sealed_groups[node] |= groups
             tree.holds[node] -= 1
@@ -163,35 +163,35 @@ class ChunkIndex:
 
     # --- entries that end otherwise -------------------------------------------------------------------------------
 
-    def discard_entry(self, record: int) -> None:
+    def discard_entry(self, entry: Entry) -> None:
         """Free an unsealed entry whose writer has ended."""
-        node = self.entries.node_of(record)
+        node = self.entries.node_of(entry)
         if node == NO_NODE:  # abandoned, or of an earlier server
-            self.entries.free_abandoned(record)
+            self.entries.free_abandoned(entry)
             return
-        self.entries.remove(record)
+        self.entries.remove(entry)
         self.evictor.release(node)
 
-    def abandon_entry(self, record: int) -> None:
+    def abandon_entry(self, entry: Entry) -> None:
         """Detach an unsealed entry from its chunk, which can be stored again from now on.
 
         Its writer may still be writing. So the space stays taken, and counts against its tenant, until
         `entries.free_abandoned`.
         """
-        node = self.entries.node_of(record)
-        self.entries.abandon(record)
+        node = self.entries.node_of(entry)
+        self.entries.abandon(entry)
         self.evictor.release(node)
 
-    def remove_entry(self, record: int) -> None:
+    def remove_entry(self, entry: Entry) -> None:
         """Remove a sealed entry, leased or not, because its bytes are wrong.
 
         Its header changes, so that retrieves under way fail. Lookups find its chunk and the chunks after it again once
         it is stored again. Do not call this while the index `is_restoring`.
         """
         assert not self.is_restoring
-        node = self.entries.node_of(record)
-        group, _ = self.table.place_of(record)
-        self.entries.remove(record)
+        node = self.entries.node_of(entry)
+        group, _ = self.table.place_of(entry)
+        self.entries.remove(entry)
         if not self.entries.whole_bit(node, group):
             self.visibility.lose(node, group)
         if not self.entries.is_ghost(node):
@@ -201,16 +201,16 @@ class ChunkIndex:
         else:
             self.shares.policy_of(node).removed(node)  # `added` when it is stored again
 
-    def begin_reading(self, record: int) -> int:
+    def begin_reading(self, entry: Entry) -> int:
         """Hold a sealed entry and its extent while they are copied to a tier. Return its node."""
-        node = self.entries.node_of(record)
+        node = self.entries.node_of(entry)
         self.nodes.tree.holds[node] += 1
-        self.entries.begin_reading(record)
+        self.entries.begin_reading(entry)
         return node
 
-    def end_reading(self, record: int, node: int) -> None:
+    def end_reading(self, entry: Entry, node: int) -> None:
         """Undo one `begin_reading`. If the entry was removed meanwhile, free its space."""
-        self.entries.end_reading(record)
+        self.entries.end_reading(entry)
         self.evictor.release(node)
 
     # --- spaces, nodes and room -----------------------------------------------------------------------------------
@@ -273,8 +273,8 @@ class ChunkIndex:
                 num_bytes += size
                 quotas.used_bytes[share] += size  # counts already, as usage decides whose chunks are evicted
         except BaseException:
-            for record, offset, size in room:
-                self.entries.give_back(record)
+            for entry, offset, size in room:
+                self.entries.give_back(entry)
                 self.extents.free(offset, size)
             raise
         finally:

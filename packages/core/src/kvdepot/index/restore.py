@@ -15,7 +15,7 @@ from kvdepot.index.index import ChunkIndex
 from kvdepot.index.tree import NO_NODE
 from kvdepot.layout import Part, Plane
 from kvdepot.pool.extents import sorted_runs
-from kvdepot.pool.table import FREE, PARENT_BYTES, SEALED, WRITING, Record
+from kvdepot.pool.table import FREE, PARENT_BYTES, SEALED, WRITING, Entry, Record
 from kvdepot.wire.messages import CacheSpec
 
 logger = logging.getLogger(__name__)
@@ -23,13 +23,13 @@ logger = logging.getLogger(__name__)
 _STEP: Final = 500  # records, or restored chunks, per step
 
 
-def restore(index: ChunkIndex, spaces: Sequence[CacheSpec], num_labels: int = 1 << 32) -> Iterator[int | None]:
+def restore(index: ChunkIndex, spaces: Sequence[CacheSpec], num_labels: int = 1 << 32) -> Iterator[Entry | None]:
     """Rebuild an index from the table of an earlier server. Call this once, before adding spaces or entries.
 
     Records refer to `spaces` and labels by number. A record with an unknown number is freed.
 
     Iterating over the result does the work. It yields None between steps, when the caller can do other work but must
-    not begin entries. Nothing is evicted meanwhile (`ChunkIndex.is_restoring`). It also yields the records of
+    not begin entries. Nothing is evicted meanwhile (`ChunkIndex.is_restoring`). It also yields the
     unfinished entries, whose writers may still be writing: they have an extent and belong to no chunk. After the end of
     the iterator, `ChunkIndex.discard_entry` frees them.
 
@@ -42,7 +42,7 @@ def restore(index: ChunkIndex, spaces: Sequence[CacheSpec], num_labels: int = 1 
     return _restore(index, num_labels)
 
 
-def _restore(index: ChunkIndex, num_labels: int) -> Iterator[int | None]:
+def _restore(index: ChunkIndex, num_labels: int) -> Iterator[Entry | None]:
     steps = TablePass(index, len(index.spaces), num_labels)
     try:
         try:
@@ -85,8 +85,8 @@ class TablePass:
     """One pass over the table, done by `run`."""
 
     def __init__(self, index: ChunkIndex, num_spaces: int, num_labels: int) -> None:
-        self.nodes = array("I")  # of sealed records, not visible yet; parents first
-        self.unfinished: list[int] = []  # records of unfinished entries, with an extent and without a chunk
+        self.nodes = array("I")  # of sealed entries, not visible yet; parents first
+        self.unfinished: list[Entry] = []  # with an extent and without a chunk
         self._index = index
         self._num_spaces = num_spaces
         self._num_labels = num_labels
@@ -105,15 +105,15 @@ class TablePass:
 
     def _read(self, records: list[Record]) -> Iterator[None]:
         """Read the records of known spaces and labels, and those of all unfinished entries."""
-        for number in range(self._index.table.num_records):
-            record = self._index.table.record(number)
+        for entry in self._index.table.entries:
+            record = self._index.table.record(entry)
             if record is not None and (
                 record.state == WRITING or (record.space < self._num_spaces and record.label < self._num_labels)
             ):
                 records.append(record)
-            if number % _STEP == 0:
+            if entry % _STEP == 0:
                 yield
-        self._index.entries.num_known = records[-1].number + 1 if records else 0
+        self._index.entries.num_known = records[-1].entry + 1 if records else 0
 
     def _take_extents(self, records: list[Record], by_depth: dict[int, list[Record]]) -> Iterator[None]:
         """Take over the extents. Group the sealed records by depth."""
@@ -126,8 +126,8 @@ class TablePass:
                     by_depth.setdefault(record.depth, []).append(record)
                 else:
                     self._index.entries.restore_unfinished(record)
-                    self._is_used[record.number] = 1
-                    self.unfinished.append(record.number)
+                    self._is_used[record.entry] = 1
+                    self.unfinished.append(record.entry)
             yield
         self.unfinished.sort()
 
@@ -143,7 +143,7 @@ class TablePass:
             while records:
                 record = records.pop()
                 if self._take_entry(record, above, level):
-                    self._is_used[record.number] = 1
+                    self._is_used[record.entry] = 1
                 else:
                     self._index.extents.free(record.offset, record.num_bytes)
                 if len(records) % _STEP == 0:
@@ -180,19 +180,19 @@ class TablePass:
             return False
         entries.restore(record, node)
         nodes.last_use[node] = max(nodes.last_use[node], record.last_use)
-        self._index.visibility.sealed_groups[node] |= entries.is_whole(record.number)
+        self._index.visibility.sealed_groups[node] |= entries.is_whole(record.entry)
         return True
 
     def _free_others(self) -> Iterator[None]:
         """Free the records that were not taken over."""
         table, entries = self._index.table, self._index.entries
-        for number in range(table.num_records - 1, -1, -1):
-            if not self._is_used[number]:
-                if table.state(number) != FREE:
-                    table.free(number)
-                if number < entries.num_known:
-                    entries.give_back(number)
-            if number % _STEP == 0:
+        for entry in reversed(table.entries):
+            if not self._is_used[entry]:
+                if table.state(entry) != FREE:
+                    table.free(entry)
+                if entry < entries.num_known:
+                    entries.give_back(entry)
+            if entry % _STEP == 0:
                 yield
 
     def _tell_policies(self) -> Iterator[None]:

@@ -15,7 +15,7 @@ from msgspec.structs import fields
 from kvdepot.client.operator import ask_depot
 from kvdepot.config import counted, exact_size, format_size
 from kvdepot.errors import ConfigError, printable, reason_of
-from kvdepot.keys import DIGEST_BYTES, Namespace, NamespaceDigest, hash_prefix
+from kvdepot.keys import Namespace, NamespaceDigest, hash_prefix, num_digests
 from kvdepot.layout import MINIMUM_CHUNK_TOKENS
 from kvdepot.ops.collect import add_tier_gc
 from kvdepot.ops.settings import as_argument, named_depot
@@ -153,9 +153,7 @@ def _find(options: argparse.Namespace) -> int:
     found: list[dict[str, Any]] = []
     for _, digests in _prefixes_in(options.digests):
         reply = _ask(options, o.Find(digests))
-        found.append(
-            {"num_chunks": len(digests) // DIGEST_BYTES, "found": [msgspec.to_builtins(p) for p in reply.prefixes]}
-        )
+        found.append({"num_chunks": num_digests(digests), "found": [msgspec.to_builtins(p) for p in reply.prefixes]})
     if options.json:
         print(json.dumps(found, indent=2))
         return 0
@@ -193,7 +191,7 @@ def _warm(options: argparse.Namespace) -> int:
     found = asked = 0
     for tenant, digests in _prefixes_in(options.digests):
         found += _ask(options, o.Warm(tenant=tenant, digests=digests)).count
-        asked += len(digests) // DIGEST_BYTES
+        asked += num_digests(digests)
     print(f"{found:,} of {asked:,} chunks are in the pool")
     return 0
 

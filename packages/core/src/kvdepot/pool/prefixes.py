@@ -22,7 +22,7 @@ from typing import Final, Self
 from blake3 import blake3
 
 from kvdepot.errors import PoolError, require
-from kvdepot.keys import DIGEST_BYTES
+from kvdepot.keys import DIGEST_BYTES, num_digests, slice_digests
 
 MAGIC: Final = b"KVDEPOTR\x01\x00\x00\x00"  # includes the version of the file
 MAXIMUM_BLOCKS: Final = 131_072  # of 1 KiB; a session of up to 31 chunks takes one
@@ -142,7 +142,7 @@ class PrefixFile:
                     break
                 blocks.append(block)
                 of_tenant.num_blocks += 1
-            body = digests[chunk * DIGEST_BYTES : min(chunk + _BLOCK_DIGESTS, num_chunks) * DIGEST_BYTES]
+            body = slice_digests(digests, chunk, min(chunk + _BLOCK_DIGESTS, num_chunks))
             self._write(blocks[place], owner, name, place, before, body)
             chunk, place, before = chunk + _BLOCK_DIGESTS, place + 1, body[-DIGEST_BYTES:]
         self._give_back(of_tenant, blocks[place:])
@@ -172,7 +172,7 @@ class PrefixFile:
 
     def _write(self, block: int, owner: bytes, name: bytes, place: int, before: bytes, body: bytes) -> None:
         start = block * _BLOCK_BYTES
-        header = _HEADER.pack(owner, name, place, len(body) // DIGEST_BYTES, 0)[:_CRC_AT]
+        header = _HEADER.pack(owner, name, place, num_digests(body), 0)[:_CRC_AT]
         data = header + _CRC.pack(_checksum(header, before, body)) + body
         self._memory[start : start + len(data)] = data
 

@@ -11,10 +11,10 @@ import mmap
 import os
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Self
+from typing import Final, NewType, Self, cast
 
 from kvdepot.config import format_size
 from kvdepot.errors import PoolError
@@ -24,10 +24,18 @@ from kvdepot.pool.extents import EXTENT_ALIGNMENT_BYTES
 RECORD_BYTES: Final = 128  # two lines of the cache: no record shares a line with another
 HEADER_PAGE_BYTES: Final = 4096
 TABLE_VERSION: Final = 4  # another one starts with an empty pool
-NO_RECORD: Final = 0xFFFFFFFF
 PARENT_BYTES: Final = 16  # leading bytes of the parent's key: enough to identify it among the chunks of one depth
 OWNER_BYTES: Final = 16
 MAXIMUM_ENTRY_BYTES: Final = (1 << 32) - 1
+
+Entry = NewType("Entry", int)
+"""The opaque name of an entry: finds its record in the table. Only `pool` and `index` make one or calculate with it.
+
+`ChunkIndex.reserve` gives it, and `restore` for an unfinished entry of an earlier server. It stays valid until the
+entry is evicted, removed or discarded. Afterwards it may name another entry, whose record has another header. So while
+you wait, hold the entry (`ChunkIndex.begin_reading`), or keep its header and compare. Peers name entries by number and
+header, which `IndexTable.sealed_record` checks.
+"""
 
 FREE: Final = 0
 WRITING: Final = 1
@@ -83,7 +91,7 @@ class Writer:
 class Record:
     """One decoded record."""
 
-    number: int
+    entry: Entry
     state: int
     space: int
     group: int
@@ -119,22 +127,22 @@ class TableReader:
         self._memory = memory
         self.headers = memoryview(memory).cast("Q")
 
-    def is_same(self, record: int, header: int) -> bool:
+    def is_same(self, entry: Entry, header: int) -> bool:
         """Return whether a record still has the header from the plan, so that its extent was not reused."""
-        return self.headers[(HEADER_PAGE_BYTES + record * RECORD_BYTES) // 8] == header
+        return self.headers[(HEADER_PAGE_BYTES + entry * RECORD_BYTES) // 8] == header
 
-    def holds(self, record: int, header: int, key: bytes) -> bool:
+    def holds(self, entry: Entry, header: int, key: bytes) -> bool:
         """Return whether a record has this header and belongs to the chunk with this key."""
-        base = HEADER_PAGE_BYTES + record * RECORD_BYTES
+        base = HEADER_PAGE_BYTES + entry * RECORD_BYTES
         found = self._memory[base + _KEY_OFFSET : base + _KEY_OFFSET + DIGEST_BYTES]
         return self.headers[base // 8] == header and found == key
 
-    def checksum_of(self, record: int) -> bytes:
+    def checksum_of(self, entry: Entry) -> bytes:
         """Return the checksum of a sealed record's payload, zeros for none.
 
         It is valid only while the header is unchanged.
         """
-        base = HEADER_PAGE_BYTES + record * RECORD_BYTES + _CHECKSUM_OFFSET
+        base = HEADER_PAGE_BYTES + entry * RECORD_BYTES + _CHECKSUM_OFFSET
         return bytes(self._memory[base : base + OWNER_BYTES])
 
 
@@ -226,7 +234,7 @@ class IndexTable:
 
     def write(
         self,
-        record: int,
+        entry: Entry,
         *,
         space: int,
         group: int,
@@ -242,9 +250,9 @@ class IndexTable:
         owner: bytes,
     ) -> int:
         """Fill a free record and set its state to WRITING. Return the header that it will have once sealed."""
-        place = record * (RECORD_BYTES // 8)
+        place = entry * (RECORD_BYTES // 8)
         sealed = _next_generation(self._words[place]) | SEALED
-        base = HEADER_PAGE_BYTES + record * RECORD_BYTES + 8
+        base = HEADER_PAGE_BYTES + entry * RECORD_BYTES + 8
         self._put(
             _BODY,
             base,
@@ -269,19 +277,19 @@ class IndexTable:
         self._put_header(place, header)
         return sealed
 
-    def seal(self, record: int, last_use: int, checksum: bytes = bytes(OWNER_BYTES)) -> None:
+    def seal(self, entry: Entry, last_use: int, checksum: bytes = bytes(OWNER_BYTES)) -> None:
         """Mark a record as sealed. The payload's checksum (zeros: none) replaces the owner."""
-        place = record * (RECORD_BYTES // 8)
-        base = HEADER_PAGE_BYTES + record * RECORD_BYTES + 8
+        place = entry * (RECORD_BYTES // 8)
+        base = HEADER_PAGE_BYTES + entry * RECORD_BYTES + 8
         header = self._words[place] >> 8 << 8 | SEALED
         self._put(_DIGEST, base - 8 + _CHECKSUM_OFFSET, checksum)
         self._put(_END, base - 8 + _CRC, self.crc_of(base, header), last_use)
         # The header last, and part of the checksum: after a kill before it, the next server drops the record.
         self._put_header(place, header)
 
-    def free(self, record: int) -> None:
+    def free(self, entry: Entry) -> None:
         """Free a record. Readers see the change before the extent is reused."""
-        place = record * (RECORD_BYTES // 8)
+        place = entry * (RECORD_BYTES // 8)
         self._put_header(place, _next_generation(self._words[place]) | FREE)
 
     def _put(self, kind: struct.Struct, place: int, *values: object) -> None:
@@ -294,79 +302,86 @@ class IndexTable:
     def _put_header(self, place: int, header: int) -> None:
         self._words[place] = header
 
-    def header(self, record: int) -> int:
+    def header(self, entry: Entry) -> int:
         """Return the present header."""
-        return self._words[record * (RECORD_BYTES // 8)]
+        return self._words[entry * (RECORD_BYTES // 8)]
 
-    def state(self, record: int) -> int:
+    def state(self, entry: Entry) -> int:
         """Return `FREE`, `WRITING` or `SEALED`; another number if the record is damaged."""
-        return self._words[record * (RECORD_BYTES // 8)] & _STATE_MASK
+        return self._words[entry * (RECORD_BYTES // 8)] & _STATE_MASK
 
-    def is_sealed(self, record: int) -> bool:
+    def is_sealed(self, entry: Entry) -> bool:
         """Whether the bytes of an entry are in place."""
-        return self._words[record * (RECORD_BYTES // 8)] & _STATE_MASK == SEALED
+        return self._words[entry * (RECORD_BYTES // 8)] & _STATE_MASK == SEALED
 
-    def sealed_entry(self, record: int) -> tuple[int, int, int, int] | None:
-        """Return record, header, offset and payload bytes of a sealed entry, None if the record is not sealed."""
-        header = self._words[record * (RECORD_BYTES // 8)]
-        return (record, header, *self.extent(record)) if header & _STATE_MASK == SEALED else None
+    def sealed_entry(self, entry: Entry) -> tuple[Entry, int, int, int] | None:
+        """Return an entry with its header, offset and payload bytes, None if it is not sealed."""
+        header = self._words[entry * (RECORD_BYTES // 8)]
+        return (entry, header, *self.extent(entry)) if header & _STATE_MASK == SEALED else None
 
     def sealed_record(self, number: int, header: int) -> Record | None:
-        """Decode a sealed record if it has this header, else return None."""
-        is_same = 0 <= number < self.num_records and self.header(number) == header
-        return self.record(number) if is_same and header & _STATE_MASK == SEALED else None
+        """Decode the record of the entry that a peer names by number and header. None unless it is sealed with it."""
+        if not 0 <= number < self.num_records:
+            return None
+        entry = Entry(number)
+        return self.record(entry) if self.header(entry) == header and header & _STATE_MASK == SEALED else None
 
-    def extent(self, record: int) -> tuple[int, int]:
+    def extent(self, entry: Entry) -> tuple[int, int]:
         """Return the offset and the payload bytes of a record in use."""
-        base = HEADER_PAGE_BYTES + record * RECORD_BYTES
+        base = HEADER_PAGE_BYTES + entry * RECORD_BYTES
         page, num_bytes = _EXTENT.unpack_from(self._view, base + _EXTENT_OFFSET)
         return page * EXTENT_ALIGNMENT_BYTES, num_bytes
 
-    def check_of(self, record: int) -> int:
+    def check_of(self, entry: Entry) -> int:
         """Return the check of the writer's page sizes."""
-        return _U32.unpack_from(self._view, HEADER_PAGE_BYTES + record * RECORD_BYTES + _CHECK_OFFSET)[0]
+        return _U32.unpack_from(self._view, HEADER_PAGE_BYTES + entry * RECORD_BYTES + _CHECK_OFFSET)[0]
 
-    def key_of(self, record: int) -> bytes:
+    def key_of(self, entry: Entry) -> bytes:
         """Return the key of the chunk of a record in use."""
-        base = HEADER_PAGE_BYTES + record * RECORD_BYTES + _KEY_OFFSET
+        base = HEADER_PAGE_BYTES + entry * RECORD_BYTES + _KEY_OFFSET
         return bytes(self._view[base : base + DIGEST_BYTES])
 
-    def writer_of(self, record: int) -> Writer:
+    def writer_of(self, entry: Entry) -> Writer:
         """Return the process that writes, or wrote, a record in use."""
-        base = HEADER_PAGE_BYTES + record * RECORD_BYTES
+        base = HEADER_PAGE_BYTES + entry * RECORD_BYTES
         start_time, pid = _WRITER.unpack_from(self._view, base + _WRITER_OFFSET)
         return Writer(pid, start_time)
 
-    def owner_of(self, record: int) -> bytes:
+    def owner_of(self, entry: Entry) -> bytes:
         """Return the owner of a record that is not sealed: its worker within the writing process."""
-        base = HEADER_PAGE_BYTES + record * RECORD_BYTES + _CHECKSUM_OFFSET
+        base = HEADER_PAGE_BYTES + entry * RECORD_BYTES + _CHECKSUM_OFFSET
         return bytes(self._view[base : base + OWNER_BYTES])
 
-    def place_of(self, record: int) -> tuple[int, int]:
+    def place_of(self, entry: Entry) -> tuple[int, int]:
         """Return the group and the part's number of a record in use."""
-        fields = _U64.unpack_from(self._view, HEADER_PAGE_BYTES + record * RECORD_BYTES + _PLACE_OFFSET)[0]
+        fields = _U64.unpack_from(self._view, HEADER_PAGE_BYTES + entry * RECORD_BYTES + _PLACE_OFFSET)[0]
         return fields & 0xFFFF, fields >> 16
 
-    def record(self, number: int) -> Record | None:
+    def record(self, entry: Entry) -> Record | None:
         """Decode one record; None if it is free or does not verify."""
-        header = self._words[number * (RECORD_BYTES // 8)]
-        return self._read(number, header) if header & _STATE_MASK in (WRITING, SEALED) else None
+        header = self._words[entry * (RECORD_BYTES // 8)]
+        return self._read(entry, header) if header & _STATE_MASK in (WRITING, SEALED) else None
+
+    @property
+    def entries(self) -> Sequence[Entry]:
+        """The entries of all records, whether free or in use."""
+        return cast("Sequence[Entry]", range(self.num_records))  # no call for each
 
     def records(self) -> Iterator[Record]:
         """Decode all records that are in use and verify."""
-        for number in range(self.num_records):
-            record = self.record(number)
+        for entry in self.entries:
+            record = self.record(entry)
             if record is not None:
                 yield record
 
-    def _read(self, number: int, header: int) -> Record | None:
-        base = HEADER_PAGE_BYTES + number * RECORD_BYTES + 8
+    def _read(self, entry: Entry, header: int) -> Record | None:
+        base = HEADER_PAGE_BYTES + entry * RECORD_BYTES + 8
         fields = _BODY.unpack_from(self._view, base)
         space, place, page, num_bytes, key, parent, depth, label, check, owner, start, pid, crc, last_use = fields
         if crc != self.crc_of(base, header):
             return None
         return Record(
-            number,
+            entry,
             header & _STATE_MASK,
             space,
             place & 0xFFFF,

@@ -210,7 +210,7 @@ class Depot:
             Part.of(record.part),
             tenant,
         )
-        self.index.remove_entry(number)
+        self.index.remove_entry(record.entry)
         self.state.note(f"an entry of tenant {tenant} lost its bytes and was removed")
         self.counters[_ENTRIES_CORRUPT] += 1
         return True

@@ -240,9 +240,9 @@ class Hottest:
         begun, _ = index.reserve(NewRun(self._space, digest, label=label), [(0, _PLACE)])
         if not begun or tiering is None:
             return 0
-        ((_, _, (record, _, offset, size)),) = begun
+        ((_, _, (entry, _, offset, size)),) = begun
         os.pwrite(self._pool_fd, (len(body).to_bytes(4, "little") + body).ljust(size, b"\0"), offset)
-        (node,) = index.seal([record], int(state.clock()))
+        (node,) = index.seal([entry], int(state.clock()))
         yield from self._turns.total(tiering.leave(node, label.__eq__))
         return 1
 
@@ -268,8 +268,8 @@ class Hottest:
         nodes = index.visibility.match(self._space, digest).nodes
         if not nodes:
             return None
-        (record,) = index.entries.sealed(nodes[-1])
-        offset, size = index.table.extent(record)
+        (entry,) = index.entries.sealed(nodes[-1])
+        offset, size = index.table.extent(entry)
         data = os.pread(self._pool_fd, size, offset)
         yield from self._turns.total(index.priorities.end_session(nodes[-1], label.__eq__))
         index.evictor.evict(nodes[-1])

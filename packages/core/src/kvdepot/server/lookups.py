@@ -11,7 +11,7 @@ from msgspec import structs
 from kvdepot.counting import depot_counter
 from kvdepot.errors import ErrorCode
 from kvdepot.index.entries import pack_extent
-from kvdepot.keys import DIGEST_BYTES, digest_at, num_digests, slice_digests
+from kvdepot.keys import digest_at, num_digests, slice_digests
 from kvdepot.server.agents import Agents
 from kvdepot.server.background import Task
 from kvdepot.server.contexts import Context, ContextTable, check_run
@@ -74,7 +74,7 @@ class Lookups:
         """
         index, space = self._index, context.space
         match = index.visibility.match(space, request.digests)
-        num_chunks = len(request.digests) // DIGEST_BYTES  # whole digests, as `match` has checked
+        num_chunks = num_digests(request.digests)
         if request.token_seconds != context.token_seconds:
             context.token_seconds = self._contexts.token_seconds[context.instance] = request.token_seconds
         counters = self._counters

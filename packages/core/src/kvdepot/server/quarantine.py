@@ -7,7 +7,7 @@ from typing import Final
 
 from kvdepot.counting import depot_counter
 from kvdepot.index.tree import NO_NODE
-from kvdepot.pool.table import Writer
+from kvdepot.pool.table import Entry, Writer
 from kvdepot.server.background import CHORES_FAILED, Task
 from kvdepot.server.contexts import Fence
 from kvdepot.server.state import DepotState
@@ -23,9 +23,9 @@ class Quarantine:
     """Entries of one worker of one process."""
 
     fence: Fence
-    records: list[int]
+    entries: list[Entry]
     num_bytes: int
-    num_abandoned: int = 0  # how many of the records belong to no chunk any more
+    num_abandoned: int = 0  # how many of the entries belong to no chunk any more
 
 
 class QuarantineTable:
@@ -40,9 +40,9 @@ class QuarantineTable:
         """Pool bytes held in quarantine."""
         return sum(each.num_bytes for each in self.held)
 
-    def hold(self, fence: Fence, records: list[int], num_bytes: int) -> None:
+    def hold(self, fence: Fence, entries: list[Entry], num_bytes: int) -> None:
         """Hold unfinished entries."""
-        self.held.append(Quarantine(fence, records, num_bytes))
+        self.held.append(Quarantine(fence, entries, num_bytes))
 
     def end_worker(self, fence: Fence) -> None:
         """Free the entries of a worker that has registered again."""
@@ -57,19 +57,19 @@ class QuarantineTable:
         return any(quarantine.fence[0] == writer for quarantine in self.held)
 
     def _free(self, is_over: Callable[[Quarantine], bool]) -> None:
-        records = [record for quarantine in self.held if is_over(quarantine) for record in quarantine.records]
+        entries = [entry for quarantine in self.held if is_over(quarantine) for entry in quarantine.entries]
         self.held[:] = [quarantine for quarantine in self.held if not is_over(quarantine)]
-        self.discard(records)
+        self.discard(entries)
 
-    def discard(self, records: Sequence[int]) -> None:
+    def discard(self, entries: Sequence[Entry]) -> None:
         """Free unfinished entries without a writer: now, or in background steps if they are many."""
-        self._state.background.add_urgent(self._discarding(records), len(records))
+        self._state.background.add_urgent(self._discarding(entries), len(entries))
 
-    def _discarding(self, records: Sequence[int]) -> Task:
+    def _discarding(self, entries: Sequence[Entry]) -> Task:
         index, counters = self._state.index, self._state.counters
-        for record in reversed(records):  # mostly deepest first, so that no ghosts remain
+        for entry in reversed(entries):  # mostly deepest first, so that no ghosts remain
             try:
-                index.discard_entry(record)
+                index.discard_entry(entry)
             except Exception:
                 logger.exception("an unfinished entry could not be freed")
                 counters[CHORES_FAILED] += 1
@@ -83,11 +83,11 @@ class QuarantineTable:
         """
         index = self._state.index
         for quarantine in self.held:
-            if quarantine.num_abandoned < len(quarantine.records):
+            if quarantine.num_abandoned < len(quarantine.entries):
                 first = quarantine.num_abandoned
                 quarantine.num_abandoned += m.MAXIMUM_STORE_ENTRIES
-                for record in quarantine.records[first : quarantine.num_abandoned]:
-                    if index.entries.node_of(record) != NO_NODE:
-                        index.abandon_entry(record)
+                for entry in quarantine.entries[first : quarantine.num_abandoned]:
+                    if index.entries.node_of(entry) != NO_NODE:
+                        index.abandon_entry(entry)
                 return True
         return False

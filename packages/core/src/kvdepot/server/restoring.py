@@ -10,7 +10,7 @@ from itertools import chain
 
 from kvdepot.index.restore import restore
 from kvdepot.pool.names import Names
-from kvdepot.pool.table import Writer
+from kvdepot.pool.table import Entry, Writer
 from kvdepot.server.background import CHORES_FAILED
 from kvdepot.server.contexts import Fence
 from kvdepot.server.depot import Depot
@@ -69,7 +69,7 @@ class Restoring:
         self._depot.contexts.generations.restored()
 
 
-def take_over(depot: Depot, restored: Iterator[int | None], await_death: Callable[[Writer], bool]) -> Iterator[None]:
+def take_over(depot: Depot, restored: Iterator[Entry | None], await_death: Callable[[Writer], bool]) -> Iterator[None]:
     """Restore an earlier server's table, then decide about each unfinished entry.
 
     An entry is freed if its worker has registered again or its process is dead. All others stay in quarantine.
@@ -80,20 +80,20 @@ def take_over(depot: Depot, restored: Iterator[int | None], await_death: Callabl
         await_death: watches a process; returns False if it is dead.
     """
     table = depot.index.table
-    by_fence: dict[Fence, list[int]] = {}
+    by_fence: dict[Fence, list[Entry]] = {}
     sizes: Counter[Fence] = Counter()
-    for record in restored:
-        if record is not None:
-            fence = table.writer_of(record), table.owner_of(record)
-            by_fence.setdefault(fence, []).append(record)
-            sizes[fence] += table.extent(record)[1]
+    for entry in restored:
+        if entry is not None:
+            fence = table.writer_of(entry), table.owner_of(entry)
+            by_fence.setdefault(fence, []).append(entry)
+            sizes[fence] += table.extent(entry)[1]
         yield
-    for fence, records in by_fence.items():
+    for fence, entries in by_fence.items():
         is_back = any(context.fence == fence for context in depot.contexts.by_number.values())
         if not is_back and await_death(fence[0]):
-            depot.quarantine.hold(fence, records, sizes[fence])
+            depot.quarantine.hold(fence, entries, sizes[fence])
         else:
-            depot.quarantine.discard(records)
+            depot.quarantine.discard(entries)
         yield
     logger.info(
         "restored %d entries of an earlier server; %d were unfinished",

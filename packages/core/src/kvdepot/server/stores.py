@@ -10,7 +10,7 @@ from kvdepot.counting import depot_counter
 from kvdepot.errors import ErrorCode
 from kvdepot.index.entries import NewRun, pack_extent
 from kvdepot.index.tree import NO_NODE
-from kvdepot.pool.table import Writer
+from kvdepot.pool.table import Entry, Writer
 from kvdepot.server.background import Task
 from kvdepot.server.contexts import Context, ContextTable, Fence, check_run, wanted_of
 from kvdepot.server.flights import FlightTable
@@ -45,7 +45,7 @@ class Ticket:
     number: int
     context: int
     request_id: str
-    records: list[int]
+    entries: list[Entry]
     num_bytes: int
     began: float  # by the depot's clock
     extents: bytes = b""  # packed; empty if the worker writes them itself
@@ -124,11 +124,11 @@ class Stores:
         if not begun:
             return m.StorePlan(state.epoch, 0, b"", num_present, num_declined)
         index.hit_rates.stored(request.digests, self._contexts.chunk_bytes[space.number])
-        records: list[int] = []
+        entries: list[Entry] = []
         extents: list[bytes] = []
         num_bytes = 0
         for chunk, place, extent in begun:
-            records.append(extent[0])
+            entries.append(extent[0])
             extents.append(pack_extent(chunk, place.group, place.part, extent))
             num_bytes += place.num_bytes
         packed = b"".join(extents)
@@ -136,7 +136,7 @@ class Stores:
             next(state.numbers),
             context.number,
             request.request_id,
-            records,
+            entries,
             num_bytes,
             state.clock(),
             packed if context.has_mover else b"",
@@ -163,21 +163,21 @@ class Stores:
         ticket = self._find(context, request.ticket)
         if ticket.is_moving:
             raise Refused(ErrorCode.UNKNOWN_TICKET, f"ticket {request.ticket} is still being written")
-        if request.checksums and len(request.checksums) != m.CHECKSUM_BYTES * len(ticket.records):
+        if request.checksums and len(request.checksums) != m.CHECKSUM_BYTES * len(ticket.entries):
             raise Refused(
-                ErrorCode.MALFORMED, f"checksums of {len(request.checksums)} bytes for {len(ticket.records)} entries"
+                ErrorCode.MALFORMED, f"checksums of {len(request.checksums)} bytes for {len(ticket.entries)} entries"
             )
         self._drop(ticket)
-        nodes = self._index.seal(ticket.records, int(now), request.checksums)
-        self._counters[_ENTRIES_STORED] += len(ticket.records)
+        nodes = self._index.seal(ticket.entries, int(now), request.checksums)
+        self._counters[_ENTRIES_STORED] += len(ticket.entries)
         state.usage.store_seconds.add(now - ticket.began)
         state.usage.moved_bytes[context.device][0] += ticket.num_bytes
         if state.tiering is not None:
             is_first = (context.instance, ticket.request_id) in self._contexts.handing_over
-            state.tiering.stored(ticket.records, is_first=is_first)
+            state.tiering.stored(ticket.entries, is_first=is_first)
         if self._flights:
             self._flights.arrived(nodes)
-        return m.Done(state.epoch, len(ticket.records))
+        return m.Done(state.epoch, len(ticket.entries))
 
     def abort(self, context: Context, request: m.AbortStore) -> frames.Reply:
         """Free the entries of a ticket. The reply counts them."""
@@ -185,7 +185,7 @@ class Stores:
         if ticket is None or ticket.context != context.number:
             return m.Done(self._state.epoch, 0)
         self._abort(ticket)
-        return m.Done(self._state.epoch, len(ticket.records))
+        return m.Done(self._state.epoch, len(ticket.entries))
 
     def begin_move(self, context: Context, number: int) -> tuple[bytes, Callable[[], None]]:
         """Note that the mover begins to write a ticket. Return its extents, and a function to call when the mover ends.
@@ -219,7 +219,7 @@ class Stores:
         self._tell_waiting(ticket)
         if not ticket.is_moving:
             self._drop(ticket)
-            self._quarantine.discard(ticket.records)
+            self._quarantine.discard(ticket.entries)
 
     def _tell_waiting(self, ticket: Ticket) -> None:
         """End the single flight of a request whose chunks will not arrive."""
@@ -245,12 +245,12 @@ class Stores:
         tickets = [ticket for ticket in every if ticket.context == context]
         for ticket in tickets:
             self._drop(ticket)
-        records = [record for ticket in tickets for record in ticket.records]
+        entries = [entry for ticket in tickets for entry in ticket.entries]
         if fence is None:
-            self._quarantine.discard(records)
-        elif records:
-            self._quarantine.hold(fence, records, sum(each.num_bytes for each in tickets))
-        return len(records)
+            self._quarantine.discard(entries)
+        elif entries:
+            self._quarantine.hold(fence, entries, sum(each.num_bytes for each in tickets))
+        return len(entries)
 
     def has_late(self, now: float) -> bool:
         """Whether `end_late` has work."""
@@ -267,8 +267,8 @@ class Stores:
         """End a store before its context does. The context may still write to the extents."""
         del self.tickets[ticket.number]
         self.late_tickets[ticket.number] = ticket
-        for record in reversed(ticket.records):
-            self._index.abandon_entry(record)
+        for entry in reversed(ticket.entries):
+            self._index.abandon_entry(entry)
         self._counters[_STORES_LATE] += 1
         self._tell_waiting(ticket)
 
@@ -279,7 +279,7 @@ class Stores:
         """
         index, quotas = self._index, self._index.quotas
         for ticket in islice(self.tickets.values(), _MOST_LOOKED_AT):
-            node = index.entries.node_of(ticket.records[0])
+            node = index.entries.node_of(ticket.entries[0])
             if index.nodes.tree.parent[node] != NO_NODE and quotas.is_above(index.nodes.tree.share[node]):
                 self._end_late(ticket)
                 return True

@@ -16,6 +16,7 @@ from kvdepot.counting import Counts, depot_counter
 from kvdepot.index.eviction import ENDED
 from kvdepot.index.index import ChunkIndex
 from kvdepot.index.tree import NO_NODE
+from kvdepot.pool.table import Entry
 from kvdepot.tiers.gathering import Gathering
 from kvdepot.tiers.jobs import Job, JobKind, JobPart
 from kvdepot.tiers.keys import chunks_a_run
@@ -44,14 +45,14 @@ class _Leaving:
     key: bytes
     is_forced: bool  # whether to evict it even if no tier takes it; otherwise only while it has ENDED
     num_bytes: int = 0  # that its eviction makes free
-    held: Sequence[tuple[int, int]] = ()  # (record, node) to hold until the tiers have been asked for the prefix
+    held: Sequence[tuple[Entry, int]] = ()  # (entry, node) to hold until the tiers have been asked for the prefix
 
 
 @dataclass(frozen=True, slots=True)
 class _Gathered:
     """The last entry of gathered chunks. Holding it keeps them and all chunks before them in the pool."""
 
-    record: int
+    entry: Entry
     node: int
     num_bytes: int  # of the gathered chunks
 
@@ -66,8 +67,8 @@ class Demotions:
         rule: when entries are written.
         least_tokens: shorter prefixes are not written.
         counters: the counters of tiering.
-        on_corrupt: called with the record and header of an entry with a checksum mismatch. It must compare the header,
-            as the record may have been reused.
+        on_corrupt: called with an entry whose checksum does not match, and its header. It must compare the header, as
+            the record may have been reused.
         clock: returns monotonic seconds.
     """
 
@@ -79,7 +80,7 @@ class Demotions:
         rule: Demotion,
         least_tokens: int,
         counters: Counts,
-        on_corrupt: Callable[[int, int], object],
+        on_corrupt: Callable[[Entry, int], object],
         clock: Callable[[], float],
     ) -> None:
         self._index = index
@@ -117,49 +118,49 @@ class Demotions:
         """Let newly stored chunks wait for those after them, or write them at once."""
         self._gathering.waits = waits
 
-    def stored(self, records: Sequence[int], *, is_first: bool = False) -> None:
+    def stored(self, entries: Sequence[Entry], *, is_first: bool = False) -> None:
         """Write newly sealed entries, in the order of their chunks, if `is_first` or the rule demands it."""
         index = self._index
-        if not records:
+        if not entries:
             return
         if not is_first and (
-            self._rule is not Demotion.STORE or not self._is_wanted(index.entries.node_of(records[-1]))
+            self._rule is not Demotion.STORE or not self._is_wanted(index.entries.node_of(entries[-1]))
         ):
             return
-        first, last = index.entries.node_of(records[0]), index.entries.node_of(records[-1])
+        first, last = index.entries.node_of(entries[0]), index.entries.node_of(entries[-1])
         before = index.nodes.tree.parent[first]
         gathering, others = self._by_kind()
         if gathering:
-            run_chunks = chunks_a_run(index.table.extent(records[-1])[1])
-            is_held, now = self._hold(records, before, gathering), self._clock()
+            run_chunks = chunks_a_run(index.table.extent(entries[-1])[1])
+            is_held, now = self._hold(entries, before, gathering), self._clock()
             if not self._gathering.adds(before, last, run_chunks, now, is_first=is_first, may_wait=is_held):
                 self._write_gathered(last, gathering, is_first=is_first)
         if before != NO_NODE and self._is_missing(before, others):
             # In a tier, they are useless without the chunks before them.
             self._refresh(last, others, _reason(is_first=is_first))
         else:
-            self._write(records, others, _reason(is_first=is_first))
+            self._write(entries, others, _reason(is_first=is_first))
 
-    def _hold(self, records: Sequence[int], before: int, gathering: Sequence[TierState]) -> bool:
+    def _hold(self, entries: Sequence[Entry], before: int, gathering: Sequence[TierState]) -> bool:
         """Keep new chunks in the pool until they are written. Return False if too many bytes wait already."""
         index = self._index
-        num_bytes = sum(index.table.extent(record)[1] for record in records)
-        record, most_bytes = records[-1], max(tier.queue.write_bytes for tier in gathering) * _GATHERED_SHARE
-        for earlier in (before, index.entries.node_of(record)):  # or the same chunks of another rank
+        num_bytes = sum(index.table.extent(entry)[1] for entry in entries)
+        entry, most_bytes = entries[-1], max(tier.queue.write_bytes for tier in gathering) * _GATHERED_SHARE
+        for earlier in (before, index.entries.node_of(entry)):  # or the same chunks of another rank
             if earlier in self._gathered:
                 num_bytes += self._gathered[earlier].num_bytes
                 self._let_go(earlier)
         if self._gathered_bytes + num_bytes > most_bytes:
             return False
-        node = index.begin_reading(record)
-        self._gathered[node] = _Gathered(record, node, num_bytes)
+        node = index.begin_reading(entry)
+        self._gathered[node] = _Gathered(entry, node, num_bytes)
         self._gathered_bytes += num_bytes
         return True
 
     def _let_go(self, node: int) -> None:
         gathered = self._gathered.pop(node)
         self._gathered_bytes -= gathered.num_bytes
-        self._index.end_reading(gathered.record, gathered.node)
+        self._index.end_reading(gathered.entry, gathered.node)
 
     def _let_go_of_oldest(self) -> bool:
         if not self._gathered:
@@ -225,7 +226,7 @@ class Demotions:
         """
         index = self._index
         earlier = self._leaving.pop(node, None)
-        held = [(record, index.begin_reading(record)) for record in index.entries.sealed(node)[:1]]
+        held = [(entry, index.begin_reading(entry)) for entry in index.entries.sealed(node)[:1]]
         self._leaving[node] = _Leaving(index.nodes.key_of(node), is_forced, num_bytes, held)
         if earlier is not None:
             self._release(earlier)
@@ -233,8 +234,8 @@ class Demotions:
         self._go_on(node)
 
     def _release(self, leaving: _Leaving) -> None:
-        for record, node in leaving.held:
-            self._index.end_reading(record, node)
+        for entry, node in leaving.held:
+            self._index.end_reading(entry, node)
 
     def _go_on(self, node: int) -> None:
         """Let go of a prefix that has been written, or whose refresh has ended. If it leaves, `turn` evicts its end."""
@@ -303,17 +304,17 @@ class Demotions:
             self.refresher.begin(tier, node, reason)
 
     def _is_missing(self, node: int, tiers: Sequence[TierState]) -> bool:
-        return any(not self._is_written(record, tiers) for record in self._index.entries.sealed(node))
+        return any(not self._is_written(entry, tiers) for entry in self._index.entries.sealed(node))
 
     def holds(self, node: int) -> bool:
         """Return whether a working tier has all sealed entries of a chunk, or they are on their way there.
 
         False for a chunk without entries.
         """
-        records = self._index.entries.sealed(node)
-        headers = list(map(self._index.table.header, records))
+        entries = self._index.entries.sealed(node)
+        headers = list(map(self._index.table.header, entries))
         for tier in self._tiers:
-            if records and all(map(tier.has, records, headers)) and not tier.queue.is_suspended:
+            if entries and all(map(tier.has, entries, headers)) and not tier.queue.is_suspended:
                 return True
         return False
 
@@ -324,13 +325,13 @@ class Demotions:
             return False
         return (index.nodes.depth[node] + 1) * index.nodes.space_of(node).spec.chunk_tokens >= self._least_tokens
 
-    def _is_written(self, record: int, tiers: Sequence[TierState]) -> bool:
-        header = self._index.table.header(record)
-        return all(not tier.takes_writes or tier.has(record, header) for tier in tiers)
+    def _is_written(self, entry: Entry, tiers: Sequence[TierState]) -> bool:
+        header = self._index.table.header(entry)
+        return all(not tier.takes_writes or tier.has(entry, header) for tier in tiers)
 
     def _write(
         self,
-        records: Sequence[int],
+        entries: Sequence[Entry],
         tiers: Sequence[TierState],
         reason: Reason,
         *,
@@ -344,56 +345,56 @@ class Demotions:
         for tier in tiers:
             if not tier.takes_writes:
                 continue
-            missing = [record for record in records if not tier.has(record, table.header(record))]
+            missing = [entry for entry in entries if not tier.has(entry, table.header(entry))]
             takes_all = reason in (Reason.HANDED_OVER, Reason.LEAVING)
             num_kept = len(missing) if takes_all else _num_taken(tier.queue, len(missing))
             self._counters[_DEMOTIONS_DROPPED] += len(missing) - num_kept
             missing = missing[:num_kept]
             if not missing:
                 continue
-            keys = [self._keys.key_of(record) for record in missing]
+            keys = [self._keys.key_of(entry) for entry in missing]
             order = by_run(keys)
             missing = [missing[number] for number in order]
             job = Job(
                 JobKind.WRITE,
                 [keys[number] for number in order],
-                [table.extent(record) for record in missing],
-                [table.owner_of(record) for record in missing],
+                [table.extent(entry) for entry in missing],
+                [table.owner_of(entry) for entry in missing],
                 is_first=reason is Reason.HANDED_OVER,
             )
             if not tier.queue.submit(job):
                 self._counters[_DEMOTIONS_DROPPED] += len(missing)
                 continue
-            entries = [(record, table.header(record), index.begin_reading(record)) for record in missing]
-            job.on_part = partial(self._wrote, tier, entries, leaves)
+            held = [(entry, table.header(entry), index.begin_reading(entry)) for entry in missing]
+            job.on_part = partial(self._wrote, tier, held, leaves)
             self.writing.add(job)
             is_taken = True
-            for record, header, _ in entries:
-                tier.expect(record, header)
+            for entry, header, _ in held:
+                tier.expect(entry, header)
         return is_taken
 
-    def _write_lost(self, tier: TierState, records: Sequence[int], reason: Reason) -> bool:
+    def _write_lost(self, tier: TierState, entries: Sequence[Entry], reason: Reason) -> bool:
         """Write entries that a tier lacks. Return False if one was dropped."""
         num_dropped = self._counters[_DEMOTIONS_DROPPED]
-        self._write(records, [tier], reason)
+        self._write(entries, [tier], reason)
         return self._counters[_DEMOTIONS_DROPPED] == num_dropped
 
-    def _wrote(self, tier: TierState, entries: Sequence[tuple[int, int, int]], leaves: bool, part: JobPart) -> None:
-        """Handle the outcomes of some entries of a job. `entries` has record, header and node of each."""
+    def _wrote(self, tier: TierState, held: Sequence[tuple[Entry, int, int]], leaves: bool, part: JobPart) -> None:
+        """Handle the outcomes of some entries of a job. `held` has all of them, each with its header and node."""
         now = self._clock()
         if part.is_last:
             self.writing.discard(part.job)
-        for (record, header, node), ok in zip(entries[part.first :], part.outcomes, strict=False):
-            if tier.has(record, header):
-                (tier.mark if ok else tier.unmark)(record, header, now)
-            self._index.end_reading(record, node)
+        for (entry, header, node), ok in zip(held[part.first :], part.outcomes, strict=False):
+            if tier.has(entry, header):
+                (tier.mark if ok else tier.unmark)(entry, header, now)
+            self._index.end_reading(entry, node)
             if leaves:
                 self._index.evictor.evict(node)
             self._go_on(node)
         self._index.evictor.log_evicted("that a tier has now")
         for place in part.corrupt:
-            record, header, _ = entries[place]
-            self._on_corrupt(record, header)
+            entry, header, _ = held[place]
+            self._on_corrupt(entry, header)
 
     def _make_reserve(self, is_over: Callable[[], bool]) -> None:
         """Write and evict the entries that leave next, until the reserve is free or `is_over`."""
@@ -414,7 +415,7 @@ class Demotions:
                 self.lacks_victims = True
                 return
             # The chunks before a leaf are evicted right after it; write them in one job.
-            nodes, records = [node], index.entries.sealed(node)
+            nodes, entries = [node], index.entries.sealed(node)
             while (
                 len(nodes) < _CHUNKS_A_STEP
                 and (node := tree.parent[node]) != NO_NODE
@@ -422,12 +423,12 @@ class Demotions:
                 and not tree.holds[node]
             ):
                 nodes.append(node)
-                records += index.entries.sealed(node)
-            missing = [record for record in records if not self._is_written(record, self._tiers)]
-            num_bytes = sum(index.table.extent(record)[1] for record in missing)
+                entries += index.entries.sealed(node)
+            missing = [entry for entry in entries if not self._is_written(entry, self._tiers)]
+            num_bytes = sum(index.table.extent(entry)[1] for entry in missing)
             is_taken = False
             if missing and self._is_wanted(nodes[0]):
-                if not all(self._is_written(record, gathering) for record in missing):
+                if not all(self._is_written(entry, gathering) for entry in missing):
                     self._let_leave(nodes[0], gathering, is_forced=True, num_bytes=num_bytes)
                     is_taken = True
                 is_taken |= self._write(missing, others, Reason.STORED, leaves=True)
@@ -435,7 +436,7 @@ class Demotions:
                 leaving += num_bytes
                 continue
             for leaf in nodes:
-                leaving += sum(index.table.extent(record)[1] for record in index.entries.sealed(leaf))
+                leaving += sum(index.table.extent(entry)[1] for entry in index.entries.sealed(leaf))
                 if not index.evictor.evict(leaf):
                     break
 

@@ -7,6 +7,7 @@ from kvdepot.index.index import ChunkIndex
 from kvdepot.index.tree import NO_NODE, Space
 from kvdepot.keys import DIGEST_BYTES, digest_at
 from kvdepot.pool.names import Label
+from kvdepot.pool.table import Entry
 from kvdepot.tiers.keys import (
     DEPTH_BYTES,
     KEY_BYTES,
@@ -64,14 +65,14 @@ class EntryKeys:
         packed = place_of(space.digest, place.group, place.part, place.check, place.num_bytes, mark)
         return tier_key(*hashes, packed, digest)
 
-    def key_of(self, record: int) -> bytes:
+    def key_of(self, entry: Entry) -> bytes:
         """Return the key of an entry in the pool, with its run and depth."""
         index, table = self._index, self._index.table
-        node = index.entries.node_of(record)
-        group, part = table.place_of(record)
-        place = PartPlace(group, part, table.extent(record)[1], table.check_of(record))
+        node = index.entries.node_of(entry)
+        group, part = table.place_of(entry)
+        place = PartPlace(group, part, table.extent(entry)[1], table.check_of(entry))
         space = index.nodes.space_of(node)
-        key = self._key(index.nodes.label[node], space, place, table.key_of(record))
+        key = self._key(index.nodes.label[node], space, place, table.key_of(entry))
         run = self._run_of(node, chunks_of_run(space, group, place.num_bytes))
         return key + run + index.nodes.depth[node].to_bytes(DEPTH_BYTES, "big")
 

@@ -290,11 +290,11 @@ class Promotion:
             for place in by_group[group]:
                 if (chunk, group, place.part) in in_tier:
                     continue
-                record = None if node is None else index.entries.find(node, group, place.part)
-                if record is None:
+                entry = None if node is None else index.entries.find(node, group, place.part)
+                if entry is None:
                     if node is None or not index.entries.cover(node, place):
                         return False
-                elif not (self._context.is_sealed(record) or self._context.is_coming[record]):
+                elif not (self._context.is_sealed(entry) or self._context.is_coming[entry]):
                     return False
             return True
 

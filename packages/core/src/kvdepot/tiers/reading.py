@@ -23,7 +23,7 @@ from kvdepot.index.evictor import EndStore
 from kvdepot.index.index import ChunkIndex
 from kvdepot.index.tree import NO_NODE, Space
 from kvdepot.keys import digest_at, num_digests, slice_digests
-from kvdepot.pool.table import Writer
+from kvdepot.pool.table import Entry, Writer
 from kvdepot.processes.identity import process_start_time
 from kvdepot.tiers.jobs import Job, JobKind, JobPart
 from kvdepot.tiers.names import EntryKeys, by_run, chunks_of_run
@@ -65,7 +65,7 @@ class _State(Enum):
 
 @dataclass(slots=True, eq=False)
 class _Arrival:
-    record: int
+    entry: Entry
     state: _State = _State.COMING
     checksum: bytes = b""
 
@@ -126,9 +126,9 @@ class PromotionContext:
     end_store: EndStore  # to make room for a share within its quota
     splits_of: Callable[[Space], Sequence[Sequence[PartPlace]]]  # returns the parts of each attached engine
     own_writer: Writer | None = field(init=False, default=None)  # this process; cached
-    awaited: "dict[int, list[Reading]]" = field(init=False)  # by record
-    is_coming: "memoryview[int]" = field(init=False)  # by record: 1 while a tier reads it into the pool
-    promoted: "memoryview[int]" = field(init=False)  # by record: header of the last entry that a tier brought there
+    awaited: "dict[Entry, list[Reading]]" = field(init=False)
+    is_coming: "memoryview[int]" = field(init=False)  # by entry: 1 while a tier reads it into the pool
+    promoted: "memoryview[int]" = field(init=False)  # by entry: header of the last one that a tier brought there
     num_coming: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
@@ -149,22 +149,22 @@ class PromotionContext:
             self.own_writer = Writer(os.getpid(), process_start_time(os.getpid()))
         return self.own_writer
 
-    def departs(self, record: int) -> None:
+    def departs(self, entry: Entry) -> None:
         """Note that a tier begins to read an entry into the pool."""
-        self.is_coming[record] = 1
+        self.is_coming[entry] = 1
         self.num_coming += 1
 
-    def arrived(self, record: int) -> None:
+    def arrived(self, entry: Entry) -> None:
         """Wake the promotions that wait for an entry: it is in the pool, or will not arrive."""
-        self.num_coming -= self.is_coming[record]
-        self.is_coming[record] = 0
-        for reading in self.awaited.pop(record, ()):
+        self.num_coming -= self.is_coming[entry]
+        self.is_coming[entry] = 0
+        for reading in self.awaited.pop(entry, ()):
             reading.num_awaited -= 1
             reading.wake()
 
-    def is_sealed(self, record: int) -> bool:
+    def is_sealed(self, entry: Entry) -> bool:
         """Return whether an entry is complete in the pool."""
-        return self.index.table.is_sealed(record)
+        return self.index.table.is_sealed(entry)
 
 
 class Reading:
@@ -233,9 +233,9 @@ class Reading:
                 if not is_broken:
                     landed.append(arrival)
                 elif arrival.state is not _State.LOST:
-                    self._index.discard_entry(arrival.record)
+                    self._index.discard_entry(arrival.entry)
                     context.counters[_PROMOTIONS_FAILED] += 1
-                    context.arrived(arrival.record)
+                    context.arrived(arrival.entry)
             self._seal(landed)
             if is_broken:
                 wanted.clear()
@@ -248,16 +248,16 @@ class Reading:
             if arrival.state is _State.COMING:
                 self._lose(arrival)
             elif arrival.state is not _State.LOST:
-                self._index.discard_entry(arrival.record)
-                self._context.arrived(arrival.record)
+                self._index.discard_entry(arrival.entry)
+                self._context.arrived(arrival.entry)
         self._arrivals.clear()
 
     def _lose(self, arrival: _Arrival) -> None:
         """Detach a late entry from its chunk. Its extent is freed when the read returns."""
         arrival.state = _State.LOST
-        self._index.abandon_entry(arrival.record)
+        self._index.abandon_entry(arrival.entry)
         self._context.counters[_PROMOTIONS_FAILED] += 1
-        self._context.arrived(arrival.record)
+        self._context.arrived(arrival.entry)
 
     def _begin_entries(self, is_over: IsOver) -> list[tuple[_Arrival, bytes]]:
         """Begin the next wanted entries, at least a few. Return them with their keys.
@@ -288,15 +288,15 @@ class Reading:
                 break
             chunk, place = wanted.popleft()
             node = index.nodes.find(space, prefix.digest(chunk), chunk)
-            record = None if node is None else index.entries.find(node, place.group, place.part)
-            if record is None:
+            entry = None if node is None else index.entries.find(node, place.group, place.part)
+            if entry is None:
                 if node is None or not index.entries.has(node, place.group, place.part):
                     batch.append((chunk, place))
-            elif context.is_coming[record]:
-                context.awaited.setdefault(record, []).append(self)
+            elif context.is_coming[entry]:
+                context.awaited.setdefault(entry, []).append(self)
                 self.num_awaited += 1
                 prefix.brought.add(chunk)
-            elif context.promoted[record] == index.table.header(record):
+            elif context.promoted[entry] == index.table.header(entry):
                 prefix.brought.add(chunk)
         if not batch:
             return arrivals
@@ -318,9 +318,9 @@ class Reading:
         if len(begun) < len(batch):
             context.counters[_PROMOTIONS_WITHOUT_ROOM] += 1
             self._end("cut, no room from chunk %d on: %s", batch[len(begun)][0], index.why_cut)
-        for chunk, place, (record, *_) in begun:
-            arrival = _Arrival(record)
-            context.departs(record)
+        for chunk, place, (entry, *_) in begun:
+            arrival = _Arrival(entry)
+            context.departs(entry)
             prefix.brought.add(first + chunk)
             self._arrivals.append(arrival)
             key = context.keys.key(prefix.label, space, place, prefix.digests, first + chunk)
@@ -339,14 +339,14 @@ class Reading:
         order = by_run([key for _, key in begun])
         arrivals = [begun[number][0] for number in order]
         keys = [begun[number][1] for number in order]
-        extents = [self._index.table.extent(arrival.record) for arrival in arrivals]
+        extents = [self._index.table.extent(arrival.entry) for arrival in arrivals]
 
         def on_part(part: JobPart) -> None:
             checksums = part.checksums or itertools.repeat(b"")
             for arrival, ok, checksum in zip(arrivals[part.first :], part.outcomes, checksums, strict=False):
                 arrival.checksum = checksum
                 if arrival.state is _State.LOST:
-                    self._index.entries.free_abandoned(arrival.record)
+                    self._index.entries.free_abandoned(arrival.entry)
                 else:
                     arrival.state = _State.HERE if ok else _State.FAILED
             self.wake()
@@ -367,10 +367,10 @@ class Reading:
             return
         index, table, context = self._index, self._index.table, self._context
         checksums = b"".join(arrival.checksum for arrival in arrivals)
-        index.seal([arrival.record for arrival in arrivals], int(context.clock()), checksums)
+        index.seal([arrival.entry for arrival in arrivals], int(context.clock()), checksums)
         context.counters[_ENTRIES_PROMOTED] += len(arrivals)
         for arrival in arrivals:
-            self.num_bytes += table.extent(arrival.record)[1]
-            context.promoted[arrival.record] = header = table.header(arrival.record)
-            self._tier.mark(arrival.record, header, context.clock())
-            context.arrived(arrival.record)
+            self.num_bytes += table.extent(arrival.entry)[1]
+            context.promoted[arrival.entry] = header = table.header(arrival.entry)
+            self._tier.mark(arrival.entry, header, context.clock())
+            context.arrived(arrival.entry)

@@ -15,6 +15,7 @@ from typing import Final, TypeAlias
 
 from kvdepot.index.index import ChunkIndex
 from kvdepot.index.tree import NO_NODE
+from kvdepot.pool.table import Entry
 from kvdepot.tiers.jobs import Job, JobKind, JobPart
 from kvdepot.tiers.keys import MOST_CHUNKS_A_RUN
 from kvdepot.tiers.names import EntryKeys, by_run
@@ -37,8 +38,8 @@ class Reason(Enum):
 
 
 Steps: TypeAlias = Generator[Pause, None, None]
-Write: TypeAlias = Callable[[TierState, Sequence[int], Reason], bool]
-_Asked: TypeAlias = tuple[int, int, bool]  # record, header, whether the tier was believed to have it
+Write: TypeAlias = Callable[[TierState, Sequence[Entry], Reason], bool]
+_Asked: TypeAlias = tuple[Entry, int, bool]  # an entry, its header, whether the tier was believed to have it
 
 
 class Refresher:
@@ -129,13 +130,13 @@ class Refresher:
             self._ready[key] = steps
 
     def _is_stale(self, tier: TierState, node: int, reason: Reason) -> bool:
-        return any(self._is_asked_for(tier, record, reason) for record in self._index.entries.sealed(node))
+        return any(self._is_asked_for(tier, entry, reason) for entry in self._index.entries.sealed(node))
 
-    def _is_asked_for(self, tier: TierState, record: int, reason: Reason) -> bool:
-        header = self._index.table.header(record)
-        is_there = tier.has(record, header)
+    def _is_asked_for(self, tier: TierState, entry: Entry, reason: Reason) -> bool:
+        header = self._index.table.header(entry)
+        is_there = tier.has(entry, header)
         if reason is Reason.USED:
-            return (is_there or self._writes_used) and tier.is_stale(record, header, self._clock())
+            return (is_there or self._writes_used) and tier.is_stale(entry, header, self._clock())
         return not is_there and tier.takes_writes
 
     def _steps(self, key: tuple[TierState, int], reason: Reason) -> Steps:
@@ -167,11 +168,11 @@ class Refresher:
         for start in range(0, len(path), _CHUNKS_A_STEP):
             yield Pause.STEP
             here = [node for node, digest in path[start : start + _CHUNKS_A_STEP] if nodes.get(digest) == node]
-            records = [record for node in here for record in index.entries.sealed(node)]
+            entries = [entry for node in here for entry in index.entries.sealed(node)]
             asked += (
-                (record, index.table.header(record), tier.has(record, index.table.header(record)))
-                for record in records
-                if tier.queue.keeps_runs or self._is_asked_for(tier, record, reason)
+                (entry, index.table.header(entry), tier.has(entry, index.table.header(entry)))
+                for entry in entries
+                if tier.queue.keeps_runs or self._is_asked_for(tier, entry, reason)
             )
             end = start + _CHUNKS_A_STEP
             if end >= len(path) or (len(asked) >= _KEYS_A_QUESTION and end % MOST_CHUNKS_A_RUN == 0):
@@ -193,13 +194,13 @@ class Refresher:
             if part.is_last:
                 self._wake(key)
 
-        keys = [self._keys.key_of(record) for record, _, _ in asked]
+        keys = [self._keys.key_of(entry) for entry, _, _ in asked]
         order = by_run(keys)
         asked = [asked[number] for number in order]
         job = Job(
             JobKind.TOUCH,
             [keys[number] for number in order],
-            [table.extent(record) for record, _, _ in asked],
+            [table.extent(entry) for entry, _, _ in asked],
             on_part=on_part,
             on_late=lambda: self._wake(key),
         )
@@ -211,14 +212,14 @@ class Refresher:
             return None
         lost, now = list[_Asked](), self._clock()
         for each, is_there in zip(asked, there, strict=True):
-            record, header, was_marked = each
-            if table.header(record) != header or tier.has(record, header) != was_marked:
+            entry, header, was_marked = each
+            if table.header(entry) != header or tier.has(entry, header) != was_marked:
                 continue  # it was evicted or written meanwhile
             if is_there:
-                tier.mark(record, header, now)
+                tier.mark(entry, header, now)
             # Others are on their way, or were asked for by another question.
-            elif not was_marked or tier.is_stale(record, header, now):
-                tier.unmark(record, header, now)
+            elif not was_marked or tier.is_stale(entry, header, now):
+                tier.unmark(entry, header, now)
                 lost.append(each)
         return lost
 
@@ -228,8 +229,8 @@ class Refresher:
         if reason is Reason.USED and not self._writes_used:
             return True
         for some in self._jobs(tier, lost):
-            records = [record for record, header, _ in some if table.header(record) == header]
-            if records and not self._write(tier, records, reason):
+            entries = [entry for entry, header, _ in some if table.header(entry) == header]
+            if entries and not self._write(tier, entries, reason):
                 return False
             yield Pause.STEP
         return True

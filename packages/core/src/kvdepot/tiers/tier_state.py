@@ -5,6 +5,7 @@ from statistics import median
 from typing import Final
 
 from kvdepot.index.columns import make_column
+from kvdepot.pool.table import Entry
 from kvdepot.tiers.queue import TierQueue
 
 _PACES: Final = 15  # promotions whose median is the pace of a tier
@@ -30,7 +31,7 @@ class TierState:
     def __init__(self, queue: TierQueue, num_records: int) -> None:
         self.queue = queue
         self.knows_outdated = False  # whether it was, or is about to be, told which weights are outdated
-        # By record: the header of an entry that is in the tier or on its way there, changed by `_LACKED` if the tier
+        # By entry: the header of an entry that is in the tier or on its way there, changed by `_LACKED` if the tier
         # lacked it, 0 if unknown; and the time at which the tier last got it, failed to take it, or was asked for it.
         self._headers = make_column("Q", num_records)
         self._asked_at = make_column("I", num_records)
@@ -42,28 +43,28 @@ class TierState:
         """Whether the tier takes entries now."""
         return self.queue.write_bytes > 0 and not self.queue.is_suspended
 
-    def has(self, record: int, header: int) -> bool:
+    def has(self, entry: Entry, header: int) -> bool:
         """Return whether the tier is known to have an entry, or the entry is on its way there."""
-        return self._headers[record] == header
+        return self._headers[entry] == header
 
-    def expect(self, record: int, header: int) -> None:
+    def expect(self, entry: Entry, header: int) -> None:
         """Note that an entry is on its way to the tier."""
-        self._headers[record] = header
-        self._asked_at[record] = _IN_FLIGHT
+        self._headers[entry] = header
+        self._asked_at[entry] = _IN_FLIGHT
 
-    def mark(self, record: int, header: int, now: float) -> None:
+    def mark(self, entry: Entry, header: int, now: float) -> None:
         """Note that the tier has an entry."""
-        self._headers[record] = header
-        self._asked_at[record] = int(now * _TICKS)
+        self._headers[entry] = header
+        self._asked_at[entry] = int(now * _TICKS)
 
-    def unmark(self, record: int, header: int, now: float) -> None:
+    def unmark(self, entry: Entry, header: int, now: float) -> None:
         """Note that the tier lacks an entry."""
-        self.mark(record, header ^ _LACKED, now)
+        self.mark(entry, header ^ _LACKED, now)
 
-    def is_stale(self, record: int, header: int, now: float) -> bool:
+    def is_stale(self, entry: Entry, header: int, now: float) -> bool:
         """Return whether the tier has neither got an entry nor been asked for it within the last second."""
-        is_known = self._headers[record] in (header, header ^ _LACKED)
-        return not is_known or int(now * _TICKS) - self._asked_at[record] >= _FRESH_TICKS
+        is_known = self._headers[entry] in (header, header ^ _LACKED)
+        return not is_known or int(now * _TICKS) - self._asked_at[entry] >= _FRESH_TICKS
 
     def forget_entries(self) -> None:
         """Forget which entries the tier has."""

@@ -24,6 +24,7 @@ from kvdepot.index.tree import Space
 from kvdepot.index.visibility import Match
 from kvdepot.keys import digest_at
 from kvdepot.pool.names import Label
+from kvdepot.pool.table import Entry
 from kvdepot.tiers.demotion import Demotions
 from kvdepot.tiers.jobs import Job, JobKind, JobPart
 from kvdepot.tiers.keys import has_names
@@ -83,7 +84,7 @@ class Tiering:
         queues: the tiers, fastest first. This object takes ownership of them.
         settings: see `TieringSettings`.
         names_of: returns the label with a number.
-        on_corrupt: called with the record and header of an entry with a checksum mismatch.
+        on_corrupt: called with an entry whose checksum does not match, and its header.
         end_store: ends an unfinished store, to make room for a promotion.
         splits_of: returns the parts of each attached engine of a space.
         clock: returns monotonic seconds.
@@ -96,7 +97,7 @@ class Tiering:
         settings: TieringSettings,
         *,
         names_of: Callable[[int], Label],
-        on_corrupt: Callable[[int, int], object],
+        on_corrupt: Callable[[Entry, int], object],
         end_store: EndStore,
         splits_of: Callable[[Space], Sequence[Sequence[PartPlace]]],
         clock: Callable[[], float],
@@ -219,9 +220,9 @@ class Tiering:
 
     # --- the depot ------------------------------------------------------------------------------------------------
 
-    def stored(self, records: Sequence[int], *, is_first: bool = False) -> None:
+    def stored(self, entries: Sequence[Entry], *, is_first: bool = False) -> None:
         """Note that entries were sealed, in the order of their chunks. `is_first`: write them before all others."""
-        self._demote(partial(self._demotions.stored, is_first=is_first), records)
+        self._demote(partial(self._demotions.stored, is_first=is_first), entries)
         self.due = 0.0  # with `--demote evict`, others must be evicted now
 
     def used(self, node: int) -> None:

@@ -30,7 +30,7 @@ MAXIMUM_RETRIEVE_EXTENTS: Final = 4096  # per reply: a chunk may have one extent
 MAXIMUM_ALLOCATIONS: Final = 4096  # per worker
 
 EXTENT: Final = struct.Struct("<IHHIIQQQ")
-"""One extent, 40 bytes: chunk (counted from the run's first) u32, group u16, heads of the part u16, record u32, layers
+"""One extent, 40 bytes: chunk (counted from the run's first) u32, group u16, heads of the part u16, entry u32, layers
 of the part u32, header u64 (the record's generation and state while the extent is valid), offset in the pool u64,
 payload bytes u64. `kvdepot.layout.Part` has heads and layers in the lower 16 and upper 32 bits of its number."""
 
@@ -404,7 +404,7 @@ class AwaitNews(ContextRequest, tag="await_news", frozen=True):
 
 
 class ReportCorrupt(ContextRequest, tag="report_corrupt", frozen=True):
-    """Report entries with a checksum mismatch: the `(record, header)` of each, as in its extent."""
+    """Report entries with a checksum mismatch: the `(entry, header)` of each, as in its extent."""
 
     entries: Annotated[tuple[tuple[Count, int], ...], Meta(max_length=MAXIMUM_RETRIEVE_ENTRIES)]
 
