@@ -89,7 +89,7 @@ def test_the_log_says_how_many_bytes_may_change_unnoticed_and_more_are_noticed(
 
     caplog.set_level("INFO")
     before, unseen = known(0, 0), fingerprint(tmp_path / "model").unseen_bytes
-    assert f"at most {format_size(unseen)} in a row" in caplog.text
+    assert f"up to {format_size(unseen)} in a row" in caplog.text
     assert 0 < unseen < 204 * row_bytes
     assert before not in {known(first, unseen + 1) for first in range(0, len(embedding) - unseen, 97_003)}
     assert known(1024, unseen - 1) == before  # after the first sample; gaps differ by a byte
@@ -121,7 +121,7 @@ def test_files_whose_tensors_cannot_be_told_apart_are_named_in_the_log(
 @pytest.mark.parametrize(
     ("load_format", "commit", "text"),
     [
-        ("auto", None, "known by that name and nothing else"),
+        ("auto", None, "by that name and nothing else"),
         ("auto", "c0ffee", "the commit c0ffee"),
         ("tensorizer", None, "load format tensorizer"),
     ],
