@@ -16,11 +16,11 @@ from blake3 import blake3
 
 from kvdepot.errors import KeyFormatError
 
-DIGEST_BYTES = 32
+DIGEST_BYTES = 32  # of BLAKE3: 256 bits, so that equal digests mean equal prompts even if people try
 _NAMESPACE_CONTEXT = "kvdepot 2026-11 namespace"
 _TAIL_CONTEXT = "kvdepot 2026-11 tail"
 _LINEAGE_CONTEXT = "kvdepot 2026-11 lineage"
-_LINEAGE_DIGITS: Final = 16
+_LINEAGE_DIGITS: Final = 16  # 64 bits: few lineages exist at a time
 _LONGEST_GENERATION: Final = 512  # characters; a digest replaces the rest, so that long names stay distinct
 GENERATION: Final = "generation"
 """The extra input that names weights which a trainer wrote into a running engine."""

@@ -8,7 +8,7 @@ from itertools import pairwise
 from kvdepot.keys import KeyRun
 from kvdepot.wire import messages as m
 
-_ID_BYTES = 8
+_ID_BYTES = 8  # as `operators.holdings` keeps ids
 _LARGEST_ID = (1 << 64) - 1
 
 

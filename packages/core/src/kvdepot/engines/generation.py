@@ -17,6 +17,7 @@ from kvdepot.keys import GENERATION, Namespace
 
 logger = logging.getLogger(__name__)
 
+# Until then, KV has no name. Afterwards the weights get a random name, and the cache starts cold.
 _PATIENCE_SECONDS: Final = 60.0  # the longest wait for workers that do not report their weights
 
 

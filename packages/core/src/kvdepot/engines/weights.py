@@ -26,14 +26,14 @@ import msgspec
 from blake3 import blake3
 
 _SUMS: Final = frozenset({"cuda", "xpu"})  # devices with 64-bit integers, which compute sums
-_WORDS: Final = 1 << 20  # words of 32 bits in one sum
+_WORDS: Final = 1 << 20  # words of 32 bits in one sum: the random factors of both sums take 16 MiB of the device
 _SEED: Final = 20261125  # arbitrary, but equal in all processes that compare digests
 
 _WEIGHTS: Final = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
 _SETTINGS: Final = frozenset({"adapter_config.json", "quantize_config.json", "hf_quant_config.json"})
 _PICKLES: Final = frozenset({".bin", ".pt", ".pth"})
 _SAMPLES_A_FILE: Final = 64  # spread over the tensors by size, in addition to one for each
-_SAMPLE_BYTES: Final = 1024
+_SAMPLE_BYTES: Final = 1024  # lies in one page or two, which a cold file reads as a whole anyway
 _WHOLE_BYTES: Final = 32 * 1024  # tensors up to this size are read whole: norms, biases, scales
 _LARGEST_HEADER_BYTES: Final = 100_000_000  # the limit of safetensors itself
 

@@ -103,7 +103,7 @@ class PolicySelector:
 SCALES: Final = (0.25, 0.5, 1.0, 2.0, 4.0)  # relative to the pool's size
 
 _KEYS: Final = 1 << 16  # number of values of two bytes
-_LARGEST_THRESHOLD: Final = _KEYS // 8
+_LARGEST_THRESHOLD: Final = _KEYS // 8  # one chunk in 8, however small the pool: sampling costs time
 _SMALLEST_THRESHOLD: Final = 8  # one chunk in 8,192: a lower rate would tell nothing
 _BUDGET: Final = 8192  # sampled chunks in all segments: four pools with up to twice `_WANTED` each
 _WANTED: Final = 1024  # sampled chunks in a pool of the present size, at least: a quarter of the pool still has 256

@@ -32,7 +32,7 @@ from kvdepot.processes.children import interrupts_blocked
 from kvdepot.wire import operations as o
 from kvdepot.wire.histogram import Histogram
 
-_NUM_CLIENTS: Final = 4
+_NUM_CLIENTS: Final = 4  # clients at once, so that requests queue in the server, as those of several engines do
 _LOOKUPS_PER_REQUEST: Final = 16  # leases end with their request
 
 

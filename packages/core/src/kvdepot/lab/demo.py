@@ -22,13 +22,15 @@ from kvdepot.lab.view import Lane, View, live_view
 from kvdepot.pool.files import ENLARGE_TMPFS
 from kvdepot.pool.size import available_memory_bytes
 
-_SEED: Final = 20261121
-_LEAST_POOL_BYTES: Final = 64 << 20
-_NUM_ENGINES: Final = 2
-_NUM_SYSTEM_PROMPTS: Final = 3
+_SEED: Final = 20261121  # arbitrary, but fixed: every demo has the same conversations
+_LEAST_POOL_BYTES: Final = 64 << 20  # 8,192 tokens of 8 KiB, about two conversations
+_NUM_ENGINES: Final = 2  # the least that can share
+_NUM_SYSTEM_PROMPTS: Final = 3  # few, so that conversations share them
+# A conversation has 5,000 tokens on average: 1,024, and eight turns of 200 to 799. The last turn adds a tenth.
 _SYSTEM_TOKENS: Final = 1024
 _NUM_TURNS: Final = 8
 _MOST_TURN_TOKENS: Final = 800
+# Twice the rate of an 8B model on an H100 (`cluster.PREFILL_TOKENS_PER_SECOND`), so that the demo ends sooner.
 _TOKENS_PER_SECOND: Final = 20_000.0
 
 _NEXT: Final = """\

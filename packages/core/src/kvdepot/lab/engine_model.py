@@ -20,7 +20,7 @@ from kvdepot.errors import ConfigError
 from kvdepot.keys import KeyRun, Namespace, hash_prefix, split_digests
 from kvdepot.layout import default_chunk_tokens
 
-CACHE_ALIGNMENT_BYTES: Final = 4096
+CACHE_ALIGNMENT_BYTES: Final = 4096  # a page, as of extents: numpy promises only 16 bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ class EngineModel:
             self.context.spec, instance, model=geometry.name, url=url, weights=namespace.weights
         )
 
-    def wait_until_connected(self, timeout_seconds: float = 10.0) -> None:
+    def wait_until_connected(self, timeout_seconds: float = 10.0) -> None:  # a depot starts in 0.3 s
         """Wait for the depot.
 
         Raises:

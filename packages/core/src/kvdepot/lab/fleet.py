@@ -24,7 +24,7 @@ from kvdepot.lab.processes import DepotProcess
 from kvdepot.pool.size import available_memory_bytes
 from kvdepot.processes.children import be_a_child, interrupts_blocked
 
-_START_SECONDS: Final = 30.0
+_START_SECONDS: Final = 30.0  # a depot starts in 0.3 s; engines that start beside it on a busy machine delay it
 
 
 class EngineStart(msgspec.Struct, frozen=True):

@@ -6,10 +6,10 @@ from kvdepot.keys import KeyRun, Namespace, hash_prefix
 from kvdepot.layout import GroupKind
 from kvdepot.wire import messages as m
 
-ENTRY_BYTES = 4096
+ENTRY_BYTES = 4096  # a page, the smallest extent
 """The size of an entry in the pool."""
 
-_PATIENT_SECONDS = 30.0
+_PATIENT_SECONDS = 30.0  # far beyond a start or a store, so that only a depot that hangs reaches it
 
 
 def filler_spec(chunk_tokens: int) -> m.CacheSpec:

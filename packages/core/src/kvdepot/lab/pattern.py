@@ -9,7 +9,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-WORD_BYTES: Final = 8
+WORD_BYTES: Final = 8  # numpy compares whole words, eight times fewer than bytes
+# Of SplitMix64 (https://prng.di.unimi.it/splitmix64.c), like the shifts in `_mix`.
 _MULTIPLIERS: Final = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 Array = npt.NDArray[Any]

@@ -7,6 +7,7 @@ from xml.sax.saxutils import escape
 
 from kvdepot.config import format_size
 
+# Pixels. The margins hold the labels of the axes and the title; the right one is as wide as the legend.
 _WIDTH: Final = 720
 _HEIGHT: Final = 400
 _LEFT: Final = 60

@@ -18,9 +18,10 @@ from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
 from kvdepot.wire.status import DepotStatus
 
-_PATIENCE_SECONDS: Final = 120.0
+_PATIENCE_SECONDS: Final = 120.0  # six tries of 20 s: a shorter wait would take a busy machine for a server that hangs
 
 
+# The default is far beyond what tests wait for, even on a busy machine: only a fault reaches it.
 def wait_until(condition: Callable[[], object], timeout_seconds: float = 30.0, what: str = "") -> None:
     """Wait for `condition` to become true.
 
@@ -109,7 +110,7 @@ class DepotProcess:
         assert self._process is not None
         return child_of(self._process.pid) if self._has_prefix else self._process.pid
 
-    def start(self, timeout_seconds: float = 60.0) -> None:
+    def start(self, timeout_seconds: float = 60.0) -> None:  # 0.3 s, unless the machine is busy
         """Start the server and wait until it answers.
 
         Raises:
@@ -160,7 +161,7 @@ class DepotProcess:
             os.kill(self.pid, signal.SIGKILL)
         self._process.wait()
 
-    def terminate(self, timeout_seconds: float = 10.0) -> int:
+    def terminate(self, timeout_seconds: float = 10.0) -> int:  # as a container has between TERM and KILL
         """End the server as an operator would; return its exit status."""
         assert self._process is not None
         os.kill(self.pid, signal.SIGTERM)

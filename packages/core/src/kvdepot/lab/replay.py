@@ -17,7 +17,7 @@ from kvdepot.lab.trace import BLOCK_TOKENS, TraceRequest
 from kvdepot.lab.view import live_view
 
 REPLAY_GEOMETRY: Final = Geometry("scaled down", num_layers=1, num_kv_heads=2, head_dim=64)
-_NUM_ENGINES: Final = 2
+_NUM_ENGINES: Final = 2  # the least that can share
 _ENGINE_CACHE_SHARE: Final = 4  # an engine's own cache is this many times smaller than the pool
 
 

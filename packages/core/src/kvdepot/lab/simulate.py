@@ -32,7 +32,7 @@ BELADY: Final = "belady"
 UNLIMITED: Final = "unlimited"
 
 _NEARLY: Final = 0.01  # a difference in hit rate that does not matter
-_NEVER: Final = 0xFFFFFFFF
+_NEVER: Final = 0xFFFFFFFF  # above the number of any request, and still 32 bits
 
 
 @dataclass(frozen=True, slots=True)

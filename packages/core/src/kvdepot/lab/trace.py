@@ -15,7 +15,7 @@ from msgspec import Meta, Struct
 
 from kvdepot.errors import TraceError
 
-BLOCK_TOKENS: Final = 512
+BLOCK_TOKENS: Final = 512  # of Mooncake's traces
 MAXIMUM_LINE_BYTES: Final = 1 << 20  # over 50,000 blocks, 25 million tokens
 
 _Tokens = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]

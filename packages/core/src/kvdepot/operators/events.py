@@ -36,9 +36,9 @@ _KEPT_BATCHES: Final = 4095  # of all topics: a whole replay and its end fit int
 KEPT_BYTES: Final = 32 << 20  # long prompts reach this limit with fewer batches
 BATCH_TOKENS: Final = 8192  # 0.4 ms to encode
 _QUEUED_MESSAGES: Final = _KEPT_BATCHES + 1  # per subscriber before messages are lost: a whole replay and its end
-_MOST_QUESTIONS: Final = 16  # unread requests per subscriber
-_MOST_NOTICES: Final = 64  # subscriptions read per turn
-_HANDSHAKE_MILLISECONDS: Final = 2000  # a silent connection is closed
+_MOST_QUESTIONS: Final = 16  # unread requests per subscriber, of which only the last is answered
+_MOST_NOTICES: Final = 64  # subscriptions read per turn: the rest of a flood waits for the next one
+_HANDSHAKE_MILLISECONDS: Final = 2000  # then a silent connection is closed; until then, it takes a descriptor
 _REPLAY_STEP: Final = 64  # batches per step; they are sent as they were encoded
 _MOST_WAITING: Final = 1024  # subscribers waiting for a replay: many times the routers of a node
 # Between the starts of two snapshots. Subscribers that connect at about the same time after a restart share one, and

@@ -28,15 +28,15 @@ TIER: Final = "STORAGE"
 LOCAL: Final = "LOCAL"
 
 _MODEL: Final = "{model}"
-_ID_BYTES: Final = 8
-_TOKEN_BYTES: Final = 4
+_ID_BYTES: Final = 8  # engines' ids of blocks have 64 bits
+_TOKEN_BYTES: Final = 4  # no vocabulary needs more than 32 bits
 _MOST_BYTES: Final = 320 << 20  # for tokens and ids: 64 million tokens in blocks of 16 or more
-_MOST_IN_TIER: Final = 65_536  # chunks that are only in a tier
-_TIER_SHARE: Final = 4  # chunks that are only in a tier may take `_MOST_BYTES` divided by this in addition
+_MOST_IN_TIER: Final = 65_536  # chunks that are only in a tier: 72 MiB if each has 256 tokens in 16 blocks
+_TIER_SHARE: Final = 4  # 80 MiB: chunks that are only in a tier may take `_MOST_BYTES` divided by this in addition
 _MOST_TOPICS: Final = 1024  # a bound on the model names that engines can invent
-LONGEST_LOG: Final = 65_536  # changes; a reader that is further behind scans
-_SCANNED_AT_ONCE: Final = 1024  # nodes per step
-_TAKEN_AT_ONCE: Final = 1024  # changes per step
+LONGEST_LOG: Final = 65_536  # changes; a reader that is further behind scans. Up to twice as many are kept: 11 MiB
+_SCANNED_AT_ONCE: Final = 1024  # nodes per step, in 0.4 ms if all are described
+_TAKEN_AT_ONCE: Final = 1024  # changes per step, in 0.7 ms if all are removals of four blocks
 _TOLD, _PASSED_OVER = 1, 2
 
 

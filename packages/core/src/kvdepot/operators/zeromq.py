@@ -22,10 +22,10 @@ from kvdepot.processes.descriptors import is_reserve_touched
 
 logger = logging.getLogger(__name__)
 
-LOOK_MILLISECONDS: Final = 50  # between two checks of the descriptors
+LOOK_MILLISECONDS: Final = 50  # between two checks of the descriptors: their reserve must outlast a flood so long
 
 _SECONDS_BETWEEN_WARNINGS: Final = 10.0  # clients that are kept out keep retrying
-_TAKEN_AT_ONCE: Final = 256  # frames per call
+_TAKEN_AT_ONCE: Final = 256  # frames per call: a request has three, and a longer message is read on by the next call
 _IPC: Final = "ipc://"
 # From Linux's asm-generic/socket.h and filter.h: the program is one instruction, "return 0", which drops every packet.
 _SO_ATTACH_FILTER: Final = 26

@@ -32,7 +32,7 @@ _PLACE_IN_NAME: Final = slice(_PLACE_END - 2 * PLACE_BYTES, _PLACE_END)
 _MARK_IN_NAME: Final = slice(_PLACE_END - 2 * MARK_BYTES, _PLACE_END)
 _LISTED_AT_ONCE: Final = 1000  # S3 returns this many per request
 _DELETED_AT_ONCE: Final = 250  # Azure deletes up to 256 per request, S3 1,000
-_ENOUGH: Final = 1.05  # share of the capacity: the command ends when the store has no more than this
+_ENOUGH: Final = 1.05  # share of the capacity at which the command ends: depots go on writing
 _MOST_ROUNDS: Final = 8  # otherwise depots that write faster than the command removes would keep it running for ever
 
 

@@ -59,7 +59,7 @@ HEALTH_SECONDS: Final = 1.0  # a healthy loop answers within this
 _LARGEST_BODY_BYTES: Final = 8 << 20  # 65,536 keys in hexadecimal take 4 MiB
 _STOP_SECONDS: Final = 5.0  # for requests under way, before the process exits
 _MOST_CONNECTIONS: Final = 256  # dashboards and scrapers hold a few each
-_BACKLOG: Final = 128  # connections waiting to be accepted
+_BACKLOG: Final = 128  # connections waiting to be accepted: half of those that are served at one time
 _HOST: Final = re.compile(r"(?:\[(?P<address>[^\[\]]*)\]|(?P<name>[^:]*))(?::\d*)?")
 
 

@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 
 _SHORTEST_TOKEN: Final = 16  # characters: 64 bits in hexadecimal, too many to guess
 _NEEDED: Final = ("uvicorn", "starlette", "prometheus_client")
-_BACKLOG: Final = 128
-_PAUSE_SECONDS: Final = 1.0  # before a restart
+_BACKLOG: Final = 128  # connections waiting to be accepted, like `http_app._BACKLOG`
+_PAUSE_SECONDS: Final = 1.0  # before a restart, so that a process that fails at once costs little
 _STOP_SECONDS: Final = 10.0  # twice the limit of the process itself, `http_app._STOP_SECONDS`
 
 

@@ -18,7 +18,7 @@ from kvdepot.errors import DepotUnavailable, printable
 from kvdepot.wire.status import DepotStatus
 
 _SHADES: Final = " ░▒▓█"
-_MAP_WIDTH: Final = 48
+_MAP_WIDTH: Final = 48  # half of `extents.NUM_REGIONS`: the map takes two lines, each far below 80 columns
 _LEAST_CHUNKS: Final = 1000  # estimates of fewer looked-up chunks are too rough to show
 
 

@@ -22,11 +22,11 @@ from kvdepot.keys import DIGEST_BYTES
 from kvdepot.pool.extents import EXTENT_ALIGNMENT_BYTES
 
 RECORD_BYTES: Final = 128  # two lines of the cache: no record shares a line with another
-HEADER_PAGE_BYTES: Final = 4096
+HEADER_PAGE_BYTES: Final = 4096  # a page before the records
 TABLE_VERSION: Final = 4  # another one starts with an empty pool
 PARENT_BYTES: Final = 16  # leading bytes of the parent's key: enough to identify it among the chunks of one depth
-OWNER_BYTES: Final = 16
-MAXIMUM_ENTRY_BYTES: Final = (1 << 32) - 1
+OWNER_BYTES: Final = 16  # in place of which a sealed record has a checksum of as many bytes
+MAXIMUM_ENTRY_BYTES: Final = (1 << 32) - 1  # records have 32 bits for it
 
 Entry = NewType("Entry", int)
 """The opaque name of an entry: finds its record in the table. Only `pool` and `index` make one or calculate with it.

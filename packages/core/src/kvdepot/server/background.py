@@ -17,8 +17,8 @@ logger = logging.getLogger(__name__)
 
 CHORES_FAILED: Final = depot_counter("chores_failed", "Background tasks that failed because of a bug")
 
-MAXIMUM_OPERATIONS: Final = 64  # operators' requests that wait for their turn
-_MOST_HINTS: Final = 1024  # each holds the rest of one prefix
+MAXIMUM_OPERATIONS: Final = 64  # operators' requests that wait for their turn: people and scripts send few at a time
+_MOST_HINTS: Final = 1024  # each holds the rest of one prefix; without room for it, only the end is ranked
 _MOST_NOTES: Final = 16  # each holds the names of a prompt's segments, 192 KiB at most
 _DONE_AT_ONCE: Final = 64  # steps, each one lease: an end of more takes turns
 

@@ -26,7 +26,7 @@ from kvdepot.server.access import Access, Listener, Warnings
 from kvdepot.wire import frames
 
 SILENCE_SECONDS: Final = 5.0  # for a greeting, for the rest of a frame, and between an operator's requests
-MAXIMUM_OF_OWNER: Final = 64  # connections per session
+MAXIMUM_OF_OWNER: Final = 64  # connections per session: a worker has three, one of them only briefly
 MAXIMUM_HELD_BYTES: Final = 64 << 20  # in total, of requests that wait for an answer or for the rest of their frame
 MAXIMUM_HELD_BY_ONE_BYTES: Final = 16 << 20  # per connection: at least four greedy clients are needed to fill the total
 MAXIMUM_UNREAD_BYTES: Final = 64 << 20  # in total, of replies

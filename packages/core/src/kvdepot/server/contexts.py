@@ -26,7 +26,7 @@ _WORKERS_FALLEN_BACK: Final = depot_counter("workers_fallen_back", "Workers that
 
 Fence = tuple[Writer, bytes]  # a process, and the owner field of one of its workers
 
-MAXIMUM_CONTEXTS: Final = 64  # per session
+MAXIMUM_CONTEXTS: Final = 64  # per session: an engine's process has one or two, a worker and a scheduler
 # Requests that another node waits for, as many as lookups may wait (`flights.MAXIMUM_WAITING`). Stores of further ones
 # are written to tiers in the usual order.
 MAXIMUM_HAND_OVERS: Final = 4096

@@ -46,9 +46,9 @@ _NUM_PERIODS: Final = 3  # periods whose lists a reader asks for: the present on
 _LOOK_SECONDS: Final = 0.5  # between two looks for engines that attached; their first request is rarely sooner
 _PATIENT_SECONDS: Final = 60.0  # longest time of a promotion: no request waits for it
 _PREFIXES_A_STEP: Final = 8  # prefixes walked per step: 1 ms if they have 512 chunks each
-_CHUNKS_A_STEP: Final = 2048
+_CHUNKS_A_STEP: Final = 2048  # counts of chunks read per step: half the chunks of eight prefixes of 512
 _MOST_LABELS: Final = 64  # per list
-_NO_PARENT: Final = 0xFFFF_FFFF
+_NO_PARENT: Final = 0xFFFF_FFFF  # above the number of chunks in any list
 
 _PLACE: Final = PartPlace(0, THAT_CELL.number, LIST_BYTES, 0)
 # So many tokens that no `--promote-min-tokens` keeps a list out.

@@ -10,8 +10,8 @@ from kvdepot.pool.names import Label, Names
 from kvdepot.server.replies import Refused
 from kvdepot.wire import messages as m
 
-MAXIMUM_SPACES: Final = 4096  # kept as long as the pool
-MAXIMUM_LABELS: Final = 65_536  # kept as long as the pool
+MAXIMUM_SPACES: Final = 4096  # kept as long as the pool: 17 MiB in its file of names if each has the longest spec
+MAXIMUM_LABELS: Final = 65_536  # kept as long as the pool: 64 models or weights for each of 1,024 tenants
 # Beyond that, new generations share the label without weights, and their chunks are evicted by last use.
 MOST_WITH_WEIGHTS: Final = MAXIMUM_LABELS // 2
 

@@ -25,7 +25,7 @@ from kvdepot.testing.backend.plan import PLANS, Cache, WorkerPlan, prompt
 from kvdepot.wire.messages import EXTENT
 
 PLAN: Final = PLANS["one group"]
-_WAIT_SECONDS: Final = 60.0
+_WAIT_SECONDS: Final = 60.0  # for a child that may first import a framework and create a context of its device
 
 MakeWorker = Callable[[str, WorkerPlan], Worker]
 

@@ -16,7 +16,7 @@ from kvdepot.testing.backend import Worker
 from kvdepot.testing.backend.plan import Cache, WorkerPlan, prompt
 from kvdepot.testing.engine import PLAN, EngineProcess
 
-_WAIT_SECONDS: Final = 30.0
+_WAIT_SECONDS: Final = 30.0  # for a depot to clean up after a process, which takes milliseconds on an idle machine
 _CHUNK_BYTES: Final = PLAN.chunk_size_bytes(0)
 _PLACES: Final = ("before", "half", "after")
 

@@ -14,7 +14,7 @@ from blake3 import blake3
 from kvdepot.keys import DIGEST_BYTES
 
 NAME_HASH_BYTES: Final = 8  # of tenants and models, of which there are few: equal hashes are unlikely
-PLACE_BYTES: Final = 16
+PLACE_BYTES: Final = 16  # a digest: no two places share one by chance
 KEY_BYTES: Final = 2 * NAME_HASH_BYTES + PLACE_BYTES + DIGEST_BYTES  # tenant, model, place, chunk
 MARK_BYTES: Final = 4  # at the end of the place
 RUN_BYTES: Final = 8  # after a key, for tiers that want it: the first chunk of the chunk's run

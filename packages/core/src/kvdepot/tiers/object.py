@@ -56,7 +56,7 @@ NAME: Final = re.compile(r"[0-9a-f]{16}/[0-9a-f]{16}/[0-9a-f]{2}/(?:[0-9a-f]{64}
 """The name of an object of this format, or of the first format, which had one object per chunk."""
 _NOTHING: Final = "kvdepot-probe"  # a prefix without objects
 _QUESTIONS_AT_ONCE: Final = 64  # concurrent requests per call: one after the other, each would cost a round trip
-_MOST_STEPS: Final = 32  # objects per walk
+_MOST_STEPS: Final = 32  # objects per walk, each a round trip: enough for 128 chunks that were stored four at a time
 _MOST_TRIES: Final = 4  # attempts to add an object at the end of a walk while others add there
 _MOST_KNOWN: Final = 1 << 15  # cached places of chunks, 15 MB: eight of the largest questions
 _COPIED_AT_ONCE: Final = 1 << 20  # bytes: about a tenth of a millisecond

@@ -13,7 +13,7 @@ _LEAST_PACES: Final = 3  # their median tolerates one outlier, such as the first
 _TRY_ANYWAY: Final = 16  # one in this many promotions reads from a slow tier anyway, to notice if it became faster
 _TICKS: Final = 8  # per second
 _FRESH_TICKS: Final = 8  # a prefix in use is asked for at most once in this time
-_IN_FLIGHT: Final = 0xFFFFFFFF
+_IN_FLIGHT: Final = 0xFFFFFFFF  # no tick: the clock reaches it after 17 years
 _LACKED: Final = 1  # changes the state in a header, so that it is no sealed entry's
 
 

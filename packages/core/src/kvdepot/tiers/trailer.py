@@ -10,7 +10,7 @@ from typing import Final
 
 import xxhash
 
-TRAILER_BYTES: Final = 120
+TRAILER_BYTES: Final = 120  # 104 of `_TRAILER` and their checksum
 
 _TRAILER: Final = struct.Struct("<8sIIQ64s16s")
 _MAGIC: Final = b"KVDEPOT1"

@@ -21,7 +21,7 @@ FULL: Final = GroupKind.FULL_ATTENTION
 WINDOW: Final = GroupKind.SLIDING_WINDOW
 STATE: Final = GroupKind.RECURRENT
 
-WAIT_SECONDS: Final = 20.0
+WAIT_SECONDS: Final = 20.0  # far beyond a transfer of some KiB on a busy machine: only one that hangs reaches it
 FILL: Final = 0xA5  # each byte of a block before a retrieve
 
 

@@ -33,7 +33,7 @@ from kvdepot.testing.backend.plan import FILL, PLANS, WAIT_SECONDS, Cache, Group
 MakeCache = Callable[..., Cache]
 
 _POOL_SIZE = "16MiB"
-_LAYERS = 3
+_LAYERS = 3  # the least that two stages can split unevenly, either way
 
 
 def _flip_a_byte(depot: DepotProcess, offset: int) -> None:

@@ -14,7 +14,7 @@ from kvdepot.tiers.queue import TierQueue
 
 T = TypeVar("T")
 
-NUM_THREADS: Final = 4
+NUM_THREADS: Final = 4  # as of real tiers (`url.DEFAULT_THREADS`)
 PATIENCE_SECONDS: Final = 10.5  # by then every call of `FaultyBench` is late
 
 
@@ -175,7 +175,7 @@ class FaultyBench:
         tier: Tier,
         pool: TierPool,
         num_threads: int = NUM_THREADS,
-        write_bytes: int = 1 << 30,
+        write_bytes: int = 1 << 30,  # more than any test writes
         batch_entries: int = 0,
     ) -> None:
         self.pool = pool

@@ -14,8 +14,8 @@ from kvdepot.tiers.jobs import Call, Job, JobKind
 from kvdepot.tiers.keys import mark_of, name_hash, place_of, tier_key
 from kvdepot.tiers.queue import TierQueue
 
-EXTENT_BYTES: Final = 8192
-NUM_EXTENTS: Final = 96
+EXTENT_BYTES: Final = 8192  # two pages: payloads of `suite.SIZES` fill both, one, or parts of them
+NUM_EXTENTS: Final = 96  # six batches of the default size (`Tier.batch_entries`)
 
 PLACE: Final = place_of(b"a spec", 0, 0, 7, EXTENT_BYTES)
 

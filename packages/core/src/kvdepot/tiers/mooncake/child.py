@@ -47,7 +47,7 @@ from kvdepot.tiers.mooncake.messages import (
 )
 from kvdepot.tiers.trailer import TRAILER_BYTES
 
-_TRAILER_SLOT_BYTES: Final = 128
+_TRAILER_SLOT_BYTES: Final = 128  # a trailer, and as much as two lines of the cache
 # Seconds before retries of a put: the master evicts in the background within some milliseconds.
 _FULL_PAUSES: Final = (0.01, 0.02)
 _LEAVE_SECONDS: Final = 0.5  # for calls under way, when the depot closes the connection

@@ -9,7 +9,7 @@ from kvdepot.tiers.keys import KEY_BYTES, NAME_HASH_BYTES
 from kvdepot.tiers.trailer import TRAILER_BYTES
 
 KEYS_A_MESSAGE: Final = 256  # with their extents, they fit into `MESSAGE_BYTES`
-MESSAGE_BYTES: Final = 1 << 16
+MESSAGE_BYTES: Final = 1 << 16  # 256 for each key: key and trailer take 184
 
 Key = Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 NameHash = Annotated[bytes, msgspec.Meta(min_length=NAME_HASH_BYTES, max_length=NAME_HASH_BYTES)]

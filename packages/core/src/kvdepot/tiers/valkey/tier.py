@@ -36,12 +36,12 @@ from kvdepot.tiers.valkey.resp import Command, Reply, ReplyError
 _REFUSED: Final = tier_counter("refused", "Entries that the server refused for lack of memory")
 _INCOMPLETE: Final = tier_counter("incomplete", "Entries removed because a part was missing")
 
-PART_BYTES: Final = 4 << 20
+PART_BYTES: Final = 4 << 20  # the server is slow with larger strings
 _CHUNK_MS: Final = 20  # a chunk expires this long before its predecessor: engines compute 16 tokens in less
 
 _PREFIX: Final = b"kvdepot:"
-_HEAD_BYTES: Final = TRAILER_BYTES + 4
-_MOST_PARTS: Final = 1024  # parts removed with an entry
+_HEAD_BYTES: Final = TRAILER_BYTES + 4  # and the number of parts
+_MOST_PARTS: Final = 1024  # parts removed with an entry: 4 GiB, as much as an entry can have
 _SCANNED_AT_ONCE: Final = b"1000"  # names per SCAN, during which the server answers nobody else
 _PROBE: Final = b"kvdepot-probe"
 
