@@ -29,10 +29,10 @@ from kvdepot_cuda.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
-PIECE_BYTES: Final = 1 << 30
+PIECE_BYTES: Final = 1 << 30  # registered in 0.3 s, for which the driver's lock blocks others (docs/cuda.md)
 BATCH_RUNS: Final = 4096  # per driver call
 _KINDS: Final = (CopyKind.TO_HOST, CopyKind.TO_DEVICE)  # by direction
-_PAGE_BYTES: Final = 4096
+_PAGE_BYTES: Final = 4096  # of the host: drivers register whole pages
 _T = TypeVar("_T")
 
 

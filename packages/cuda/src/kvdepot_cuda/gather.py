@@ -30,8 +30,8 @@ LEAST_RUNS: Final = 64
 KiB; larger ones are slower by the kernel (64 KiB: 0.87 and 0.60)."""
 NUM_PROGRAMS: Final = 12
 """Thread blocks: the share of the device that the kernel takes from the model. Read at each launch."""
-_ALIGNMENT: Final = 16
-_ROW_BYTES: Final = 24
+_ALIGNMENT: Final = 16  # of the words that a lane copies
+_ROW_BYTES: Final = 24  # source, target and size of a run, 8 bytes each
 
 
 class KernelUnavailable(KVDepotError):

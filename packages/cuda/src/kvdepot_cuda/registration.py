@@ -24,7 +24,7 @@ from kvdepot_cuda.driver import Driver, DriverError
 logger = logging.getLogger(__name__)
 
 SMALLEST_BYTES: Final = 64 << 20  # smaller halves are not tried
-_PAGE_BYTES: Final = 4096
+_PAGE_BYTES: Final = 4096  # of the host: drivers register whole pages
 still_registered: Final[list[PoolMemory]] = []
 """Mappings that the driver has not released: while it may hold their pages, their addresses must not be reused."""
 

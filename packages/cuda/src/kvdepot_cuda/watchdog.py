@@ -11,7 +11,7 @@ from typing import Final
 
 from kvdepot.backends import Direction
 
-HANG_SECONDS: Final = 60.0
+HANG_SECONDS: Final = 60.0  # far above a long step of the engine, for which a copy waits
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ from kvdepot.client.answers import MISS, Lease
 from kvdepot.client.scheduler import SchedulerClient
 from kvdepot.keys import KeyRun, digest_at
 
-_MISS_SECONDS: Final = 0.2  # a miss is reused for this long
+_MISS_SECONDS: Final = 0.2  # a miss is reused for this long: waiting requests ask at each step
 _MOST_REQUESTS: Final = 4096  # remembered requests; when there are more, the oldest or its lease has ended
 
 

@@ -14,7 +14,7 @@ from kvdepot.errors import KVDepotError
 from kvdepot.kvcache import CacheGroup
 from kvdepot.layout import MAXIMUM_HEADS, GroupKind, Part, Plane
 
-_LEAST_PAGE_TOKENS: Final = 16
+_LEAST_PAGE_TOKENS: Final = 16  # a page is a chunk: smaller ones cost more in messages and records than they save
 _PLAIN_DTYPES: Final = ("bfloat16", "float16", "float32")
 
 

@@ -20,8 +20,8 @@ from kvdepot_vllm.settings import ASK_VLLM, LEAVE_IT_TO_VLLM
 
 BLOCK_OUTERMOST: Final = "BLNHC"  # in memory: block, layer, token, head, content
 HEADS_BEFORE_TOKENS: Final = "BLHNC"  # block, layer, head, token, content: some attention backends take nothing else
-_BLACKWELL: Final = 10  # compute capability
-_LEAST_CHUNK_WITH_TAIL: Final = 128  # tokens
+_BLACKWELL: Final = 10  # major compute capability
+_LEAST_CHUNK_WITH_TAIL: Final = 128  # tokens: the incomplete chunk of smaller ones is quickly computed again
 _LARGEST_KERNEL_BLOCK: Final = 64  # tokens that kernels of every attention backend take in one block
 
 

@@ -24,7 +24,7 @@ from kvdepot_vllm.engine import EngineRequest
 from kvdepot_vllm.params import SharedHead
 from kvdepot_vllm.settings import Settings
 
-_WHOLE_PROMPT: Final = 1 << 40
+_WHOLE_PROMPT: Final = 1 << 40  # tokens, beyond the end of any prompt
 _FROM_FILES: Final = frozenset(
     {
         "auto", "hf", "safetensors", "pt", "npcache", "mistral", "gguf", "bitsandbytes", "fastsafetensors",

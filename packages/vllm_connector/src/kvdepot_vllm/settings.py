@@ -40,7 +40,7 @@ class Settings(EngineSettings):
     blend_ratio: float = 0.15  # share of the reused tokens to recompute
     blend_min_tokens: int = 256  # a blend that reuses fewer is not worth its fixed cost
     blend_step_tokens: int = 1024  # tokens recomputed in one step, beside those that vLLM schedules
-    max_pinned_share: float = 0.5
+    max_pinned_share: float = 0.5  # the other half stays free for requests
     kv_cache_layout: str = ASK_VLLM
     synchronous: bool | None = None  # transfer on the engine's thread; None: as the backend needs it
     keep_load_failure_policy: bool = False  # True: do not change vLLM's kv_load_failure_policy

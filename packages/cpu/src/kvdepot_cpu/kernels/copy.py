@@ -41,8 +41,8 @@ to `SUMMED_ALIGNMENT_BYTES`, the runs do not fill the extents, or the processor 
 
 Args: sources, targets and sizes of the runs, sizes of the extents.
 """
-SUMMED_BLOCK_BYTES: Final = 1024
-SUMMED_ALIGNMENT_BYTES: Final = 32
+SUMMED_BLOCK_BYTES: Final = 1024  # the block of XXH3: 16 stripes of 64 bytes
+SUMMED_ALIGNMENT_BYTES: Final = 32  # of AVX2's streaming stores
 
 
 def native_copy_runs() -> CopyRuns | None:

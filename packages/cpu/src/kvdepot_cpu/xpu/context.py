@@ -18,7 +18,7 @@ from kvdepot.copying.staged.copy import StagedCopier
 
 logger = logging.getLogger(__name__)
 
-STAGING_BYTES: Final = 32 << 20
+STAGING_BYTES: Final = 32 << 20  # four on the host and two on the device: 192 MiB for each worker
 MAX_BLOCKS: Final = 256  # per move
 
 

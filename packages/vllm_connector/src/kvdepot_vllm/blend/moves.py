@@ -17,8 +17,8 @@ from kvdepot_vllm.blend.layers import Layer
 from kvdepot_vllm.blend.strides import Axis, Strides
 
 _SLICE_ELEMENTS: Final = 1 << 12  # elements of K in a block: below, moving slices costs more than gathering
-_GATHERED_ELEMENTS: Final = 1 << 18  # elements of K gathered at once on a CPU
-_GATHERED_ELEMENTS_OF_DEVICES: Final = 1 << 25
+_GATHERED_ELEMENTS: Final = 1 << 18  # elements of K gathered at once on a CPU: 1 MiB in float32, which fits its cache
+_GATHERED_ELEMENTS_OF_DEVICES: Final = 1 << 25  # on a device: 128 MiB in float32, in few launches
 _COMPILED: Final = (torch.bfloat16, torch.float16, torch.float32)
 
 

@@ -36,7 +36,7 @@ class Budget:
         grain: the number of tokens that are chosen together.
     """
 
-    ratio: float = 0.15
+    ratio: float = 0.15  # docs/blend.md compares it with other shares
     run_tokens: int = 16
     grain: int = 16
 

@@ -11,7 +11,7 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_world_size
 from kvdepot_vllm.blend.blender import Blender
 from kvdepot_vllm.blend.policies import POLICIES, Budget, Run
 
-_MOST_PRODUCTS: Final = 1 << 24  # products of queries and keys held at once, float32
+_MOST_PRODUCTS: Final = 1 << 24  # products of queries and keys held at once, float32: 64 MiB
 _SOFTNESS: Final = 8.0  # divides the products: sharp attention over stale keys misses the tokens that matter
 _SECOND: Final = 1  # the second layer, which is the first whose K depends on other tokens
 _DEFAULT_BUDGET: Final = Budget()

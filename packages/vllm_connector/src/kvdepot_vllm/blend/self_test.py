@@ -16,9 +16,9 @@ from kvdepot_vllm.blend.blender import Blender
 from kvdepot_vllm.blend.policies import DEFAULT, Budget
 from kvdepot_vllm.blend.scores import choose
 
-_SHIFT: Final = 1000  # tokens between the two positions
-_LEAST_SHIFT: Final = 64
-_TOKENS: Final = 96
+_SHIFT: Final = 1000  # tokens between the two positions, if the context is long enough
+_LEAST_SHIFT: Final = 64  # a smaller one may turn K too little to show a wrong rotation
+_TOKENS: Final = 96  # few, so that the test is short; a question of 16 and the rest are enough to choose from
 _LIMITS: Final = {torch.float32: (0.001, 0.001)}  # the largest relative errors of K and V in the worst layer
 _LIMITS_OF_HALVES: Final = (0.05, 0.1)  # SmolLM2-135M in bfloat16 has 0.013 and 0.026
 
