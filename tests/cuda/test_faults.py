@@ -74,7 +74,7 @@ def test_a_driver_whose_batches_fail_is_asked_for_single_copies(
         assert worker.store(prompt(2, salt=salt))
         assert worker.retrieve(prompt(2, salt=salt)) == 2
     assert driver.calls["copy_batch"] == batches + 1
-    assert len([record for record in caplog.records if "as a batch failed" in record.message]) == 1
+    assert len([record for record in caplog.records if "because a batch failed" in record.message]) == 1
 
 
 @pytest.mark.parametrize("is_first_seen_by", ["copy_batch", "record_event"])

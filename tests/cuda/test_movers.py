@@ -455,7 +455,7 @@ def test_memory_that_is_smaller_than_the_worker_says_is_not_used(
     device: FakeDevice, depot: DepotProcess, cache: MakeCache
 ) -> None:
     cache(driver=Boasting(root=device.memory))
-    assert "the driver that it has" in fell_back(depot)
+    assert "the driver gives its size as" in fell_back(depot)
 
 
 # --- a device that fails ----------------------------------------------------------------------------------------------
