@@ -123,8 +123,8 @@ class CudaMover:
                 start, size = ranges[place.allocation]
                 if last_byte_of(page) > start + size:
                     raise MoverError(
-                        f"the worker offers {last_byte_of(page) - start} bytes of an allocation, but by the driver"
-                        f" it has {size}"
+                        f"the worker offers {last_byte_of(page) - start} bytes of an allocation, but the driver"
+                        f" gives its size as {size}"
                     )
         self._pool = pool
         self._attach = threading.Lock()
