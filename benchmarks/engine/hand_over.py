@@ -139,6 +139,8 @@ def main() -> int:
     parser.add_argument("--own-cores", action="store_true", help="one core for prefill, another one for decode")
     parser.add_argument("--json", type=Path, help="write every measurement here")
     arguments = parser.parse_args()
+    if arguments.kills and arguments.only_flight:
+        parser.error("--kills compares with an engine alone, which --only-flight does not start")
     signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(143))  # exits every `with` below
     rng = random.Random(7)
     wanted = (arguments.tokens - 1) // arguments.block_tokens
@@ -178,7 +180,7 @@ def main() -> int:
             rows.append(row)
             print(json.dumps(row), flush=True)
         kills: list[dict[str, Any]] = []
-        for prompt in prompts(arguments.kills if others else 0, arguments.tokens, seed=8):
+        for prompt in prompts(arguments.kills, arguments.tokens, seed=8):
             seconds, expected = ask(others[0], prompt)
             with on_core(0 if arguments.own_cores else None):
                 took, tokens = kill(model, depot, decode, prompt, rng.uniform(0, 1.2 * seconds), options)
