@@ -527,7 +527,7 @@ class Life:
         assert all(deferred.reply for until, deferred in self.waiting if until < MOVE_SECONDS), "never answered"
         assert not len(self.depot.flights)
         for quarantine in list(self.depot.quarantine.held):
-            self.depot.end_process(quarantine.fence[0])
+            self.depot.end_process(quarantine.worker[0])
         depot = self.depot
         assert not (len(depot.leases) or depot.stores.tickets or depot.stores.late_tickets or depot.quarantine.held)
         for _ in depot.agents.pins.expire(float("inf")):

@@ -14,7 +14,7 @@ from kvdepot.index.tree import Space
 from kvdepot.index.visibility import Match, Visibility
 from kvdepot.pool.names import decode_names
 from kvdepot.pool.table import Entry, IndexTable
-from kvdepot.server.contexts import Fence
+from kvdepot.server.contexts import WorkerKey
 from kvdepot.server.depot import Depot
 from kvdepot.server.quarantine import QuarantineTable
 from simulation.history import replay, run_seed, shrink, story
@@ -55,7 +55,7 @@ def test_a_history_is_the_same_each_time() -> None:
 
 
 def test_an_extent_that_leaves_quarantine_too_early_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def discard(table: QuarantineTable, _fence: object, entries: list[Entry], _num_bytes: int) -> None:
+    def discard(table: QuarantineTable, _worker: object, entries: list[Entry], _num_bytes: int) -> None:
         table.discard(entries)
 
     monkeypatch.setattr(QuarantineTable, "hold", discard)
@@ -99,8 +99,8 @@ def test_an_extent_that_is_freed_while_a_tier_copies_it_is_found(monkeypatch: py
 def test_a_worker_whose_return_frees_what_another_one_of_its_process_writes_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def end_worker(table: QuarantineTable, fence: Fence) -> None:
-        table.end_process(fence[0])
+    def end_worker(table: QuarantineTable, worker: WorkerKey) -> None:
+        table.end_process(worker[0])
 
     monkeypatch.setattr(QuarantineTable, "end_worker", end_worker)
     assert "may still write to it" in story(first_failure())

@@ -531,7 +531,7 @@ class World:
         assert self.server is not None
         self.server.depot.end_session(worker.session)
         worker.session = 0
-        if any(quarantine.fence[0] == worker.process.writer for quarantine in self.server.depot.quarantine.held):
+        if any(quarantine.worker[0] == worker.process.writer for quarantine in self.server.depot.quarantine.held):
             self.server.watched.add(worker.process.writer)
 
     def on_kill(self, a: int, b: int, c: int) -> str | None:

@@ -181,7 +181,7 @@ class Bench:
 
     def drain(self) -> None:
         for quarantine in [*self.depot.quarantine.held]:
-            self.depot.end_process(quarantine.fence[0])
+            self.depot.end_process(quarantine.worker[0])
         sum(commands.clear_pool(self.depot, None))
         assert (self.index.extents.used_bytes, self.index.entries.num_sealed, len(self.index.nodes)) == (0, 0, 0)
         assert (len(self.depot.leases), len(self.depot.stores.tickets), len(self.depot.quarantine.held)) == (0, 0, 0)

@@ -179,7 +179,7 @@ class DepotMachine(RuleBasedStateMachine):
                 worker.late[ticket] = worker.tickets.pop(ticket)
                 self.writing -= set(worker.late[ticket])
         for orphan in self.orphans:
-            held = [e for q in self.depot.quarantine.held if q.fence[0] == orphan.writer for e in q.entries]
+            held = [e for q in self.depot.quarantine.held if q.worker[0] == orphan.writer for e in q.entries]
             late = {self.key_of(entry) for entry in held if self.index.entries.node_of(entry) == NO_NODE}
             self.writing -= late & set(orphan.entries)
             orphan.late += [entry for entry in orphan.entries if entry in late]

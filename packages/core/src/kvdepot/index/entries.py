@@ -93,7 +93,7 @@ class Entries:
             yield entry
             entry = self._next[entry]
 
-    def is_ghost(self, node: int) -> bool:
+    def is_tombstone(self, node: int) -> bool:
         """Return whether a node has no entries (any more)."""
         return self._first[node] == _NO_ENTRY
 
@@ -472,5 +472,5 @@ class Entries:
         require(whole == sealed_groups, f"node {node} has other groups than it says")
         num_writing = sum(not self.is_sealed(entry) for entry in own)
         require(tree.holds[node] >= num_writing, f"node {node} is not held for {num_writing} unfinished entries")
-        require(bool(own or tree.num_children[node] or tree.holds[node]), f"node {node} is an idle ghost")
+        require(bool(own or tree.num_children[node] or tree.holds[node]), f"node {node} is an idle tombstone")
         return len(own)

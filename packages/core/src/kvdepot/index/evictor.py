@@ -4,7 +4,7 @@ Only nodes without children, leases and unfinished writes are evicted. So full a
 is visible, all chunks before it are, and a lease needs to hold only the deepest chunk. A lease yields if its share is
 above its quota and a share within its own quota needs room.
 
-A node that lost all entries stays as a ghost while it has children. The children are invisible and may be evicted.
+A node that lost all entries stays as a tombstone while it has children. The children are invisible and may be evicted.
 """
 
 import logging
@@ -152,17 +152,17 @@ class Evictor:
             self.release(node)
 
     def release(self, node: int) -> None:
-        """Undo one hold. A ghost without holds is removed at once."""
+        """Undo one hold. A tombstone without holds is removed at once."""
         self._nodes.release(node)
         self.settle(node)
 
     def settle(self, node: int) -> int:
-        """If a chunk may be evicted, tell its policy. Drop it and the ghosts before it if it is an unneeded ghost.
+        """If a chunk may be evicted, tell its policy. Drop an unneeded tombstone and those before it.
 
         Return the chunk that is evictable now, `NO_NODE` if there is none.
         """
         while node != NO_NODE and self._nodes.tree.evictable(node):
-            if not self._entries.is_ghost(node):
+            if not self._entries.is_tombstone(node):
                 self._shares.policy_of(node).unpinned(node)
                 if self._on_victim is not None:
                     on_victim, self._on_victim = self._on_victim, None

@@ -33,7 +33,7 @@ ENTRIES_OVERLAPPING: Final = depot_counter(
 )
 
 MOST_EVICTED: Final = 80  # chunks per request: that takes two milliseconds, four with ARC
-SPARE_NODES: Final = 1024  # in addition to twice the records, for ghosts
+SPARE_NODES: Final = 1024  # in addition to twice the records, for tombstones
 
 
 class ChunkIndex:
@@ -194,7 +194,7 @@ class ChunkIndex:
         self.entries.remove(entry)
         if not self.entries.whole_bit(node, group):
             self.visibility.lose(node, group)
-        if not self.entries.is_ghost(node):
+        if not self.entries.is_tombstone(node):
             return
         if self.nodes.tree.evictable(node):
             self.evictor.settle(node)

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 _WORKERS_FALLEN_BACK: Final = depot_counter("workers_fallen_back", "Workers that fell back to copying by themselves")
 
-Fence = tuple[Writer, bytes]  # a process, and the owner field of one of its workers
+WorkerKey = tuple[Writer, bytes]  # a process, and the owner field of one of its workers
 
 MAXIMUM_CONTEXTS: Final = 64  # per session: an engine's process has one or two, a worker and a scheduler
 # Requests that another node waits for, as many as lookups may wait (`flights.MAXIMUM_WAITING`). Stores of further ones
@@ -61,7 +61,7 @@ class Context:
         self.has_mover = registration is not None and registration.offer is not None
 
     @property
-    def fence(self) -> Fence:
+    def worker_key(self) -> WorkerKey:
         """Identifies a worker across sessions. Registering again implies that its earlier copies have ended."""
         return self.writer, self.owner
 

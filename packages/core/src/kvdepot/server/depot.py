@@ -137,7 +137,7 @@ class Depot:
     def _register_worker(self, session: int, writer: Writer, request: m.RegisterKVCache) -> m.Registered:
         state = self.state
         context = self.contexts.add_worker(session, writer, request)
-        self.quarantine.end_worker(context.fence)
+        self.quarantine.end_worker(context.worker_key)
         if state.movers is None or request.offer is None:
             return m.Registered(state.epoch, context.number, state.verify)
         state.movers.start(context.number, session, request)
@@ -218,22 +218,23 @@ class Depot:
     def end_session(self, session: int) -> None:
         """End the contexts of a session: leases now, unfinished entries as soon as their writer is known to be gone."""
         # A worker that renews its session may register before the loop sees its earlier session end.
-        renewed = {each.fence for each in self.contexts.by_number.values() if each.session > session}
+        renewed = {each.worker_key for each in self.contexts.by_number.values() if each.session > session}
         for context in self.contexts.of_session(session):
             mover = self._remove(context)
             # Identifies the process that may still be writing.
-            fence = (mover or context.writer, context.owner)
-            if fence in renewed:
-                fence = None
-            count = self.stores.end_context(context.number, fence)
+            worker = (mover or context.writer, context.owner)
+            if worker in renewed:
+                worker = None
+            count = self.stores.end_context(context.number, worker)
             self.state.note(
-                f"{context.instance} left" + (", its unfinished stores wait for its process" if count and fence else "")
+                f"{context.instance} left"
+                + (", its unfinished stores wait for its process" if count and worker else "")
             )
             logger.info(
                 "%s (context %d) left%s",
                 context.instance,
                 context.number,
-                f", {count} unfinished entries wait for process {fence[0].pid}" if count and fence else "",
+                f", {count} unfinished entries wait for process {worker[0].pid}" if count and worker else "",
             )
 
     def end_process(self, writer: Writer) -> None:

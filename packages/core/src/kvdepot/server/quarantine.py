@@ -9,7 +9,7 @@ from kvdepot.counting import depot_counter
 from kvdepot.index.tree import NO_NODE
 from kvdepot.pool.table import Entry, Writer
 from kvdepot.server.background import CHORES_FAILED, Task
-from kvdepot.server.contexts import Fence
+from kvdepot.server.contexts import WorkerKey
 from kvdepot.server.state import DepotState
 from kvdepot.wire import messages as m
 
@@ -22,7 +22,7 @@ _ENTRIES_ABORTED: Final = depot_counter("entries_aborted", "Entries abandoned be
 class Quarantine:
     """Entries of one worker of one process."""
 
-    fence: Fence
+    worker: WorkerKey
     entries: list[Entry]
     num_bytes: int
     num_abandoned: int = 0  # how many of the entries belong to no chunk any more
@@ -40,21 +40,21 @@ class QuarantineTable:
         """Pool bytes held in quarantine."""
         return sum(each.num_bytes for each in self.held)
 
-    def hold(self, fence: Fence, entries: list[Entry], num_bytes: int) -> None:
+    def hold(self, worker: WorkerKey, entries: list[Entry], num_bytes: int) -> None:
         """Hold unfinished entries."""
-        self.held.append(Quarantine(fence, entries, num_bytes))
+        self.held.append(Quarantine(worker, entries, num_bytes))
 
-    def end_worker(self, fence: Fence) -> None:
+    def end_worker(self, worker: WorkerKey) -> None:
         """Free the entries of a worker that has registered again."""
-        self._free(lambda quarantine: quarantine.fence == fence)
+        self._free(lambda quarantine: quarantine.worker == worker)
 
     def end_process(self, writer: Writer) -> None:
         """Free the entries of a dead process."""
-        self._free(lambda quarantine: quarantine.fence[0] == writer)
+        self._free(lambda quarantine: quarantine.worker[0] == writer)
 
     def is_awaited(self, writer: Writer) -> bool:
         """Whether entries wait for the death of a process."""
-        return any(quarantine.fence[0] == writer for quarantine in self.held)
+        return any(quarantine.worker[0] == writer for quarantine in self.held)
 
     def _free(self, is_over: Callable[[Quarantine], bool]) -> None:
         entries = [entry for quarantine in self.held if is_over(quarantine) for entry in quarantine.entries]
@@ -67,7 +67,7 @@ class QuarantineTable:
 
     def _discarding(self, entries: Sequence[Entry]) -> Task:
         index, counters = self._state.index, self._state.counters
-        for entry in reversed(entries):  # mostly deepest first, so that no ghosts remain
+        for entry in reversed(entries):  # mostly deepest first, so that no tombstones remain
             try:
                 index.discard_entry(entry)
             except Exception:

@@ -12,7 +12,7 @@ from kvdepot.index.restore import restore
 from kvdepot.pool.names import Names
 from kvdepot.pool.table import Entry, Writer
 from kvdepot.server.background import CHORES_FAILED
-from kvdepot.server.contexts import Fence
+from kvdepot.server.contexts import WorkerKey
 from kvdepot.server.depot import Depot
 
 logger = logging.getLogger(__name__)
@@ -80,23 +80,23 @@ def take_over(depot: Depot, restored: Iterator[Entry | None], await_death: Calla
         await_death: watches a process; returns False if it is dead.
     """
     table = depot.index.table
-    by_fence: dict[Fence, list[Entry]] = {}
-    sizes: Counter[Fence] = Counter()
+    by_worker: dict[WorkerKey, list[Entry]] = {}
+    sizes: Counter[WorkerKey] = Counter()
     for entry in restored:
         if entry is not None:
-            fence = table.writer_of(entry), table.owner_of(entry)
-            by_fence.setdefault(fence, []).append(entry)
-            sizes[fence] += table.extent(entry)[1]
+            worker = table.writer_of(entry), table.owner_of(entry)
+            by_worker.setdefault(worker, []).append(entry)
+            sizes[worker] += table.extent(entry)[1]
         yield
-    for fence, entries in by_fence.items():
-        is_back = any(context.fence == fence for context in depot.contexts.by_number.values())
-        if not is_back and await_death(fence[0]):
-            depot.quarantine.hold(fence, entries, sizes[fence])
+    for worker, entries in by_worker.items():
+        is_back = any(context.worker_key == worker for context in depot.contexts.by_number.values())
+        if not is_back and await_death(worker[0]):
+            depot.quarantine.hold(worker, entries, sizes[worker])
         else:
             depot.quarantine.discard(entries)
         yield
     logger.info(
         "restored %d entries of an earlier server; %d were unfinished",
         depot.index.entries.num_sealed,
-        sum(map(len, by_fence.values())),
+        sum(map(len, by_worker.values())),
     )

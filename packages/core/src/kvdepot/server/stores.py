@@ -12,7 +12,7 @@ from kvdepot.index.entries import NewRun, pack_extent
 from kvdepot.index.tree import NO_NODE
 from kvdepot.pool.table import Entry, Writer
 from kvdepot.server.background import Task
-from kvdepot.server.contexts import Context, ContextTable, Fence, check_run, wanted_of
+from kvdepot.server.contexts import Context, ContextTable, WorkerKey, check_run, wanted_of
 from kvdepot.server.flights import FlightTable
 from kvdepot.server.quarantine import QuarantineTable
 from kvdepot.server.replies import Refused
@@ -234,22 +234,22 @@ class Stores:
         if context is not None:
             context.writing_bytes -= ticket.num_bytes
 
-    def end_context(self, context: int, fence: Fence | None) -> int:
+    def end_context(self, context: int, worker: WorkerKey | None) -> int:
         """End the tickets of a context. Return the number of their entries.
 
         Args:
             context: the context's number.
-            fence: the worker that may still be writing, so that its entries are held in quarantine. None if none is.
+            worker: the worker that may still be writing, so that its entries are held in quarantine. None if none is.
         """
         every = chain(self.late_tickets.values(), self.tickets.values())
         tickets = [ticket for ticket in every if ticket.context == context]
         for ticket in tickets:
             self._drop(ticket)
         entries = [entry for ticket in tickets for entry in ticket.entries]
-        if fence is None:
+        if worker is None:
             self._quarantine.discard(entries)
         elif entries:
-            self._quarantine.hold(fence, entries, sum(each.num_bytes for each in tickets))
+            self._quarantine.hold(worker, entries, sum(each.num_bytes for each in tickets))
         return len(entries)
 
     def has_late(self, now: float) -> bool:
