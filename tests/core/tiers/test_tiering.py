@@ -1305,6 +1305,20 @@ def test_a_store_finds_room_beside_requests_whose_last_chunks_wait_for_more(make
     bench.clock.now += 3.0
 
 
+@pytest.mark.parametrize("is_earlier", [True, False], ids=["before", "meanwhile"])
+def test_the_pool_keeps_no_chunks_for_a_suspended_tier(is_earlier: bool, make: Maker) -> None:
+    bench, run = make(gathers_stores=True), prompt(4)
+    (queue,) = bench.tiering.queues
+    if is_earlier:
+        queue.breaker.suspend("it is away")
+    bench.store(run)
+    (last,) = bench.index.entries.sealed(bench.index.spaces[0].nodes[digest_at(run.digests, 3)])
+    assert bench.index.entries.is_reading(last) != is_earlier
+    queue.breaker.suspend("it is away")
+    bench.tiering.turn()
+    assert not bench.index.entries.is_reading(last)
+
+
 def test_a_chunk_that_waits_in_place_of_a_cleared_one_is_kept_no_longer_than_it_waits(make: Maker) -> None:
     bench = make(gathers_stores=True)
     bench.store(prompt(1))

@@ -275,6 +275,8 @@ class Demotions:
 
     def turn(self, is_over: Callable[[], bool]) -> None:
         """Do at least one step of each kind of work, then continue until `is_over`."""
+        if self._gathered and not self._by_kind()[0]:
+            self.let_go(lambda _: True)
         while (stored := self._gathering.next_over(self._clock())) is not None:
             self._write_gathered(stored.last, self._by_kind()[0], is_first=stored.is_first)
         self.refresher.turn(is_over)
@@ -294,9 +296,10 @@ class Demotions:
         return self._gathering.next_deadline
 
     def _by_kind(self) -> tuple[list[TierState], list[TierState]]:
-        """Return the tiers for which stores wait for more, and the others."""
-        gathering = [tier for tier in self._tiers if tier.queue.gathers_stores]
-        return gathering, [tier for tier in self._tiers if not tier.queue.gathers_stores]
+        """Return the tiers for which stores wait for more, and the others. Tiers that take no writes are left out."""
+        tiers = [tier for tier in self._tiers if tier.takes_writes]
+        gathering = [tier for tier in tiers if tier.queue.gathers_stores]
+        return gathering, [tier for tier in tiers if not tier.queue.gathers_stores]
 
     def _refresh(self, node: int, tiers: Sequence[TierState], reason: Reason) -> None:
         """Ask tiers for the prefix that ends here, and write its missing chunks."""
