@@ -25,7 +25,8 @@ from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.url import TierUrl, open_tier
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
-from support.operate import put_tiers_below
+from kvdepot.wire import operations as o
+from support.operate import operate, put_tiers_below
 
 PAGE = 4096
 POOL_BYTES = 8 << 20
@@ -164,6 +165,11 @@ class Fleet:
         node.settle()
         self.wall -= PERIOD_SECONDS - 1
 
+    def names(self, run: KeyRun) -> bool:
+        """Return whether any object names a chunk of a prompt."""
+        objects = [path.read_bytes() for path in self.folder.rglob("*") if path.is_file()]
+        return any(digest_at(run.digests, chunk) in data for chunk in range(run.num_chunks) for data in objects)
+
 
 @pytest.fixture
 def fleet(tmp_path: Path) -> Iterator[Fleet]:
@@ -262,6 +268,55 @@ def test_a_prompt_that_left_the_pool_is_listed_as_far_as_it_is_there(fleet: Flee
     fleet.write_list(old)
     new.take_lists(30)
     assert new.holds(run) == 30
+
+
+@pytest.mark.parametrize("request_", [o.Clear("a"), o.Clear(model="model"), o.Clear()], ids=["tenant", "model", "all"])
+def test_no_list_names_what_was_cleared(request_: o.Clear, fleet: Fleet) -> None:
+    """The pool holds one of the prompts, so the depot remembers the first one as one that tiers were asked for."""
+    node, cleared = fleet.node(pool_bytes=450 * PAGE), prompt("cleared", 350, tenant="a")
+    node.attach()
+    for run in (cleared, prompt("other", 350, tenant="b")):
+        node.store(run)
+        node.settle()
+    node.use(cleared)
+    node.use(prompt("other", 350, tenant="b"))
+    fleet.write_list(node)
+    assert fleet.names(cleared)
+    reply = operate(node.depot, request_)
+    assert isinstance(reply, PendingReply)
+    node.turn_until(lambda: reply.reply is not None)
+    assert not fleet.names(cleared)
+    kept = prompt("kept", 20, tenant="b")
+    node.store(kept)
+    node.use(kept)
+    fleet.write_list(node)
+    assert fleet.names(kept)
+    assert not fleet.names(cleared)
+
+
+@pytest.mark.slow
+def test_a_list_that_is_begun_before_a_clear_is_not_written_after_it(fleet: Fleet) -> None:
+    """The pool holds two of the prompts, so each use of one promotes it. To count these uses takes more steps."""
+    node = fleet.node(pool_bytes=100 * PAGE)
+    cleared = [prompt(f"cleared {number}", 40, tenant="a") for number in range(50)]
+    node.attach()
+    for run in cleared:
+        node.store(run)
+        node.settle()
+    for run in cleared:
+        node.use(run)
+    fleet.wall += 2 * PERIOD_SECONDS - 1
+    node.turn_until(lambda: node.depot.background.num_waiting > 0)
+    reply = operate(node.depot, o.Clear("a"))
+    assert isinstance(reply, PendingReply)
+    (queue,) = node.tiering.queues
+    while reply.reply is None:
+        wait_until(lambda: (node.tiering.turn(), not queue.num_calls)[1])
+        node.depot.background.work(lambda: True)
+    assert node.depot.background.num_waiting, "the list is still being made"
+    node.turn_until(node.is_idle)
+    node.settle()
+    assert not any(map(fleet.names, cleared))
 
 
 def test_nothing_is_listed_without_a_use(fleet: Fleet) -> None:

@@ -13,10 +13,11 @@ from msgspec import Struct
 
 from kvdepot.config import ServerConfig, format_size, plain_settings
 from kvdepot.errors import ConfigError, ErrorCode, printable
-from kvdepot.index.tree import Space
 from kvdepot.keys import num_digests
+from kvdepot.pool.names import Label
 from kvdepot.server.background import MAXIMUM_OPERATIONS
 from kvdepot.server.depot import Depot
+from kvdepot.server.hottest import LIST_OWNER
 from kvdepot.server.replies import Awaited, PendingReply, Refused, Steps, Wait, run
 from kvdepot.server.state import MAXIMUM_ROWS
 from kvdepot.tiers.opening import TierOpener
@@ -127,11 +128,11 @@ def find(depot: Depot, request: o.Find, _sender: Sender) -> Steps:
 def clear_pool(depot: Depot, tenant: str | None, model: str | None = None) -> Iterator[int]:
     """Remove the unused entries of a tenant and a model (None: of all). Yield the number removed in each step."""
     names = depot.labels.names
+    return depot.index.evictor.clear(lambda label, _space: _is_of(names[label], tenant, model))
 
-    def is_wanted(label: int, _space: Space) -> bool:
-        return tenant in (None, names[label][0]) and model in (None, names[label][1])
 
-    return depot.index.evictor.clear(is_wanted)
+def _is_of(label: Label, tenant: str | None, model: str | None) -> bool:
+    return tenant in (None, label.tenant) and model in (None, label.model)
 
 
 def _note(depot: Depot, text: str) -> None:
@@ -154,30 +155,19 @@ def clear(depot: Depot, request: o.Clear, sender: Sender) -> Steps:
         Refused: very many commands wait.
     """
     num_digests(request.digests)  # raises if they are not whole
-    asker, turns = sender(), depot.background.operators  # now: the sender may have disconnected before the end
+    asker = sender()  # now: the sender may have disconnected before the end
     yield from _first_turn(depot)
     if request.digests:
         removed = yield from _clear_prefix(depot, request)
         _note_clear(depot, "a prefix", removed, asker)
         return m.Done(depot.state.epoch, removed)
     tenant, model = request.tenant, request.model
-    removed, problems = 0, list[str]()
-    for is_again in (False, True):  # again, as entries may have been written or promoted until the tiers were clear
-        tiering = depot.state.tiering
-        if tiering is not None:
-            stopped = Awaited[()]()
-            for _ in tiering.stop(tenant, model, stopped.set):
-                yield turns.again
-            yield from stopped.wait()
-        in_pool = yield from turns.total(clear_pool(depot, tenant, model))
-        removed += in_pool
-        tiering = depot.state.tiering  # a tier may have been added since
-        if tiering is None or (is_again and not in_pool):
-            break
-        cleared = Awaited[int, list[str]]()
-        tiering.clear(tenant, model, cleared.set)
-        in_tiers, problems = yield from cleared.wait()
-        removed += in_tiers
+    removed, problems = yield from _clear_owner(depot, tenant, model)
+    is_all = tenant is None and model is None
+    if not is_all and Label(*LIST_OWNER) in depot.labels.names:  # the lists in tiers may name what was cleared
+        num_lists, with_lists = yield from _clear_owner(depot, *LIST_OWNER)
+        removed += num_lists
+        problems = list(dict.fromkeys(problems + with_lists))
     selected = ", ".join(f"{kind} {name}" for kind, name in (("tenant", tenant), ("model", model)) if name is not None)
     _note_clear(depot, printable(selected) or "everything", removed, asker)
     if not problems:
@@ -188,6 +178,32 @@ def clear(depot: Depot, request: o.Clear, sender: Sender) -> Steps:
     )
     logger.error("%s", text)
     return m.ErrorReply(depot.state.epoch, ErrorCode.TIER_UNAVAILABLE, text)
+
+
+def _clear_owner(depot: Depot, tenant: str | None, model: str | None) -> Generator[Wait, bool, tuple[int, list[str]]]:
+    """Remove the entries of a tenant and a model (None: of all) from the pool and the tiers.
+
+    Return their number, and one text per tier that cannot be cleared.
+    """
+    turns, removed, problems = depot.background.operators, 0, list[str]()
+    for is_again in (False, True):  # again, as entries may have been written or promoted until the tiers were clear
+        tiering = depot.state.tiering
+        if tiering is not None:
+            stopped = Awaited[()]()
+            for _ in tiering.stop(tenant, model, stopped.set):
+                yield turns.again
+            yield from stopped.wait()
+        in_pool = yield from turns.total(clear_pool(depot, tenant, model))
+        depot.state.forget_promoted(lambda label: _is_of(depot.labels.names[label], tenant, model))
+        removed += in_pool
+        tiering = depot.state.tiering  # a tier may have been added since
+        if tiering is None or (is_again and not in_pool):
+            break
+        cleared = Awaited[int, list[str]]()
+        tiering.clear(tenant, model, cleared.set)
+        in_tiers, problems = yield from cleared.wait()
+        removed += in_tiers
+    return removed, problems
 
 
 def _clear_prefix(depot: Depot, request: o.Clear) -> Generator[Wait, bool, int]:

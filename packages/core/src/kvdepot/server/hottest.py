@@ -53,7 +53,7 @@ _NO_PARENT: Final = 0xFFFF_FFFF  # above the number of chunks in any list
 _PLACE: Final = PartPlace(0, THAT_CELL.number, LIST_BYTES, 0)
 # So many tokens that no `--promote-min-tokens` keeps a list out.
 _SPEC: Final = m.CacheSpec(1 << 20, (m.GroupShape(GroupKind.FULL_ATTENTION, 1 << 20),), "kvdepot's hottest prefixes")
-_OWNER: Final = "(kvdepot)", "(hottest prefixes)"  # tenant and model, in `status` and in keys of tiers
+LIST_OWNER: Final = "(kvdepot)", "(hottest prefixes)"  # tenant and model, in `status` and in keys of tiers
 
 Chunk: TypeAlias = "int | tuple[int, bytes]"  # a node, or the space and key of a chunk that has left the pool
 
@@ -173,10 +173,13 @@ class Hottest:
 
     def _write_all(self) -> Generator[Wait, bool, int]:
         """List the hottest prefixes of each space; return the number of lists."""
+        promoted = self._state.promoted
         visits = yield from self._count_visits()
         count = 0
         for space in list(self._state.index.spaces):
             body = yield from self._list(space, visits)
+            if self._state.promoted is not promoted:
+                break  # prefixes were cleared meanwhile, which `visits` still has
             if body:
                 count += yield from self._write(self._digest(space, self._period_now()), body)
         self._state.counters[_LISTS_WRITTEN] += count
@@ -236,7 +239,7 @@ class Hottest:
     def _write(self, digest: bytes, body: bytes) -> Generator[Wait, bool, int]:
         """Store a list, to be evicted from the pool once a tier has it; return 1, or 0 if there is no room."""
         state, index = self._state, self._state.index
-        tiering, label = state.tiering, state.labels.number_of(*_OWNER)
+        tiering, label = state.tiering, state.labels.number_of(*LIST_OWNER)
         begun, _ = index.reserve(NewRun(self._space, digest, label=label), [(0, _PLACE)])
         if not begun or tiering is None:
             return 0
@@ -263,7 +266,7 @@ class Hottest:
 
     def _read(self, digest: bytes) -> Generator[Wait, bool, _List | None]:
         """Return a list from the tiers, None if they have no valid one."""
-        index, label = self._state.index, self._state.labels.number_of(*_OWNER)
+        index, label = self._state.index, self._state.labels.number_of(*LIST_OWNER)
         yield from self._bring_up(self._space, digest, [_PLACE], label)
         nodes = index.visibility.match(self._space, digest).nodes
         if not nodes:

@@ -98,6 +98,10 @@ class DepotState:
         self.counters[_REQUESTS_FAILED] += 1
         return m.ErrorReply(self.epoch, ErrorCode.INTERNAL, f"{type(error).__name__}: {error}")
 
+    def forget_promoted(self, is_meant: Callable[[int], bool]) -> None:
+        """Replace `promoted` by a copy without the prefixes whose label `is_meant`."""
+        self.promoted = deque((each for each in self.promoted if not is_meant(each.label)), _MOST_PROMOTED)
+
     def rank_later(self, rest: Iterator[int]) -> None:
         """Rank the rest of a long prefix that was used, unless too many wait."""
         if not self.background.hints.add(rest):
