@@ -19,7 +19,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from kvdepot.testing.tier.traffic import PLACE, make_pool
+from kvdepot.testing.tier_traffic import PLACE, make_pool
 from kvdepot.tiers.disk.files import name_of
 from kvdepot.tiers.disk.tier import DiskTier
 from kvdepot.tiers.jobs import Job, JobKind

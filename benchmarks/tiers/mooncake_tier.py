@@ -23,10 +23,11 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 from kvdepot.lab.bench import describe_machine
 from kvdepot.lab.processes import wait_until
-from kvdepot.testing.tier.traffic import clear, make_key, run, write_to
+from kvdepot.testing.tier_traffic import clear, make_key, run
 from kvdepot.tiers.jobs import Job, JobKind
 from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.url import TierUrl, open_tier
+from support.tiers.direct import write_to
 from support.tiers.mooncake_cluster import Master, Node
 from support.tiers.mooncake_node import make_shared_pool
 

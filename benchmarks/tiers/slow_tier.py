@@ -27,7 +27,7 @@ SPEC = filler_spec(CHUNK_TOKENS)
 def serve(directory: str, pool_directory: str, call_seconds: float) -> None:
     """Serve with a tier in memory whose calls are slow."""
     from kvdepot.server.app import DepotServer
-    from kvdepot.testing.tier.faulty import FaultyTier
+    from kvdepot.testing.faulty_tier import FaultyTier
 
     class SlowTier(FaultyTier):
         def contains(self, keys: Sequence[bytes]) -> Sequence[bool]:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
-from kvdepot.testing.tier.traffic import make_key, make_pool, run
+from kvdepot.testing.tier_traffic import make_key, make_pool, run
 from kvdepot.tiers.jobs import Job, JobKind
 from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.url import TierUrl, open_tier

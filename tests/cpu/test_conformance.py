@@ -11,7 +11,7 @@ from kvdepot.client.session import Session
 from kvdepot.client.verify import Verifier
 from kvdepot.lab.processes import DepotProcess
 from kvdepot.testing.backend import BackendSuite
-from kvdepot.testing.backend.plan import PLANS, Cache, GroupPlan, WorkerPlan, prompt
+from kvdepot.testing.plan import PLANS, Cache, GroupPlan, WorkerPlan, prompt
 from kvdepot_cpu.kernels import copy as kernels
 from support.cpu.workers import NumpyWorker
 

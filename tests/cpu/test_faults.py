@@ -17,9 +17,9 @@ from kvdepot.client.connection import Connection
 from kvdepot.client.session import Session
 from kvdepot.client.transfers import BATCH_BYTES
 from kvdepot.lab.processes import DepotProcess, wait_until
-from kvdepot.testing.backend.plan import WorkerPlan, prompt
 from kvdepot.testing.engine import EngineProcess
 from kvdepot.testing.faults import FaultSuite
+from kvdepot.testing.plan import WorkerPlan, prompt
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 from kvdepot_cpu.context import CpuOptions, CpuTransferContext

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from kvdepot.lab.processes import DepotProcess, wait_until
-from kvdepot.testing.backend.plan import prompt
 from kvdepot.testing.engine import EngineProcess
+from kvdepot.testing.plan import prompt
 from kvdepot.wire.status import TierStatus
 from support.cpu.engines import large_engine
 

@@ -7,7 +7,7 @@ import pytest
 
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.testing.backend import MakeCache
-from kvdepot.testing.backend.plan import PLANS, Cache
+from kvdepot.testing.plan import PLANS, Cache
 from support.cuda.fake import FakeDriver
 from support.cuda.fake_worker import NUM_PIECES, FakeWorker
 from support.cuda.node import FakeDevice, fake_device

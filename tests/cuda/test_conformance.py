@@ -7,7 +7,7 @@ import pytest
 
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.testing.backend import BackendSuite
-from kvdepot.testing.backend.plan import WorkerPlan
+from kvdepot.testing.plan import WorkerPlan
 from support.cuda.fake import FakeDriver
 from support.cuda.fake_worker import FakeWorker
 from support.cuda.node import FakeDevice, fake_device

@@ -11,8 +11,8 @@ import pytest
 
 from kvdepot.backends import CacheGroup, KVCache
 from kvdepot.lab.processes import DepotProcess
-from kvdepot.testing.backend.plan import WorkerPlan
 from kvdepot.testing.faults import FaultSuite
+from kvdepot.testing.plan import WorkerPlan
 from kvdepot_cuda.context import CudaTransferContext
 from kvdepot_cuda.copy_route import CudaOptions
 from support.cuda.device_worker import DeviceWorker

@@ -6,7 +6,7 @@ import pytest
 
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.testing.backend import MakeCache
-from kvdepot.testing.backend.plan import PLANS, Cache, prompt
+from kvdepot.testing.plan import PLANS, Cache, prompt
 from support.cuda.fake import FakeDriver
 from support.cuda.fake_worker import NUM_PIECES, PIECE_BYTES, POOL_BYTES, FakeWorker
 

@@ -13,7 +13,7 @@ import pytest
 
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.testing.backend import BackendSuite, MakeCache
-from kvdepot.testing.backend.plan import PLANS, Cache, WorkerPlan, prompt
+from kvdepot.testing.plan import PLANS, Cache, WorkerPlan, prompt
 from kvdepot_cuda.context import CudaTransferContext
 from kvdepot_cuda.driver import DriverError
 from kvdepot_cuda.gather import LEAST_RUNS, MOST_RUN_BYTES, KernelUnavailable, compile_gather, runs_for_kernel

@@ -15,9 +15,9 @@ import pytest
 
 from kvdepot.lab.processes import DepotProcess
 from kvdepot.testing.backend import BackendSuite
-from kvdepot.testing.backend.plan import PLANS, Cache, prompt
 from kvdepot.testing.engine import PLAN
 from kvdepot.testing.faults import FaultSuite
+from kvdepot.testing.plan import PLANS, Cache, prompt
 from kvdepot_cuda import backend
 from support.cuda.mover_faults import MoverFaultSuite, wait_for_mover
 from support.cuda.on_device import DMA, KERNEL, ByAMover, Workers

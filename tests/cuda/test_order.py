@@ -13,7 +13,7 @@ import pytest
 
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.testing.backend import MakeCache
-from kvdepot.testing.backend.plan import PLANS, Cache, prompt
+from kvdepot.testing.plan import PLANS, Cache, prompt
 from kvdepot_cuda.driver import CopyKind
 from support.cuda.fake import DEFAULT_STREAM, FakeDriver, FakeEvent, FakeTensor, fake_gather
 from support.cuda.fake_worker import FakeWorker

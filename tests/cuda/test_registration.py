@@ -16,7 +16,7 @@ import pytest
 from kvdepot.copying.runs import Addresses
 from kvdepot.pool.files import PoolMemory
 from kvdepot.testing.backend import MakeCache
-from kvdepot.testing.backend.plan import prompt
+from kvdepot.testing.plan import prompt
 from kvdepot_cuda import registration
 from kvdepot_cuda.driver import DriverError
 from kvdepot_cuda.registration import PoolRegistration, unit_bytes_of

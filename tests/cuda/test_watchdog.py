@@ -14,7 +14,7 @@ import pytest
 from kvdepot.backends import Direction, TransferFuture
 from kvdepot.copying.runs import Addresses
 from kvdepot.lab.processes import DepotProcess, wait_until
-from kvdepot.testing.backend.plan import PLANS, Cache, prompt
+from kvdepot.testing.plan import PLANS, Cache, prompt
 from kvdepot_cuda import watchdog
 from kvdepot_cuda.driver import CopyKind
 from kvdepot_cuda.watchdog import Watchdog

@@ -19,16 +19,7 @@ from unittest.mock import patch
 import msgspec
 
 from fuzz.depot import Bytes
-from kvdepot.testing.tier.traffic import (
-    EXTENT_BYTES,
-    content,
-    extents_of,
-    fill,
-    make_key,
-    make_pool,
-    read_from,
-    write_to,
-)
+from kvdepot.testing.tier_traffic import EXTENT_BYTES, content, extents_of, fill, make_key, make_pool
 from kvdepot.tiers.base import TierPool
 from kvdepot.tiers.disk.files import name_of
 from kvdepot.tiers.disk.tier import DiskTier
@@ -40,6 +31,7 @@ from kvdepot.tiers.trailer import TRAILER_BYTES, checksum_of, make_trailer
 from kvdepot.tiers.valkey.connections import Server
 from kvdepot.tiers.valkey.resp import ReplyError, receive
 from kvdepot.tiers.valkey.tier import ValkeyTier
+from support.tiers.direct import read_from, write_to
 
 _SIZES: Final = (EXTENT_BYTES, 4096, 5000, 1)
 _KEYS: Final = [make_key(number) for number in range(len(_SIZES))]

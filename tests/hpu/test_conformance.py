@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from kvdepot.testing.backend import BackendSuite
-from kvdepot.testing.backend.plan import WorkerPlan
+from kvdepot.testing.plan import WorkerPlan
 from support.hpu.workers import HpuWorker
 from support.staged.device import FakeDevice
 

@@ -9,7 +9,7 @@ import pytest
 from kvdepot.backends import KVCache
 from kvdepot.lab.processes import DepotProcess
 from kvdepot.layout import GroupKind
-from kvdepot.testing.backend.plan import prompt
+from kvdepot.testing.plan import prompt
 from kvdepot_hpu.context import HpuOptions, HpuTransferContext
 from kvdepot_vllm.groups import EngineCache, EngineGroup, worker_groups
 from support.hpu.workers import TensorTuple, without_pad_block

@@ -12,7 +12,7 @@ from kvdepot.layout import GroupKind
 from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.table import IndexTable, Writer
 from kvdepot.server.depot import Depot
-from kvdepot.testing.tier.traffic import make_pool
+from kvdepot.testing.tier_traffic import make_pool
 from kvdepot.tiers.memory import MemoryTier
 from kvdepot.tiers.queue import TierQueue
 from kvdepot.wire import frames

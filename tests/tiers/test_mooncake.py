@@ -18,19 +18,7 @@ import pytest
 from kvdepot.errors import ConfigError
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.testing.tier import Damage, TierSuite
-from kvdepot.testing.tier.traffic import (
-    EXTENT_BYTES,
-    clear,
-    contains,
-    content,
-    extents_of,
-    fill,
-    make_key,
-    read,
-    read_from,
-    write,
-    write_to,
-)
+from kvdepot.testing.tier_traffic import EXTENT_BYTES, clear, contains, content, extents_of, fill, make_key, read, write
 from kvdepot.tiers.base import TierPool
 from kvdepot.tiers.jobs import Job, JobKind
 from kvdepot.tiers.mooncake.options import MooncakeUnavailable, parse_options
@@ -39,6 +27,7 @@ from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.url import TierUrl
 from kvdepot.tiers.url import open_tier as open_any_tier
 from support.peer import Peer, find, prompt
+from support.tiers.direct import read_from, write_to
 from support.tiers.mooncake_cluster import Client, Master, Node, need_sdk
 from support.tiers.mooncake_node import make_shared_pool
 from support.tiers.servers import is_written

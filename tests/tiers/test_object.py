@@ -16,7 +16,7 @@ from kvdepot.errors import ConfigError
 from kvdepot.keys import DIGEST_BYTES
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.testing.tier import Damage, TierSuite
-from kvdepot.testing.tier.traffic import content, extents_of, fill, make_key, make_pool, read_from, write_to
+from kvdepot.testing.tier_traffic import content, extents_of, fill, make_key, make_pool
 from kvdepot.tiers.base import Tier, TierPool
 from kvdepot.tiers.keys import RUN_BYTES, digest_of, run_of
 from kvdepot.tiers.object import ObjectTier, copy
@@ -25,6 +25,7 @@ from kvdepot.tiers.trailer import TRAILER_BYTES
 from kvdepot.tiers.url import TierUrl, open_tier
 from kvdepot.wire import messages as m
 from support.peer import Peer, prompt
+from support.tiers.direct import read_from, write_to
 from support.tiers.kept import KEPT_KEY, KEPT_TRAILER
 from support.tiers.servers import S3Server, listening
 

@@ -23,7 +23,7 @@ from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.layout import GroupKind
 from kvdepot.ops.cli import main
 from kvdepot.ops.collect import collect
-from kvdepot.testing.tier.traffic import contains, content, make_pool, read, read_from, write_to
+from kvdepot.testing.tier_traffic import contains, content, make_pool, read
 from kvdepot.tiers.base import TierPool
 from kvdepot.tiers.keys import (
     DEPTH_BYTES,
@@ -45,6 +45,7 @@ from kvdepot.tiers.url import TierUrl, open_tier
 from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
 from support.peer import Peer, find, registration
+from support.tiers.direct import read_from, write_to
 from support.tiers.servers import S3Server, is_written
 
 if TYPE_CHECKING:

@@ -14,18 +14,7 @@ from kvdepot.errors import ConfigError
 from kvdepot.keys import DIGEST_BYTES, KeyRun, digest_at
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.testing.tier import Damage, TierSuite
-from kvdepot.testing.tier.traffic import (
-    contains,
-    content,
-    extents_of,
-    fill,
-    make_key,
-    make_pool,
-    read,
-    read_from,
-    write,
-    write_to,
-)
+from kvdepot.testing.tier_traffic import contains, content, extents_of, fill, make_key, make_pool, read, write
 from kvdepot.tiers.base import Tier, TierPool
 from kvdepot.tiers.keys import DEPTH_BYTES, RUN_BYTES
 from kvdepot.tiers.queue import TierQueue
@@ -35,6 +24,7 @@ from kvdepot.tiers.valkey.resp import Reply, ReplyError
 from kvdepot.tiers.valkey.tier import PART_BYTES, ValkeyTier, head_name, part_name
 from kvdepot.wire import messages as m
 from support.peer import Peer, find, prompt, registration
+from support.tiers.direct import read_from, write_to
 from support.tiers.kept import KEPT_KEY, KEPT_TRAILER
 from support.tiers.servers import (
     ValkeyServer,

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 
 from kvdepot.backends import CacheGroup, KVCache
-from kvdepot.copying.staged.bridge import Bridge
+from kvdepot.copying.staged import Bridge
 from kvdepot.errors import LayoutError
 from kvdepot.lab.processes import DepotProcess
-from kvdepot.testing.backend.plan import WorkerPlan, prompt
+from kvdepot.testing.plan import WorkerPlan, prompt
 from kvdepot_cpu.xpu.context import XpuOptions, XpuTransferContext
 from support.staged.bench import NUM_BLOCKS, Bench, round_trip, torch
 from support.staged.device import FakeDevice

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from kvdepot.testing.backend.plan import WorkerPlan
 from kvdepot.testing.faults import FaultSuite
+from kvdepot.testing.plan import WorkerPlan
 from support.xpu.workers import XpuWorker
 
 

@@ -9,8 +9,8 @@ import numpy.typing as npt
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvdepot.copying.moves import StagedGroup, moves
 from kvdepot.copying.runs import BatchRuns
-from kvdepot.copying.staged.moves import StagedGroup, moves
 from kvdepot.kvcache import NO_BLOCK, CopyBatch
 from kvdepot.layout import CacheLayout, GroupKind, LayerGroup, PageLayout, Part, Plane, heads_of_both
 from kvdepot.wire.messages import EXTENT

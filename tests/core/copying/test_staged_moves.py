@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvdepot.copying.staged.moves import bucket_sizes, cut, cut_exactly
+from kvdepot.copying.moves import bucket_sizes, cut, cut_exactly
 
 
 @given(st.integers(0, 5000), st.integers(0, 8))

@@ -22,7 +22,7 @@ from kvdepot.processes.identity import process_start_time
 from kvdepot.server import commands
 from kvdepot.server.app import DepotServer
 from kvdepot.server.depot import Depot
-from kvdepot.testing.tier.traffic import make_pool
+from kvdepot.testing.tier_traffic import make_pool
 from kvdepot.tiers.memory import MemoryTier
 from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.tiering import TieringSettings

@@ -18,7 +18,7 @@ import pytest
 from kvdepot.errors import ConfigError
 from kvdepot.lab.processes import wait_until
 from kvdepot.testing.tier import Damage, TierSuite
-from kvdepot.testing.tier.traffic import (
+from kvdepot.testing.tier_traffic import (
     EXTENT_BYTES,
     clear,
     contains,
@@ -28,9 +28,7 @@ from kvdepot.testing.tier.traffic import (
     make_key,
     make_pool,
     read,
-    read_from,
     write,
-    write_to,
 )
 from kvdepot.tiers.base import Tier, TierPool
 from kvdepot.tiers.disk import files, listing
@@ -41,6 +39,7 @@ from kvdepot.tiers.keys import mark_of, name_hash
 from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.trailer import TRAILER_BYTES
 from kvdepot.tiers.url import TierUrl, open_tier
+from support.tiers.direct import read_from, write_to
 from support.tiers.kept import KEPT_KEY, KEPT_TRAILER
 
 FILE_BYTES = EXTENT_BYTES + 4096
@@ -339,7 +338,7 @@ def test_the_format_of_files_is_kept(pool: TierPool, tmp_path: Path) -> None:
 WRITER = """
 import sys
 from pathlib import Path
-from kvdepot.testing.tier.traffic import *
+from kvdepot.testing.tier_traffic import *
 from kvdepot.tiers.disk.tier import DiskTier
 
 pool = make_pool(1 << 20)

@@ -10,7 +10,7 @@ import pytest
 
 from kvdepot.errors import ConfigError
 from kvdepot.lab.processes import wait_until
-from kvdepot.testing.tier.traffic import EXTENT_BYTES, contains, extents_of, fill, make_key, make_pool, read, run, write
+from kvdepot.testing.tier_traffic import EXTENT_BYTES, contains, extents_of, fill, make_key, make_pool, read, run, write
 from kvdepot.tiers.base import Extents
 from kvdepot.tiers.jobs import Job, JobKind, JobPart
 from kvdepot.tiers.keys import mark_of, name_hash

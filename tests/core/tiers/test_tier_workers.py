@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import pytest
 
 from kvdepot.lab.processes import wait_until
-from kvdepot.testing.tier.faulty import FaultyTier
-from kvdepot.testing.tier.traffic import EXTENT_BYTES, extents_of, make_key, make_pool
+from kvdepot.testing.faulty_tier import FaultyTier
+from kvdepot.testing.tier_traffic import EXTENT_BYTES, extents_of, make_key, make_pool
 from kvdepot.tiers.jobs import Call, Job, JobKind
 from kvdepot.tiers.memory import MemoryTier
 from kvdepot.tiers.queue import TierQueue

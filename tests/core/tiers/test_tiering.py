@@ -29,8 +29,8 @@ from kvdepot.server import commands, flights
 from kvdepot.server.depot import Depot
 from kvdepot.server.labels import SaveNames, save_nothing
 from kvdepot.server.replies import PendingReply, Refused
-from kvdepot.testing.tier.faulty import NUM_THREADS, PATIENCE_SECONDS, FaultyTier
-from kvdepot.testing.tier.traffic import make_pool
+from kvdepot.testing.faulty_tier import NUM_THREADS, PATIENCE_SECONDS, FaultyTier
+from kvdepot.testing.tier_traffic import make_pool
 from kvdepot.tiers import checked, jobs, promotion, reading
 from kvdepot.tiers.base import Extents
 from kvdepot.tiers.jobs import JobKind

@@ -8,9 +8,9 @@ import pytest
 
 from kvdepot.errors import ConfigError
 from kvdepot.lab.processes import wait_until
+from kvdepot.testing.faulty_tier import FaultyBench, FaultyTier, Wrong
 from kvdepot.testing.tier import TierSuite
-from kvdepot.testing.tier.faulty import FaultyBench, FaultyTier, Wrong
-from kvdepot.testing.tier.traffic import (
+from kvdepot.testing.tier_traffic import (
     EXTENT_BYTES,
     contains,
     content,

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from kvdepot.lab.processes import DepotProcess
-from kvdepot.testing.backend.plan import GroupPlan, WorkerPlan
 from kvdepot.testing.engine import EngineProcess
+from kvdepot.testing.plan import GroupPlan, WorkerPlan
 
 LARGE: Final = WorkerPlan((GroupPlan(page_sizes_bytes=(16384,) * 4),))
 CHUNK: Final = LARGE.chunk_size_bytes(0)

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvdepot.testing.backend.plan import WorkerPlan
+from kvdepot.testing.plan import WorkerPlan
 from kvdepot_cpu.context import CpuOptions, CpuTransferContext
 
 

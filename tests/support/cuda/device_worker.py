@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from kvdepot.lab.processes import wait_until
-from kvdepot.testing.backend.plan import WorkerPlan
+from kvdepot.testing.plan import WorkerPlan
 from kvdepot_cuda.context import CudaTransferContext
 from kvdepot_cuda.copy_route import CudaOptions
 from kvdepot_cuda.driver import CopyKind, Driver, OpenDriver

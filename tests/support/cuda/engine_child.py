@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 from kvdepot.testing.backend import Worker
-from kvdepot.testing.backend.plan import WorkerPlan
 from kvdepot.testing.engine import obey
+from kvdepot.testing.plan import WorkerPlan
 from support.cuda.device_worker import DeviceWorker
 from support.cuda.fake import FakeDriver
 from support.cuda.fake_worker import FakeWorker

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from kvdepot.testing.backend.plan import WorkerPlan
+from kvdepot.testing.plan import WorkerPlan
 from kvdepot_cuda.context import CudaTransferContext
 from kvdepot_cuda.copy_route import CudaOptions
 from support.cuda.fake import DEFAULT_STREAM, FakeDriver

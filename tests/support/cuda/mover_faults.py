@@ -17,8 +17,8 @@ import pytest
 
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.testing.backend import Worker
-from kvdepot.testing.backend.plan import Cache, WorkerPlan, prompt
 from kvdepot.testing.engine import PLAN, EngineProcess
+from kvdepot.testing.plan import Cache, WorkerPlan, prompt
 from kvdepot.wire.status import ContextStatus
 
 WAIT_SECONDS = 60.0  # a mover that hangs at its start is replaced after 30

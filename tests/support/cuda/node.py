@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvdepot.lab.processes import remove_tree, wait_until
-from kvdepot.testing.backend.plan import WorkerPlan
+from kvdepot.testing.plan import WorkerPlan
 from support.cuda.fake import FakeDriver, holders
 from support.cuda.fake_worker import FakeWorker
 

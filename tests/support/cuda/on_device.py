@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from kvdepot.lab.processes import DepotProcess, wait_until
-from kvdepot.testing.backend.plan import PLANS, Cache, WorkerPlan, prompt
+from kvdepot.testing.plan import PLANS, Cache, WorkerPlan, prompt
 from support.cuda.device_worker import DeviceWorker
 
 DMA: dict[str, Any] = {"gather_kernel": False}

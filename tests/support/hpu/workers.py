@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvdepot.backends import CacheGroup
-from kvdepot.testing.backend.plan import STATE, GroupPlan, WorkerPlan
+from kvdepot.testing.plan import STATE, GroupPlan, WorkerPlan
 from kvdepot_hpu.context import HpuOptions, HpuTransferContext
 from support.staged.bench import torch
 from support.staged.workers import StagedWorker, pages_of

@@ -6,7 +6,7 @@ import sys
 import numpy as np
 
 from kvdepot.lab.processes import DepotProcess, wait_until
-from kvdepot.testing.backend.plan import PLANS, Cache, prompt
+from kvdepot.testing.plan import PLANS, Cache, prompt
 from kvdepot_cuda import gather as use
 from kvdepot_cuda.kernels import GatherImage, gather
 from support.cuda.fake import FakeDriver

@@ -10,8 +10,7 @@ import numpy.typing as npt
 
 from kvdepot.backends import CopyBatch
 from kvdepot.copying.arrays import page_layout_of
-from kvdepot.copying.staged.bridge import Bridge
-from kvdepot.copying.staged.copy import StagedCopier
+from kvdepot.copying.staged import Bridge, StagedCopier
 from kvdepot.layout import CacheLayout, GroupKind, LayerGroup
 from kvdepot.pool.files import PoolMapping
 from kvdepot.wire.messages import EXTENT

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvdepot.copying.staged.bridge import Bridge
+from kvdepot.copying.staged import Bridge
 from support.staged.bench import torch
 from support.staged.device import FakeDevice, install
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvdepot.backends import Direction
-from kvdepot.copying.staged.moves import StagedMove
+from kvdepot.copying.moves import StagedMove
 from kvdepot.errors import LayoutError
 from support.staged.bench import BLOCK_TOKENS, NUM_BLOCKS, Bench, Pool, round_trip, torch
 from support.staged.device import FakeDevice
@@ -99,7 +99,7 @@ class CopySuite:
     def test_a_byte_view_that_is_none_is_refused(
         self, view: Callable[[Any, Any], Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("kvdepot.copying.staged.copy.byte_view", view)
+        monkeypatch.setattr("kvdepot.copying.staged.byte_view", view)
         with pytest.raises(LayoutError, match="do not arrive"):
             self.make_bench()
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvdepot.testing.backend.plan import WorkerPlan
+from kvdepot.testing.plan import WorkerPlan
 from support.staged.bench import read_blocks, torch, write_blocks
 
 

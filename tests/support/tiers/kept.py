@@ -1,6 +1,6 @@
 """An entry of 5,000 bytes as the first release sealed it. Every tier must read it, and write the same bytes."""
 
-from kvdepot.testing.tier.traffic import make_key
+from kvdepot.testing.tier_traffic import make_key
 
 KEPT_KEY = make_key(7, "a tenant")
 KEPT_TRAILER = bytes.fromhex(

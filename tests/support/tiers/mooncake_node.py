@@ -11,7 +11,7 @@ from mmap import mmap
 from typing import Any
 
 from kvdepot.testing.tier import Damage
-from kvdepot.testing.tier.traffic import EXTENT_BYTES, NUM_EXTENTS, extents_of, fill, make_key, read, write
+from kvdepot.testing.tier_traffic import EXTENT_BYTES, NUM_EXTENTS, extents_of, fill, make_key, read, write
 from kvdepot.tiers.base import TierPool
 from kvdepot.tiers.mooncake.child import object_name
 from kvdepot.tiers.mooncake.options import parse_options

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from kvdepot.copying.staged.bridge import Bridge
-from kvdepot.testing.backend.plan import WorkerPlan
+from kvdepot.copying.staged import Bridge
+from kvdepot.testing.plan import WorkerPlan
 from kvdepot_cpu.xpu.context import XpuOptions, XpuTransferContext
 from support.staged.bench import torch
 from support.staged.workers import StagedWorker, pages_of

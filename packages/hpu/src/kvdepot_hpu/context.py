@@ -13,8 +13,7 @@ from kvdepot.backends import CacheGroup, KVCache
 from kvdepot.client.transfers import TransferOptions, WorkerTransfers
 from kvdepot.copying import arrays
 from kvdepot.copying.arrays import page_layout_of
-from kvdepot.copying.staged.bridge import Bridge
-from kvdepot.copying.staged.copy import STAGING_BYTES, StagedCopier
+from kvdepot.copying.staged import STAGING_BYTES, Bridge, StagedCopier
 from kvdepot.errors import LayoutError
 from kvdepot.layout import GroupKind
 

@@ -21,7 +21,7 @@ from kvdepot.backends import CopyBatch
 from kvdepot.client.scheduler import SchedulerClient
 from kvdepot.lab.processes import start_child
 from kvdepot.testing.backend import Worker
-from kvdepot.testing.backend.plan import PLANS, Cache, WorkerPlan, prompt
+from kvdepot.testing.plan import PLANS, Cache, WorkerPlan, prompt
 from kvdepot.wire.messages import EXTENT
 
 PLAN: Final = PLANS["one group"]

@@ -13,8 +13,8 @@ import pytest
 
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.testing.backend import Worker
-from kvdepot.testing.backend.plan import Cache, WorkerPlan, prompt
 from kvdepot.testing.engine import PLAN, EngineProcess
+from kvdepot.testing.plan import Cache, WorkerPlan, prompt
 
 _WAIT_SECONDS: Final = 30.0  # for a depot to clean up after a process, which takes milliseconds on an idle machine
 _CHUNK_BYTES: Final = PLAN.chunk_size_bytes(0)

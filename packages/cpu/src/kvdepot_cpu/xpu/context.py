@@ -13,8 +13,7 @@ from typing import Any, Final
 from kvdepot.backends import KVCache
 from kvdepot.client.transfers import TransferOptions, WorkerTransfers
 from kvdepot.copying.arrays import device_index_of, flattened, page_layout_of
-from kvdepot.copying.staged.bridge import Bridge
-from kvdepot.copying.staged.copy import StagedCopier
+from kvdepot.copying.staged import Bridge, StagedCopier
 
 logger = logging.getLogger(__name__)
 

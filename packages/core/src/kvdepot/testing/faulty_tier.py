@@ -6,7 +6,7 @@ from collections.abc import Container, Iterator, Sequence
 from typing import Final, TypeVar
 
 from kvdepot.lab.processes import wait_until
-from kvdepot.testing.tier.traffic import content, extents_of, fill, make_key, read, write
+from kvdepot.testing.tier_traffic import content, extents_of, fill, make_key, read, write
 from kvdepot.tiers.base import Extents, Tier, TierPool, TierUsage
 from kvdepot.tiers.breaker import ERRORS_TO_SUSPEND
 from kvdepot.tiers.jobs import Job, JobKind, JobPart

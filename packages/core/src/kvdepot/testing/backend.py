@@ -28,7 +28,9 @@ from kvdepot.keys import KeyRun
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.layout import GroupKind, Part, Plane
 from kvdepot.pool.folder import POOL_FILE
-from kvdepot.testing.backend.plan import FILL, PLANS, WAIT_SECONDS, Cache, GroupPlan, Worker, WorkerPlan, prompt
+from kvdepot.testing.plan import FILL, PLANS, WAIT_SECONDS, Cache, GroupPlan, Worker, WorkerPlan, prompt
+
+__all__ = ["BackendSuite", "MakeCache", "Worker", "WorkerPlan"]
 
 MakeCache = Callable[..., Cache]
 

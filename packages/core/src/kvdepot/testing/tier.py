@@ -1,4 +1,8 @@
-"""The conformance suite of tiers, which each tier's tests inherit.
+"""The conformance suite of tiers: storage below the pool that moves `(key, extent)` descriptors.
+
+A tier's tests inherit `TierSuite` and open a tier over a given pool. The suite uses it through the depot's own queue.
+It also puts each tier behind a `FaultyTier`, which stands between queue and tier and fails like real storage: it
+hangs, raises, claims entries that it lacks, reports too few outcomes, returns wrong bytes, and recovers.
 
 A tier may always miss. It may never read bytes other than those written under the key.
 """
@@ -11,8 +15,8 @@ from typing import Final
 import pytest
 
 from kvdepot.lab.processes import wait_until
-from kvdepot.testing.tier.faulty import NUM_THREADS, PATIENCE_SECONDS, FaultyBench, Wrong
-from kvdepot.testing.tier.traffic import (
+from kvdepot.testing.faulty_tier import NUM_THREADS, PATIENCE_SECONDS, FaultyBench, Wrong
+from kvdepot.testing.tier_traffic import (
     EXTENT_BYTES,
     clear,
     contains,

@@ -21,6 +21,7 @@ FULL: Final = GroupKind.FULL_ATTENTION
 WINDOW: Final = GroupKind.SLIDING_WINDOW
 STATE: Final = GroupKind.RECURRENT
 
+CHUNK_TOKENS: Final = 64
 WAIT_SECONDS: Final = 20.0  # far beyond a transfer of some KiB on a busy machine: only one that hangs reaches it
 FILL: Final = 0xA5  # each byte of a block before a retrieve
 
@@ -49,20 +50,26 @@ class WorkerPlan:
 
     groups: tuple[GroupPlan, ...] = (GroupPlan(),)
     num_blocks: int = 64  # of every group
-    chunk_tokens: int = 64
+    chunk_tokens: int = CHUNK_TOKENS
     instance: str = "engine"
     rank: int = 0
     world_size: int = 1
     format: str = "test"
 
-    def cache(self, tensors: Sequence[Sequence[Any]], dtype: str = "bytes") -> KVCache:
+    def cache(self, tensors: Sequence[Sequence[Any]]) -> KVCache:
         """Return the cache that has these tensors, one list a group."""
         groups = [
             CacheGroup(each, g.block_tokens, g.kind, g.window_tokens, g.part, g.plane, g.rows)
             for g, each in zip(self.groups, tensors, strict=True)
         ]
         return KVCache(
-            groups, self.instance, dtype, self.rank, self.world_size, format=self.format, chunk_tokens=self.chunk_tokens
+            groups,
+            self.instance,
+            "bytes",
+            self.rank,
+            self.world_size,
+            format=self.format,
+            chunk_tokens=self.chunk_tokens,
         )
 
     def blocks_per_chunk(self, group: int) -> int:
@@ -116,9 +123,9 @@ PLANS: Final = {
 }
 
 
-def prompt(num_chunks: int, *, salt: int = 0, chunk_tokens: int = 64) -> KeyRun:
+def prompt(num_chunks: int, *, salt: int = 0) -> KeyRun:
     """Return the key of a prompt; prompts of one salt are prefixes of each other."""
-    return hash_prefix(Namespace("test", tenant_salt=str(salt)), chunk_tokens, range(num_chunks * chunk_tokens))
+    return hash_prefix(Namespace("test", tenant_salt=str(salt)), CHUNK_TOKENS, range(num_chunks * CHUNK_TOKENS))
 
 
 class Cache:
@@ -168,11 +175,11 @@ class Cache:
             for page, size in enumerate(plan.page_sizes_bytes)
         )
 
-    def store(self, run: KeyRun, *, rotate: int = 0, request_id: str = "request") -> bool:
+    def store(self, run: KeyRun, *, rotate: int = 0) -> bool:
         """Fill blocks and store them."""
         block_ids = self.blocks(run, rotate=rotate)
         self.fill(run, block_ids)
-        return self.context.submit_store(request_id, run, block_ids).result(WAIT_SECONDS)
+        return self.context.submit_store("request", run, block_ids).result(WAIT_SECONDS)
 
     def retrieve(self, run: KeyRun, *, rotate: int = 1) -> int:
         """Retrieve into wiped blocks, check every byte, and return the number of retrieved chunks."""

@@ -8,9 +8,8 @@ from typing import Final
 
 from kvdepot.keys import DIGEST_BYTES
 from kvdepot.lab.processes import wait_until
-from kvdepot.tiers.base import Extents, Tier, TierPool
-from kvdepot.tiers.checked import CheckedTier
-from kvdepot.tiers.jobs import Call, Job, JobKind
+from kvdepot.tiers.base import Extents, TierPool
+from kvdepot.tiers.jobs import Job, JobKind
 from kvdepot.tiers.keys import mark_of, name_hash, place_of, tier_key
 from kvdepot.tiers.queue import TierQueue
 
@@ -84,20 +83,6 @@ def write(queue: TierQueue, keys: Sequence[bytes], extents: Extents) -> list[boo
 def read(queue: TierQueue, keys: Sequence[bytes], extents: Extents) -> list[bool]:
     """Read entries and wait."""
     return run(queue, Job(JobKind.READ, keys, extents))[0]
-
-
-def write_to(tier: Tier, pool: TierPool, keys: Sequence[bytes], extents: Extents) -> list[bool]:
-    """Write to a tier on this thread, as a queue's threads do, but without deadlines; the tier's errors propagate."""
-    call = Call(Job(JobKind.WRITE, keys, extents), 0, len(keys))
-    CheckedTier(tier, pool, "test").write(call)
-    return list(call.outcomes or ())
-
-
-def read_from(tier: Tier, pool: TierPool, keys: Sequence[bytes], extents: Extents) -> list[bool]:
-    """Read from a tier on this thread, as a queue's threads do, but without deadlines; the tier's errors propagate."""
-    call = Call(Job(JobKind.READ, keys, extents), 0, len(keys))
-    CheckedTier(tier, pool, "test").read(call)
-    return list(call.outcomes or ())
 
 
 def contains(queue: TierQueue, keys: Sequence[bytes]) -> list[bool]:

@@ -14,7 +14,6 @@ waiting for an event may launch nothing. So every hand-over is: work, launch, ev
 """
 
 import contextlib
-import logging
 import threading
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
@@ -24,15 +23,45 @@ import numpy as np
 
 from kvdepot.backends import Copier, CopyBatch, Direction, ReadyEvent, UnrecordedEvent
 from kvdepot.copying.arrays import byte_view
-from kvdepot.copying.staged.bridge import Bridge
-from kvdepot.copying.staged.moves import Bytes, Ids, StagedGroup, StagedMove, moves
+from kvdepot.copying.moves import Bytes, Ids, StagedGroup, StagedMove, moves
 from kvdepot.errors import LayoutError
 from kvdepot.layout import CacheLayout
 
-logger = logging.getLogger(__name__)
-
 STAGING_BYTES: Final = 64 << 20  # limit of each of the four slots, unless one block is larger
 _NUM_SLOTS: Final = 2  # one is filled while the device copies the other; a third would only wait
+
+
+@dataclass(frozen=True, slots=True)
+class Bridge:
+    """torch, its module for the device, and the peculiarities of the device."""
+
+    torch: Any
+    device_type: str  # as in `torch.device`
+    module: Any  # torch.hpu, torch.xpu: Stream, Event, stream, current_stream
+    launch: Callable[[], object] = lambda: None  # starts work that the device's library has deferred; does not wait
+    compiles_shapes: bool = False  # an operation on a new shape costs seconds
+    index: int | None = None  # of the device; None: the current one
+
+    def current_stream(self) -> Any:
+        """Return the calling thread's stream of the device."""
+        return self.module.current_stream() if self.index is None else self.module.current_stream(self.index)
+
+    @contextlib.contextmanager
+    def issuing(self, stream: Any) -> Generator[None]:
+        """Issue work to `stream`, in inference mode: a cache made in that mode cannot be written outside it."""
+        with self.torch.inference_mode(), self.module.stream(stream):
+            yield
+
+    def host_buffer(self, num_bytes: int) -> tuple[Any, bool]:
+        """Return int8 memory of the host, and whether it is pinned.
+
+        Some versions for some devices cannot pin memory, and some only claim to have pinned it. So ask, then check.
+        """
+        with contextlib.suppress(RuntimeError, TypeError):
+            buffer = self.torch.empty(num_bytes, dtype=self.torch.int8, pin_memory=True)
+            if buffer.is_pinned():
+                return buffer, True
+        return self.torch.empty(num_bytes, dtype=self.torch.int8), False
 
 
 @dataclass(frozen=True, slots=True)
