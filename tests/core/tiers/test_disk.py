@@ -20,8 +20,6 @@ from kvdepot.lab.processes import wait_until
 from kvdepot.testing.tier import Damage, TierSuite
 from kvdepot.testing.tier_traffic import (
     EXTENT_BYTES,
-    clear,
-    contains,
     content,
     extents_of,
     fill,
@@ -34,13 +32,13 @@ from kvdepot.tiers.base import Tier, TierPool
 from kvdepot.tiers.disk import files, listing
 from kvdepot.tiers.disk.files import Folder
 from kvdepot.tiers.disk.tier import DiskTier
-from kvdepot.tiers.jobs import Job, JobKind
 from kvdepot.tiers.keys import mark_of, name_hash
 from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.trailer import TRAILER_BYTES
 from kvdepot.tiers.url import TierUrl, open_tier
 from support.tiers.direct import read_from, write_to
 from support.tiers.kept import KEPT_KEY, KEPT_TRAILER
+from support.tiers.shelf import Shelf
 
 FILE_BYTES = EXTENT_BYTES + 4096
 
@@ -123,60 +121,83 @@ def file_of(directory: Path, key: bytes) -> Path:
     return path
 
 
+class Disk:
+    """A folder for tiers."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.shelves: list[Shelf[DiskTier]] = []
+
+    def open(self, capacity_bytes: int = 1 << 20, size: int = EXTENT_BYTES) -> Shelf[DiskTier]:
+        """Open a tier and wait until it knows its files."""
+        shelf = Shelf(lambda pool: DiskTier(pool, self.folder, capacity_bytes), size)
+        self.shelves.append(shelf)
+        wait_until(lambda: shelf.tier.is_listed)
+        return shelf
+
+    def files(self) -> list[Path]:
+        return list(self.folder.glob("*/*/*/*"))
+
+    def stored_bytes(self) -> int:
+        return sum(path.stat().st_size for path in self.files())
+
+    def has_file(self, shelf: Shelf[DiskTier], number: int) -> bool:
+        """Return whether an entry has a file. The tier's answer must agree."""
+        name = make_key(number)[-32:].hex()
+        has_file = any(path.name.endswith(name) for path in self.files())
+        assert shelf.has(number) == [has_file], "the index is wrong"
+        return has_file
+
+    def remount(self, how: str) -> None:
+        subprocess.run(["mount", "-o", f"remount,{how}", str(self.folder)], check=True)
+
+    def stuff(self) -> Path:
+        """Fill up the file system with a file. Return it."""
+        path = self.folder / "somebody's"
+        with path.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
+            while True:
+                file.write(bytes(4096))
+        return path
+
+
 @pytest.fixture
-def pool() -> TierPool:
-    return make_pool()
+def disk(tmp_path: Path) -> Iterator[Disk]:
+    disk = Disk(tmp_path)
+    yield disk
+    for shelf in disk.shelves:
+        shelf.close()
 
 
-def opened(pool: TierPool, directory: Path, capacity_bytes: int = 1 << 20) -> TierQueue:
-    tier = DiskTier(pool, directory, capacity_bytes)
-    wait_until(lambda: tier.is_listed)
-    return TierQueue(tier, pool, "disk", deadline_seconds=10.0)
-
-
-def test_at_its_capacity_the_least_recently_used_entry_leaves(pool: TierPool, tmp_path: Path) -> None:
-    queue = opened(pool, tmp_path, 10 * FILE_BYTES)
-    keys = [make_key(number) for number in range(20)]
-    fill(pool, 0, keys, [EXTENT_BYTES] * 20)
-    for number, extent in enumerate(extents_of(0, [EXTENT_BYTES] * 20)):
-        assert write(queue, [keys[number]], [extent]) == [True]
-        assert read(queue, keys[:1], extents_of(30, [EXTENT_BYTES])) == [True]
-    here = contains(queue, keys)
+def test_at_its_capacity_the_least_recently_used_entry_leaves(disk: Disk) -> None:
+    shelf = disk.open(10 * FILE_BYTES)
+    for number in range(20):
+        assert shelf.put(number) == [True]
+        assert shelf.get(0) == [True]
+    here = shelf.has(*range(20))
     assert here[0], "it was read all the time"
     assert here[-1]
     assert 8 <= sum(here) <= 10
-    assert sum(path.stat().st_size for path in tmp_path.glob("*/*/*/*")) == queue.tier.usage().used_bytes
-    queue.close()
+    assert disk.stored_bytes() == shelf.tier.usage().used_bytes
 
 
-def test_of_a_prefix_that_engines_find_in_the_pool_the_first_entries_stay_longest(
-    pool: TierPool, tmp_path: Path
-) -> None:
-    queue = opened(pool, tmp_path, 10 * FILE_BYTES)
-    keys = [make_key(number) for number in range(20)]
-    fill(pool, 0, keys, [EXTENT_BYTES] * 20)
+def test_of_a_prefix_that_engines_find_in_the_pool_the_first_entries_stay_longest(disk: Disk) -> None:
+    shelf = disk.open(10 * FILE_BYTES)
     num_here = list[int]()
-    for number, extent in enumerate(extents_of(0, [EXTENT_BYTES] * 20)):
-        assert write(queue, [keys[number]], [extent]) == [True]
+    for number in range(20):
+        assert shelf.put(number) == [True]
         if number == 7:
-            assert queue.tier.touch(keys[:4], [EXTENT_BYTES] * 4) == [True] * 4
-        here = contains(queue, keys[:4])
+            assert shelf.tier.touch([make_key(n) for n in range(4)], [EXTENT_BYTES] * 4) == [True] * 4
+        here = shelf.has(*range(4))
         assert here == sorted(here, reverse=True)
         num_here.append(sum(here))
     assert num_here[:12] == [1, 2, 3, *[4] * 9], "older entries than those that were used leave"
     assert num_here[-1] == 0
-    queue.close()
 
 
-def test_a_file_that_cannot_be_removed_stays_and_others_leave(
-    pool: TierPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_cannot_be_removed_stays_and_others_leave(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: the tier kept trying to remove one bad file, the least recently used, and wrote nothing more."""
-    queue = opened(pool, tmp_path, 10 * FILE_BYTES)
-    keys = [make_key(number) for number in range(30)]
-    fill(pool, 0, keys, [EXTENT_BYTES] * 30)
-    extents = extents_of(0, [EXTENT_BYTES] * 30)
-    real, bad = os.unlink, {files.name_of(key) for key in keys[:2]}
+    shelf = disk.open(10 * FILE_BYTES)
+    real, bad = os.unlink, {files.name_of(make_key(number)) for number in range(2)}
 
     def unlink(path: str, **options: Any) -> None:
         if path in bad:
@@ -184,23 +205,17 @@ def test_a_file_that_cannot_be_removed_stays_and_others_leave(
         real(path, **options)
 
     monkeypatch.setattr(os, "unlink", unlink)
-    for key, extent in zip(keys, extents, strict=True):
-        assert write(queue, [key], [extent]) == [True]
-    assert contains(queue, keys[:2]) == [True, True]
-    assert read(queue, keys[:2], extents_of(30, [EXTENT_BYTES] * 2)) == [True, True]
-    usage = queue.tier.usage()
+    for number in range(30):
+        assert shelf.put(number) == [True]
+    assert shelf.has(0, 1) == shelf.get(0, 1) == [True, True]
+    usage = shelf.tier.usage()
     assert 8 <= usage.num_entries <= 10
     assert usage.counters["not_evicted"] > 0
-    queue.close()
 
 
-def test_a_folder_in_which_nothing_can_be_removed_is_told(
-    pool: TierPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tier = DiskTier(pool, tmp_path, 4 * FILE_BYTES)
-    wait_until(lambda: tier.is_listed)
-    extents = extents_of(0, [EXTENT_BYTES] * 5)
-    assert write_to(tier, pool, [make_key(number) for number in range(4)], extents[:4]) == [True] * 4
+def test_a_folder_in_which_nothing_can_be_removed_is_told(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    shelf = disk.open(4 * FILE_BYTES)
+    assert shelf.put(0, 1, 2, 3) == [True] * 4
     calls = list[str]()
 
     def unlink(path: str, **_options: Any) -> None:
@@ -209,43 +224,9 @@ def test_a_folder_in_which_nothing_can_be_removed_is_told(
 
     monkeypatch.setattr(os, "unlink", unlink)
     with pytest.raises(OSError, match=os.strerror(errno.EIO)):
-        write_to(tier, pool, [make_key(4)], extents[4:])
+        shelf.put(4)
     assert len(calls) < 40, "not for ever"
-    assert tier.usage().num_entries == 4
-    tier.close()
-
-
-def test_entries_that_are_written_at_the_same_time_stay_within_the_capacity(
-    pool: TierPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Regression: each writer counted the existing files, but not those that other writers were about to add."""
-    tier, keys = DiskTier(pool, tmp_path, 4 * FILE_BYTES), [make_key(number) for number in range(9)]
-    wait_until(lambda: tier.is_listed)
-    write_to(tier, pool, keys[:4], extents_of(0, [EXTENT_BYTES] * 4))
-    are_in, go_on, real = list[int](), threading.Event(), os.pwritev
-
-    def write_later(*arguments: Any) -> int:
-        are_in.append(1)
-        go_on.wait(30.0)
-        return real(*arguments)
-
-    monkeypatch.setattr(os, "pwritev", write_later)
-    results = dict[int, list[bool]]()
-
-    def write_one(number: int) -> None:
-        results[number] = write_to(tier, pool, [keys[number]], extents_of(number, [EXTENT_BYTES]))
-
-    writers = [threading.Thread(target=write_one, args=(number,)) for number in range(4, 9)]
-    for writer in writers:
-        writer.start()
-    wait_until(lambda: len(results) + len(are_in) == 5)
-    go_on.set()
-    for writer in writers:
-        writer.join()
-    assert sum(path.stat().st_size for path in tmp_path.glob("*/*/*/*")) == tier.usage().used_bytes <= 4 * FILE_BYTES
-    assert results == {n: tier.contains([keys[n]]) for n in range(4, 9)}
-    assert any(map(any, results.values()))
-    tier.close()
+    assert shelf.tier.usage().num_entries == 4
 
 
 class SlowDrive:
@@ -263,53 +244,64 @@ class SlowDrive:
         return self._write(*arguments)
 
 
-def test_of_three_writes_one_gets_ready_while_two_move_bytes(
-    pool: TierPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def begin(*actions: Callable[[], object]) -> list[threading.Thread]:
+    """Run each action on a thread of its own."""
+    threads = [threading.Thread(target=action) for action in actions]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def test_entries_that_are_written_at_the_same_time_stay_within_the_capacity(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Regression: each writer counted the existing files, but not those that other writers were about to add."""
+    shelf = disk.open(4 * FILE_BYTES)
+    shelf.put(0, 1, 2, 3)
+    drive, results = SlowDrive(monkeypatch), dict[int, list[bool]]()
+    writers = begin(*(lambda n=n: results.update({n: shelf.put(n)}) for n in range(4, 9)))
+    wait_until(lambda: len(results) + drive.num_begun == 5)
+    drive.go_on.set()
+    for writer in writers:
+        writer.join()
+    assert disk.stored_bytes() == shelf.tier.usage().used_bytes <= 4 * FILE_BYTES
+    assert results == {n: shelf.has(n) for n in range(4, 9)}
+    assert any(map(any, results.values()))
+
+
+def test_of_three_writes_one_gets_ready_while_two_move_bytes(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "SLOT_SECONDS", 30.0)
-    queue = opened(pool, tmp_path)
-    drive = SlowDrive(monkeypatch)
-    queue.submit(Job(JobKind.WRITE, [make_key(n) for n in range(3)], extents_of(0, [EXTENT_BYTES] * 3)))
-    wait_until(lambda: len(list(tmp_path.glob("*/*/*/*.tmp"))) == 3, what="three files")
+    shelf, drive = disk.open(), SlowDrive(monkeypatch)
+    begin(*(lambda n=n: shelf.put(n) for n in range(3)))
+    wait_until(lambda: [path.suffix for path in disk.files()] == [".tmp"] * 3, what="three files")
     wait_until(lambda: drive.num_begun == 2, what="two writes")
     assert not threading.Event().wait(0.05)
     assert drive.num_begun == 2
     drive.go_on.set()
-    wait_until(lambda: queue.tier.usage().num_entries == 3)
-    queue.close()
+    wait_until(lambda: shelf.tier.usage().num_entries == 3)
 
 
-def test_writes_do_not_wait_for_ever_for_those_that_hang(
-    pool: TierPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    queue = opened(pool, tmp_path)
-    drive = SlowDrive(monkeypatch)
-    queue.submit(Job(JobKind.WRITE, [make_key(n) for n in range(2)], extents_of(0, [EXTENT_BYTES] * 2)))
+def test_writes_do_not_wait_for_ever_for_those_that_hang(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    shelf, drive = disk.open(), SlowDrive(monkeypatch)
+    begin(lambda: shelf.put(0), lambda: shelf.put(1))
     wait_until(lambda: drive.num_begun == 2, what="two writes")
     monkeypatch.undo()
-    assert write(queue, [make_key(2)], extents_of(2, [EXTENT_BYTES])) == [True]
+    assert shelf.put(2) == [True]
     monkeypatch.setattr(files, "SLOT_SECONDS", 30.0)
-    assert write(queue, [make_key(3)], extents_of(3, [EXTENT_BYTES])) == [True], "their slots are taken over"
+    assert shelf.put(3) == [True], "their slots are taken over"
     drive.go_on.set()
-    wait_until(lambda: queue.tier.usage().num_entries == 4)
-    queue.close()
+    wait_until(lambda: shelf.tier.usage().num_entries == 4)
 
 
-def test_an_entry_larger_than_the_tier_is_not_written(pool: TierPool, tmp_path: Path) -> None:
-    queue = opened(pool, tmp_path, EXTENT_BYTES)
-    assert write(queue, [make_key(0)], extents_of(0, [EXTENT_BYTES])) == [False]
-    queue.close()
+def test_an_entry_larger_than_the_tier_is_not_written(disk: Disk) -> None:
+    assert disk.open(EXTENT_BYTES).put(0) == [False]
 
 
-def test_a_smaller_capacity_is_kept_after_a_restart(pool: TierPool, tmp_path: Path) -> None:
-    queue = opened(pool, tmp_path)
-    keys = [make_key(number) for number in range(20)]
-    fill(pool, 0, keys, [EXTENT_BYTES] * 20)
-    write(queue, keys, extents_of(0, [EXTENT_BYTES] * 20))
-    queue.close()
-    queue = opened(pool, tmp_path, 10 * FILE_BYTES)
-    wait_until(lambda: queue.tier.usage().used_bytes <= 10 * FILE_BYTES)
-    queue.close()
+def test_a_smaller_capacity_is_kept_after_a_restart(disk: Disk) -> None:
+    with disk.open() as shelf:
+        shelf.put(*range(20))
+    shelf = disk.open(10 * FILE_BYTES)
+    wait_until(lambda: shelf.tier.usage().used_bytes <= 10 * FILE_BYTES)
 
 
 KEPT_NAME = (
@@ -318,21 +310,19 @@ KEPT_NAME = (
 )
 
 
-def test_the_format_of_files_is_kept(pool: TierPool, tmp_path: Path) -> None:
+def test_the_format_of_files_is_kept(disk: Disk) -> None:
     """The first release wrote files with this name and these bytes."""
-    key = KEPT_KEY
-    path = tmp_path / KEPT_NAME
+    path = disk.folder / KEPT_NAME
     path.parent.mkdir(parents=True)
-    path.write_bytes(content(key, 5000).ljust(8192, b"\0") + KEPT_TRAILER.ljust(4096, b"\0"))
-    queue = opened(pool, tmp_path)
-    assert read(queue, [key], extents_of(0, [5000])) == [True]
-    assert pool.view[:5000] == content(key, 5000)
-    clear(queue, None, None)
+    path.write_bytes(content(KEPT_KEY, 5000).ljust(8192, b"\0") + KEPT_TRAILER.ljust(4096, b"\0"))
+    data, shelf = path.read_bytes(), disk.open()
+    assert read_from(shelf.tier, shelf.pool, [KEPT_KEY], [(0, 5000)]) == [True]
+    assert shelf.pool.view[:5000] == content(KEPT_KEY, 5000)
+    shelf.clear()
     assert not path.exists()
-    assert write(queue, [key], extents_of(0, [5000])) == [True]
-    queue.close()
-    data = path.read_bytes()
-    assert (data[:5000], data[8192 : 8192 + len(KEPT_TRAILER)], len(data)) == (content(key, 5000), KEPT_TRAILER, 12288)
+    assert write_to(shelf.tier, shelf.pool, [KEPT_KEY], [(0, 5000)]) == [True]
+    shelf.close()
+    assert path.read_bytes() == data
 
 
 WRITER = """
@@ -346,18 +336,17 @@ tier = DiskTier(pool, Path(sys.argv[1]), 1 << 30)
 print("ready", flush=True)
 for number in range(1_000_000):
     key = make_key(number)
-    pool.view[: 1 << 20] = content(key, 64) * (1 << 14)
+    pool.view[: 1 << 20] = content(key, 1 << 20)
     write_to(tier, pool, [key], [(0, 1 << 20)])
     print(number, flush=True)
 """
 
 
 @pytest.mark.slow
-def test_a_writer_killed_at_any_byte_leaves_whole_entries_or_none(tmp_path: Path) -> None:
-    pool = make_pool(1 << 20)
+def test_a_writer_killed_at_any_byte_leaves_whole_entries_or_none(disk: Disk) -> None:
     rng = random.Random(1)
     for _ in range(5):
-        child = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+        child = subprocess.Popen([sys.executable, "-c", WRITER, str(disk.folder)], stdout=subprocess.PIPE, text=True)
         assert child.stdout is not None
         assert child.stdout.readline() == "ready\n"
         for _ in range(rng.randint(3, 30)):
@@ -365,65 +354,40 @@ def test_a_writer_killed_at_any_byte_leaves_whole_entries_or_none(tmp_path: Path
         child.send_signal(signal.SIGKILL)
         child.wait()
         child.stdout.close()
-        queue = opened(pool, tmp_path, 1 << 30)
-        assert not [path for path in tmp_path.glob("*/*/*/*") if path.name.endswith(".tmp")]
-        num_entries = queue.tier.usage().num_entries
-        assert num_entries > 3
-        for number in range(num_entries):
-            assert read(queue, [make_key(number)], [(0, 1 << 20)]) == [True]
-            assert pool.view[: 1 << 20] == content(make_key(number), 64) * (1 << 14)
-        assert queue.counters["corrupt"] == 0
-        queue.close()
+        with disk.open(1 << 30, size=1 << 20) as shelf:
+            assert not [path for path in disk.files() if path.suffix == ".tmp"]
+            num_entries = shelf.tier.usage().num_entries
+            assert num_entries > 3
+            assert all(shelf.get(number) == [True] for number in range(num_entries))
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+def small_disk(disk: Disk) -> Iterator[Disk]:
     """A file system of 256 KiB."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)]
+    disk.folder /= "small"
+    disk.folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk.folder)]
     mounted = subprocess.run(command, check=False, capture_output=True, text=True)
     if mounted.returncode:
         pytest.skip(f"cannot mount a small file system: {mounted.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+    yield disk
+    subprocess.run(["umount", "--lazy", str(disk.folder)], check=True)
 
 
-def stuff(path: Path) -> None:
-    """Fill up the file system."""
-    with path.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
-        while True:
-            file.write(bytes(4096))
-
-
-def test_a_full_file_system_makes_room_and_refuses_what_does_not_fit(pool: TierPool, small_disk: Path) -> None:
-    queue = opened(pool, small_disk, 1 << 30)
-    keys = [make_key(number) for number in range(40)]
-    fill(pool, 0, keys, [EXTENT_BYTES] * 40)
-    outcomes = [write(queue, [key], extents_of(place, [EXTENT_BYTES]))[0] for place, key in enumerate(keys)]
-    assert sum(outcomes) > 30
-    assert not queue.is_suspended
-    here = contains(queue, keys)
+def test_a_full_file_system_makes_room_and_refuses_what_does_not_fit(small_disk: Disk) -> None:
+    shelf = small_disk.open(1 << 30)
+    assert sum(shelf.put(number)[0] for number in range(40)) > 30
+    here = shelf.has(*range(40))
     assert any(here)
-    found = read(queue, keys, extents_of(40, [EXTENT_BYTES] * 40))
-    assert found == here
-    queue.close()
+    assert shelf.get(*range(40)) == here
 
 
-def test_a_file_system_filled_by_others_costs_only_writes(pool: TierPool, small_disk: Path) -> None:
-    queue = opened(pool, small_disk, 1 << 30)
-    fill(pool, 0, [make_key(0)], [EXTENT_BYTES])
-    write(queue, [make_key(0)], extents_of(0, [EXTENT_BYTES]))
-    stuff(small_disk / "somebody's")
-    for number in range(1, 6):
-        assert write(queue, [make_key(number)], extents_of(0, [EXTENT_BYTES])) == [False]
-    assert not queue.is_suspended
-    assert read(queue, [make_key(0)], extents_of(1, [EXTENT_BYTES])) == [True]
-    queue.close()
-
-
-def remount(folder: Path, how: str) -> None:
-    subprocess.run(["mount", "-o", f"remount,{how}", str(folder)], check=True)
+def test_a_file_system_filled_by_others_costs_only_writes(small_disk: Disk) -> None:
+    shelf = small_disk.open(1 << 30)
+    shelf.put(0)
+    small_disk.stuff()
+    assert [shelf.put(number) for number in range(1, 6)] == [[False]] * 5
+    assert shelf.get(0) == [True]
 
 
 def said(caplog: pytest.LogCaptureFixture, words: str) -> int:
@@ -431,118 +395,88 @@ def said(caplog: pytest.LogCaptureFixture, words: str) -> int:
 
 
 def test_a_file_system_that_turns_read_only_still_serves_and_is_written_when_it_can_be(
-    pool: TierPool, small_disk: Path, caplog: pytest.LogCaptureFixture
+    small_disk: Disk, caplog: pytest.LogCaptureFixture
 ) -> None:
-    queue = opened(pool, small_disk, 5 * FILE_BYTES)
-    keys = [make_key(number) for number in range(12)]
-    extents = extents_of(0, [EXTENT_BYTES] * 12)
-    fill(pool, 0, keys, [EXTENT_BYTES] * 12)
-    write(queue, keys[:5], extents[:5])
-    remount(small_disk, "ro")
+    shelf = small_disk.open(5 * FILE_BYTES)
+    shelf.put(*range(5))
+    small_disk.remount("ro")
     for number in range(5, 12):
-        assert write(queue, [keys[number]], [extents[number]]) == [False]
-        assert read(queue, keys[:5], extents_of(30, [EXTENT_BYTES] * 5)) == [True] * 5, "nothing leaves that stays"
-    assert not queue.is_suspended
+        assert shelf.put(number) == [False]
+        assert shelf.get(*range(5)) == [True] * 5, "nothing leaves that stays"
     assert said(caplog, "declining writes, still serving stored entries: it cannot be written: Read-only") == 1
-    assert queue.tier.usage().counters["not_writable"] == 7
-    queue.tier.probe()
-    remount(small_disk, "rw")
-    assert write(queue, keys[5:6], extents[5:6]) == [True]
+    assert shelf.tier.usage().counters["not_writable"] == 7
+    shelf.tier.probe()
+    small_disk.remount("rw")
+    assert shelf.put(5) == [True]
     assert said(caplog, "accepting writes again") == 1
-    queue.close()
 
 
-def test_a_probe_of_a_read_only_file_system_reads(
-    pool: TierPool, small_disk: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    queue = opened(pool, small_disk)
-    fill(pool, 0, [make_key(0)], [EXTENT_BYTES])
-    write(queue, [make_key(0)], extents_of(0, [EXTENT_BYTES]))
-    remount(small_disk, "ro")
-    queue.tier.probe()
+def test_a_probe_of_a_read_only_file_system_reads(small_disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    shelf = small_disk.open()
+    shelf.put(0)
+    small_disk.remount("ro")
+    shelf.tier.probe()
 
     def fail(*_: Any) -> int:
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(os, "preadv", fail)
     with pytest.raises(OSError, match="Input/output error"):
-        queue.tier.probe()
-    queue.close()
+        shelf.tier.probe()
 
 
-def test_entries_cleared_on_a_read_only_file_system_are_not_served_and_are_removed_later(
-    pool: TierPool, small_disk: Path
-) -> None:
-    queue = opened(pool, small_disk)
-    write(queue, [make_key(0)], extents_of(0, [EXTENT_BYTES]))
-    path = file_of(small_disk, make_key(0))
-    remount(small_disk, "ro")
+def test_entries_cleared_on_a_read_only_file_system_are_not_served_and_are_removed_later(small_disk: Disk) -> None:
+    shelf = small_disk.open()
+    shelf.put(0)
+    (path,) = small_disk.files()
+    small_disk.remount("ro")
     for _ in range(2):
         with pytest.raises(OSError, match="not all files could be removed"):
-            sum(queue.tier.clear(None, None))
-        assert contains(queue, [make_key(0)]) == [False]
-        assert read(queue, [make_key(0)], extents_of(1, [EXTENT_BYTES])) == [False]
-    remount(small_disk, "rw")
-    assert clear(queue, None, None) == 1
+            shelf.clear()
+        assert (shelf.has(0), shelf.get(0)) == ([False], [False])
+    small_disk.remount("rw")
+    assert shelf.clear() == 1
     assert not path.exists()
-    queue.close()
 
 
 @pytest.mark.parametrize("why", ["full", "read-only"])
 def test_a_file_system_that_is_away_at_the_start_is_served_and_written_later(
-    pool: TierPool, small_disk: Path, caplog: pytest.LogCaptureFixture, why: str
+    small_disk: Disk, caplog: pytest.LogCaptureFixture, why: str
 ) -> None:
-    folder, stuffing = small_disk / "tier", small_disk / "somebody's"
-    keys = [make_key(number) for number in range(8)]
-    extents = extents_of(0, [EXTENT_BYTES] * 8)
-    fill(pool, 0, keys, [EXTENT_BYTES] * 8)
-    queue = opened(pool, folder)
-    write(queue, keys[:1], extents[:1])  # less than the missing space, as a larger tier would make room
-    queue.close()
-    if why == "full":
-        stuff(stuffing)
-    else:
-        remount(small_disk, "ro")
-    queue = opened(pool, folder)
-    for number in range(1, 8):
-        assert write(queue, [keys[number]], [extents[number]]) == [False]
-    assert contains(queue, keys) == [True] + [False] * 7
-    assert read(queue, keys[:1], extents_of(30, [EXTENT_BYTES])) == [True]
-    assert pool.view[30 * EXTENT_BYTES : 31 * EXTENT_BYTES] == pool.view[:EXTENT_BYTES]
-    assert not queue.is_suspended
+    with small_disk.open() as shelf:
+        shelf.put(0)  # less than the missing space, as a larger tier would make room
+    stuffing = small_disk.stuff() if why == "full" else small_disk.remount("ro")
+    shelf = small_disk.open()
+    assert [shelf.put(number) for number in range(1, 8)] == [[False]] * 7
+    assert shelf.has(*range(8)) == [True] + [False] * 7
+    assert shelf.get(0) == [True]
     assert said(caplog, "declining writes, still serving stored entries") == 1
-    if why == "full":
+    if stuffing:
         stuffing.unlink()
     else:
-        remount(small_disk, "rw")
-    assert write(queue, keys[1:], extents[1:]) == [True] * 7
-    assert read(queue, keys, extents_of(30, [EXTENT_BYTES] * 8)) == [True] * 8
-    queue.close()
+        small_disk.remount("rw")
+    assert shelf.put(*range(1, 8)) == [True] * 7
+    assert shelf.get(*range(8)) == [True] * 8
 
 
-@pytest.mark.parametrize("why", ["full", "read-only"])
+@pytest.mark.parametrize("why", [errno.ENOSPC, errno.EROFS])
 def test_a_folder_that_could_not_be_made_at_the_start_is_made_later(
-    pool: TierPool, small_disk: Path, monkeypatch: pytest.MonkeyPatch, why: str
+    small_disk: Disk, monkeypatch: pytest.MonkeyPatch, why: int
 ) -> None:
-    real = os.mkdir
-
     def refuse(*_: Any, **__: Any) -> None:
-        raise OSError(*((errno.ENOSPC, "No space") if why == "full" else (errno.EROFS, "Read-only file system")))
+        raise OSError(why, os.strerror(why))
 
-    monkeypatch.setattr(os, "mkdir", refuse)
-    tier = DiskTier(pool, small_disk / "tier", 1 << 20)
-    queue = TierQueue(tier, pool, "disk", deadline_seconds=10.0)
-    for _ in range(4):
-        assert write(queue, [make_key(0)], extents_of(0, [EXTENT_BYTES])) == [False]
-        assert read(queue, [make_key(0)], extents_of(0, [EXTENT_BYTES])) == [False]
-    assert clear(queue, None, None) == 0
-    assert not queue.is_suspended
-    monkeypatch.setattr(os, "mkdir", real)
-    assert write(queue, [make_key(0)], extents_of(0, [EXTENT_BYTES])) == [True]
-    assert read(queue, [make_key(0)], extents_of(1, [EXTENT_BYTES])) == [True]
+    small_disk.folder /= "tier"
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "mkdir", refuse)
+        shelf = Shelf(lambda pool: DiskTier(pool, small_disk.folder, 1 << 20))
+        for _ in range(4):
+            assert (shelf.put(0), shelf.get(0), shelf.clear()) == ([False], [False], 0)
+    assert (shelf.put(0), shelf.get(0)) == ([True], [True])
     with pytest.raises(ConfigError, match="another depot uses this folder"):
-        DiskTier(pool, small_disk / "tier", 1 << 20)
-    queue.close()
+        small_disk.open()
+    shelf.close()
+    small_disk.folder = small_disk.folder.parent
 
 
 class FileSystem:
@@ -557,85 +491,78 @@ class FileSystem:
         return SimpleNamespace(f_bavail=self.num_free - taken, f_blocks=10**12, f_frsize=1)
 
 
-def written(pool: TierPool, directory: Path, count: int) -> tuple[DiskTier, list[bytes]]:
-    tier = DiskTier(pool, directory, 1 << 30)
-    keys = [make_key(number) for number in range(count + 40)]
-    for key in keys[:count]:
-        write_to(tier, pool, [key], extents_of(0, [EXTENT_BYTES]))
-    return tier, keys
+@pytest.fixture
+def shelf_of_100(disk: Disk) -> Shelf[DiskTier]:
+    shelf = disk.open(1 << 30)
+    for number in range(100):
+        shelf.put(number)
+    return shelf
 
 
 def test_other_files_on_the_file_system_do_not_empty_the_tier(
-    pool: TierPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    shelf_of_100: Shelf[DiskTier], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """15 of 1,000 GB are free, 20 GB should be, and the tier has less than the difference."""
-    tier, keys = written(pool, tmp_path, 300)
-    system = FileSystem(tier, 15 * 10**9)
+    shelf, system = shelf_of_100, FileSystem(shelf_of_100.tier, 15 * 10**9)
     monkeypatch.setattr(os, "fstatvfs", system.stat)
-    assert not any(write_to(tier, pool, [key], extents_of(0, [EXTENT_BYTES]))[0] for key in keys[300:])
-    assert tier.contains(keys[:300]) == [True] * 300
+    assert not any(shelf.put(number)[0] for number in range(100, 140))
+    assert shelf.has(*range(100)) == [True] * 100
     assert said(caplog, "other files fill its file system: 4.7 GiB are missing to the 2% that stay free") == 1
     system.num_free *= 2
-    assert all(write_to(tier, pool, [key], extents_of(0, [EXTENT_BYTES]))[0] for key in keys[300:])
+    assert all(shelf.put(number)[0] for number in range(100, 140))
     assert said(caplog, "accepting writes again") == 1
-    tier.close()
 
 
 def test_on_a_tight_file_system_only_as_much_leaves_as_is_missing(
-    pool: TierPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shelf_of_100: Shelf[DiskTier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tier, keys = written(pool, tmp_path, 100)
-    monkeypatch.setattr(os, "fstatvfs", FileSystem(tier, 20 * 10**9 - 5 * FILE_BYTES).stat)
-    for number, key in enumerate(keys[100:], 1):
-        assert write_to(tier, pool, [key], extents_of(0, [EXTENT_BYTES])) == [True]
-        assert tier.usage().num_entries == 95
-        assert tier.contains([keys[4 + number], keys[5 + number]]) == [False, True]
-    tier.close()
+    shelf, system = shelf_of_100, FileSystem(shelf_of_100.tier, 20 * 10**9 - 5 * FILE_BYTES)
+    monkeypatch.setattr(os, "fstatvfs", system.stat)
+    for number in range(1, 41):
+        assert shelf.put(99 + number) == [True]
+        assert shelf.tier.usage().num_entries == 95
+        assert shelf.has(4 + number, 5 + number) == [False, True]
 
 
 def test_a_file_system_that_gives_space_back_late_does_not_empty_the_tier(
-    pool: TierPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shelf_of_100: Shelf[DiskTier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tier, keys = written(pool, tmp_path, 100)
-    monkeypatch.setattr(os, "fstatvfs", FileSystem(tier, 20 * 10**9 - 5 * FILE_BYTES, comes_back=False).stat)
-    assert not any(write_to(tier, pool, [key], extents_of(0, [EXTENT_BYTES]))[0] for key in keys[100:])
-    assert tier.usage().num_entries == 94, "five that were missing, and one for the write"
-    tier.close()
+    shelf = shelf_of_100
+    system = FileSystem(shelf.tier, 20 * 10**9 - 5 * FILE_BYTES, comes_back=False)
+    monkeypatch.setattr(os, "fstatvfs", system.stat)
+    assert not any(shelf.put(number)[0] for number in range(100, 140))
+    assert shelf.tier.usage().num_entries == 94, "five that were missing, and one for the write"
 
 
 def test_a_quota_of_others_does_not_empty_the_tier(
-    pool: TierPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shelf_of_100: Shelf[DiskTier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tier, keys = written(pool, tmp_path, 100)
+    shelf = shelf_of_100
 
     def refuse(*_: Any) -> int:
         raise OSError(errno.EDQUOT, "Disk quota exceeded")
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwritev", refuse)
-        assert not any(write_to(tier, pool, [key], extents_of(0, [EXTENT_BYTES]))[0] for key in keys[100:])
-    assert tier.usage().num_entries == 98
-    assert write_to(tier, pool, keys[100:101], extents_of(0, [EXTENT_BYTES])) == [True]
-    tier.close()
+        assert not any(shelf.put(number)[0] for number in range(100, 140))
+    assert shelf.tier.usage().num_entries == 98
+    assert shelf.put(100) == [True]
 
 
-def test_without_direct_it_is_said_once(pool: TierPool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        without_direct(patch)
-        queue = opened(pool, tmp_path)
-        keys = [make_key(number) for number in range(8)]
-        fill(pool, 0, keys, [EXTENT_BYTES] * 8)
-        for _ in range(2):
-            assert write(queue, keys, extents_of(0, [EXTENT_BYTES] * 8)) == [True] * 8
-            assert read(queue, keys, extents_of(8, [EXTENT_BYTES] * 8)) == [True] * 8
-            queue.tier.probe()
-            clear(queue, None, None)
-        queue.close()
+def test_without_direct_it_is_said_once(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    without_direct(monkeypatch)
+    shelf = disk.open()
+    for _ in range(2):
+        assert shelf.put(*range(8)) == shelf.get(*range(8)) == [True] * 8
+        shelf.tier.probe()
+        shelf.clear()
     assert said(caplog, "has no O_DIRECT: entries go through the page cache, which is slower") == 1
 
 
 def test_without_direct_it_is_said_once_also_by_writers_that_find_it_together(
-    pool: TierPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    disk: Disk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Regression: if the file system was full at the start, each of the first writers logged it."""
     both_probe = threading.Barrier(2)
@@ -649,27 +576,18 @@ def test_without_direct_it_is_said_once_also_by_writers_that_find_it_together(
         raise OSError(errno.EINVAL, "Invalid argument")
 
     monkeypatch.setattr(Folder, "probe_write", no_space)
-    tier = DiskTier(pool, tmp_path, 1 << 20)
+    shelf = disk.open()
     monkeypatch.setattr(Folder, "probe_write", no_direct)
-    writers = [
-        threading.Thread(target=write_to, args=(tier, pool, [make_key(number)], extents_of(number, [EXTENT_BYTES])))
-        for number in range(2)
-    ]
-    for writer in writers:
-        writer.start()
-    for writer in writers:
+    for writer in begin(lambda: shelf.put(0), lambda: shelf.put(1)):
         writer.join()
-    assert tier.usage().num_entries == 2
+    assert shelf.tier.usage().num_entries == 2
     assert said(caplog, "has no O_DIRECT") == 1
-    tier.close()
 
 
-def test_two_depots_do_not_share_a_folder(pool: TierPool, tmp_path: Path) -> None:
-    queue = opened(pool, tmp_path)
-    with pytest.raises(ConfigError, match="another depot uses this folder"):
-        DiskTier(pool, tmp_path, 1 << 20)
-    queue.close()
-    opened(pool, tmp_path).close()
+def test_two_depots_do_not_share_a_folder(disk: Disk) -> None:
+    with disk.open(), pytest.raises(ConfigError, match="another depot uses this folder"):
+        disk.open()
+    disk.open()
 
 
 @pytest.mark.parametrize(
@@ -687,54 +605,37 @@ def test_two_depots_do_not_share_a_folder(pool: TierPool, tmp_path: Path) -> Non
         ("disk:///tmp/x?capcity=1GiB", "has no option 'capcity'"),
     ],
 )
-def test_a_folder_that_cannot_be_says_why(url: str, words: str, pool: TierPool) -> None:
+def test_a_folder_that_cannot_be_says_why(url: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        open_tier(TierUrl.parse(url), pool)
+        open_tier(TierUrl.parse(url), make_pool())
 
 
-def test_foreign_files_are_left_alone(pool: TierPool, tmp_path: Path) -> None:
-    queue = opened(pool, tmp_path)
-    write(queue, [make_key(0)], extents_of(0, [EXTENT_BYTES]))
-    queue.close()
-    entry = file_of(tmp_path, make_key(0))
-    (tmp_path / "a" / "b" / "c").mkdir(parents=True)
+def test_foreign_files_are_left_alone(disk: Disk) -> None:
+    with disk.open() as shelf:
+        shelf.put(0)
+    (entry,) = disk.files()
+    above, elsewhere = disk.folder, disk.folder / "a" / "b" / "c"
+    elsewhere.mkdir(parents=True)
     foreign = [
-        tmp_path / "note",
-        tmp_path / "probe.tmp",
-        tmp_path / "direct.tmp",
-        tmp_path / "lock",
-        tmp_path / "a" / "b" / "c" / "note",
-        tmp_path / "a" / "b" / "c" / "letter.tmp",
-        tmp_path / "a" / "b" / "c" / f"{entry.name}.0a1b2c3d-0.tmp",
-        entry.with_name("letter.tmp"),
-        entry.with_name(f"{entry.name}.tmp"),
-        entry.with_name(f"{entry.name}.letter-0.tmp"),
-        entry.with_name(f"{entry.name}.0a1b2c3d-x.tmp"),
-        entry.with_name(f"{entry.name[:-2]}.0a1b2c3d-0.tmp"),
+        *(above / name for name in ("note", "probe.tmp", "direct.tmp", "lock")),
+        *(elsewhere / name for name in ("note", "letter.tmp", f"{entry.name}.0a1b2c3d-0.tmp")),
+        *(entry.with_name(f"{entry.name}{end}.tmp") for end in ("", ".letter-0", ".0a1b2c3d-x")),
+        *(entry.with_name(f"{name}.tmp") for name in ("letter", f"{entry.name[:-2]}.0a1b2c3d-0")),
     ]
     for path in foreign:
         path.write_text("not ours")
     ours = entry.with_name(f"{entry.name}.0a1b2c3d-7.tmp")
     ours.write_text("half of an entry")
-    queue = opened(pool, tmp_path)
-    queue.tier.probe()
-    assert queue.tier.usage().num_entries == 1
-    queue.close()
+    with disk.open() as shelf:
+        shelf.tier.probe()
+        assert shelf.tier.usage().num_entries == 1
     assert all(path.read_text() == "not ours" for path in foreign)
     assert not ours.exists()
 
 
-def is_stored(tier: Tier, directory: Path, key: bytes) -> bool:
-    """Return whether an entry has a file. The tier's answer must agree."""
-    has_file = any(path.name.endswith(key[-32:].hex()) for path in directory.glob("*/*/*/*"))
-    assert tier.contains([key]) == [has_file], "the index is wrong"
-    return has_file
-
-
 def beside(action: Callable[[], object], seconds: float = 30.0) -> threading.Thread:
     """Run `action` on another thread and wait for it."""
-    thread = threading.Thread(target=action)
-    thread.start()
+    (thread,) = begin(action)
     thread.join(seconds)
     return thread
 
@@ -765,61 +666,46 @@ def test_entries_of_outdated_weights_are_evicted_first(tmp_path: Path, *, listed
 
 @pytest.mark.parametrize("how", ["cleared", "evicted"])
 def test_an_entry_that_leaves_while_it_is_read_is_not_in_the_index_afterwards(
-    pool: TierPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+    disk: Disk, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    tier = DiskTier(pool, tmp_path, 10 * FILE_BYTES)
-    keys = [make_key(number) for number in range(20)]
-    fill(pool, 0, keys, [EXTENT_BYTES] * 20)
-    extents = extents_of(0, [EXTENT_BYTES] * 20)
-    write_to(tier, pool, keys[:1], extents[:1])
-
-    real = Folder.read
+    shelf, real = disk.open(10 * FILE_BYTES), Folder.read
+    shelf.put(0)
 
     def read_and_leave(*arguments: Any) -> tuple[int, memoryview]:
         result = real(*arguments)
-        beside(lambda: [*tier.clear(None, None)] if how == "cleared" else write_to(tier, pool, keys[1:], extents[1:]))
+        beside(shelf.clear if how == "cleared" else lambda: shelf.put(*range(1, 20)))
         return result
 
     monkeypatch.setattr(Folder, "read", read_and_leave)
-    assert read_from(tier, pool, keys[:1], extents_of(30, [EXTENT_BYTES])) == [True]
-    assert not is_stored(tier, tmp_path, keys[0])
-    assert tier.usage().used_bytes == sum(path.stat().st_size for path in tmp_path.glob("*/*/*/*"))
-    assert write_to(tier, pool, keys[:1], extents[:1]) == [True]
-    assert is_stored(tier, tmp_path, keys[0])
-    tier.close()
+    assert shelf.get(0) == [True]
+    assert not disk.has_file(shelf, 0)
+    assert shelf.tier.usage().used_bytes == disk.stored_bytes()
+    assert shelf.put(0) == [True]
+    assert disk.has_file(shelf, 0)
 
 
-def test_an_entry_written_while_it_leaves_is_there_or_not(
-    pool: TierPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tier, key = DiskTier(pool, tmp_path, 1 << 20), make_key(0)
-    fill(pool, 0, [key], [EXTENT_BYTES])
-    write_to(tier, pool, [key], extents_of(0, [EXTENT_BYTES]))
-    real, writers = os.unlink, list[threading.Thread]()
+def test_an_entry_written_while_it_leaves_is_there_or_not(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    shelf, real, writers = disk.open(), os.unlink, list[threading.Thread]()
+    shelf.put(0)
 
     def unlink(*arguments: Any, **options: Any) -> None:
         monkeypatch.setattr(os, "unlink", real)
-        writers.append(beside(lambda: write_to(tier, pool, [key], extents_of(0, [EXTENT_BYTES])), 0.2))
+        writers.append(beside(lambda: shelf.put(0), 0.2))
         real(*arguments, **options)
 
     monkeypatch.setattr(os, "unlink", unlink)
-    assert sum(tier.clear(None, None)) == 1
+    assert shelf.clear() == 1
     writers[0].join()
-    is_stored(tier, tmp_path, key)
-    tier.close()
+    disk.has_file(shelf, 0)
 
 
 def test_an_entry_that_leaves_while_the_folder_is_listed_does_not_come_back(
-    pool: TierPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    queue = opened(pool, tmp_path)
-    keys = [make_key(0), make_key(1)]
-    write(queue, keys, extents_of(0, [EXTENT_BYTES] * 2))
-    queue.close()
-    path, is_found, go_on = file_of(tmp_path, keys[0]), threading.Event(), threading.Event()
-    path.write_bytes(bytes(FILE_BYTES))
-
-    real = listing.found_files
+    with disk.open() as shelf:
+        shelf.put(0, 1)
+    file_of(disk.folder, make_key(0)).write_bytes(bytes(FILE_BYTES))
+    is_found, go_on, real = threading.Event(), threading.Event(), listing.found_files
 
     def found_slowly(folder: Folder, is_over: Callable[[], bool]) -> Iterator[listing.File]:
         yield from real(folder, is_over)
@@ -827,14 +713,12 @@ def test_an_entry_that_leaves_while_the_folder_is_listed_does_not_come_back(
         go_on.wait(30.0)
 
     monkeypatch.setattr(listing, "found_files", found_slowly)
-    tier = DiskTier(pool, tmp_path, 1 << 20)
-    is_found.wait(30.0)
-    assert read_from(tier, pool, keys, extents_of(8, [EXTENT_BYTES] * 2)) == [False, True]
-    go_on.set()
-    wait_until(lambda: tier.is_listed)
-    assert not is_stored(tier, tmp_path, keys[0])
-    assert is_stored(tier, tmp_path, keys[1])
-    tier.close()
+    with Shelf(lambda pool: DiskTier(pool, disk.folder, 1 << 20)) as shelf:
+        is_found.wait(30.0)
+        assert shelf.get(0, 1) == [False, True]
+        go_on.set()
+        wait_until(lambda: shelf.tier.is_listed)
+        assert (disk.has_file(shelf, 0), disk.has_file(shelf, 1)) == (False, True)
 
 
 def test_entries_are_used_while_the_index_is_built_from_a_listing() -> None:
@@ -861,26 +745,6 @@ def test_entries_are_used_while_the_index_is_built_from_a_listing() -> None:
     assert entries.used_bytes == 5 * FILE_BYTES
 
 
-def test_a_folder_that_cannot_be_listed_costs_only_what_is_in_it(pool: TierPool, tmp_path: Path) -> None:
-    keys = [make_key(number, f"tenant {number}") for number in range(3)]
-    queue = opened(pool, tmp_path)
-    write(queue, keys, extents_of(0, [EXTENT_BYTES] * 3))
-    queue.close()
-    broken = file_of(tmp_path, keys[1]).parent
-    real = os.scandir
-
-    def scan(path: Any) -> Any:
-        if Path(path) == broken:
-            raise OSError(errno.EIO, "Input/output error")
-        return real(path)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "scandir", scan)
-        queue = opened(pool, tmp_path)
-    assert contains(queue, keys) == [True, False, True]
-    queue.close()
-
-
 class Unseen:
     """A file whose attributes cannot be read."""
 
@@ -891,21 +755,27 @@ class Unseen:
         raise OSError(errno.EIO, "Input/output error")
 
 
-def test_a_file_that_cannot_be_looked_at_costs_only_itself(
-    pool: TierPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("what", ["a folder", "a file"])
+def test_what_cannot_be_listed_costs_only_itself(what: str, disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: the index was empty then, and the folder's files did not count against the capacity."""
     keys = [make_key(number, f"tenant {number}") for number in range(3)]
-    queue = opened(pool, tmp_path)
-    write(queue, keys, extents_of(0, [EXTENT_BYTES] * 3))
-    queue.close()
-    broken, real = file_of(tmp_path, keys[1]).name, listing.items_in
+    with disk.open() as shelf:
+        write_to(shelf.tier, shelf.pool, keys, extents_of(0, [EXTENT_BYTES] * 3))
+    broken, scan, items = file_of(disk.folder, keys[1]), os.scandir, listing.items_in
 
-    def items(folder: Folder, name: str) -> list[Any]:
-        return [Unseen(file) if file.name == broken else file for file in real(folder, name)]
+    def scan_others(path: Any) -> Any:
+        if Path(path) == broken.parent:
+            raise OSError(errno.EIO, "Input/output error")
+        return scan(path)
 
-    monkeypatch.setattr(listing, "items_in", items)
-    queue = opened(pool, tmp_path)
-    assert contains(queue, keys) == [True, False, True]
-    assert queue.tier.usage().used_bytes == 2 * FILE_BYTES
-    queue.close()
+    def see_others(folder: Folder, name: str) -> list[Any]:
+        return [Unseen(file) if file.name == broken.name else file for file in items(folder, name)]
+
+    with monkeypatch.context() as patch:
+        if what == "a folder":
+            patch.setattr(os, "scandir", scan_others)
+        else:
+            patch.setattr(listing, "items_in", see_others)
+        shelf = disk.open()
+    assert shelf.tier.contains(keys) == [True, False, True]
+    assert shelf.tier.usage().used_bytes == 2 * FILE_BYTES
