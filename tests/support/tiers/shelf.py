@@ -1,10 +1,11 @@
 """Entries by number, for tests of a tier that need no queue."""
 
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
-from kvdepot.testing.tier.traffic import EXTENT_BYTES, NUM_EXTENTS, content, make_key, make_pool, read_from, write_to
+from kvdepot.testing.tier_traffic import EXTENT_BYTES, NUM_EXTENTS, content, make_key, make_pool
 from kvdepot.tiers.base import Extents, Tier, TierPool
+from support.tiers.direct import read_from, write_to
 
 _HALF = NUM_EXTENTS // 2
 T = TypeVar("T", bound=Tier)
@@ -63,3 +64,7 @@ class Shelf(Generic[T]):
     def _places(self, numbers: tuple[int, ...], first: int) -> tuple[list[bytes], Extents]:
         extents = [((first + number % _HALF) * self.size, self.size) for number in numbers]
         return [make_key(number) for number in numbers], extents
+
+
+AnyShelf = Shelf[Any]
+Shelve = Callable[..., AnyShelf]
