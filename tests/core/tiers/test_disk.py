@@ -330,6 +330,7 @@ import sys
 from pathlib import Path
 from kvdepot.testing.tier_traffic import *
 from kvdepot.tiers.disk.tier import DiskTier
+from support.tiers.direct import write_to
 
 pool = make_pool(1 << 20)
 tier = DiskTier(pool, Path(sys.argv[1]), 1 << 30)
