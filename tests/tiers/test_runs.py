@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import obstore
 import pytest
@@ -370,13 +370,20 @@ def test_gc_removes_the_weights_of_a_model_that_nobody_keeps(nodes: list[Node], 
         assert ended.value.code
 
 
-def test_gc_removes_the_layout_that_an_upgraded_engine_left_behind(nodes: list[Node], tmp_path: Path) -> None:
-    old, new = keys_of(range(8), spec=b"vllm 0.31"), keys_of(range(8), spec=b"vllm 0.32")
+@pytest.mark.parametrize(
+    ("left_behind", "present"),
+    [({"spec": b"vllm 0.31"}, {"spec": b"vllm 0.32"}), ({"weights": "lineage 7"}, {"weights": "lineage 8"})],
+    ids=["the layout of an upgraded engine", "weights before an update"],
+)
+def test_gc_removes_what_no_depot_has_written_for_long(
+    left_behind: dict[str, Any], present: dict[str, Any], nodes: list[Node], tmp_path: Path
+) -> None:
+    old, new = keys_of(range(8), **left_behind), keys_of(range(8), **present)
     for keys in (old, new):
         nodes[0].store(keys)
     for name in nodes[0].names():
         os.utime(tmp_path / name, (0, time.time() - 4 * 86400))
-    more = keys_of(range(100, 108), spec=b"vllm 0.32")
+    more = keys_of(range(100, 108), **present)
     nodes[0].store(more)
     collect_there(tmp_path, "--unwritten-for", "5d")
     assert [nodes[1].find(keys) for keys in (old, new, more)] == [8, 8, 8]

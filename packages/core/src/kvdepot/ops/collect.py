@@ -65,8 +65,8 @@ def add_tier_gc(commands: Any, common: argparse.ArgumentParser) -> None:
         default=0.0,
         metavar="TIME",
         help=(
-            "remove the objects of each layout of a cache to which nothing was written for this long, e.g. 3d: an"
-            " engine's upgrade may leave its old layout behind"
+            "remove the objects of each layout of a cache, and of each of a model's weights, to which nothing was"
+            " written for this long, e.g. 3d: upgrades of engines and updates of weights leave the old ones behind"
         ),
     )
     parser.add_argument(
