@@ -21,4 +21,4 @@ docs:
 bench:
     uv run kvdepot bench transfer
     uv run kvdepot bench lookup
-    uv run kvdepot bench server
+    uv run python benchmarks/depot/server.py

@@ -43,3 +43,16 @@ def test_a_disk_tier_is_listed_beside_questions(tmp_path: Path) -> None:
     assert answered
     assert int(answered[1]) > 0
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_the_server_is_measured() -> None:
+    printed = run("depot/server.py", "--entries", "5000", "--seconds", "0.3")
+    assert re.search(r"5,100 entries: \d+ bytes each", printed)
+
+
+@pytest.mark.slow
+def test_the_text_of_a_prompt_is_found_at_other_positions() -> None:
+    assert re.search(
+        r"16,391 tokens: .* 9\d% found in \d+ runs", run("blend/blend_lookup.py", "--tokens", "16384", "--rounds", "3")
+    )

@@ -40,7 +40,6 @@ def trace(tmp_path: Path) -> str:
     ("arguments", "reason"),
     [
         (["replay", "TRACE", "--requests", "-4"], "is not a whole number from 1 to"),
-        (["bench", "server", "--entries", "-1"], "is not a whole number from 1 to"),
         (["serve", "--demote-min-tokens", "-5"], "is not a whole number from 0 to"),
         (["serve", "--promote-min-tokens", "1e9"], "is not a whole number from 0 to"),
         (["serve", "--events", "tcp://127.0.0.1:9", "--events-topic", "a\nb"], "characters that cannot be printed"),
@@ -155,8 +154,6 @@ _COMMANDS = (
     "sizing MODEL",
     "bench transfer",
     "bench lookup",
-    "bench blend",
-    "bench server",
 )
 
 

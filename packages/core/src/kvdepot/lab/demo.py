@@ -133,9 +133,9 @@ def run_demo(*, quiet: bool = False) -> dict[str, Any]:
         raise
     say(_describe(alone, shared, restart, again))
     return {
-        **shared.totals.as_dict(),
+        **shared.as_dict(),
         "race_seconds": round(shared.seconds, 2),
-        "without_depot": {**alone.totals.as_dict(), "race_seconds": round(alone.seconds, 2)},
+        "without_depot": {**alone.as_dict(), "race_seconds": round(alone.seconds, 2)},
         "seconds": round(time.monotonic() - started, 2),
         "pool_size_bytes": plan.pool_bytes,
         "pool_used_bytes": status.pool_used_bytes,
@@ -190,32 +190,31 @@ def _restart(fleet: Fleet, conversations: list[list[Prompt]], view: View) -> tup
         "seconds_until_engines_are_back": round(back_seconds, 3),
         "entries_before": before.num_entries,
         "entries_after": after.num_entries,
-        **{name: lane.totals.as_dict()[name] for name in ("hit_rate", "verified_bytes", "wrong_bytes")},
+        **{name: lane.as_dict()[name] for name in ("hit_rate", "verified_bytes", "wrong_bytes")},
     }, lane
 
 
 def _describe(alone: Lane, shared: Lane, restart: dict[str, Any], again: Lane) -> str:
     """Describe the savings, in lines of at most 80 characters."""
-    a, s = alone.totals, shared.totals
 
     def row(name: str, without: float, with_depot: float, unit: str, decimals: int = 0) -> str:
         left, right = (f"{value:,.{decimals}f}{unit}" for value in (without, with_depot))
         return f"  {name:30}{left:>10} -> {right:>9}  {without / max(1e-9, with_depot):6.1f} times less"
 
-    others = s.tokens["shared"] / max(1, s.num_tokens)
+    wrong = shared.total("wrong_bytes") + again.total("wrong_bytes")
     entries = f"{restart['entries_after']:,} of {restart['entries_before']:,} entries"
-    verified = format_size(s.verified_bytes + again.totals.verified_bytes)
+    verified = format_size(shared.total("verified_bytes") + again.total("verified_bytes"))
     return "\n".join(
         [
             "",
             "The same requests without and with a depot:",
-            row("prompt tokens computed", a.tokens["computed"], s.tokens["computed"], ""),
-            row("median time to first token", a.first_token_seconds * 1e3, s.first_token_seconds * 1e3, " ms"),
+            row("prompt tokens computed", alone.total("computed_tokens"), shared.total("computed_tokens"), ""),
+            row("median time to first token", alone.first_token_seconds * 1e3, shared.first_token_seconds * 1e3, " ms"),
             row("time until all were served", alone.seconds, shared.seconds, " s", 1),
-            f"{others:.0%} of the prompt tokens came from the other engine through the depot.",
+            f"{shared.share('shared'):.0%} of the prompt tokens came from the other engine through the depot.",
             f"Killed with SIGKILL, the depot was back after {restart['seconds']:.1f} s with {entries}.",
-            f"No engine restarted, and {again.totals.hit_rate:.0%} of the tokens of the last turns were still cached.",
-            f"{verified} came back from the depot; {s.wrong_bytes + again.totals.wrong_bytes} bytes were wrong.",
+            f"No engine restarted, and {again.hit_rate:.0%} of the tokens of the last turns were still cached.",
+            f"{verified} came back from the depot; {wrong} bytes were wrong.",
             "",
             _NEXT,
         ]

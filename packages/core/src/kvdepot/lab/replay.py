@@ -84,13 +84,12 @@ def run_replay(
         with live_view(quiet=quiet) as view:
             lane = view.lane("replay", len(prompts))
             fleet.run([[prompt] for prompt in prompts], lambda _engine, _prompt, report: lane.add(report))
-        totals = lane.totals
         status = fleet.depot.status()
     if not quiet:
-        print(totals.describe())
+        print(lane.describe())
         print(f"{repeated:.1%} of the prompt tokens repeat an earlier prefix: an unlimited pool would find these")
     return {
-        **totals.as_dict(),
+        **lane.as_dict(),
         "repeated_share": round(repeated, 5),
         "seconds": round(time.monotonic() - started, 2),
         "num_prompts_cut": num_cut,

@@ -7,148 +7,116 @@ times a second. Elsewhere each step is printed as a line, and each lane once a s
 import statistics
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 from kvdepot.config import format_size
 from kvdepot.lab.engine_model import RequestReport
 
-SOURCES = ("device", "own", "shared", "computed")
-_SOURCE_NAMES = {
+SOURCES = {
     "device": "engine's own cache",
     "own": "depot, its own",
     "shared": "depot, another's",
     "computed": "computed",
 }
+"""Where the tokens of prompts came from: parts of the names of a report's fields, with words for people."""
 
 
-@dataclass(slots=True)
-class Totals:
-    """Sums over many requests."""
+class Lane:
+    """The requests of one fleet; at most 17 characters of `name` are shown.
 
-    num_requests: int = 0
-    tokens: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SOURCES, 0))
-    stored_bytes: int = 0
-    retrieved_bytes: int = 0
-    verified_bytes: int = 0
-    wrong_bytes: int = 0
-    store_seconds: float = 0.0
-    retrieve_seconds: float = 0.0
-    lookups: list[float] = field(default_factory=list[float])
-    retrieves: list[float] = field(default_factory=list[float])
-    first_tokens: list[float] = field(default_factory=list[float])
-    compute_seconds: float = 0.0
+    Attributes:
+        seconds: the time from the start to the last report.
+    """
+
+    def __init__(self, name: str, num_requests: int) -> None:
+        self.name = name
+        self.num_requests = num_requests
+        self.reports: list[RequestReport] = []
+        self.seconds = 0.0
+        self._started = time.monotonic()
 
     def add(self, report: RequestReport) -> None:
         """Count one request."""
-        self.num_requests += 1
-        for source in SOURCES:
-            self.tokens[source] += getattr(report, f"{source}_tokens")
-        self.stored_bytes += report.stored_bytes
-        self.retrieved_bytes += report.retrieved_bytes
-        self.verified_bytes += report.verified_bytes
-        self.wrong_bytes += report.wrong_bytes
-        self.lookups.append(report.lookup_seconds)
-        self.first_tokens.append(report.first_token_seconds)
-        self.compute_seconds += report.compute_seconds
-        if report.stored_bytes:
-            self.store_seconds += report.store_seconds
-        if report.retrieved_bytes:
-            self.retrieve_seconds += report.retrieve_seconds
-            self.retrieves.append(report.retrieve_seconds)
+        self.reports.append(report)
+        self.seconds = time.monotonic() - self._started
 
-    @property
-    def num_tokens(self) -> int:
-        """Prompt tokens."""
-        return sum(self.tokens.values())
+    def total(self, field: str) -> int:
+        """Return the sum of a field of all reports."""
+        return sum(getattr(report, field) for report in self.reports)
+
+    def share(self, source: str) -> float:
+        """Return the share of the prompt tokens that came from one of `SOURCES`."""
+        return self.total(f"{source}_tokens") / max(1, self.total("prompt_tokens"))
 
     @property
     def hit_rate(self) -> float:
         """Share of the prompt tokens that were not computed."""
-        return 1 - self.tokens["computed"] / self.num_tokens if self.num_tokens else 0.0
+        return 1 - self.share("computed") if self.reports else 0.0
 
     @property
     def first_token_seconds(self) -> float:
         """Median time to the first token."""
-        return _quantile(self.first_tokens, 0.5)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the sums as plain values, for JSON. Times are in milliseconds, rates in bytes per second."""
-        return {
-            "num_requests": self.num_requests,
-            "prompt_tokens": self.num_tokens,
-            "hit_rate": round(self.hit_rate, 4),
-            "hit_rate_by_source": {
-                source: round(self.tokens[source] / max(1, self.num_tokens), 4) for source in SOURCES[:3]
-            },
-            "verified_bytes": self.verified_bytes,
-            "wrong_bytes": self.wrong_bytes,
-            "stored_bytes": self.stored_bytes,
-            "retrieved_bytes": self.retrieved_bytes,
-            "store_bytes_per_second": round(self.stored_bytes / self.store_seconds) if self.store_seconds else 0,
-            "retrieve_bytes_per_second": (
-                round(self.retrieved_bytes / self.retrieve_seconds) if self.retrieve_seconds else 0
-            ),
-            "compute_seconds": round(self.compute_seconds, 3),
-            "first_token_p50_ms": round(self.first_token_seconds * 1e3, 3),
-            "lookup_p50_ms": round(_quantile(self.lookups, 0.5) * 1e3, 3),
-            "lookup_p99_ms": round(_quantile(self.lookups, 0.99) * 1e3, 3),
-            "retrieve_p50_ms": round(_quantile(self.retrieves, 0.5) * 1e3, 3),
-        }
-
-    def describe(self) -> str:
-        """Return the sums as text."""
-        total = max(1, self.num_tokens)
-        numbers = self.as_dict()
-        lines = [f"{self.num_requests} requests, {self.num_tokens:,} prompt tokens, {self.hit_rate:.1%} not computed:"]
-        for source in SOURCES:
-            share = self.tokens[source] / total
-            lines.append(f"  {_SOURCE_NAMES[source]:20}{share:7.1%}  {'█' * round(share * 40)}")
-        lines += [
-            f"stored     {format_size(self.stored_bytes):>10} at {numbers['store_bytes_per_second'] / 1e9:.1f} GB/s",
-            (
-                f"retrieved  {format_size(self.retrieved_bytes):>10}"
-                f" at {numbers['retrieve_bytes_per_second'] / 1e9:.1f} GB/s,"
-                f" half of the retrieves within {numbers['retrieve_p50_ms']:.1f} ms"
-            ),
-            f"lookups    {numbers['lookup_p50_ms']:.2f} ms (p50), {numbers['lookup_p99_ms']:.2f} ms (p99)",
-            f"verified   {format_size(self.verified_bytes):>10} against their keys: {self.wrong_bytes} bytes wrong",
-        ]
-        return "\n".join(lines)
-
-
-def _quantile(values: list[float], share: float) -> float:
-    if not values:
-        return 0.0
-    if share == 0.5:
-        return statistics.median(values)
-    return sorted(values)[min(len(values) - 1, int(len(values) * share))]
-
-
-@dataclass(slots=True)
-class Lane:
-    """The requests of one fleet; at most 17 characters of `name` are shown."""
-
-    name: str
-    num_requests: int
-    totals: Totals = field(default_factory=Totals)
-    started: float = field(default_factory=time.monotonic)
-    seconds: float = 0.0  # until the last report
-
-    def add(self, report: RequestReport) -> None:
-        """Count one request."""
-        self.totals.add(report)
-        self.seconds = time.monotonic() - self.started
+        return _quantile((report.first_token_seconds for report in self.reports), 0.5)
 
     @property
     def columns(self) -> tuple[str, str, str, str]:
         """Requests, share of the prompt tokens that was computed, median time to the first token, seconds."""
-        totals = self.totals
-        computed = f"{1 - totals.hit_rate:.0%}" if totals.num_requests else "-"
-        first = f"{totals.first_token_seconds * 1e3:.0f} ms" if totals.num_requests else "-"
-        return f"{totals.num_requests}/{self.num_requests}", computed, first, f"{self.seconds:.1f} s"
+        computed = f"{self.share('computed'):.0%}" if self.reports else "-"
+        first = f"{self.first_token_seconds * 1e3:.0f} ms" if self.reports else "-"
+        return f"{len(self.reports)}/{self.num_requests}", computed, first, f"{self.seconds:.1f} s"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the sums as plain values, for JSON. Times are in milliseconds, rates in bytes per second."""
+        stores = [report for report in self.reports if report.stored_bytes]
+        retrieves = [report for report in self.reports if report.retrieved_bytes]
+        lookups = [report.lookup_seconds for report in self.reports]
+        stored, retrieved = self.total("stored_bytes"), self.total("retrieved_bytes")
+        return {
+            "num_requests": len(self.reports),
+            "prompt_tokens": self.total("prompt_tokens"),
+            "hit_rate": round(self.hit_rate, 4),
+            "hit_rate_by_source": {source: round(self.share(source), 4) for source in SOURCES if source != "computed"},
+            "verified_bytes": self.total("verified_bytes"),
+            "wrong_bytes": self.total("wrong_bytes"),
+            "stored_bytes": stored,
+            "retrieved_bytes": retrieved,
+            "store_bytes_per_second": round(stored / sum(each.store_seconds for each in stores)) if stores else 0,
+            "retrieve_bytes_per_second": (
+                round(retrieved / sum(each.retrieve_seconds for each in retrieves)) if retrieves else 0
+            ),
+            "compute_seconds": round(self.total("compute_seconds"), 3),
+            "first_token_p50_ms": round(self.first_token_seconds * 1e3, 3),
+            "lookup_p50_ms": round(_quantile(lookups, 0.5) * 1e3, 3),
+            "lookup_p99_ms": round(_quantile(lookups, 0.99) * 1e3, 3),
+            "retrieve_p50_ms": round(_quantile((each.retrieve_seconds for each in retrieves), 0.5) * 1e3, 3),
+        }
+
+    def describe(self) -> str:
+        """Return the sums as text."""
+        sums = self.as_dict()
+        lines = [
+            f"{len(self.reports)} requests, {sums['prompt_tokens']:,} prompt tokens, {self.hit_rate:.1%} not computed:"
+        ]
+        for source, name in SOURCES.items():
+            lines.append(f"  {name:20}{self.share(source):7.1%}  {'█' * round(self.share(source) * 40)}")
+        lines += [
+            f"stored     {format_size(sums['stored_bytes']):>10} at {sums['store_bytes_per_second'] / 1e9:.1f} GB/s",
+            f"retrieved  {format_size(sums['retrieved_bytes']):>10}"
+            + f" at {sums['retrieve_bytes_per_second'] / 1e9:.1f} GB/s,"
+            + f" half of the retrieves within {sums['retrieve_p50_ms']:.1f} ms",
+            f"lookups    {sums['lookup_p50_ms']:.2f} ms (p50), {sums['lookup_p99_ms']:.2f} ms (p99)",
+            f"verified   {format_size(sums['verified_bytes']):>10} by their keys: {sums['wrong_bytes']} bytes wrong",
+        ]
+        return "\n".join(lines)
+
+
+def _quantile(values: Iterable[float], share: float) -> float:
+    ordered = sorted(values)
+    if share == 0.5 and ordered:
+        return statistics.median(ordered)
+    return ordered[int(len(ordered) * share)] if ordered else 0.0
 
 
 class View:
@@ -217,7 +185,7 @@ class _PlainView(View):
             for lane in list(self.lanes):
                 requests, computed, first, seconds = lane.columns
                 line = f"  {lane.name:17} {requests:>8} done, {computed:>4} computed, first token {first:>7}, {seconds}"
-                if lane.totals.num_requests and self._said.get(lane.name) != line:
+                if lane.reports and self._said.get(lane.name) != line:
                     self._said[lane.name] = line
                     print(line, flush=True)
 
@@ -247,7 +215,7 @@ class _DrawnView(View):
             table.add_row("", "", "requests", "computed", "first token", style="dim")
         for lane in list(self.lanes):
             requests, computed, first, _ = lane.columns
-            bar = ProgressBar(lane.num_requests, lane.totals.num_requests, width=25)
+            bar = ProgressBar(lane.num_requests, len(lane.reports), width=25)
             table.add_row(lane.name, bar, requests, computed, first)
         if not self._text:
             return table

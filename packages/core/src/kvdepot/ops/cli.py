@@ -223,19 +223,9 @@ def make_parser(benches: Mapping[str, DeviceBench | BackendUnavailable] | None =
     for what, described in (
         ("transfer", "stores and retrieves, compared with one memcpy"),
         ("lookup", "lookups of long prompts"),
-        ("blend", "finding the text of a long prompt at other positions"),
-        ("server", "the server itself"),
     ):
         one = whats.add_parser(what, parents=[common, json_output], help=described, epilog=ASKS_NO_DEPOT)
         one.set_defaults(bench=None)
-        if what == "server":
-            one.add_argument(
-                "--entries",
-                type=count_argument,
-                default=1_000_000,
-                metavar="N",
-                help="number of index entries (default %(default)s)",
-            )
     for what, found in (benches or {}).items():
         is_broken = isinstance(found, BackendUnavailable)
         help_text = str(found) if is_broken else found.help
@@ -372,18 +362,11 @@ def _bench(options: argparse.Namespace) -> int:
     if isinstance(options.bench, BackendUnavailable):
         raise options.bench
     say(bench.describe_machine())
-    match options.what:
-        case _ if options.bench is not None:
-            result = options.bench.run(options, say)
-            result["machine"] = bench.describe_machine()
-        case "transfer":
-            result = bench.bench_transfer(say=say)
-        case "lookup":
-            result = bench.bench_lookup(say=say)
-        case "blend":
-            result = bench.bench_blend(say=say)
-        case _:
-            result = bench.bench_server(num_entries=options.entries, say=say)
+    if options.bench is not None:
+        result = options.bench.run(options, say)
+    else:
+        result = bench.bench_transfer(say) if options.what == "transfer" else bench.bench_lookup(say)
+    result["machine"] = bench.describe_machine()
     if options.json:
         print(json.dumps(result, indent=2))
     return 0
