@@ -20,7 +20,7 @@ import torch
 from kvdepot.backends import CacheGroup, KVCache, get_backend
 from kvdepot.keys import Namespace, hash_prefix
 from kvdepot.lab.processes import DepotProcess, wait_until
-from kvdepot_cpu.kernels.move import native_move_tokens
+from kvdepot_cpu.kernels import native_move_tokens
 from kvdepot_vllm.blend.layers import Layer, Rotation
 from kvdepot_vllm.blend.moves import move
 

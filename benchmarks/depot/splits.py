@@ -23,7 +23,8 @@ from kvdepot.lab.bench import describe_machine
 from kvdepot.layout import CacheLayout, GroupKind, LayerGroup, PageLayout, Part, Plane
 from kvdepot.pool.files import PoolMemory
 from kvdepot.wire.messages import EXTENT
-from kvdepot_cpu.kernels.copy import PageCopier, memcpy_runs
+from kvdepot_cpu.context import PageCopier
+from kvdepot_cpu.kernels import memcpy_runs
 
 HEADS: Final = 8
 LAYERS: Final = 32
@@ -114,7 +115,6 @@ def main() -> None:
     os.ftruncate(descriptor, 2 * NUM_BYTES)
     pool = PoolMemory(descriptor, 2 * NUM_BYTES)
     np.frombuffer(pool.pool, np.uint8)[::4096] = 1
-    copy = memcpy_runs()
     for block_tokens in (16, 128):
         for heads_outermost in (True, False):
             for stored, read in ((2, 2), (1, 2), (2, 1), (1, 4), (4, 1)):
@@ -124,7 +124,7 @@ def main() -> None:
                 ratios: list[float] = []
                 for number in range(options.rounds + 1):
                     began = time.perf_counter()
-                    copy(*whole)
+                    memcpy_runs(*whole)
                     memcpy = time.perf_counter() - began
                     seconds = reader.retrieve()
                     if number:  # the first round warms up

@@ -12,13 +12,14 @@ from kvdepot.client.verify import Verifier
 from kvdepot.lab.processes import DepotProcess
 from kvdepot.testing.backend import BackendSuite
 from kvdepot.testing.plan import PLANS, Cache, GroupPlan, WorkerPlan, prompt
-from kvdepot_cpu.kernels import copy as kernels
+from kvdepot_cpu.context import PageCopier
+from kvdepot_cpu.kernels import load_kernels
 from support.cpu.workers import NumpyWorker
 
 
 class TestWithTheCompiledCopy(BackendSuite):
     def make_worker(self, url: str, plan: WorkerPlan, **options: Any) -> NumpyWorker:
-        assert kernels.native_copy_runs() is not None, "the copy kernel was not built: is there a C compiler?"
+        assert load_kernels() is not None, "the copy kernel was not built: is there a C compiler?"
         return NumpyWorker(url, plan, **options)
 
 
@@ -29,7 +30,7 @@ class TestWithMemcpy(BackendSuite):
 
     @pytest.fixture(autouse=True)
     def _without_the_kernel(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(kernels, "native_copy_runs", lambda: None)
+        monkeypatch.setattr("kvdepot_cpu.context.load_kernels", lambda: None)
 
     def make_worker(self, url: str, plan: WorkerPlan, **options: Any) -> NumpyWorker:
         return NumpyWorker(url, plan, **options)
@@ -46,13 +47,13 @@ class TestWithSeveralCopyThreads(BackendSuite):
 def test_a_copier_gets_only_the_blocks_of_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """It converts all the block ids that it gets, and a long prompt has thousands."""
     plan = PLANS["window and full"]
-    store, got = kernels.PageCopier.store, list[tuple[tuple[int, ...], list[list[int]]]]()
+    store, got = PageCopier.store, list[tuple[tuple[int, ...], list[list[int]]]]()
 
-    def listen(copier: kernels.PageCopier, batch: CopyBatch) -> bytes | None:
+    def listen(copier: PageCopier, batch: CopyBatch) -> bytes | None:
         got.append((batch.first_covered, [list(ids) for ids in batch.block_ids]))
         return store(copier, batch)
 
-    monkeypatch.setattr(kernels.PageCopier, "store", listen)
+    monkeypatch.setattr(PageCopier, "store", listen)
     with DepotProcess() as depot:
         batch_bytes = 2 * (plan.chunk_size_bytes(0) + plan.chunk_size_bytes(1))
         worker = NumpyWorker(depot.url, plan, batch_bytes=batch_bytes)

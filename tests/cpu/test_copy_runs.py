@@ -13,34 +13,26 @@ from kvdepot.kvcache import CopyBatch
 from kvdepot.layout import CacheLayout, GroupKind, LayerGroup, PageLayout
 from kvdepot.pool.files import PoolMemory
 from kvdepot.wire.messages import EXTENT
-from kvdepot_cpu.kernels import copy as kernels
-from kvdepot_cpu.kernels.copy import (
-    SUMMED_ALIGNMENT_BYTES,
-    SUMMED_BLOCK_BYTES,
-    CopyRuns,
-    PageCopier,
-    memcpy_runs,
-    native_copy_rows,
-    native_copy_runs,
-    native_copy_summed,
-)
+from kvdepot_cpu.context import PageCopier
+from kvdepot_cpu.kernels import SUMMED_ALIGNMENT_BYTES, SUMMED_BLOCK_BYTES, Kernels, load_kernels, memcpy_runs
 from support.tools import tool_is_missing
 
 _GAP = 512
 _SIZES = (1, 127, 1023, 1024, 1500, 4095, 4096, 5000, 8192, 65_536, 65_537, 300_001)
 
 
-@pytest.fixture(params=["native", "memcpy"])
-def copy_runs(request: pytest.FixtureRequest) -> CopyRuns:
-    """Each of the two copy kernels."""
-    found = native_copy_runs() if request.param == "native" else memcpy_runs()
+@pytest.fixture
+def kernels() -> Kernels:
+    found = load_kernels()
     if found is None:
         tool_is_missing("the compiled copy was not built")
     return found
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_runs_of_any_size_and_alignment_arrive_whole(copy_runs: CopyRuns, seed: int) -> None:
+@pytest.mark.parametrize("is_native", [True, False], ids=["native", "memcpy"])
+def test_runs_of_any_size_and_alignment_arrive_whole(kernels: Kernels, is_native: bool, seed: int) -> None:
+    copy_runs = kernels.copy_runs if is_native else memcpy_runs
     rng = np.random.default_rng(seed)
     count = int(rng.integers(1, 14))
     sizes = np.append(rng.choice(_SIZES, count), 1 << 20)  # together enough for streaming
@@ -61,10 +53,7 @@ def test_runs_of_any_size_and_alignment_arrive_whole(copy_runs: CopyRuns, seed: 
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_rows_of_any_size_and_step_arrive_whole(seed: int) -> None:
-    copy_rows = native_copy_rows()
-    if copy_rows is None:
-        tool_is_missing("the compiled copy was not built")
+def test_rows_of_any_size_and_step_arrive_whole(kernels: Kernels, seed: int) -> None:
     rng = np.random.default_rng(seed)
     num_pages, num_rows = int(rng.integers(1, 14)), int(rng.integers(2, 20))
     sizes = rng.choice(_SIZES[:9], num_pages)
@@ -78,7 +67,7 @@ def test_rows_of_any_size_and_step_arrive_whole(seed: int) -> None:
         read, write = reads[page] + row * read_steps[page], writes[page] + row * write_steps[page]
         expected[write : write + sizes[page]] = source[read : read + sizes[page]]
 
-    copy_rows(
+    kernels.copy_rows(
         (reads + source.ctypes.data).astype(np.uint64),
         (writes + target.ctypes.data).astype(np.uint64),
         sizes.astype(np.uint64),
@@ -91,10 +80,7 @@ def test_rows_of_any_size_and_step_arrive_whole(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_a_copy_that_makes_checksums_makes_those_of_xxhash(seed: int) -> None:
-    copy_summed = native_copy_summed()
-    if copy_summed is None:
-        tool_is_missing("the compiled copy was not built")
+def test_a_copy_that_makes_checksums_makes_those_of_xxhash(kernels: Kernels, seed: int) -> None:
     rng = np.random.default_rng(seed)
     block, gap = SUMMED_BLOCK_BYTES, SUMMED_ALIGNMENT_BYTES
     runs = [block * rng.choice((1, 2, 3, 63, 64, 65, 200), int(rng.integers(1, 9))) for _ in range(5)]  # by extent
@@ -108,7 +94,9 @@ def test_a_copy_that_makes_checksums_makes_those_of_xxhash(seed: int) -> None:
     for read, write, size in zip(reads.tolist(), writes.tolist(), sizes.tolist(), strict=True):
         expected[write : write + size] = source[read : read + size]
 
-    digests = copy_summed(reads + np.uint64(source.ctypes.data), writes + np.uint64(target.ctypes.data), sizes, extents)
+    digests = kernels.copy_and_sum(
+        reads + np.uint64(source.ctypes.data), writes + np.uint64(target.ctypes.data), sizes, extents
+    )
 
     if digests is None:
         tool_is_missing("this processor lacks AVX2")
@@ -118,11 +106,8 @@ def test_a_copy_that_makes_checksums_makes_those_of_xxhash(seed: int) -> None:
     assert [each.tobytes() for each in digests] == [xxhash.xxh3_128_digest(each.tobytes()) for each in payloads]
 
 
-def test_a_copy_that_makes_checksums_refuses_what_it_cannot_sum() -> None:
+def test_a_copy_that_makes_checksums_refuses_what_it_cannot_sum(kernels: Kernels) -> None:
     """The caller then copies the runs and makes the checksums by other means."""
-    copy_summed = native_copy_summed()
-    if copy_summed is None:
-        tool_is_missing("the compiled copy was not built")
     block = SUMMED_BLOCK_BYTES
     source, target = np.ones(4 * block, np.uint8), np.zeros(5 * block, np.uint8)
     aligned = target.ctypes.data + -target.ctypes.data % SUMMED_ALIGNMENT_BYTES
@@ -138,30 +123,29 @@ def test_a_copy_that_makes_checksums_refuses_what_it_cannot_sum() -> None:
         (numbers(aligned), numbers(2 * block), numbers(3 * block)),  # the runs do not fill the extent
         (numbers(aligned), numbers(2 * block), numbers(block)),
     ):
-        assert copy_summed(numbers(source.ctypes.data), targets, sizes, extents) is None
+        assert kernels.copy_and_sum(numbers(source.ctypes.data), targets, sizes, extents) is None
     assert not target.any()
 
 
 @pytest.mark.promise(47)
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("with_checksums", [False, True], ids=["plain", "with checksums"])
 def test_a_store_moves_each_byte_once(with_checksums: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     moved: list[tuple[str, int]] = []
 
     def count(name: str) -> None:
-        copy: Any = getattr(kernels, name)()
-        if copy is None:
-            tool_is_missing("the compiled copy was not built")
+        copy: Any = getattr(Kernels, name)
 
-        def counted(sources: Addresses, targets: Addresses, sizes: Addresses, *rest: Any) -> Any:
-            done = copy(sources, targets, sizes, *rest)
-            if name == "native_copy_runs" or done is not None:
+        def counted(kernels: Kernels, sources: Addresses, targets: Addresses, sizes: Addresses, *rest: Any) -> Any:
+            done = copy(kernels, sources, targets, sizes, *rest)
+            if name == "copy_runs" or done is not None:
                 moved.append((name, int(sizes.sum())))
             return done
 
-        monkeypatch.setattr(kernels, name, lambda: counted)
+        monkeypatch.setattr(Kernels, name, counted)
 
-    count("native_copy_runs")
-    count("native_copy_summed")
+    count("copy_runs")
+    count("copy_and_sum")
     num_blocks, page_bytes, num_bytes = 64, 64 << 10, 4 << 20
     cache = np.random.default_rng(1).integers(0, 256, num_bytes, np.uint8)
     page = PageLayout(cache.ctypes.data, num_blocks, page_bytes, page_bytes)
@@ -179,6 +163,6 @@ def test_a_store_moves_each_byte_once(with_checksums: bool, monkeypatch: pytest.
     )
     stored = bytes(pool.pool)
     assert stored == cache.reshape(num_blocks, -1)[blocks].tobytes()
-    assert moved == [("native_copy_summed" if digest else "native_copy_runs", num_bytes)]
+    assert moved == [("copy_and_sum" if digest else "copy_runs", num_bytes)]
     assert digest is None or (with_checksums and digest == xxhash.xxh3_128_digest(stored))
     copier.close()

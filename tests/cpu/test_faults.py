@@ -22,8 +22,7 @@ from kvdepot.testing.faults import FaultSuite
 from kvdepot.testing.plan import WorkerPlan, prompt
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
-from kvdepot_cpu.context import CpuOptions, CpuTransferContext
-from kvdepot_cpu.kernels.copy import PageCopier
+from kvdepot_cpu.context import CpuOptions, CpuTransferContext, PageCopier
 from support.cpu.engines import CHUNK, command, large_engine
 from support.cpu.workers import NumpyWorker
 

@@ -16,8 +16,14 @@ from kvdepot.testing.backend import BackendSuite, MakeCache
 from kvdepot.testing.plan import PLANS, Cache, WorkerPlan, prompt
 from kvdepot_cuda.context import CudaTransferContext
 from kvdepot_cuda.driver import DriverError
-from kvdepot_cuda.gather import LEAST_RUNS, MOST_RUN_BYTES, KernelUnavailable, compile_gather, runs_for_kernel
-from kvdepot_cuda.kernels import GatherImage
+from kvdepot_cuda.gather import (
+    LEAST_RUNS,
+    MOST_RUN_BYTES,
+    GatherImage,
+    KernelUnavailable,
+    compile_gather,
+    runs_for_kernel,
+)
 from support.cuda.fake import FakeDriver
 from support.cuda.fake_worker import NUM_PIECES, PIECE_BYTES, FakeWorker
 

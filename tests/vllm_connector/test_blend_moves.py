@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed: `tox r -e torch` has it")
 
 from kvdepot.errors import LayoutError
-from kvdepot_cpu.kernels.move import native_move_tokens
+from kvdepot_cpu.kernels import native_move_tokens
 from kvdepot_vllm.blend.layers import Layer, Rotation
 from kvdepot_vllm.blend.moves import move, token_layout
 
@@ -179,7 +179,7 @@ def test_a_layer_without_rotation_is_copied_only() -> None:
 def test_the_compiled_move_does_what_torch_does(
     layout: str, dtype: Any, pairs: int, is_neox_style: bool, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvdepot_cpu.kernels.move.BYTES_WORTH_A_THREAD", 1)
+    monkeypatch.setattr("kvdepot_cpu.kernels.BYTES_WORTH_A_THREAD", 1)
     compiled = native_move_tokens(num_threads=2)
     if compiled is None:
         pytest.skip("the compiled move was not built, or this processor cannot run it")

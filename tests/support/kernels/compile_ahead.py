@@ -20,7 +20,7 @@ elif sys.argv[1] == "interpreted":
     except KernelUnavailable as error:
         print(error)
 else:
-    from kvdepot_cuda.kernels.gather import compile_for
+    from kvdepot_cuda.gather_kernel import compile_for
 
     assembly = compile_for(int(sys.argv[1])).asm
     assert assembly["cubin"]

@@ -8,7 +8,7 @@ import numpy as np
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.testing.plan import PLANS, Cache, prompt
 from kvdepot_cuda import gather as use
-from kvdepot_cuda.kernels import GatherImage, gather
+from kvdepot_cuda import gather_kernel
 from support.cuda.fake import FakeDriver
 from support.cuda.fake_worker import FakeWorker
 
@@ -33,7 +33,7 @@ def check_bytes() -> None:
     table = np.array(rows, np.int64)
     for programs, num_runs in ((1, count), (4, count), (7, count), (3, 1)):
         target[:] = 0xAB
-        gather.gather_runs[(programs,)](int(table.ctypes.data), num_runs, WORDS=1024)
+        gather_kernel.gather_runs[(programs,)](int(table.ctypes.data), num_runs, WORDS=1024)
         if num_runs == count:
             assert np.array_equal(target, expected), f"bytes differ with {programs} programs"
         else:
@@ -43,10 +43,10 @@ def check_bytes() -> None:
 
 def check_worker() -> None:
     def run_kernel(table: int, num_runs: int, num_programs: int) -> None:
-        gather.gather_runs[(num_programs,)](table, num_runs, WORDS=1024)
+        gather_kernel.gather_runs[(num_programs,)](table, num_runs, WORDS=1024)
 
     use.MOST_RUN_BYTES, use.LEAST_RUNS = 1 << 20, 1  # every run of these plans
-    image = GatherImage(b"image", "gather_runs", 128, 0, 0)
+    image = use.GatherImage(b"image", "gather_runs", 128, 0, 0)
     driver = FakeDriver(run_kernel=run_kernel)
     with DepotProcess() as depot:
         for salt, plan in enumerate(("one group", "odd page sizes", "large pages")):

@@ -3,26 +3,15 @@
 import importlib.util
 from typing import Any
 
-from kvdepot.backends import Capability, EngineTraits, KVCache, TransferContext
+from kvdepot.backends import Backend, Capability, KVCache, TransferContext
 
 
-class ToyBackend:
+class ToyBackend(Backend):
     """See `kvdepot.backends.Backend`."""
 
     name = "toy"
     device_type = "toy"
     capabilities = frozenset({Capability.ASYNCHRONOUS})
-    settings = frozenset[str]()
-
-    def why_unsuited(self, engine: EngineTraits) -> str | None:
-        """See `Backend`."""
-        del engine
-        return None
-
-    def cuts_pages(self, row_tokens: int, **options: Any) -> bool:
-        """See `Backend`: `BatchRuns` cuts pages, and runs of any size are equally fast."""
-        del row_tokens, options
-        return True
 
     def why_unavailable(self) -> str | None:
         """Return None if the backend can be used here, else a reason that says what to do."""

@@ -257,34 +257,29 @@ class EngineTraits:
 
 
 class Backend(Protocol):
-    """An accelerator, found by the entry point group `kvdepot.backends`. Finding it imports nothing heavy."""
+    """An accelerator, found by the entry point group `kvdepot.backends`. Finding it imports nothing heavy.
 
-    @property
-    def name(self) -> str:
-        """The entry point's name."""
-        ...
+    Derive from this class. Most backends suit every engine and cut pages, so they keep these two answers.
 
-    @property
-    def device_type(self) -> str:
-        """The device type as in `torch.device`."""
-        ...
+    Attributes:
+        name: the entry point's name.
+        device_type: the device type as in `torch.device`.
+        capabilities: the abilities beyond store and retrieve.
+        settings: the options of `create_context` that connectors pass on from their users.
+    """
 
-    @property
-    def capabilities(self) -> frozenset[Capability]:
-        """The abilities beyond store and retrieve."""
-        ...
-
-    @property
-    def settings(self) -> frozenset[str]:
-        """The options of `create_context` that connectors pass on from their users."""
-        ...
+    name: str
+    device_type: str
+    capabilities: frozenset[Capability]
+    settings: frozenset[str] = frozenset()
 
     def why_unsuited(self, engine: EngineTraits) -> str | None:
         """Return None if such an engine can use the backend on this device, else the reason and the remedy.
 
         An engine's port to a device may behave differently, for example move blocks without changing their ids.
         """
-        ...
+        del engine
+        return None
 
     def cuts_pages(self, row_tokens: int, **options: Any) -> bool:
         """Return whether retrieves can cut entries of workers with other heads fast enough.
@@ -293,7 +288,8 @@ class Backend(Protocol):
             row_tokens: the neighbouring tokens of one head in a page.
             options: options of `create_context`.
         """
-        ...
+        del row_tokens, options
+        return True
 
     def why_unavailable(self) -> str | None:
         """Return None if the backend can be used here, else the reason and the remedy."""

@@ -4,37 +4,25 @@ The entry point is `backend`, which imports nothing heavy. `CpuTransferContext` 
 """
 
 import importlib.util
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvdepot.backends import Capability, EngineTraits, KVCache
+from kvdepot.backends import Backend, Capability, KVCache
 from kvdepot.config import DEADLINE_SECONDS
 
 if TYPE_CHECKING:
     from kvdepot_cpu.context import CpuTransferContext
 
+_IS_BUILT = any(Path(__file__).with_name("kernels").glob("_copy_runs.*"))  # there was a C compiler
 
-class CpuBackend:
+
+class CpuBackend(Backend):
     """See `kvdepot.backends.Backend`."""
 
     name = "cpu"
     device_type = "cpu"
+    capabilities = frozenset({Capability.ASYNCHRONOUS, *([Capability.COMPILED_COPY] if _IS_BUILT else [])})
     settings = frozenset({"copy_threads"})
-
-    @property
-    def capabilities(self) -> frozenset[Capability]:
-        """See `Backend`. The compiled copy exists if the package was installed with a C compiler."""
-        is_built = importlib.util.find_spec("kvdepot_cpu.kernels._copy_runs") is not None
-        return frozenset({Capability.ASYNCHRONOUS} | ({Capability.COMPILED_COPY} if is_built else set()))
-
-    def why_unsuited(self, engine: EngineTraits) -> str | None:
-        """See `Backend`."""
-        del engine
-        return None
-
-    def cuts_pages(self, row_tokens: int, **options: Any) -> bool:
-        """See `Backend`."""
-        del row_tokens, options
-        return True
 
     def why_unavailable(self) -> str | None:
         """Return None if the backend can be used here, else the reason and the remedy."""

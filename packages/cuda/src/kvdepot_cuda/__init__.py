@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from kvdepot.backends import Capability, EngineTraits, KVCache
+from kvdepot.backends import Backend, Capability, KVCache
 from kvdepot.config import DEADLINE_SECONDS
 
 if TYPE_CHECKING:
@@ -25,18 +25,13 @@ _OLDEST_BINDINGS: Final = (12, 9, 1)
 https://nvidia.github.io/cuda-python/cuda-bindings/latest/release/12.9.1-notes.html"""
 
 
-class CudaBackend:
+class CudaBackend(Backend):
     """See `kvdepot.backends.Backend`."""
 
     name = "cuda"
     device_type = "cuda"
     capabilities = frozenset({Capability.ASYNCHRONOUS, Capability.DEPOT_DRIVEN})
     settings = frozenset({"mode", "batch_runs", "gather_kernel"})
-
-    def why_unsuited(self, engine: EngineTraits) -> str | None:
-        """See `Backend`."""
-        del engine
-        return None
 
     def cuts_pages(
         self, row_tokens: int, *, mode: str = "direct", gather_kernel: bool | None = None, **options: Any

@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import mmap
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -18,7 +19,6 @@ import numpy.typing as npt
 from kvdepot.copying.runs import Addresses
 from kvdepot.errors import KVDepotError
 from kvdepot_cuda.driver import CopyKind, Driver
-from kvdepot_cuda.kernels import GatherImage
 
 # Measured on an H100 (PCIe 5.0 x16) with `kvdepot bench cuda`, as ratios to one large copy: batches of scattered runs
 # against the kernel, which is alike in both directions.
@@ -53,6 +53,20 @@ def runs_for_kernel(pool: Addresses, blocks: Addresses, sizes: Addresses) -> npt
     return suits
 
 
+@dataclass(frozen=True, slots=True)
+class GatherImage:
+    """The kernel, compiled for one kind of device (`kvdepot_cuda.gather_kernel`).
+
+    Its parameters are an address (u64), a count (u32), and hidden null pointers.
+    """
+
+    image: bytes
+    name: str
+    num_threads: int
+    shared_bytes: int
+    num_hidden: int
+
+
 CompileGather = Callable[[int], GatherImage]
 """Makes the kernel for a compute capability (90 is 9.0); raises `KernelUnavailable`."""
 
@@ -71,7 +85,7 @@ def compile_gather(capability: int) -> GatherImage:
     if not has_triton():
         raise KernelUnavailable("triton is not installed: pip install 'triton>=3.3'")
     try:
-        return importlib.import_module("kvdepot_cuda.kernels.gather").image_for(capability)
+        return importlib.import_module("kvdepot_cuda.gather_kernel").image_for(capability)
     except Exception as error:  # a compiler may raise anything
         raise KernelUnavailable(f"triton cannot compile it: {type(error).__name__}: {error}") from error
 

@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from kvdepot.backends import Capability, EngineTraits, KVCache
+from kvdepot.backends import Backend, Capability, EngineTraits, KVCache
 from kvdepot.config import DEADLINE_SECONDS
 from kvdepot.layout import GroupKind
 
@@ -21,7 +21,7 @@ _OFF: Final = ("0", "false", "f", "no", "n", "off")  # as vllm-gaudi reads its f
 _WAY_OUT = "engines with their KV cache in host memory use kvdepot[cpu]"
 
 
-class HpuBackend:
+class HpuBackend(Backend):
     """See `kvdepot.backends.Backend`."""
 
     name = "hpu"
@@ -29,16 +29,10 @@ class HpuBackend:
     # Not ASYNCHRONOUS: it is unknown whether a second thread may submit work to a Gaudi, and vllm-gaudi's runner reuses
     # the blocks of a store without notice.
     capabilities = frozenset[Capability]()
-    settings = frozenset[str]()
 
     def why_unsuited(self, engine: EngineTraits) -> str | None:
         """See `Backend`: vllm-gaudi's differences from vLLM."""
         return _why_vllm_gaudi_is_unsuited(engine, os.environ) if engine.name == "vllm" else None
-
-    def cuts_pages(self, row_tokens: int, **options: Any) -> bool:
-        """See `Backend`."""
-        del row_tokens, options
-        return True
 
     def why_unavailable(self) -> str | None:
         """Return None if the backend can be used here, else the reason and the remedy.

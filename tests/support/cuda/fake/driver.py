@@ -31,7 +31,7 @@ import numpy.typing as npt
 
 from kvdepot.copying.runs import Addresses
 from kvdepot_cuda.driver import CopyKind, DriverError
-from kvdepot_cuda.kernels import GatherImage
+from kvdepot_cuda.gather import GatherImage
 from support.cuda.fake.memory import FakeMemory, FakeTensor
 from support.cuda.fake.streams import FakeStream
 

@@ -8,7 +8,7 @@ import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
-from kvdepot.backends import Capability, EngineTraits, KVCache
+from kvdepot.backends import Backend, Capability, KVCache
 from kvdepot.config import DEADLINE_SECONDS
 
 if TYPE_CHECKING:
@@ -17,23 +17,12 @@ if TYPE_CHECKING:
 _WAY_OUT = "engines with their KV cache in host memory use kvdepot[cpu]"
 
 
-class XpuBackend:
+class XpuBackend(Backend):
     """See `kvdepot.backends.Backend`."""
 
     name = "xpu"
     device_type = "xpu"
     capabilities = frozenset({Capability.ASYNCHRONOUS})
-    settings = frozenset[str]()
-
-    def why_unsuited(self, engine: EngineTraits) -> str | None:
-        """See `Backend`."""
-        del engine
-        return None
-
-    def cuts_pages(self, row_tokens: int, **options: Any) -> bool:
-        """See `Backend`."""
-        del row_tokens, options
-        return True
 
     def why_unavailable(self) -> str | None:
         """Return None if the backend can be used here, else the reason and the remedy.

@@ -13,7 +13,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kvdepot_cuda.kernels import GatherImage
+from kvdepot_cuda.gather import GatherImage
 
 WORDS: Final = 1024  # words of 8 bytes that a program copies at a time: 8 KiB
 NUM_WARPS: Final = 4  # 64 bytes of each lane under way, in words of 16 bytes
