@@ -12,7 +12,7 @@ import torch
 from torch import distributed
 from kvdepot.keys import Namespace
 from kvdepot_sglang.ranks import Ranks
-from kvdepot_sglang.weights import Weights
+from kvdepot_sglang.identity import Weights
 class Model(dict):
     def state_dict(self):
         return self

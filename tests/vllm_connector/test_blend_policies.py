@@ -32,7 +32,7 @@ class Made:
 
 
 def choose(policy: str, budget: Budget | None = None, **scores: int) -> list[int]:
-    return POLICIES[policy].choose(RUNS, budget or Budget(0.3), Made(**scores)).tolist()
+    return POLICIES[policy](RUNS, budget or Budget(0.3), Made(**scores)).tolist()
 
 
 def test_none_chooses_nothing_and_all_everything() -> None:

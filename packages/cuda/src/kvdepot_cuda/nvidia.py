@@ -45,18 +45,8 @@ class _CopyAttributes(ctypes.Structure):
 
 assert ctypes.sizeof(_CopyAttributes) == 24
 
-BatchCopy = ctypes.CFUNCTYPE(
-    ctypes.c_int,
-    ctypes.c_void_p,
-    ctypes.c_void_p,
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_void_p,
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_void_p,
-    ctypes.c_void_p,
-)
+_P, _N = ctypes.c_void_p, ctypes.c_size_t
+BatchCopy = ctypes.CFUNCTYPE(ctypes.c_int, _P, _P, _P, _N, _P, _P, _N, _P, _P)
 
 
 class CudaDriver:
@@ -101,13 +91,8 @@ class CudaDriver:
     def capability(self) -> int:
         """See `Driver`."""
         names = self._cuda.CUdevice_attribute
-        major, minor = (
-            self._call("cuDeviceGetAttribute", name, self._device)
-            for name in (
-                names.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
-                names.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
-            )
-        )
+        major = self._call("cuDeviceGetAttribute", names.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, self._device)
+        minor = self._call("cuDeviceGetAttribute", names.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, self._device)
         return int(major) * 10 + int(minor)
 
     @contextlib.contextmanager
@@ -246,20 +231,8 @@ class CudaDriver:
     ) -> None:
         """See `Driver`."""
         places = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(value) for value in arguments))
-        self._call(
-            "cuLaunchKernel",
-            kernel,
-            num_programs,
-            1,
-            1,
-            num_threads,
-            1,
-            1,
-            shared_bytes,
-            stream,
-            ctypes.addressof(places),
-            0,
-        )
+        grid, block = (num_programs, 1, 1), (num_threads, 1, 1)
+        self._call("cuLaunchKernel", kernel, *grid, *block, shared_bytes, stream, ctypes.addressof(places), 0)
 
     def copy(self, source: int, target: int, num_bytes: int, direction: CopyKind, stream: int) -> None:
         """See `Driver`."""
@@ -271,25 +244,17 @@ class CudaDriver:
     ) -> None:
         """See `Driver`. Passes the arrays in one call; the binding's own function takes lists of Python objects."""
         assert self._batch_copy is not None
-        sources, targets, sizes = (np.ascontiguousarray(column, np.uint64) for column in (sources, targets, sizes))
+        columns = [np.ascontiguousarray(column, np.uint64) for column in (targets, sources, sizes)]
         # A store reads blocks that are written in stream order. A retrieve reads leased extents, which do not change.
         order = _ORDER_STREAM if direction is CopyKind.TO_HOST else _ORDER_ANY
         attributes = _CopyAttributes(source_order=order)
         first, failed = ctypes.c_size_t(0), ctypes.c_size_t(_NO_FAILURE_INDEX)
-        code = self._batch_copy(
-            targets.ctypes.data,
-            sources.ctypes.data,
-            sizes.ctypes.data,
-            len(sizes),
-            ctypes.addressof(attributes),
-            ctypes.addressof(first),
-            1,
-            ctypes.addressof(failed),
-            stream,
-        )
+        pointers = [column.ctypes.data for column in columns]
+        places = [ctypes.addressof(each) for each in (attributes, first)]
+        code = self._batch_copy(*pointers, len(sizes), *places, 1, ctypes.addressof(failed), stream)
         if code:
             run = "no run named" if failed.value == _NO_FAILURE_INDEX else f"run {failed.value}"
-            raise DriverError("cuMemcpyBatchAsync", self._name_of(code), f"{run} of {len(sizes)}")
+            raise DriverError("cuMemcpyBatchAsync", _name_of(self._cuda, code), f"{run} of {len(sizes)}")
 
     def close(self) -> None:
         """See `Driver`."""
@@ -304,11 +269,8 @@ class CudaDriver:
         except (KeyError, ValueError) as error:  # the bindings raise these for a code that is newer than they are
             raise DriverError(name, f"a code that the bindings do not know: {error}") from error
         if int(code):
-            raise DriverError(name, self._name_of(int(code)))
+            raise DriverError(name, _name_of(self._cuda, int(code)))
         return values[0] if len(values) == 1 else tuple(values)
-
-    def _name_of(self, code: int) -> str:
-        return _name_of(self._cuda, code)
 
     def _find_batch_copy(self) -> Any:
         try:

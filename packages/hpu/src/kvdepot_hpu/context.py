@@ -5,7 +5,6 @@ host memory and copies them to and from the depot's pool. `kvdepot.client.transf
 """
 
 import importlib
-import logging
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -16,8 +15,6 @@ from kvdepot.copying.arrays import page_layout_of
 from kvdepot.copying.staged import STAGING_BYTES, Bridge, StagedCopier
 from kvdepot.errors import LayoutError
 from kvdepot.layout import GroupKind
-
-logger = logging.getLogger(__name__)
 
 MAX_BLOCKS: Final = 32  # per move; each doubling means two more graphs per layer group to compile at the start
 
@@ -58,8 +55,6 @@ class HpuTransferContext(WorkerTransfers):
             staging_bytes=options.staging_bytes,
         )
         self.is_pinned: Final = copier.is_pinned
-        if not self.is_pinned:
-            logger.warning("staging memory for the HPU could not be pinned: copies will be slower")
         super().__init__(cache.registration(layout, "hpu"), layout, copier, options)
 
 

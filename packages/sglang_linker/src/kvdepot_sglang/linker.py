@@ -31,12 +31,11 @@ from kvdepot.keys import DIGEST_BYTES, KeyRun
 from kvdepot.processes.logs import log_like, never_raises
 from kvdepot_sglang import stats
 from kvdepot_sglang.hooks import Placed, are_hooked
-from kvdepot_sglang.identity import engine_namespace
+from kvdepot_sglang.identity import Weights, engine_namespace
 from kvdepot_sglang.lookups import Lookups
 from kvdepot_sglang.pools import Holding, Unsupported, block_ids, find_groups, pages_of, refuse_unsupported
 from kvdepot_sglang.ranks import Ranks
 from kvdepot_sglang.settings import Settings
-from kvdepot_sglang.weights import Weights
 
 logger = logging.getLogger(__name__)
 

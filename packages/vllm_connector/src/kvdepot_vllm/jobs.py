@@ -29,6 +29,16 @@ class RunJob:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadJob:
+    """A load for the workers. A key without chunks means that the load has failed already."""
+
+    request_id: str
+    key: KeyRun
+    block_ids: tuple[list[int], ...]
+    skip_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class BlendJob:
     """The blend of one request: tokens `begin` to `end` come from runs of other prompts and from recomputation.
 
@@ -36,9 +46,7 @@ class BlendJob:
         request_id: vLLM's name for the request.
         tokens: the tokens of the whole prompt.
         table: the request's blocks, then staging blocks for the question behind `end`.
-        exact: the chunks of the request's own prefix in front of `begin`, None if vLLM has them.
-        exact_block_ids: the blocks that `exact` fills.
-        skip_tokens: leading tokens of `exact` that vLLM has.
+        exact: loads the chunks of the request's own prefix in front of `begin`, None if vLLM has them.
         loaded_from: the first token that vLLM does not have.
         begin: the first token that is not exact.
         end: the position behind the last reused token.
@@ -50,9 +58,7 @@ class BlendJob:
     request_id: str
     tokens: tuple[int, ...]
     table: tuple[int, ...]
-    exact: KeyRun | None
-    exact_block_ids: tuple[int, ...]
-    skip_tokens: int
+    exact: LoadJob | None
     loaded_from: int
     begin: int
     end: int
@@ -68,16 +74,6 @@ class BlendFigures:
     reused: int
     recomputed: int
     gaps: int
-
-
-@dataclass(frozen=True, slots=True)
-class LoadJob:
-    """A load for the workers. A key without chunks means that the load has failed already."""
-
-    request_id: str
-    key: KeyRun
-    block_ids: tuple[list[int], ...]
-    skip_tokens: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,42 +127,35 @@ class WorkerSide:
         for job in plan.loads:
             if job.request_id in self.loads:
                 logger.error("request %s is being loaded already", job.request_id)
-            self.loads[job.request_id] = Load(job, self._submit_load(job))
+            self.loads[job.request_id] = Load(job, self._submit("the load", job))
         self._blends.start(plan)
         if plan.asks_for_weights:
             worker, weights = self._tell_weights()
             self._weights = {worker: (plan.asks_for_weights, weights)}
 
-    def _submit_load(self, job: LoadJob) -> TransferFuture[bool] | None:
-        if self.context is None or not job.key.num_chunks:
+    def _submit(self, what: str, job: LoadJob | StoreJob) -> TransferFuture[bool] | None:
+        """Start a transfer; None if there is none to start, or, with a log line about `what`, if that fails."""
+        context = self.context
+        if context is None or not job.key.num_chunks:
             return None
         try:
-            return self.context.submit_retrieve(job.request_id, job.key, job.block_ids, job.skip_tokens)
+            if isinstance(job, StoreJob):
+                return context.submit_store(job.request_id, job.key, job.block_ids)
+            return context.submit_retrieve(job.request_id, job.key, job.block_ids, job.skip_tokens)
         except LayoutError as error:
-            logger.error("the load of request %s was refused, so it is recomputed: %s", job.request_id, error)
+            logger.error("%s of request %s was refused: %s", what, job.request_id, error)
         except Exception:
-            logger.exception("the load of request %s failed in kvdepot, so it is recomputed", job.request_id)
+            logger.exception("%s of request %s failed in kvdepot", what, job.request_id)
         return None
 
     def start_stores(self, plan: StepPlan) -> None:
         """Start the step's stores; the device reads their blocks after the work that it has been given by now."""
         for job in plan.stores:
-            future = self._submit_store(job)
+            future = self._submit(f"store {job.number}", job)
             if future is None:
                 self._ended[job.number] = (1, 0)
             else:
                 self._stores[job.number] = future
-
-    def _submit_store(self, job: StoreJob) -> TransferFuture[bool] | None:
-        if self.context is None:
-            return None
-        try:
-            return self.context.submit_store(job.request_id, job.key, job.block_ids)
-        except LayoutError as error:
-            logger.error("store %d of request %s was refused: %s", job.number, job.request_id, error)
-        except Exception:
-            logger.exception("store %d of request %s failed in kvdepot", job.number, job.request_id)
-        return None
 
     def wait_a_little(self) -> None:
         """Wait up to 2 ms for a load, in a step that computes nothing.

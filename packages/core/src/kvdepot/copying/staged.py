@@ -14,6 +14,7 @@ waiting for an event may launch nothing. So every hand-over is: work, launch, ev
 """
 
 import contextlib
+import logging
 import threading
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from kvdepot.copying.arrays import byte_view
 from kvdepot.copying.moves import Bytes, Ids, StagedGroup, StagedMove, moves
 from kvdepot.errors import LayoutError
 from kvdepot.layout import CacheLayout
+
+logger = logging.getLogger(__name__)
 
 STAGING_BYTES: Final = 64 << 20  # limit of each of the four slots, unless one block is larger
 _NUM_SLOTS: Final = 2  # one is filled while the device copies the other; a third would only wait
@@ -176,8 +179,8 @@ class StagedCopier(Copier):
         self._stores, self._retrieves = (_Buffers(bridge, self._shapes) for _ in range(2))
         bridge.launch()
         self.is_pinned: Final = self._stores.is_pinned and self._retrieves.is_pinned
-        # Whether copies between host and device are asynchronous: pageable memory gives no such promise.
-        self._is_late = self.is_pinned
+        if not self.is_pinned:  # copies between the device and pageable memory may not be asynchronous
+            logger.warning("staging memory for %s could not be pinned: each copy is waited for", bridge.device_type)
         for direction in (self._stores, self._retrieves):
             direction.stream.wait_stream(compute)  # the work that made the cache and the buffers
         for number, group in enumerate(tensors):
@@ -265,11 +268,11 @@ class StagedCopier(Copier):
         views, slot = self._prepare(direction, move, number)
         index_select = self._bridge.torch.index_select
         with self._issue(direction):
-            views.ids.copy_(views.staged_ids[number], non_blocking=self._is_late)
+            views.ids.copy_(views.staged_ids[number], non_blocking=self.is_pinned)
             for page, rows in zip(self._pages[move.group], views.pages, strict=True):
                 index_select(page, 0, views.ids, out=rows)
             self._bridge.launch()  # so that the copy stays out of the compiled graph
-            views.staged[number].copy_(views.gathered, non_blocking=self._is_late)
+            views.staged[number].copy_(views.gathered, non_blocking=self.is_pinned)
             self._bridge.launch()
             slot.event.record(direction.stream)
         return slot
@@ -278,8 +281,8 @@ class StagedCopier(Copier):
         """Issue the copy of a slot to blocks."""
         views, slot = self._prepare(direction, move, number)
         with self._issue(direction):
-            views.ids.copy_(views.staged_ids[number], non_blocking=self._is_late)
-            views.gathered.copy_(views.staged[number], non_blocking=self._is_late)
+            views.ids.copy_(views.staged_ids[number], non_blocking=self.is_pinned)
+            views.gathered.copy_(views.staged[number], non_blocking=self.is_pinned)
             self._bridge.launch()
             for page, rows in zip(self._pages[move.group], views.pages, strict=True):
                 page.index_copy_(0, views.ids, rows)

@@ -16,21 +16,7 @@ from typing import Final, NoReturn, TypeAlias
 import msgspec
 
 from kvdepot.errors import KVDepotError
-from kvdepot.movers.protocol import (
-    MAXIMUM_FRAME_BYTES,
-    Copied,
-    Copy,
-    CopyRefused,
-    Failed,
-    FromMover,
-    MoverError,
-    NotCopied,
-    Ready,
-    Setup,
-    ToMover,
-    decode_request,
-    encode,
-)
+from kvdepot.movers import protocol as p
 from kvdepot.pool.files import PoolMemory
 from kvdepot.processes.children import be_a_child
 from kvdepot.processes.logs import set_up_logs
@@ -38,7 +24,7 @@ from kvdepot.processes.logs import set_up_logs
 _MAXIMUM_TEXT: Final = 1000  # characters of an error: a driver's text may be long, but answers are bounded
 _TRACE_SECONDS: Final = 20.0  # below the depot's limit for a start
 
-CopyNow: TypeAlias = Callable[[Copy], bool | None]
+CopyNow: TypeAlias = Callable[[p.Copy], bool | None]
 """Copies, and returns when the bytes are in place. Two threads call it, one per direction.
 
 It returns True once it has nothing left to warm up: later copies will not be faster. It raises `CopyRefused` before the
@@ -47,7 +33,7 @@ first byte; any other exception ends the process."""
 
 def run_mover(
     arguments: Sequence[str],
-    open_device: Callable[[Setup, PoolMemory], CopyNow],
+    open_device: Callable[[p.Setup, PoolMemory], CopyNow],
     trace_seconds: float = _TRACE_SECONDS,
 ) -> None:
     """Run the mover's loop until the depot closes the connection. Does not return.
@@ -63,7 +49,7 @@ def run_mover(
     set_up_logs("warning", text=f"mover {os.getpid()}: %(message)s")
     depot = _Depot(socket.socket(fileno=socket_fd))
     setup = depot.receive()
-    if not isinstance(setup, Setup):
+    if not isinstance(setup, p.Setup):
         os._exit(0)
     try:
         copy = open_device(setup, PoolMemory(pool_fd, setup.pool_size_bytes))
@@ -71,17 +57,17 @@ def run_mover(
         depot.send_last(error)
     else:
         faulthandler.cancel_dump_traceback_later()
-        depot.send(Ready())
+        depot.send(p.Ready())
         _serve(depot, copy)
 
 
 def _serve(depot: "_Depot", copy: CopyNow) -> NoReturn:
-    queues = [queue.SimpleQueue[Copy]() for _ in range(2)]  # of retrieves, of stores
+    queues = [queue.SimpleQueue[p.Copy]() for _ in range(2)]  # of retrieves, of stores
     for requests in queues:
         threading.Thread(target=_copy_all, args=(depot, copy, requests), name="kvdepot-mover-copy", daemon=True).start()
     while True:
         request = depot.receive()
-        if not isinstance(request, Copy):
+        if not isinstance(request, p.Copy):
             os._exit(0)
         queues[request.is_store].put(request)
 
@@ -89,48 +75,40 @@ def _serve(depot: "_Depot", copy: CopyNow) -> NoReturn:
 class _Depot:
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
+        self._reader = connection.makefile("rb")
         self._lock = threading.Lock()
 
-    def receive(self) -> ToMover | None:
+    def receive(self) -> p.ToMover | None:
         """Return the next message, or None when the connection is closed."""
         try:
-            length = int.from_bytes(self._read(4), "little")
-            return decode_request(self._read(length)) if 0 < length <= MAXIMUM_FRAME_BYTES else None
-        except (OSError, EOFError, msgspec.DecodeError):
+            length = int.from_bytes(self._reader.read(4), "little")  # 0 at the end
+            return p.decode_request(self._reader.read(length)) if 0 < length <= p.MAXIMUM_FRAME_BYTES else None
+        except (OSError, msgspec.DecodeError):
             return None
 
-    def send(self, answer: FromMover) -> None:
+    def send(self, answer: p.FromMover) -> None:
         with self._lock:
             try:
-                self._socket.sendall(encode(answer))
+                self._socket.sendall(p.encode(answer))
             except OSError:
                 os._exit(0)
 
     def send_last(self, error: Exception) -> NoReturn:
         """Report an error and exit."""
         text = str(error) if isinstance(error, KVDepotError) else repr(error)
-        self.send(Failed(text[:_MAXIMUM_TEXT], isinstance(error, MoverError) and error.is_final))
+        self.send(p.Failed(text[:_MAXIMUM_TEXT], isinstance(error, p.MoverError) and error.is_final))
         os._exit(1)
 
-    def _read(self, num_bytes: int) -> bytes:
-        parts = bytearray()
-        while len(parts) < num_bytes:
-            part = self._socket.recv(min(num_bytes - len(parts), 1 << 20))
-            if not part:
-                raise EOFError
-            parts += part
-        return bytes(parts)
 
-
-def _copy_all(depot: _Depot, copy: CopyNow, requests: "queue.SimpleQueue[Copy]") -> None:
+def _copy_all(depot: _Depot, copy: CopyNow, requests: "queue.SimpleQueue[p.Copy]") -> None:
     """Make the copies of one direction, in order."""
     while True:
         request = requests.get()
         try:
             is_warm = bool(copy(request))
-        except CopyRefused as error:
-            depot.send(NotCopied(request.number, str(error)[:_MAXIMUM_TEXT]))
+        except p.CopyRefused as error:
+            depot.send(p.NotCopied(request.number, str(error)[:_MAXIMUM_TEXT]))
         except BaseException as error:
             depot.send_last(error if isinstance(error, Exception) else RuntimeError(repr(error)))
         else:
-            depot.send(Copied(request.number, is_warm))
+            depot.send(p.Copied(request.number, is_warm))

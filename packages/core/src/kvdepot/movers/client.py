@@ -11,8 +11,7 @@ from typing import Final
 
 from kvdepot.backends import CopyBatch, Direction
 from kvdepot.client.channel import Channel
-from kvdepot.errors import DepotTimeout, DepotUnavailable, ErrorCode, KVDepotError, RemoteError
-from kvdepot.wire import frames
+from kvdepot.errors import DepotTimeout, DepotUnavailable, KVDepotError
 from kvdepot.wire import messages as m
 
 assert array("i").itemsize == 4
@@ -93,15 +92,7 @@ def move(channel: Channel, direction: Direction, batch: CopyBatch, deadline_seco
 
 
 def _wait(channel: Channel, sequence: int, seconds: float) -> bool:
-    try:
-        return _check(channel.wait(sequence, seconds))
-    except RemoteError as error:
-        if error.code is not ErrorCode.UNKNOWN_OPERATION:
-            raise
-        raise MoverUnavailable("this version of the depot has no movers") from error
-
-
-def _check(reply: frames.Reply) -> bool:
+    reply = channel.wait(sequence, seconds)
     if not isinstance(reply, m.Moved):
         raise MoveFailed(f"unexpected reply to a move: {type(reply).__name__}")
     if reply.outcome is m.MoveOutcome.UNAVAILABLE:

@@ -21,7 +21,8 @@ class MoverProcess(Generic[_Pending]):
     """A mover process, from its start until it is reaped. Start it on a thread that outlives it."""
 
     def __init__(self, process: "subprocess.Popen[bytes]", connection: socket.socket, pidfd: int) -> None:
-        self.pidfd = pidfd
+        self.pid, self.pidfd = process.pid, pidfd
+        self.socket_fd = connection.fileno()
         self.writer = Writer(process.pid, process_start_time(process.pid))
         self.started_at = time.monotonic()
         self.start_timer = 0  # the table's timer for the start
@@ -64,16 +65,6 @@ class MoverProcess(Generic[_Pending]):
             raise MoverError(f"a mover cannot be watched: {error}") from error
         ours.setblocking(False)
         return cls(process, ours, pidfd)
-
-    @property
-    def pid(self) -> int:
-        """The process id."""
-        return self._process.pid
-
-    @property
-    def socket_fd(self) -> int:
-        """The descriptor of the socket."""
-        return self._socket.fileno()
 
     @property
     def has_output(self) -> bool:

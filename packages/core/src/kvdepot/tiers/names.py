@@ -8,17 +8,7 @@ from kvdepot.index.tree import NO_NODE, Space
 from kvdepot.keys import DIGEST_BYTES, digest_at
 from kvdepot.pool.names import Label
 from kvdepot.pool.table import Entry
-from kvdepot.tiers.keys import (
-    DEPTH_BYTES,
-    KEY_BYTES,
-    RUN_BYTES,
-    chunks_a_run,
-    depth_of,
-    mark_of,
-    name_hash,
-    place_of,
-    tier_key,
-)
+from kvdepot.tiers import keys as k
 
 
 class EntryKeys:
@@ -41,8 +31,8 @@ class EntryKeys:
         hashes = self._hashes.get(label)
         if hashes is None:
             tenant, model, weights = self._names_of(label)
-            hashes = self._hashes[label] = name_hash(tenant), name_hash(model)
-            self._marks[label] = mark_of(weights)
+            hashes = self._hashes[label] = k.name_hash(tenant), k.name_hash(model)
+            self._marks[label] = k.mark_of(weights)
         return hashes
 
     def generation(self, label: int) -> bytes:
@@ -57,13 +47,13 @@ class EntryKeys:
         The pool need not have the entry. `digests` are those of a prefix.
         """
         first = chunk - chunk % chunks_of_run(space, place.group, place.num_bytes)
-        run = digest_at(digests, first)[:RUN_BYTES]
-        return self._key(label, space, place, digest_at(digests, chunk)) + run + chunk.to_bytes(DEPTH_BYTES, "big")
+        run = digest_at(digests, first)[: k.RUN_BYTES]
+        return self._key(label, space, place, digest_at(digests, chunk)) + run + chunk.to_bytes(k.DEPTH_BYTES, "big")
 
     def _key(self, label: int, space: Space, place: PartPlace, digest: bytes) -> bytes:
         hashes, mark = self.hashes(label), self._marks[label]
-        packed = place_of(space.digest, place.group, place.part, place.check, place.num_bytes, mark)
-        return tier_key(*hashes, packed, digest)
+        packed = k.place_of(space.digest, place.group, place.part, place.check, place.num_bytes, mark)
+        return k.tier_key(*hashes, packed, digest)
 
     def key_of(self, entry: Entry) -> bytes:
         """Return the key of an entry in the pool, with its run and depth."""
@@ -74,7 +64,7 @@ class EntryKeys:
         space = index.nodes.space_of(node)
         key = self._key(index.nodes.label[node], space, place, table.key_of(entry))
         run = self._run_of(node, chunks_of_run(space, group, place.num_bytes))
-        return key + run + index.nodes.depth[node].to_bytes(DEPTH_BYTES, "big")
+        return key + run + index.nodes.depth[node].to_bytes(k.DEPTH_BYTES, "big")
 
     def _run_of(self, node: int, num_chunks: int) -> bytes:
         """Return the run of a chunk. The last run is cached, as keys are mostly made in the order of a prefix."""
@@ -86,23 +76,23 @@ class EntryKeys:
                 break
             here = nodes.tree.parent[here]
         else:
-            run = nodes.key_of(here)[:RUN_BYTES]
+            run = nodes.key_of(here)[: k.RUN_BYTES]
         self._last_runs[num_chunks] = node, key, run
         return run
 
 
 def chunks_of_run(space: Space, group: int, num_bytes: int) -> int:
     """Return the chunks per run. Without full attention, where a prefix has gaps, it is one."""
-    return chunks_a_run(num_bytes) if space.full_mask & 1 << group else 1
+    return k.chunks_a_run(num_bytes) if space.full_mask & 1 << group else 1
 
 
 def by_run(keys: Sequence[bytes]) -> list[int]:
     """Return the positions of keys, grouped by run and in the order of the prefix."""
     return sorted(
-        range(len(keys)), key=lambda number: (keys[number][: KEY_BYTES - DIGEST_BYTES], depth_of(keys[number]))
+        range(len(keys)), key=lambda number: (keys[number][: k.KEY_BYTES - DIGEST_BYTES], k.depth_of(keys[number]))
     )
 
 
 def name_hashes(tenant: str | None, model: str | None) -> tuple[bytes | None, bytes | None]:
     """Return the hashes of the names of a tenant and a model. None stays None and means any."""
-    return None if tenant is None else name_hash(tenant), None if model is None else name_hash(model)
+    return None if tenant is None else k.name_hash(tenant), None if model is None else k.name_hash(model)

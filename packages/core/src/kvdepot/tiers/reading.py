@@ -265,13 +265,8 @@ class Reading:
         Skip entries that are in the pool by now, or that an engine has begun to write since the tier was asked. Wait
         for entries that other promotions read. If no more can be read, clear `wanted`.
         """
-        index, context, prefix, space, wanted = (
-            self._index,
-            self._context,
-            self._prefix,
-            self._prefix.space,
-            self._wanted,
-        )
+        index, context, prefix, wanted = self._index, self._context, self._prefix, self._wanted
+        space = prefix.space
         arrivals: list[tuple[_Arrival, bytes]] = []
         if self._tier.queue.is_suspended:
             self._end("it is suspended now")

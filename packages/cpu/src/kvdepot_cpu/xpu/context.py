@@ -6,7 +6,6 @@ the depot.
 """
 
 import importlib
-import logging
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -14,8 +13,6 @@ from kvdepot.backends import KVCache
 from kvdepot.client.transfers import TransferOptions, WorkerTransfers
 from kvdepot.copying.arrays import device_index_of, flattened, page_layout_of
 from kvdepot.copying.staged import Bridge, StagedCopier
-
-logger = logging.getLogger(__name__)
 
 STAGING_BYTES: Final = 32 << 20  # four on the host and two on the device: 192 MiB for each worker
 MAX_BLOCKS: Final = 256  # per move
@@ -58,6 +55,4 @@ class XpuTransferContext(WorkerTransfers):
                 staging_bytes=options.staging_bytes,
             )
         self.is_pinned: Final = copier.is_pinned
-        if not self.is_pinned:
-            logger.warning("staging memory for the XPU could not be pinned, so the worker waits for each copy")
         super().__init__(cache.registration(layout, f"{options.device_type}:{index}"), layout, copier, options)

@@ -13,7 +13,7 @@ the ranks.
   attention times the root of the deviation. Without a question, or with a long one, it ranks by the deviation alone.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -63,69 +63,57 @@ class Scores(Protocol):
         ...
 
 
-class Policy(Protocol):
-    """A way to choose tokens."""
+Policy = Callable[[Sequence[Run], Budget, Scores], Any]
+"""Returns the positions to recompute, ascending, int64.
 
-    def choose(self, runs: Sequence[Run], budget: Budget, scores: Scores) -> Any:
-        """Return the positions to recompute, ascending, int64.
-
-        Args:
-            runs: not empty, ascending, without overlap.
-            budget: how many tokens to choose; the last grain may exceed it.
-            scores: the scores of the tokens in the runs.
-        """
-        ...
+Args: runs, not empty, ascending, without overlap; how many tokens to choose, which the last grain may exceed; and the
+scores of the tokens in the runs.
+"""
 
 
-class _None:
-    def choose(self, runs: Sequence[Run], budget: Budget, scores: Scores) -> Any:
-        return torch.empty(0, dtype=torch.int64)
+def _none(runs: Sequence[Run], budget: Budget, scores: Scores) -> Any:
+    return torch.empty(0, dtype=torch.int64)
 
 
-class _All:
-    def choose(self, runs: Sequence[Run], budget: Budget, scores: Scores) -> Any:
-        return torch.cat([torch.arange(begin, end) for begin, end in runs])
+def _all(runs: Sequence[Run], budget: Budget, scores: Scores) -> Any:
+    return torch.cat([torch.arange(begin, end) for begin, end in runs])
 
 
-class _Heads:
-    def choose(self, runs: Sequence[Run], budget: Budget, scores: Scores) -> Any:
-        """Choose the same number of tokens from each run. Longer runs make up for tokens that short runs lack."""
-        left, chosen = budget.tokens(runs), dict[int, int]()
-        by_length = sorted(range(len(runs)), key=lambda number: runs[number][1] - runs[number][0])
-        for rank, number in enumerate(by_length):
-            begin, end = runs[number]
-            chosen[number] = min(end - begin, left // (len(runs) - rank))
-            left -= chosen[number]
-        return torch.cat([torch.arange(begin, begin + chosen[number]) for number, (begin, _) in enumerate(runs)])
+def _heads(runs: Sequence[Run], budget: Budget, scores: Scores) -> Any:
+    """Choose the same number of tokens from each run. Longer runs make up for tokens that short runs lack."""
+    left, chosen = budget.tokens(runs), dict[int, int]()
+    by_length = sorted(range(len(runs)), key=lambda number: runs[number][1] - runs[number][0])
+    for rank, number in enumerate(by_length):
+        begin, end = runs[number]
+        chosen[number] = min(end - begin, left // (len(runs) - rank))
+        left -= chosen[number]
+    return torch.cat([torch.arange(begin, begin + chosen[number]) for number, (begin, _) in enumerate(runs)])
 
 
-class _Deviation:
-    def choose(self, runs: Sequence[Run], budget: Budget, scores: Scores) -> Any:
-        return _Grains(runs, budget.grain).best(scores.deviation(), budget.tokens(runs))
+def _deviation(runs: Sequence[Run], budget: Budget, scores: Scores) -> Any:
+    return _Grains(runs, budget.grain).best(scores.deviation(), budget.tokens(runs))
 
 
-class _Query:
-    def choose(self, runs: Sequence[Run], budget: Budget, scores: Scores) -> Any:
-        score = scores.attention() if scores.question_tokens else scores.deviation()
-        return _Grains(runs, budget.grain).best(score, budget.tokens(runs))
+def _query(runs: Sequence[Run], budget: Budget, scores: Scores) -> Any:
+    score = scores.attention() if scores.question_tokens else scores.deviation()
+    return _Grains(runs, budget.grain).best(score, budget.tokens(runs))
 
 
-class _MixKQ:
-    def choose(self, runs: Sequence[Run], budget: Budget, scores: Scores) -> Any:
-        score = scores.deviation()
-        if 0 < scores.question_tokens <= _LONGEST_QUESTION:
-            score = scores.attention() * score.sqrt()
-        tokens = budget.tokens(runs)
-        return _Grains(runs, budget.grain).best(score, tokens, head_tokens=tokens // 2)
+def _mixkq(runs: Sequence[Run], budget: Budget, scores: Scores) -> Any:
+    score = scores.deviation()
+    if 0 < scores.question_tokens <= _LONGEST_QUESTION:
+        score = scores.attention() * score.sqrt()
+    tokens = budget.tokens(runs)
+    return _Grains(runs, budget.grain).best(score, tokens, head_tokens=tokens // 2)
 
 
 POLICIES: Final[Mapping[str, Policy]] = {
-    "none": _None(),
-    "all": _All(),
-    "heads": _Heads(),
-    "deviation": _Deviation(),
-    "query": _Query(),
-    "mixkq": _MixKQ(),
+    "none": _none,
+    "all": _all,
+    "heads": _heads,
+    "deviation": _deviation,
+    "query": _query,
+    "mixkq": _mixkq,
 }
 
 

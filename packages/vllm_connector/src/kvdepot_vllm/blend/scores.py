@@ -41,7 +41,7 @@ def choose(
     """
     if not runs:
         return torch.empty(0, dtype=torch.int64)
-    return POLICIES[policy].choose(runs, budget, ModelScores(blender, tokens, runs, table, question))
+    return POLICIES[policy](runs, budget, ModelScores(blender, tokens, runs, table, question))
 
 
 class Stop(Exception):

@@ -70,9 +70,10 @@ class BlendWorker(NoBlends):
     def _start(self, job: BlendJob) -> _Blend:
         futures: list[TransferFuture[bool]] = []
         try:
-            if job.exact is not None:
-                blocks = (list(job.exact_block_ids),)
-                futures.append(self._context.submit_retrieve(job.request_id, job.exact, blocks, job.skip_tokens))
+            if (exact := job.exact) is not None:
+                futures.append(
+                    self._context.submit_retrieve(job.request_id, exact.key, exact.block_ids, exact.skip_tokens)
+                )
             for run in job.runs:
                 futures.append(self._context.submit_retrieve(job.request_id, run.key, (list(run.block_ids),), 0))
         except Exception:

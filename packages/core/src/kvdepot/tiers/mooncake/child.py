@@ -28,23 +28,7 @@ import msgspec
 
 from kvdepot.processes.children import be_a_child, ignore_signals
 from kvdepot.tiers.keys import NAME_HASH_BYTES, PLACE_BYTES
-from kvdepot.tiers.mooncake.messages import (
-    KEYS_A_MESSAGE,
-    MESSAGE_BYTES,
-    Cleared,
-    Contains,
-    Join,
-    Joined,
-    KeyOutcome,
-    NodeFailed,
-    Outcomes,
-    Read,
-    Remove,
-    RemoveNamed,
-    Reply,
-    Request,
-    Write,
-)
+from kvdepot.tiers.mooncake import messages as m
 from kvdepot.tiers.trailer import TRAILER_BYTES
 
 _TRAILER_SLOT_BYTES: Final = 128  # a trailer, and as much as two lines of the cache
@@ -67,14 +51,8 @@ class _ClusterAway(Exception):
 
 def object_name(prefix: str, key: bytes) -> str:
     """Return the name of an entry in the cluster, which contains the hashes of tenant and model."""
-    names = 2 * NAME_HASH_BYTES
-    parts = (
-        key[:NAME_HASH_BYTES],
-        key[NAME_HASH_BYTES:names],
-        key[names : names + PLACE_BYTES],
-        key[names + PLACE_BYTES :],
-    )
-    return "/".join((prefix, *(part.hex() for part in parts)))
+    model, place, chunk = NAME_HASH_BYTES, 2 * NAME_HASH_BYTES, 2 * NAME_HASH_BYTES + PLACE_BYTES
+    return "/".join((prefix, *(part.hex() for part in (key[:model], key[model:place], key[place:chunk], key[chunk:]))))
 
 
 def pattern_of(prefix: str, tenant: bytes | None, model: bytes | None) -> str:
@@ -92,13 +70,13 @@ class Node:
         _ClusterAway: the cluster cannot be joined.
     """
 
-    def __init__(self, setup: Join, pool_fd: int, num_channels: int) -> None:
+    def __init__(self, setup: m.Join, pool_fd: int, num_channels: int) -> None:
         sdk: Any = importlib.import_module("mooncake.store")
         self._prefix = setup.prefix
         self._pool = mmap.mmap(pool_fd, setup.pool_bytes)
         self._view = memoryview(self._pool)
         self._base = ctypes.addressof(ctypes.c_char.from_buffer(self._pool))
-        self._trailers = memoryview(mmap.mmap(-1, num_channels * KEYS_A_MESSAGE * _TRAILER_SLOT_BYTES))
+        self._trailers = memoryview(mmap.mmap(-1, num_channels * m.KEYS_A_MESSAGE * _TRAILER_SLOT_BYTES))
         self._trailers_base = ctypes.addressof(ctypes.c_char.from_buffer(self._trailers))
         self._config: Any = sdk.ReplicateConfig()
         self._config.replica_num = setup.replicas
@@ -116,26 +94,26 @@ class Node:
         _check(self._store.register_buffer(self._base, setup.pool_bytes), "registering the pool")
         _check(self._store.register_buffer(self._trailers_base, self._trailers.nbytes), "registering memory")
 
-    def serve(self, request: Request, channel: int) -> Reply:
+    def serve(self, request: m.Request, channel: int) -> m.Reply:
         """Serve one request."""
         match request:
-            case Write(keys, trailers, extents):
-                return Outcomes(self._write(keys, trailers, extents, channel))
-            case Read(keys, extents):
-                return Outcomes(*self._read(keys, extents, channel))
-            case Contains(keys):
+            case m.Write(keys, trailers, extents):
+                return m.Outcomes(self._write(keys, trailers, extents, channel))
+            case m.Read(keys, extents):
+                return m.Outcomes(*self._read(keys, extents, channel))
+            case m.Contains(keys):
                 codes: list[int] = self._store.batch_is_exist([object_name(self._prefix, key) for key in keys])
-                known = {0: KeyOutcome.MISS, 1: KeyOutcome.HERE}
-                return Outcomes([known[code] if code in known else _outcome(code) for code in codes])
-            case Remove(keys):
+                known = {0: m.KeyOutcome.MISS, 1: m.KeyOutcome.HERE}
+                return m.Outcomes([known[code] if code in known else _outcome(code) for code in codes])
+            case m.Remove(keys):
                 for key in keys:  # by force, as a read may just have leased them
                     self._store.remove(object_name(self._prefix, key), True)
-                return Cleared(len(keys))
-            case RemoveNamed(tenant, model):
+                return m.Cleared(len(keys))
+            case m.RemoveNamed(tenant, model):
                 count: int = self._store.remove_by_regex(pattern_of(self._prefix, tenant, model), True)
                 _check(min(count, 0), "removing by pattern")
-                return Cleared(count)
-            case Join():
+                return m.Cleared(count)
+            case m.Join():
                 raise _ClusterAway("the process is set up already")
 
     def leave(self) -> None:
@@ -144,7 +122,7 @@ class Node:
 
     def _write(
         self, keys: list[bytes], trailers: list[bytes], extents: list[tuple[int, int]], channel: int
-    ) -> list[KeyOutcome]:
+    ) -> list[m.KeyOutcome]:
         pointers, sizes, slots = self._places(keys, extents, channel)
         for slot, trailer in zip(slots, trailers, strict=True):
             slot[:] = trailer
@@ -163,20 +141,20 @@ class Node:
             )
             for place, code in zip(full, again, strict=True):
                 codes[place] = code
-        return [KeyOutcome.HERE if code == _OK else _outcome(code) for code in codes]
+        return [m.KeyOutcome.HERE if code == _OK else _outcome(code) for code in codes]
 
     def _read(
         self, keys: list[bytes], extents: list[tuple[int, int]], channel: int
-    ) -> tuple[list[KeyOutcome], list[bytes]]:
+    ) -> tuple[list[m.KeyOutcome], list[bytes]]:
         pointers, sizes, slots = self._places(keys, extents, channel)
         names = [object_name(self._prefix, key) for key in keys]
         codes: list[int] = self._store.batch_get_into_multi_buffers(names, pointers, sizes)
-        outcomes: list[KeyOutcome] = []
+        outcomes: list[m.KeyOutcome] = []
         trailers: list[bytes] = []
         for name, size, slot, code in zip(names, map(sum, sizes), slots, codes, strict=True):
-            outcome = KeyOutcome.HERE if code >= 0 else _outcome(code)
+            outcome = m.KeyOutcome.HERE if code >= 0 else _outcome(code)
             if code in (_INVALID_SIZE, _TRANSFER_FAILED) and 0 <= self._store.get_size(name) != size:
-                outcome = KeyOutcome.HERE  # the SDK reports a wrong size like a lost node
+                outcome = m.KeyOutcome.HERE  # the SDK reports a wrong size like a lost node
             outcomes.append(outcome)
             trailers.append(bytes(slot) if code == size else b"")
         return outcomes, trailers
@@ -187,7 +165,7 @@ class Node:
         """Return pointers and sizes of the two parts of each object, and the slots of their trailers."""
         if len(keys) != len(extents) or any(offset + size > self._view.nbytes for offset, size in extents):
             raise _ClusterAway("the extents are not in the pool")
-        first = channel * KEYS_A_MESSAGE * _TRAILER_SLOT_BYTES
+        first = channel * m.KEYS_A_MESSAGE * _TRAILER_SLOT_BYTES
         starts = [first + place * _TRAILER_SLOT_BYTES for place in range(len(keys))]
         return (
             [
@@ -199,18 +177,18 @@ class Node:
         )
 
 
-def _outcome(code: int) -> KeyOutcome:
+def _outcome(code: int) -> m.KeyOutcome:
     """Return the outcome of a key with an error code of the SDK.
 
     Raises:
         _ClusterAway: the code does not concern the key: the cluster does not work.
     """
     if code in _MISSES or code == _INVALID_SIZE:
-        return KeyOutcome.MISS
+        return m.KeyOutcome.MISS
     if code == _NO_SPACE:
-        return KeyOutcome.NO_SPACE
+        return m.KeyOutcome.NO_SPACE
     if code == _TRANSFER_FAILED:
-        return KeyOutcome.TRANSFER_FAILED
+        return m.KeyOutcome.TRANSFER_FAILED
     raise _ClusterAway(f"code {code}" + (f" ({_NAMES[code]})" if code in _NAMES else ""))
 
 
@@ -242,13 +220,13 @@ class _Server:
             os._exit(1)
 
     def _serve(self, channel: int) -> None:
-        decoder = msgspec.msgpack.Decoder(Request)
-        while message := self._sockets[channel].recv(MESSAGE_BYTES):
+        decoder = msgspec.msgpack.Decoder(m.Request)
+        while message := self._sockets[channel].recv(m.MESSAGE_BYTES):
             with self._busy[channel]:
                 try:
                     reply = self._node.serve(decoder.decode(message), channel)
                 except Exception as error:
-                    reply = NodeFailed(f"{error}" if isinstance(error, _ClusterAway) else f"{error!r}")
+                    reply = m.NodeFailed(f"{error}" if isinstance(error, _ClusterAway) else f"{error!r}")
                 self._sockets[channel].send(msgspec.msgpack.encode(reply))
         with self._ending:
             end = time.monotonic() + _LEAVE_SECONDS
@@ -266,20 +244,20 @@ def main(arguments: Sequence[str]) -> None:
     )  # without a master, the SDK logs a line per second; for a failed put, several
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
     sockets = [socket.socket(fileno=fd) for fd in channel_fds]
-    message = sockets[0].recv(MESSAGE_BYTES)
+    message = sockets[0].recv(m.MESSAGE_BYTES)
     if not message:
         return
     try:
-        node = Node(msgspec.msgpack.decode(message, type=Join), pool_fd, len(sockets))
+        node = Node(msgspec.msgpack.decode(message, type=m.Join), pool_fd, len(sockets))
     except ImportError as error:
-        sockets[0].send(msgspec.msgpack.encode(NodeFailed(str(error), is_final=True)))
+        sockets[0].send(msgspec.msgpack.encode(m.NodeFailed(str(error), is_final=True)))
     except _ClusterAway as error:
-        sockets[0].send(msgspec.msgpack.encode(NodeFailed(str(error))))
+        sockets[0].send(msgspec.msgpack.encode(m.NodeFailed(str(error))))
     else:
         ignore_signals()  # again, as the SDK installs its own handlers
         if is_quiet:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        sockets[0].send(msgspec.msgpack.encode(Joined()))
+        sockets[0].send(msgspec.msgpack.encode(m.Joined()))
         _Server(node, sockets).run()
     os._exit(0)
 

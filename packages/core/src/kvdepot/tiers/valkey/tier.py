@@ -17,7 +17,7 @@ mode is not supported: redirections are errors.
 import math
 import ssl
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from operator import is_
 from pathlib import Path
 from typing import Final
@@ -231,13 +231,6 @@ def _parts(payload: memoryview) -> Iterator[memoryview]:
         yield payload[first : first + PART_BYTES]
 
 
-def _checked(url: TierUrl, make: Callable[[], ssl.SSLContext]) -> ssl.SSLContext:
-    try:
-        return make()
-    except OSError as error:
-        raise ConfigError(f"--tier {url.name}: its certificates: {error}") from error
-
-
 def open_tier(url: TierUrl, pool: TierPool) -> ValkeyTier:
     """Open `valkey://USER:PASSWORD@HOST:PORT/DATABASE` or `valkey:///PATH/OF/SOCKET`; `valkeys` with TLS.
 
@@ -265,9 +258,12 @@ def open_tier(url: TierUrl, pool: TierPool) -> ValkeyTier:
     tls = None
     if url.scheme in ("valkeys", "rediss"):
         authority, certificate, key = url.take("ca", ""), url.take("cert", ""), url.take("key", "")
-        tls = _checked(url, lambda: ssl.create_default_context(cafile=authority or None))
-        if certificate:
-            _checked(url, lambda: tls.load_cert_chain(certificate, key or None) or tls)
+        try:
+            tls = ssl.create_default_context(cafile=authority or None)
+            if certificate:
+                tls.load_cert_chain(certificate, key or None)
+        except OSError as error:
+            raise ConfigError(f"--tier {url.name}: its certificates: {error}") from error
     server = Server(
         host=url.host,
         port=port,
