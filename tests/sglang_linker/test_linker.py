@@ -19,7 +19,7 @@ from kvdepot.client.transfers import WorkerTransfers
 from kvdepot.errors import ConfigError
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.wire import operations as o
-from kvdepot_sglang import hooks, plugin, stats
+from kvdepot_sglang import hooks, register, stats
 from kvdepot_sglang.identity import engine_namespace
 from kvdepot_sglang.pools import Unsupported
 from kvdepot_sglang.ranks import Ranks
@@ -503,8 +503,8 @@ def test_without_its_hooks_the_linker_does_not_start(depot: DepotProcess) -> Non
 
 def test_the_plugin_is_installed_and_imports_nothing_heavy() -> None:
     (entry,) = entry_points(group="sglang.srt.plugins", name="kvdepot")
-    assert entry.value == "kvdepot_sglang.plugin:register"
-    code = "import sys, kvdepot_sglang.plugin; sys.exit(bool({'sglang', 'torch', 'numpy', 'zmq'} & set(sys.modules)))"
+    assert entry.value == "kvdepot_sglang:register"
+    code = "import sys, kvdepot_sglang; sys.exit(bool({'sglang', 'torch', 'numpy', 'zmq'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -513,7 +513,7 @@ def test_the_plugin_hooks_all_that_tells_places_and_writes_weights(monkeypatch: 
     registry = SimpleNamespace(register=lambda target, *_: hooked.append(target.rpartition(".")[2]))
     hooks = SimpleNamespace(HookRegistry=registry, HookType=SimpleNamespace(AROUND=1))
     monkeypatch.setitem(sys.modules, "sglang.srt.plugins.hook_registry", hooks)
-    plugin.register()
+    register()
     updates = [f"update_weights_from_{source}" for source in ("disk", "distributed", "tensor", "ipc")]
     assert sorted(hooked) == sorted(["match", "offload_nodes", "end_weight_update", *updates])
 

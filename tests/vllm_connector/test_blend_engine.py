@@ -14,7 +14,7 @@ sys.path.insert(0, {str(Path(__file__).parents[1])!r})
 import torch
 torch.set_num_threads(1)
 from dataclasses import asdict
-from kvdepot_vllm.blend import self_test as tests
+from kvdepot_vllm.blend import setup as tests
 from kvdepot_vllm.blend.policies import Budget
 from kvdepot_vllm.blend.scores import choose
 from support.vllm.blending import Bench, Piece, blender_of
@@ -24,7 +24,7 @@ def tested(blender):
     pages = [layer.module.kv_cache.clone() for layer in blender.layers]
     found = tests.self_test(blender, list(blocks), 2000, 4096)
     same = all(torch.equal(layer.module.kv_cache, page) for layer, page in zip(blender.layers, pages))
-    return asdict(found) | {{"ok": found.ok, "restored": same}}
+    return asdict(found) | {{"ok": not found.why, "restored": same}}
 
 blender = blender_of(llm)
 """

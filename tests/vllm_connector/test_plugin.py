@@ -17,9 +17,9 @@ from support.vllm.engines import Engine, MakeModel, cached, connector, prompts, 
 @pytest.mark.promise(55)
 def test_the_plugin_is_installed_and_imports_nothing_heavy() -> None:
     (entry,) = entry_points(group="vllm.general_plugins", name="kvdepot")
-    assert entry.value == "kvdepot_vllm.plugin:register"
+    assert entry.value == "kvdepot_vllm:register"
     code = (
-        "import sys, kvdepot_vllm.plugin, kvdepot_vllm.scheduler, kvdepot_vllm.worker\n"
+        "import sys, kvdepot_vllm, kvdepot_vllm.scheduler, kvdepot_vllm.worker\n"
         "sys.exit(any(name in sys.modules for name in ('vllm', 'torch', 'numba', 'numpy')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -28,7 +28,7 @@ def test_the_plugin_is_installed_and_imports_nothing_heavy() -> None:
 def test_a_plugin_that_cannot_register_says_so_and_does_not_raise() -> None:
     code = (
         "import sys; sys.modules['vllm.distributed.kv_transfer.kv_connector.factory'] = None\n"
-        "from kvdepot_vllm.plugin import register; register()"
+        "from kvdepot_vllm import register; register()"
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert "could not be registered" in done.stderr

@@ -1,6 +1,6 @@
 """The block ids that a load fills and a store reads, taken from a request's block table."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from kvdepot.backends import NO_BLOCK
 from kvdepot.layout import GroupKind
@@ -22,32 +22,23 @@ def blocks_to_fill(
     """
     result: list[list[int]] = []
     for group in cache.groups:
-        ids = _blocks_to_fill(cache, group, table[group.number], first, stop_tokens, null_block)
-        if ids is None:
-            return None
-        result.append(ids)
+        row, step = table[group.number], cache.chunk_tokens // group.block_tokens
+        num_blocks = -(-stop_tokens // group.block_tokens)
+        if group.kind is GroupKind.RECURRENT:
+            ids = list(row[num_blocks - 1 : num_blocks])
+            if ids in ([], [null_block]):
+                return None
+        else:
+            ids = list(row[first * step : num_blocks])
+            if len(ids) != num_blocks - first * step:
+                return None
+            if group.kind is GroupKind.FULL_ATTENTION and null_block in ids:
+                return None
+            ids += [null_block] * (-num_blocks % step)
+            while ids and all(block == null_block for block in ids[:step]):  # chunks in front of a window
+                del ids[:step]
+        result.append([NO_BLOCK if block == null_block else block for block in ids])
     return tuple(result)
-
-
-def _blocks_to_fill(
-    cache: EngineCache, group: EngineGroup, row: Sequence[int], first: int, stop_tokens: int, null_block: int
-) -> list[int] | None:
-    step = cache.chunk_tokens // group.block_tokens
-    num_blocks = -(-stop_tokens // group.block_tokens)
-    if group.kind is GroupKind.RECURRENT:
-        ids = list(row[num_blocks - 1 : num_blocks])
-        return None if ids in ([], [null_block]) else ids
-    ids = list(row[first * step : num_blocks])
-    if len(ids) != num_blocks - first * step:
-        return None
-    if group.kind is GroupKind.FULL_ATTENTION and null_block in ids:
-        return None
-    ids += [null_block] * (-num_blocks % step)
-    if group.kind is GroupKind.FULL_ATTENTION:
-        return [NO_BLOCK if block == null_block else block for block in ids]
-    while ids and all(block == null_block for block in ids[:step]):
-        del ids[:step]
-    return [NO_BLOCK if block == null_block else block for block in ids]
 
 
 def blocks_to_store(
@@ -65,29 +56,17 @@ def blocks_to_store(
         states: the block with the state at the end of the run, for each recurrent group that has one.
         null_block: marks places of the table without a block.
     """
-    return tuple(
-        _blocks_to_store(cache, group, table[group.number], first, stop, states, null_block) for group in cache.groups
-    )
-
-
-def _blocks_to_store(
-    cache: EngineCache,
-    group: EngineGroup,
-    row: Sequence[int],
-    first: int,
-    stop: int,
-    states: Mapping[int, int],
-    null_block: int,
-) -> list[int]:
-    stride = cache.chunk_tokens // group.block_tokens
-    if group.kind is not GroupKind.RECURRENT:
-        ids = list(row[first * stride : stop * stride])
-    elif group.states_by_position:
-        ids = list(row[(first + 1) * stride - 1 : stop * stride : stride])
-    else:
-        return [states[group.number]] if group.number in states else []
-    step = blocks_per_chunk(cache, group)
-    for chunk in reversed(range(len(ids) // step)):
-        if null_block in ids[chunk * step : (chunk + 1) * step]:
-            return ids[(chunk + 1) * step :]
-    return ids
+    result: list[list[int]] = []
+    for group in cache.groups:
+        row, stride = table[group.number], cache.chunk_tokens // group.block_tokens
+        if group.kind is not GroupKind.RECURRENT:
+            ids = list(row[first * stride : stop * stride])
+        elif group.states_by_position:
+            ids = list(row[(first + 1) * stride - 1 : stop * stride : stride])
+        else:
+            ids = [states[group.number]] if group.number in states else []
+        step = blocks_per_chunk(cache, group)
+        whole = range(0, len(ids) - step + 1, step)
+        after_lost = (start + step for start in reversed(whole) if null_block in ids[start : start + step])
+        result.append(ids[next(after_lost, 0) :])
+    return tuple(result)
