@@ -1,7 +1,6 @@
 """Real SGLang engines on CPU with a real depot: the same tokens as without one, whichever process dies."""
 
 import itertools
-import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 from kvdepot.lab.processes import DepotProcess, wait_until
 from support.leftovers import left_in_shared_memory
 from support.sglang.engines import Engine, Prompt, linker, prompts, tokens
+from support.stopped import stopped
 
 pytestmark = pytest.mark.slow
 
@@ -84,13 +84,10 @@ def test_a_stopped_depot_costs_one_deadline_and_no_request(
 ) -> None:
     one, _ = engines
     one.flush()
-    shared_depot.signal(signal.SIGSTOP)
-    try:
+    with stopped(shared_depot):
         answers = one.each(WANTED[:5])
         assert tokens(answers) == reference[:5]
         assert not any(each.failed or each.from_depot for each in answers)
-    finally:
-        shared_depot.signal(signal.SIGCONT)
     wait_until(lambda: (one.flush(), one.generate(WANTED[6])[0].from_depot == 640)[1], 60)
     assert tokens(one.each(WANTED)) == reference
 

@@ -2,7 +2,6 @@
 """The linker on a real depot, called as by SGLang, with a stand-in for SGLang's classes."""
 
 import itertools
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -26,6 +25,7 @@ from kvdepot_sglang.ranks import Ranks
 from kvdepot_sglang.settings import Settings
 from support.sglang import stand_in
 from support.sglang.stand_in import PAGE, Component, Scheduler, names_of
+from support.stopped import stopped
 
 MakeEngine = Callable[..., Scheduler]
 
@@ -207,23 +207,17 @@ def test_a_depot_that_dies_costs_misses_only(engine: MakeEngine, depot: DepotPro
 
 def test_a_stopped_depot_costs_one_deadline(engine: MakeEngine, depot: DepotProcess) -> None:
     one, names = stored(engine, lookup_seconds=0.25)
-    depot.signal(signal.SIGSTOP)
-    try:
+    with stopped(depot):
         assert [one.look_up(f"r{number}", names) for number in range(5)] == [0] * 5
         assert not one.load("r1", names, one.slots(10, 4))
-    finally:
-        depot.signal(signal.SIGCONT)
     wait_until(lambda: one.look_up("after", names) == 4)
 
 
 def test_a_load_that_the_depot_does_not_confirm_is_refused(engine: MakeEngine, depot: DepotProcess) -> None:
     one, names = stored(engine, deadline_seconds=0.3)
     assert one.look_up("r", names) == 4
-    depot.signal(signal.SIGSTOP)
-    try:
+    with stopped(depot):
         assert not one.load("r", names, one.slots(10, 4))
-    finally:
-        depot.signal(signal.SIGCONT)
 
 
 def test_a_load_that_failed_on_another_rank_is_refused(engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,21 +136,9 @@ class Bench:
         ranks: int = 1,
         stages: int = 1,
     ) -> Worker:
-        """Return a worker with row `shard` of opaque groups, and its rank's heads of its stage's layers of others."""
         self.sessions += 1
         writer = writer or Writer(1000 + self.sessions, 1)
-        stage, rank = divmod(shard, ranks)
-        parts = [
-            Part(shard if group.layers > 1 else 0)
-            if group.heads == 1
-            else Part(
-                stage * group.layers // stages,
-                group.layers // stages,
-                rank * group.heads // ranks,
-                max(1, group.heads // ranks),
-            )
-            for group in self.groups
-        ]
+        parts = [self.part(group, shard, ranks, stages) for group in self.groups]
         details = tuple(
             m.GroupDetail((page * part.num_heads,) * part.num_layers, 8, part=part.number) for part in parts
         )
@@ -159,6 +147,13 @@ class Bench:
         reply = self.depot.handle(self.sessions, writer, request)
         assert isinstance(reply, m.Registered)
         return Worker(self, self.sessions, writer, reply.context, shard)
+
+    def part(self, group: m.GroupShape, shard: int, ranks: int, stages: int) -> Part:
+        """Return row `shard` of an opaque group, else a rank's heads of its stage's layers."""
+        if group.heads == 1:
+            return Part(shard if group.layers > 1 else 0)
+        (stage, rank), layers = divmod(shard, ranks), group.layers // stages
+        return Part(stage * layers, layers, rank * group.heads // ranks, max(1, group.heads // ranks))
 
     def pass_time(self, seconds: float) -> None:
         """Let time pass and do the work that it makes due."""

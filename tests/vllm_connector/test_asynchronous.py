@@ -1,12 +1,12 @@
 """The engine never waits for a lookup, a load or a store, and holds blocks until their copy ends."""
 
-import signal
 import time
 from collections.abc import Iterator
 
 import pytest
 
 from kvdepot.lab.processes import DepotProcess, wait_until
+from support.stopped import stopped
 from support.vllm.engines import Engine, MakeModel, cached, connector, prompts
 
 HIT, OTHER, THIRD, FOURTH = prompts(4, 700, seed=40)
@@ -64,15 +64,12 @@ def test_a_lookup_without_an_answer_stops_nobody(depot: DepotProcess, model: Mak
     with Engine(model("gqa"), config, enable_prefix_caching=False) as engine:
         engine.ask("submit", requests={"running": THIRD}, max_tokens=200, steps=1)
         wait_until(lambda: engine.ask("step", steps=1) and engine.execute(_NUM_RUNNING), 60, "the first token")
-        depot.signal(signal.SIGSTOP)
-        try:
+        with stopped(depot):
             started = time.monotonic()
             done = engine.ask("submit", requests={"waiting": HIT}, max_tokens=4, steps=150)
             assert done["finished"] == []
             assert engine.ask("step", steps=100)["finished"] == ["running"]
             assert time.monotonic() - started < 100, "no step waited for the deadline"
-        finally:
-            depot.signal(signal.SIGCONT)
         wait_until(lambda: engine.ask("step", steps=5)["finished"] == ["waiting"], 60)
 
 

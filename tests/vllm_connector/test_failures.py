@@ -1,6 +1,5 @@
 """While a depot dies or hangs, requests finish with the right tokens, at most one deadline late, and leak nothing."""
 
-import signal
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import pytest
 
 from kvdepot.lab.processes import DepotProcess, wait_until
+from support.stopped import stopped
 from support.vllm.engines import Engine, MakeModel, Prompt, cached, connector, prompts, tokens
 
 PROMPTS = prompts(6, 700, seed=20)
@@ -74,14 +74,11 @@ def test_a_hung_depot_costs_one_deadline_not_one_a_request(warm: Engine, depot: 
     started = time.monotonic()
     warm.generate(PROMPTS, together=False)
     usual = time.monotonic() - started
-    depot.signal(signal.SIGSTOP)
-    try:
+    with stopped(depot):
         started = time.monotonic()
         assert tokens(warm.generate(PROMPTS, together=False)) == warm.reference
         seconds = time.monotonic() - started
         assert tokens(warm.generate(PROMPTS)) == warm.reference
-    finally:
-        depot.signal(signal.SIGCONT)
     assert DEADLINE_SECONDS <= seconds < 3 * DEADLINE_SECONDS + 3 * usual, (
         "six requests, each of a fraction of a second"
     )
@@ -93,11 +90,8 @@ def test_a_depot_that_hangs_during_loads_and_stores(warm: Engine, depot: DepotPr
     before = at_rest(warm)
     new = prompts(2, 700, seed=int(time.monotonic()) % 1000 + 100)
     warm.ask("submit", requests={f"hang-{n}": p for n, p in enumerate(PROMPTS[:2] + new)}, max_tokens=4, steps=3)
-    depot.signal(signal.SIGSTOP)
-    try:
+    with stopped(depot):
         warm.ask("drain", seconds=60)
-    finally:
-        depot.signal(signal.SIGCONT)
     assert leaks_nothing(warm, depot, before)
     wait_until(lambda: tokens(warm.generate(PROMPTS)) == warm.reference, 60)
 

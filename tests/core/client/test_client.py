@@ -20,6 +20,7 @@ from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
 from kvdepot.wire.frames import decode_reply, encode_frame
 from support.peer import SPEC, Peer, prompt, registration
+from support.stopped import stopped
 
 DEADLINE = 0.5
 
@@ -232,37 +233,28 @@ def test_a_session_that_cannot_be_used_is_lost_and_another_one_follows(
 
 @pytest.mark.promise(25)
 def test_a_hung_depot_costs_one_deadline_in_all(client: SchedulerClient, depot: DepotProcess) -> None:
-    depot.signal(signal.SIGSTOP)
-    try:
+    with stopped(depot):
         assert DEADLINE * 0.9 < seconds_of(lambda: client.lookup("r", prompt(3))) < DEADLINE * 3
         assert seconds_of(lambda: [client.lookup("r", prompt(3)) for _ in range(100)]) < DEADLINE
-    finally:
-        depot.signal(signal.SIGCONT)
     wait_until(lambda: depot.status().num_leases == 0, what="the lease that was granted too late to come back")
     wait_until(lambda: client.lookup("again", prompt(3)).num_chunks == 3)
 
 
 def test_a_hung_depot_gets_released_leases_when_it_resumes(client: SchedulerClient, depot: DepotProcess) -> None:
     leases = [client.lookup(name, prompt(3)) for name in ("released", "ended")]
-    depot.signal(signal.SIGSTOP)
-    try:
+    with stopped(depot):
         assert client.lookup("hung", prompt(3)).num_chunks == 0
         client.release(leases[0])
         client.end_request("ended")
-    finally:
-        depot.signal(signal.SIGCONT)
     wait_until(lambda: depot.status().num_leases == 0, 2.0, "all leases to be gone")
 
 
 def test_a_lookup_that_is_only_polled_ends_at_its_deadline_too(client: SchedulerClient, depot: DepotProcess) -> None:
-    depot.signal(signal.SIGSTOP)
-    try:
+    with stopped(depot):
         pending = client.submit_lookup("r", prompt(3))
         assert not pending.query()
         wait_until(pending.query, DEADLINE * 4)
         assert pending.result().num_chunks == 0
-    finally:
-        depot.signal(signal.SIGCONT)
 
 
 def test_a_depot_that_dies_is_a_miss_at_once_also_while_something_abandoned_is_to_be_taken_in(

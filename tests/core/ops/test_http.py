@@ -38,6 +38,7 @@ from uvicorn.server import ServerState
 from kvdepot.ops.http_app import HttpConnection, create_app
 from kvdepot.ops.http_process import HttpSettings
 from support.http import TOKEN, Http, status_of_app
+from support.stopped import stopped
 
 _FRAMEWORKS = {"starlette", "uvicorn", "anyio", "prometheus_client"}
 
@@ -62,14 +63,11 @@ def shared_http(shared_depot: DepotProcess) -> Iterator[Http]:
 def test_health_follows_the_request_loop(depot: DepotProcess, http: Http) -> None:
     assert http.get("/healthz", token="")[0] == 200
     assert http.get("/readyz", token="")[0] == 200
-    depot.signal(signal.SIGSTOP)
-    try:
+    with stopped(depot):
         status, text = http.get("/healthz")
         assert status == 503
         assert "unhealthy" in text
         assert http.get("/readyz")[0] == 503
-    finally:
-        depot.signal(signal.SIGCONT)
     assert http.get("/healthz")[0] == 200
     depot.kill()
     assert http.get("/healthz")[0] == 503
@@ -243,34 +241,26 @@ def test_health_is_answered_whoever_holds_connections(http: Http, sent: bytes) -
 def test_health_is_answered_while_others_wait_for_the_depot(http: Http, depot: DepotProcess) -> None:
     """They are more than the threads and connections, and each waits for a stopped depot."""
     assert http.get("/healthz", token="")[0] == 200
-    depot.signal(signal.SIGSTOP)
-    try:
-        with contextlib.ExitStack() as stack:
-            for path in ("/metrics", "/status") * 200:
-                connection = stack.enter_context(http.connect())
-                connection.sendall(
-                    f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode()
-                )
-            began = time.monotonic()
-            assert "unhealthy" in http.get("/healthz", token="")[1]
-            assert time.monotonic() - began < 3
-    finally:
-        depot.signal(signal.SIGCONT)
+    with stopped(depot), contextlib.ExitStack() as stack:
+        for path in ("/metrics", "/status") * 200:
+            connection = stack.enter_context(http.connect())
+            connection.sendall(
+                f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode()
+            )
+        began = time.monotonic()
+        assert "unhealthy" in http.get("/healthz", token="")[1]
+        assert time.monotonic() - began < 3
 
 
 def test_requests_without_the_token_take_one_thread_however_many_they_are(http: Http, depot: DepotProcess) -> None:
     assert http.get("/healthz", token="")[0] == 200
-    depot.signal(signal.SIGSTOP)
-    try:
-        with contextlib.ExitStack() as stack:
-            for path in ("/metrics", "/healthz", "/readyz") * 20:
-                connection = stack.enter_context(http.connect())
-                connection.sendall(f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode())
-            assert "unhealthy" in http.get("/healthz", token="")[1]
-            names = [(task / "comm").read_text() for task in Path(f"/proc/{http.server.pid}/task").iterdir()]
-            assert len(names) < 20, names
-    finally:
-        depot.signal(signal.SIGCONT)
+    with stopped(depot), contextlib.ExitStack() as stack:
+        for path in ("/metrics", "/healthz", "/readyz") * 20:
+            connection = stack.enter_context(http.connect())
+            connection.sendall(f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode())
+        assert "unhealthy" in http.get("/healthz", token="")[1]
+        names = [(task / "comm").read_text() for task in Path(f"/proc/{http.server.pid}/task").iterdir()]
+        assert len(names) < 20, names
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import math
 import random
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 from unittest.mock import Mock
@@ -18,15 +18,12 @@ from kvdepot.config import Demotion
 from kvdepot.errors import ErrorCode
 from kvdepot.index.entries import PartPlace
 from kvdepot.index.eviction import AdaptiveReplacement
-from kvdepot.index.index import ChunkIndex
 from kvdepot.keys import DIGEST_BYTES, KeyRun, Namespace, digest_at, hash_prefix
 from kvdepot.lab.processes import wait_until
-from kvdepot.layout import GroupKind, Part, heads_of_both, layers_of_both
-from kvdepot.pool.extents import ExtentAllocator
+from kvdepot.layout import Part, heads_of_both, layers_of_both
 from kvdepot.pool.names import Names
-from kvdepot.pool.table import SEALED, IndexTable, Writer, table_size_bytes
+from kvdepot.pool.table import SEALED, Writer
 from kvdepot.server import commands, flights
-from kvdepot.server.depot import Depot
 from kvdepot.server.labels import SaveNames, save_nothing
 from kvdepot.server.replies import PendingReply, Refused
 from kvdepot.testing.faulty_tier import NUM_THREADS, PATIENCE_SECONDS, FaultyTier
@@ -43,27 +40,16 @@ from kvdepot.tiers.trailer import checksum_of
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
+from support import index
+from support.index import FULL, HYBRID, ONLY_WINDOW, PAGE, PLAIN, SHARDED, WINDOW, prompt
 from support.operate import Answered, operate, put_tiers_below
 
-PAGE = 4096
-NUM_RECORDS = 256
-FULL, WINDOW, STATE = GroupKind.FULL_ATTENTION, GroupKind.SLIDING_WINDOW, GroupKind.RECURRENT
-PLAIN = (m.GroupShape(FULL, 1),)
-SHARDED = (m.GroupShape(FULL, 1, layers=2),)
-WINDOWS = (m.GroupShape(WINDOW, 1, window_tokens=3),)
+WINDOWS = ONLY_WINDOW
 HEADS = (m.GroupShape(FULL, 1, heads=4), m.GroupShape(WINDOW, 1, window_tokens=3, heads=4))
 STAGED = (m.GroupShape(FULL, 1, layers=4, heads=2),)
-HYBRID = (m.GroupShape(FULL, 1), m.GroupShape(WINDOW, 1, window_tokens=3), m.GroupShape(STATE, 1))
 
 
-class Clock:
-    now = 50.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class Bench:
+class Bench(index.Bench):
     """A depot with a small pool, and tiers in memory that can be made to fail."""
 
     def __init__(
@@ -81,15 +67,11 @@ class Bench:
         ranks: int = 1,
         save_names: SaveNames = save_nothing,
         gathers_stores: bool = False,
+        stored: int = 0,  # chunks of a prompt that pool and tiers have
         demoted: int = 0,  # chunks of a prompt that tiers alone have
     ) -> None:
-        self.clock = Clock()
-        self.spec = m.CacheSpec(1, groups, "bytes")
+        super().__init__(groups, pages=pages, num_records=256, now=50.0, save_names=save_names)
         self.pool = make_pool(pages * PAGE)
-        self.index = ChunkIndex(
-            ExtentAllocator(pages * PAGE), IndexTable(bytearray(table_size_bytes(NUM_RECORDS)), NUM_RECORDS)
-        )
-        self.depot = Depot(self.index, epoch=1, lease_seconds=10.0, clock=self.clock, save_names=save_names)
         self.tiers = [FaultyTier(MemoryTier(self.pool, tier_pages * PAGE)) for _ in range(num_tiers)]
         for tier in self.tiers:
             tier.gathers_stores = gathers_stores
@@ -106,8 +88,10 @@ class Bench:
         self.contexts: list[int] = []
         self.attach(max(ranks, *(group.layers for group in groups if group.heads == 1), 1))
         if demoted:
-            self.store(prompt(demoted))
+            self.store_long(prompt(demoted))
             self.forget()
+        self.store_long(prompt(stored))
+        self.settle()
 
     def attach(self, ranks: int, stages: int = 1) -> None:
         """Replace the engine with one of `ranks` ranks a stage."""
@@ -117,21 +101,18 @@ class Bench:
         self.contexts = [self.register(rank) for rank in range(ranks * stages)]
 
     def register(self, rank: int, session: int = 1, model: str = "model", instance: str = "engine") -> int:
-        parts = [self.part(group, rank) for group in range(len(self.spec.groups))]
         details = tuple(
-            m.GroupDetail((PAGE * part.num_heads,) * part.num_layers, 8, part=part.number) for part in parts
+            m.GroupDetail((PAGE * part.num_heads,) * part.num_layers, 8, part=part.number) for part in self.parts(rank)
         )
         request = m.RegisterKVCache(m.PROTOCOL_VERSION, instance, rank, 8, "none", "none", model, self.spec, details)
         return self.ask(request, session).context
 
-    def part(self, group: int, rank: int) -> Part:
-        """Return a rank's part of a group."""
-        shapes: tuple[m.GroupShape, ...] = self.spec.groups
-        layers, heads = shapes[group].layers, shapes[group].heads
-        if heads == 1:
-            return Part(rank if layers > 1 else 0)
-        (stage, rank), held = divmod(rank, self.ranks), layers // self.stages
-        return Part(stage * held, held, rank * heads // self.ranks, max(1, heads // self.ranks))
+    def parts(self, rank: int) -> list[Part]:
+        """Return a rank's part of each group."""
+        return [self.part(group, rank, self.ranks, self.stages) for group in self.groups]
+
+    def clock(self) -> float:
+        return self.now
 
     def ask(self, request: frames.Request, session: int = 1) -> Any:
         return self.depot.handle(session, Writer(1, 1), request)
@@ -141,15 +122,8 @@ class Bench:
         covered = covered or (run.num_chunks,) * len(self.spec.groups)
         for context in self.contexts:
             plan = self.ask(m.PrepareStore(context, "r", run.tenant, run.digests, run.first_chunk, run.parent, covered))
-            if not plan.ticket:
-                continue
-            checksums = b""
-            for chunk, group, heads, _, layers, _, offset, size in m.EXTENT.iter_unpack(plan.extents):
-                data = content(run, run.first_chunk + chunk, group, Part.of(layers << 16 | heads))
-                self.pool.view[offset : offset + size] = data
-                if self.verify:
-                    checksums += checksum_of(data)
-            self.ask(m.CommitStore(context, plan.ticket, checksums))
+            if plan.ticket:
+                self.fill(plan, run, context)
 
     def store_long(self, run: KeyRun) -> None:
         """Store a run that is too long for one request."""
@@ -162,15 +136,43 @@ class Bench:
         entries = [record.entry for record in table.records() if record.state == SEALED]
         return {(table.key_of(entry), *table.place_of(entry)): table.owner_of(entry) for entry in entries}
 
+    def turn_until(self, is_over: Callable[[], object], what: str = "") -> None:
+        """Let the tiering take turns until `is_over` returns something true."""
+        wait_until(lambda: (self.tiering.turn(), is_over())[1], what=what)
+
     def settle(self) -> None:
         """Wait until all demotions have arrived."""
+        self.turn_until(
+            lambda: not (any(q.queued_write_bytes for q in self.tiering.queues) or self.tiering.num_refreshing),
+            "the end of demotions",
+        )
 
-        def is_quiet() -> bool:
-            self.tiering.turn()
-            is_writing = any(queue.queued_write_bytes for queue in self.tiering.queues)
-            return not is_writing and not self.tiering.num_refreshing
+    def end_leases(self) -> None:
+        """Let all leases end."""
+        self.now += 100.0
+        self.depot.expire()
+        self.depot.background.work()
 
-        wait_until(is_quiet, what="the end of demotions")
+    def hold(self, run: KeyRun) -> int:
+        """Return a lease of a prompt."""
+        return self.wait(self.begin_lookup(run)).lease
+
+    def release(self, lease: int) -> None:
+        self.ask(m.Release(self.contexts[0], (lease,)))
+
+    def operate(self, request: o.OperatorRequest) -> Any:
+        """Return the answer to an operation."""
+        return self.wait(operate(self.depot, request))
+
+    def fill(self, plan: m.StorePlan, run: KeyRun, context: int = 0) -> None:
+        """Write the bytes of planned entries and commit them."""
+        checksums = b""
+        for chunk, group, heads, _, layers, _, offset, size in m.EXTENT.iter_unpack(plan.extents):
+            data = content(run, run.first_chunk + chunk, group, Part.of(layers << 16 | heads))
+            self.pool.view[offset : offset + size] = data
+            if self.verify:
+                checksums += checksum_of(data)
+        self.ask(m.CommitStore(context or self.contexts[0], plan.ticket, checksums))
 
     def lookup(self, run: KeyRun, *, wait_seconds: float = 5.0, token_seconds: float = 0.0, **fields: Any) -> int:
         """Return how many chunks are found. Check all their bytes."""
@@ -196,7 +198,7 @@ class Bench:
         def is_here() -> bool:
             self.depot.background.work(lambda: True)
             if self.time_passes and any(tier.hang for tier in self.tiers):
-                self.clock.now += 0.1
+                self.now += 0.1
             self.tiering.turn()
             return reply.reply is not None
 
@@ -216,18 +218,15 @@ class Bench:
         for rank, context in enumerate(self.contexts):
             plan = self.ask(m.PrepareRetrieve(context, "r", run.digests, 0, covered))
             assert plan.num_chunks == run.num_chunks
-            cells = Counter[tuple[int, int]]()
+            parts, cells = self.parts(rank), Counter[tuple[int, int]]()
             for chunk, group, heads, _, layers, _, offset, size in m.EXTENT.iter_unpack(plan.extents):
-                part, mine = Part.of(layers << 16 | heads), self.part(group, rank)
+                part = Part.of(layers << 16 | heads)
                 assert self.pool.view[offset : offset + size] == content(run, chunk, group, part), "wrong bytes"
+                mine = parts[int(group)]
                 cells[chunk, group] += len(layers_of_both(mine, part)) * len(heads_of_both(mine, part))
             for (_, group), count in cells.items():
-                assert count == self.part(group, rank).num_cells, "each head of each layer once"
+                assert count == parts[group].num_cells, "each head of each layer once"
             self.ask(m.Release(context, (plan.lease,)))
-
-    def in_pool(self, run: KeyRun) -> int:
-        """Return how many chunks of a run the pool has."""
-        return self.index.visibility.match(self.index.spaces[0], run.digests)[0]
 
     def forget(self) -> None:
         """Empty the pool, but not the tiers."""
@@ -236,11 +235,9 @@ class Bench:
         assert self.index.extents.used_bytes == 0
 
     def finish_promotions(self) -> None:
-        def is_quiet() -> bool:
-            self.tiering.turn()
-            return len(self.tiering.promotions) == num_under_way(self.tiering) == 0
-
-        wait_until(is_quiet, what="the end of promotions")
+        self.turn_until(
+            lambda: len(self.tiering.promotions) == num_under_way(self.tiering) == 0, "the end of promotions"
+        )
 
     def audit(self) -> None:
         """Check that nothing is left under way or pinned."""
@@ -248,9 +245,7 @@ class Bench:
             tier.hang = False
         self.settle()
         self.finish_promotions()
-        self.clock.now += 100.0
-        self.depot.expire()
-        self.depot.background.work()
+        self.end_leases()
         sum(commands.clear_pool(self.depot, None))
         assert (self.index.extents.used_bytes, self.index.entries.num_sealed, len(self.index.nodes)) == (0, 0, 0)
         assert num_under_way(self.tiering) == 0
@@ -271,10 +266,6 @@ def content(run: KeyRun, chunk: int, group: int, part: Part) -> bytes:
     heads = range(part.first_head, part.first_head + part.num_heads)
     cells = [bytes([group, layer, head]) for layer in layers for head in heads]
     return b"".join(random.Random(key + cell).randbytes(PAGE) for cell in cells)
-
-
-def prompt(num_chunks: int, name: int = 0, tenant: str = "default") -> KeyRun:
-    return hash_prefix(Namespace("model", tenant=tenant), 1, [name * 100 + i for i in range(num_chunks)])
 
 
 @dataclass
@@ -301,9 +292,7 @@ def test_entries_of_an_engine_of_any_size_come_back_from_a_tier(
     groups: tuple[m.GroupShape, ...], stored_by: int, read_by: int, make: Maker
 ) -> None:
     """An engine of eight ranks has two replicas of each of four heads."""
-    bench, run = make(groups, ranks=stored_by, pages=64), prompt(5)
-    bench.store(run)
-    bench.forget()
+    bench, run = make(groups, ranks=stored_by, pages=64, demoted=5), prompt(5)
     bench.attach(read_by)
     assert bench.lookup(run) == 5
     num_read = sum(5 if group.kind is FULL else 2 for group in groups)
@@ -335,10 +324,10 @@ def test_entries_of_an_attached_engine_come_back_however_it_divides_the_layers(
     bench, run = make(STAGED, pages=64), prompt(5)
     even, [shape] = bench.contexts, STAGED
 
-    def uneven(_group: int, rank: int) -> Part:
-        return (Part(0, 1, 0, shape.heads), Part(1, shape.layers - 1, 0, shape.heads))[rank]
+    def uneven(rank: int) -> list[Part]:
+        return [(Part(0, 1, 0, shape.heads), Part(1, shape.layers - 1, 0, shape.heads))[rank]]
 
-    monkeypatch.setattr(bench, "part", uneven)
+    monkeypatch.setattr(bench, "parts", uneven)
     bench.contexts = [bench.register(rank, instance="uneven") for rank in range(2)]
     bench.store(run)
     bench.forget()
@@ -413,9 +402,7 @@ def test_a_shorter_and_a_longer_prompt_get_what_they_share(groups: tuple[m.Group
 
 @pytest.mark.promise(50)
 def test_a_pool_hit_waits_for_no_tier_and_only_entries_that_the_pool_lacks_are_read(make: Maker) -> None:
-    bench = make(demoted=8)
-    bench.store(prompt(4))
-    bench.settle()
+    bench = make(demoted=8, stored=4)
     before = bench.tiers[0].num_calls
     assert bench.lookup(prompt(4)) == 4
     assert bench.tiers[0].num_calls == before
@@ -441,9 +428,7 @@ def test_the_tiers_are_asked_in_their_order(make: Maker) -> None:
 
 @pytest.mark.promise(52)
 def test_a_tier_is_not_asked_for_what_an_engine_computes_faster(make: Maker) -> None:
-    bench = make(promotion_least_tokens=6, demoted=8)
-    bench.store(prompt(4))
-    bench.settle()
+    bench = make(promotion_least_tokens=6, demoted=8, stored=4)
     before = bench.tiers[0].num_calls
     assert bench.lookup(prompt(8)) == 4
     assert bench.tiers[0].num_calls == before
@@ -460,7 +445,7 @@ def test_a_tier_that_was_slower_than_the_engine_is_not_read_but_tried_now_and_th
     read = tier.read
 
     def slow_read(keys: Sequence[bytes], extents: Extents) -> Sequence[bytes | None]:
-        bench.clock.now += 0.1
+        bench.now += 0.1
         return read(keys, extents)
 
     monkeypatch.setattr(tier, "read", slow_read)
@@ -506,9 +491,7 @@ def test_the_debug_log_says_that_the_pool_has_no_room_for_a_promotion(
 
 
 def test_a_tier_that_is_added_gets_what_is_used_and_one_that_is_removed_is_left_alone(make: Maker) -> None:
-    bench = make()
-    bench.store(prompt(4))
-    bench.settle()
+    bench = make(stored=4)
     more = FaultyTier(MemoryTier(bench.pool, 1 << 20))
     bench.tiers.append(more)
     bench.tiering.add(TierQueue(more, bench.pool, "more", deadline_seconds=1.0, clock=bench.clock))
@@ -525,7 +508,7 @@ def test_a_tier_that_is_added_gets_what_is_used_and_one_that_is_removed_is_left_
     bench.store(prompt(2, 1))
     bench.settle()
     assert bench.tiers[0].num_calls == before
-    assert bench.wait(operate(bench.depot, o.Clear())).count >= 6
+    assert bench.operate(o.Clear()).count >= 6
 
 
 @pytest.mark.parametrize("how", ["added", "suspended", "hanging"])
@@ -548,7 +531,7 @@ def test_a_tier_that_was_not_there_when_weights_became_outdated_hears_it_later(h
         bench.begin_lookup(prompt(1, 20))
         for name in range(10, 14):
             bench.store(prompt(1, name))
-        wait_until(lambda: (bench.tiering.turn(), tier.num_calls == num_calls + NUM_THREADS)[1])
+        bench.turn_until(lambda: tier.num_calls == num_calls + NUM_THREADS)
     bench.ask(m.ChangeWeights(scheduler.context, present))
     bench.depot.background.work()
     bench.tiering.turn()
@@ -556,12 +539,12 @@ def test_a_tier_that_was_not_there_when_weights_became_outdated_hears_it_later(h
         queue = TierQueue(tier, bench.pool, "more", deadline_seconds=1.0, clock=bench.clock)
         bench.tiering.add(queue)
     elif how == "hanging":
-        bench.clock.now += PATIENCE_SECONDS
+        bench.now += PATIENCE_SECONDS
         bench.tiering.turn()
         assert queue.is_suspended
         tier.hang = False
-    bench.clock.now += 1.0
-    wait_until(lambda: (bench.tiering.turn(), not queue.is_suspended and not queue.num_calls)[1])
+    bench.now += 1.0
+    bench.turn_until(lambda: not queue.is_suspended and not queue.num_calls)
     bench.store(prompt(8, 2))
     bench.forget()
     assert bench.lookup(prompt(2)) == 2
@@ -589,12 +572,8 @@ def test_a_tier_that_is_removed_is_closed_when_its_calls_have_ended(
     tier.hang = False
     assert bench.wait(reply).num_chunks == 0, "what it was asked for is not taken any more"
 
-    def is_closed() -> bool:
-        bench.tiering.turn()
-        return bool(closed)
-
-    wait_until(is_closed, what="the tier to be closed")
-    bench.clock.now += 100.0
+    bench.turn_until(lambda: closed, what="the tier to be closed")
+    bench.now += 100.0
     bench.tiering.turn()
     assert bench.tiering.queues[0].is_suspended, "nobody probes it"
     assert bench.lookup(prompt(4)) == 0
@@ -619,9 +598,7 @@ def test_retrieved_tokens_count_as_time_saved(make: Maker) -> None:
 def test_a_lookup_during_a_promotion_waits_for_what_is_on_its_way_and_gets_all_of_it(
     num_turns: int, groups: tuple[m.GroupShape, ...], make: Maker
 ) -> None:
-    bench = make(groups, pages=96)
-    bench.store_long(prompt(40))
-    bench.forget()
+    bench = make(groups, pages=96, demoted=40)
     bench.tiers[0].hang = True
     first = bench.begin_lookup(prompt(40))
     for _ in range(num_turns):  # turns of the promotion: its questions are answered, its reads hang
@@ -638,9 +615,7 @@ def test_a_lookup_during_a_promotion_waits_for_what_is_on_its_way_and_gets_all_o
 
 @pytest.mark.parametrize("num_turns", range(8))
 def test_an_engine_that_begins_to_write_during_a_promotion_leaves_no_gap(num_turns: int, make: Maker) -> None:
-    bench, run = make(), prompt(8)
-    bench.store(run)
-    bench.forget()
+    bench, run = make(demoted=8), prompt(8)
     pending = bench.begin_lookup(run)
     for _ in range(num_turns):
         wait_until(lambda: bench.tiering.queues[0].num_calls == 0 or bench.tiering.queues[0].has_results, what="a call")
@@ -648,27 +623,21 @@ def test_an_engine_that_begins_to_write_during_a_promotion_leaves_no_gap(num_tur
     plan = bench.ask(m.PrepareStore(bench.contexts[0], "w", run.tenant, run.slice(0, 1).digests, 0, b"", (1,)))
     assert bench.wait(pending).num_chunks == (0 if plan.ticket else 8), "all, unless the engine writes the first one"
     bench.finish_promotions()
-    for _, _, _, _, _, _, offset, size in m.EXTENT.iter_unpack(plan.extents):
-        bench.pool.view[offset : offset + size] = content(run, 0, 0, bench.part(0, 0))
     if plan.ticket:
-        bench.ask(m.CommitStore(bench.contexts[0], plan.ticket))
+        bench.fill(plan, run.slice(0, 1))
     assert bench.lookup(run) == 8
 
 
 def test_nothing_is_read_behind_a_chunk_that_an_engine_is_writing(make: Maker) -> None:
     """No lookup can use those chunks before the engine commits, if it ever does."""
-    bench, run = make(), prompt(8)
-    bench.store(run)
-    bench.forget()
+    bench, run = make(demoted=8), prompt(8)
     bench.store(run.slice(0, 2))
     bench.settle()
     mine = run.slice(2, 4)
     plan = bench.ask(m.PrepareStore(bench.contexts[0], "w", mine.tenant, mine.digests, 2, mine.parent, (2,)))
     assert bench.lookup(run) == 2
     assert bench.tiering.queues[0].counters["read_entries"] == 0
-    for chunk, _, _, _, _, _, offset, size in m.EXTENT.iter_unpack(plan.extents):
-        bench.pool.view[offset : offset + size] = content(run, 2 + chunk, 0, bench.part(0, 0))
-    bench.ask(m.CommitStore(bench.contexts[0], plan.ticket))
+    bench.fill(plan, mine)
     assert bench.lookup(run) == 8
     assert bench.tiering.queues[0].counters["read_entries"] == 4
 
@@ -677,9 +646,7 @@ def test_nothing_is_read_behind_a_chunk_that_an_engine_is_writing(make: Maker) -
 def test_entries_that_engines_of_any_size_store_while_a_tier_is_asked_are_not_read_and_all_others_are(
     ranks: int, make: Maker
 ) -> None:
-    bench, run = make(HEADS[:1], pages=192), prompt(40)
-    bench.store_long(run)
-    bench.forget()
+    bench, run = make(HEADS[:1], pages=192, demoted=40), prompt(40)
     bench.tiers[0].hang = True
     pending = bench.begin_lookup(run)
     before, bench.contexts, bench.ranks = bench.contexts, [], ranks
@@ -701,7 +668,7 @@ def test_a_lookup_waits_no_longer_than_it_wants_and_later_chunks_are_kept(make: 
     bench.tiering.turn()
     assert isinstance(pending, PendingReply)
     assert pending.reply is None
-    bench.clock.now += 0.6
+    bench.now += 0.6
     assert bench.wait(pending).num_chunks == 0
     bench.tiers[0].hang = False
     bench.finish_promotions()
@@ -712,20 +679,18 @@ def test_a_lookup_waits_no_longer_than_it_wants_and_later_chunks_are_kept(make: 
 
 @pytest.mark.promise(26, 31)
 def test_a_tier_that_hangs_costs_one_deadline_and_then_nothing_and_keeps_nothing(make: Maker) -> None:
-    bench = make(demoted=8)
-    bench.store(prompt(4))
-    bench.settle()
+    bench = make(demoted=8, stored=4)
     before = bench.tiers[0].num_calls
     bench.tiers[0].hang = True
     pending = bench.begin_lookup(prompt(8))
     wait_until(lambda: bench.tiers[0].num_calls > before)
-    bench.clock.now += 1.1
+    bench.now += 1.1
     replies = [bench.wait(pending)]
     assert bench.tiering.queues[0].is_suspended
     replies.append(bench.begin_lookup(prompt(8)))
     assert [reply.num_chunks for reply in replies] == [4, 4], "the second at once"
     for reply in replies:
-        bench.ask(m.Release(bench.contexts[0], (reply.lease,)))
+        bench.release(reply.lease)
     assert len(bench.tiering.promotions) == 0
     assert sum(commands.clear_pool(bench.depot, None)) == 4
 
@@ -750,49 +715,36 @@ def hang_reads_of(bench: Bench, run: KeyRun, chunks: set[int]) -> tuple[threadin
 @pytest.mark.promise(26, 31)
 @pytest.mark.parametrize("hanging", [{0}, {20}, {0, 1, 30}, set(range(40))], ids=["first", "middle", "some", "all"])
 def test_a_read_that_hangs_keeps_only_what_it_may_write_to(hanging: set[int], make: Maker) -> None:
-    bench = make(pages=64)
-    run = prompt(40)
-    bench.store_long(run)
-    bench.forget()
+    bench, run = make(pages=64, demoted=40), prompt(40)
     end, hung = hang_reads_of(bench, run, hanging)
     num_hanging = min(len(hanging), 4)  # the tier has four threads
     pending = bench.begin_lookup(run)
 
-    def all_else_is_read() -> bool:
-        bench.tiering.turn()
-        return len(hung) == num_hanging and bench.tiering.queues[0].counters["read_entries"] == 40 - len(hanging)
-
-    wait_until(all_else_is_read)
-    bench.clock.now += 1.1
+    counters = bench.tiering.queues[0].counters
+    bench.turn_until(lambda: len(hung) == num_hanging and counters["read_entries"] == 40 - len(hanging))
+    bench.now += 1.1
     found = bench.wait(pending).num_chunks
     assert found == min(hanging)
     assert len(bench.tiering.promotions) == 0
     assert bench.index.extents.used_bytes <= (found + num_hanging) * PAGE
     bench.store_long(run)
-    assert bench.in_pool(run) == 40, "engines store what was given up"
+    assert bench.found(run) == 40, "engines store what was given up"
     assert bench.index.extents.used_bytes <= (40 + num_hanging) * PAGE
     end.set()
-    wait_until(lambda: (bench.tiering.turn(), not num_under_way(bench.tiering))[1])
+    bench.turn_until(lambda: not num_under_way(bench.tiering))
     assert bench.index.extents.used_bytes == 40 * PAGE
     assert bench.lookup(run) == 40
 
 
 @pytest.mark.promise(26)
 def test_a_clear_that_hangs_is_answered_at_its_deadline(make: Maker) -> None:
-    bench = make()
-    bench.store(prompt(4))
-    bench.settle()
+    bench = make(stored=4)
     before = bench.tiers[0].num_calls
     bench.tiers[0].hang = True
     cleared = operate(bench.depot, o.Clear())
 
-    def is_clearing() -> bool:
-        bench.depot.background.work()
-        bench.tiering.turn()
-        return bench.tiers[0].num_calls > before
-
-    wait_until(is_clearing)
-    bench.clock.now += 10.1
+    bench.turn_until(lambda: (bench.depot.background.work(), bench.tiers[0].num_calls > before)[1])
+    bench.now += 10.1
     reply = bench.wait(cleared)
     assert isinstance(reply, m.ErrorReply)
     assert reply.code is ErrorCode.TIER_UNAVAILABLE
@@ -803,14 +755,12 @@ def test_a_clear_that_hangs_is_answered_at_its_deadline(make: Maker) -> None:
 @pytest.mark.parametrize("how", ["suspended", "failing"])
 def test_a_clear_says_in_which_tiers_it_was_not_done(how: str, make: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: the reply said that it was done, but the remaining chunks were served again later."""
-    bench = make(num_tiers=2)
-    bench.store(prompt(4))
-    bench.settle()
+    bench = make(num_tiers=2, stored=4)
     if how == "failing":
         monkeypatch.setattr(bench.tiers[0], "clear", Mock(side_effect=OSError("no")))
     else:
         bench.tiering.queues[0].breaker.why_suspended = "it failed"
-    reply = bench.wait(operate(bench.depot, o.Clear()))
+    reply = bench.operate(o.Clear())
     assert isinstance(reply, m.ErrorReply)
     assert reply.code is ErrorCode.TIER_UNAVAILABLE
     assert "8 entries were removed" in reply.message, "in the pool and in the other tier"
@@ -846,7 +796,7 @@ def test_a_promotion_under_way_brings_nothing_after_a_clear(make: Maker, monkeyp
     bench.forget()
     reads = HeldReads(bench.tiering.queues[0], monkeypatch)
     pending: list[Any] = [bench.begin_lookup(prompt(40, tenant=tenant)) for tenant in ("a", "b")]
-    wait_until(lambda: bench.tiering.turn() or sum(len(part.outcomes) for part in reads.held) == 80)  # type: ignore[func-returns-value]
+    bench.turn_until(lambda: sum(len(part.outcomes) for part in reads.held) == 80)
     cleared = operate(bench.depot, o.Clear("a"))
     bench.depot.background.work()
 
@@ -927,10 +877,7 @@ def test_without_a_descriptor_nothing_is_read_and_nobody_waits_for_it(
     make: Maker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression: every turn failed until the lookup's deadline."""
-    bench = make()
-    run = prompt(4)
-    bench.store(run)
-    bench.settle()
+    bench, run = make(stored=4), prompt(4)
     sum(commands.clear_pool(bench.depot, None))
 
     def fail(pid: int) -> int:
@@ -993,9 +940,7 @@ def test_a_promotion_in_which_a_policy_raises_ends_with_all_that_it_had_begun(
     make: Maker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression: the entries that a tier was reading stayed unfinished for ever, and the lookup got no reply."""
-    bench = make(pages=48)
-    bench.store_long(prompt(40))
-    bench.forget()
+    bench = make(pages=48, demoted=40)
     bench.store_long(prompt(24, 1))
     bench.settle()
     bench.tiers[0].hang = True  # so that the first entries are still being read
@@ -1031,9 +976,9 @@ def test_a_prefix_for_which_there_is_not_enough_room_comes_as_far_as_there_is_ro
     bench = make(pages=32, demoted=20)
     bench.store(prompt(16, name=1))
     bench.settle()
-    lease = bench.wait(bench.begin_lookup(prompt(16, name=1))).lease
+    lease = bench.hold(prompt(16, name=1))
     assert bench.lookup(prompt(20)) == 16
-    bench.ask(m.Release(bench.contexts[0], (lease,)))
+    bench.release(lease)
 
 
 @pytest.mark.parametrize("is_session", [True, False])
@@ -1064,9 +1009,7 @@ def test_a_server_that_does_not_know_the_entries_of_a_tier_does_not_write_them_a
     verify: bool, make: Maker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression: after a restart, the first use of a prefix wrote all of it again, for example to an object store."""
-    bench = make(pages=160, verify=verify)
-    bench.store_long(prompt(40))
-    bench.settle()
+    bench = make(pages=160, verify=verify, stored=40)
     storage = bench.tiers[0].inner
     write = Mock(side_effect=storage.write)
     monkeypatch.setattr(storage, "write", write)
@@ -1108,8 +1051,8 @@ def test_a_long_prompt_that_is_used_again_goes_down_from_its_beginning(
     bench.settle()
     assert bench.tiers[0].usage().num_entries == 0
     bench.tiers[0].error = None
-    bench.clock.now += 100.0
-    wait_until(lambda: (bench.tiering.turn(), not bench.tiering.queues[0].is_suspended)[1])
+    bench.now += 100.0
+    bench.turn_until(lambda: not bench.tiering.queues[0].is_suspended)
     assert bench.lookup(prompt(97)) == 97
     bench.forget()
     assert bench.lookup(prompt(97)) == 97
@@ -1204,9 +1147,7 @@ def test_stores_of_one_chunk_are_not_the_first_that_are_dropped(make: Maker) -> 
 
 def test_a_tier_with_no_room_for_writes_that_wait_is_only_read(make: Maker) -> None:
     """Regression: with `queue=0`, every store divided by zero, and every use of its prefix asked the tier again."""
-    bench = make()
-    bench.store(prompt(4))
-    bench.settle()
+    bench = make(stored=4)
     bench.tiering.queues[0].write_bytes = 0
     bench.store(prompt(4, name=1))
     before = bench.tiers[0].num_calls
@@ -1221,12 +1162,10 @@ def test_a_tier_with_no_room_for_writes_that_wait_is_only_read(make: Maker) -> N
 
 
 def test_a_tier_that_declines_entries_is_asked_for_them_once_a_second(make: Maker) -> None:
-    bench = make(tier_pages=0)
-    bench.store(prompt(4))
-    bench.settle()
+    bench = make(tier_pages=0, stored=4)
     for _ in range(3):
         before = bench.tiers[0].num_calls
-        bench.clock.now += 1.0
+        bench.now += 1.0
         for _ in range(5):
             bench.lookup(prompt(4))
             bench.settle()
@@ -1238,7 +1177,7 @@ def test_a_prompt_that_is_stored_in_pieces_costs_a_tier_that_gathers_stores_few_
     bench.tiers[0].batch_entries = 256
     bench.store_long(prompt(240))
     assert not bench.tiers[0].num_calls
-    bench.clock.now += 1.0
+    bench.now += 1.0
     bench.settle()
     stored = bench.tiers[0].num_calls
     assert 0 < stored <= 10, "30 stores"
@@ -1258,18 +1197,18 @@ def test_chunks_that_wait_for_more_reach_their_tier_though_the_pool_needs_room(
     for name in range(1, 4):
         bench.store(prompt(8, name))
         bench.tiering.turn()
-        assert bench.in_pool(prompt(8, name)) == 8
-    bench.clock.now += 3.0
+        assert bench.found(prompt(8, name)) == 8
+    bench.now += 3.0
     bench.tiering.turn()  # now the tier is asked for them
     bench.store(prompt(8, 4))
-    assert bench.in_pool(prompt(8, 4)) == 8, "waiting chunks hold a part of the pool only"
+    assert bench.found(prompt(8, 4)) == 8, "waiting chunks hold a part of the pool only"
     tier.hang = False
     bench.settle()
     bench.store(prompt(8, 5))
     bench.store(prompt(8, 6))
     bench.store(prompt(8, 7))
-    assert bench.in_pool(prompt(4)) == 0, "they hold it no longer"
-    bench.clock.now += 3.0
+    assert bench.found(prompt(4)) == 0, "they hold it no longer"
+    bench.now += 3.0
     assert bench.lookup(prompt(4)) == 4
 
 
@@ -1284,9 +1223,9 @@ def test_chunks_that_wait_for_more_are_cleared(what: str, make: Maker) -> None:
         "a prefix": o.Clear(digests=run.digests),
         "a session": o.ForgetSession("s", "a", at_once=True),
     }[what]
-    assert bench.wait(operate(bench.depot, request)).count == 4
-    assert bench.in_pool(run) == 0
-    bench.clock.now += 3.0
+    assert bench.operate(request).count == 4
+    assert bench.found(run) == 0
+    bench.now += 3.0
     bench.forget()
     assert bench.lookup(run) == 0, "nor were they written"
     assert bench.lookup(other) == 4
@@ -1296,13 +1235,13 @@ def test_a_store_finds_room_beside_requests_whose_last_chunks_wait_for_more(make
     bench = make(gathers_stores=True, pages=32)
     for name in range(4):
         bench.store(prompt(7, name))
-    bench.clock.now += 3.0
+    bench.now += 3.0
     bench.settle()
     for name in range(4):
         bench.store(prompt(8, name).slice(7))
     bench.store(prompt(8, 4))
-    assert bench.in_pool(prompt(8, 4)) == 8
-    bench.clock.now += 3.0
+    assert bench.found(prompt(8, 4)) == 8
+    bench.now += 3.0
 
 
 @pytest.mark.parametrize("is_earlier", [True, False], ids=["before", "meanwhile"])
@@ -1322,11 +1261,11 @@ def test_the_pool_keeps_no_chunks_for_a_suspended_tier(is_earlier: bool, make: M
 def test_a_chunk_that_waits_in_place_of_a_cleared_one_is_kept_no_longer_than_it_waits(make: Maker) -> None:
     bench = make(gathers_stores=True)
     bench.store(prompt(1))
-    bench.wait(operate(bench.depot, o.Clear()))
+    bench.operate(o.Clear())
     bench.lookup(prompt(1, 1), hands_over=True)
     bench.store(prompt(1, 1))
     for _ in range(2):
-        bench.clock.now += 1.5
+        bench.now += 1.5
         bench.settle()
     bench.forget()
 
@@ -1336,7 +1275,7 @@ def test_chunks_wait_for_more_after_a_restore_that_failed(make: Maker) -> None:
     bench.index.make_parts()
     bench.store(prompt(4))
     assert bench.tiering.num_unwritten == 1
-    bench.clock.now += 3.0
+    bench.now += 3.0
     bench.forget()
     assert bench.lookup(prompt(4)) == 4
 
@@ -1389,7 +1328,7 @@ def test_clear_reaches_the_tiers(make: Maker) -> None:
     bench.store(prompt(4, tenant="a"))
     bench.store(prompt(4, tenant="b"))
     bench.settle()
-    reply = bench.wait(operate(bench.depot, o.Clear("a")))
+    reply = bench.operate(o.Clear("a"))
     assert reply.count == 12
     assert bench.lookup(prompt(4, tenant="a")) == 0
     bench.forget()
@@ -1431,9 +1370,7 @@ def test_clear_waits_for_a_write_under_way(make: Maker) -> None:
 
 
 def test_clear_removes_chunks_that_are_promoted_meanwhile(make: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench, run = make(), prompt(8)
-    bench.store(run)
-    bench.forget()
+    bench, run = make(demoted=8), prompt(8)
     storage = bench.tiers[0].inner
     clear, looked_up, is_clear = storage.clear, threading.Event(), threading.Event()
 
@@ -1445,12 +1382,7 @@ def test_clear_removes_chunks_that_are_promoted_meanwhile(make: Maker, monkeypat
     monkeypatch.setattr(storage, "clear", clear_later)
     deferred = operate(bench.depot, o.Clear())
 
-    def has_begun() -> bool:
-        bench.depot.background.work()
-        bench.tiering.turn()
-        return is_clear.is_set()
-
-    wait_until(has_begun, what="the clear of the tier")
+    bench.turn_until(lambda: (bench.depot.background.work(), is_clear.is_set())[1], what="the clear of the tier")
     assert bench.lookup(run) == 8
     looked_up.set()
     assert bench.wait(deferred).count == 16
@@ -1468,8 +1400,8 @@ def test_entries_on_their_way_from_a_tier_that_hangs_are_waited_for_once(make: M
     stuck.hang = True
     bench.tiers[0].inner = stuck
     first = bench.begin_lookup(prompt(8))
-    wait_until(lambda: bench.tiering.turn() or stuck.num_calls > 0)  # type: ignore[func-returns-value]
-    bench.clock.now += 1.1
+    bench.turn_until(lambda: stuck.num_calls > 0)
+    bench.now += 1.1
     assert bench.wait(first).num_chunks == 0
     second = bench.begin_lookup(prompt(8))
     assert bench.wait(second).num_chunks == 0, "no time has passed"
@@ -1490,7 +1422,7 @@ def look_up_too_slowly(bench: Bench) -> None:
     bench.tiering.queues[0].deadline_seconds = 100.0
     bench.tiers[0].hang = True
     pending = bench.begin_lookup(prompt(8))
-    bench.clock.now += 1.1
+    bench.now += 1.1
     assert bench.wait(pending).num_chunks == 0
     bench.tiers[0].hang = False
     bench.finish_promotions()
@@ -1500,14 +1432,14 @@ def look_up_too_slowly(bench: Bench) -> None:
 def test_a_tier_that_stays_too_slow_costs_ever_fewer_lookups(make: Maker) -> None:
     """Regression: its reads ended before its deadline, so it was used again after 0.5 s, for three lookups."""
     bench = make(demoted=8)
-    queue, clock = bench.tiering.queues[0], bench.clock
+    queue = bench.tiering.queues[0]
 
     def seconds_until_used() -> float:
-        began = clock.now
+        began = bench.now
         while queue.is_suspended:
-            clock.now = queue.next_deadline() or clock.now
-            wait_until(lambda: bench.tiering.turn() or queue.next_deadline() != clock.now or not queue.is_suspended)  # type: ignore[func-returns-value]
-        return clock.now - began
+            bench.now = queue.next_deadline() or bench.now
+            bench.turn_until(lambda: queue.next_deadline() != bench.now or not queue.is_suspended)
+        return bench.now - began
 
     for _ in range(3):
         assert not queue.is_suspended
@@ -1532,10 +1464,10 @@ def test_a_lookup_for_which_the_pool_has_no_room_does_not_show_that_a_tier_is_qu
     for _ in range(2):
         look_up_too_slowly(bench)
     bench.store(prompt(16, name=1))
-    lease = bench.wait(bench.begin_lookup(prompt(16, name=1))).lease
+    lease = bench.hold(prompt(16, name=1))
     assert bench.lookup(prompt(8)) == 0
     assert bench.tiering.counters["promotions_without_room"] == 1
-    bench.ask(m.Release(bench.contexts[0], (lease,)))
+    bench.release(lease)
     bench.forget()
     look_up_too_slowly(bench)
     assert bench.tiering.queues[0].is_suspended
@@ -1543,22 +1475,19 @@ def test_a_lookup_for_which_the_pool_has_no_room_does_not_show_that_a_tier_is_qu
 
 def test_a_tier_that_brings_something_to_every_lookup_in_time_is_used_on(make: Maker) -> None:
     """Regression: three long prompts in a row suspended a healthy tier that brought a part of each in time."""
-    bench = make(pages=64)
-    run = prompt(40)
+    bench, run = make(pages=64), prompt(40)
     bench.store_long(run)
     bench.tiering.queues[0].deadline_seconds = 100.0
     for _ in range(4):
         bench.forget()
         end, _ = hang_reads_of(bench, run, {30})
         pending = bench.begin_lookup(run)
-        wait_until(lambda: (bench.tiering.turn(), bench.index.entries.num_sealed == 30)[1])
-        bench.clock.now += 1.1
+        bench.turn_until(lambda: bench.index.entries.num_sealed == 30)
+        bench.now += 1.1
         assert bench.wait(pending).num_chunks == 30
         end.set()
         bench.finish_promotions()
-        bench.clock.now += 100.0
-        bench.depot.expire()
-        bench.depot.background.work()
+        bench.end_leases()
     assert not bench.tiering.queues[0].is_suspended
 
 
@@ -1569,10 +1498,7 @@ def test_a_tier_is_asked_again_until_it_was_asked_for_all_of_a_prompt(
 ) -> None:
     """Regression: a lookup asked each tier once, for 4,096 entries: 8,192 tokens with eight shards and chunks of 16."""
     monkeypatch.setattr(promotion, "MAXIMUM_QUESTIONS", most)
-    bench = make(groups, pages=128)
-    run = prompt(24)
-    bench.store_long(run)
-    bench.forget()
+    bench, run = make(groups, pages=128, demoted=24), prompt(24)
     assert bench.lookup(run) == 24
     bench.forget()
     bench.store(run.slice(0, 5))
@@ -1582,8 +1508,7 @@ def test_a_tier_is_asked_again_until_it_was_asked_for_all_of_a_prompt(
 @pytest.mark.parametrize("groups", [PLAIN, HYBRID], ids=["plain", "hybrid"])
 def test_promoted_entries_have_their_checksums_again(groups: tuple[m.GroupShape, ...], make: Maker) -> None:
     """Regression: `--verify all` did not check entries from a tier."""
-    bench = make(groups, pages=128, verify=True)
-    run = prompt(30)
+    bench, run = make(groups, pages=128, verify=True), prompt(30)
     bench.store_long(run)
     before = bench.checksums()
     assert all(map(any, before.values()))
@@ -1648,7 +1573,7 @@ def test_entries_that_a_tier_lost_are_written_again_when_they_are_used(
     bench.settle()
     lose(bench, prompt(40), lost)
     num_written = bench.tiering.queues[0].counters["written_entries"]
-    bench.clock.now += 1.0
+    bench.now += 1.0
     assert bench.lookup(prompt(40)) == 40, "from the pool"
     bench.settle()
     num_again = bench.tiering.queues[0].counters["written_entries"] - num_written
@@ -1660,14 +1585,12 @@ def test_entries_that_a_tier_lost_are_written_again_when_they_are_used(
 def test_a_used_prefix_is_asked_for_once_a_second_with_one_question(
     make: Maker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench = make(pages=256)
-    bench.store_long(prompt(120))
-    bench.settle()
+    bench = make(pages=256, stored=120)
     storage = bench.tiers[0].inner
     touch = Mock(side_effect=storage.touch)
     monkeypatch.setattr(storage, "touch", touch)
     for seconds, num_questions in ((0.5, 0), (0.5, 1), (0.0, 1), (0.5, 1), (0.5, 2)):
-        bench.clock.now += seconds
+        bench.now += seconds
         assert bench.lookup(prompt(120)) == 120
         bench.settle()
         assert touch.call_count == num_questions
@@ -1682,10 +1605,8 @@ def test_chunks_that_leave_between_the_steps_of_a_refresh_are_not_asked_for(
     num_turns: int, make: Maker, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Regression: the refresh asked for the key of an entry that was evicted meanwhile, and ended with an error."""
-    bench = make(pages=256)
-    bench.store_long(prompt(120))
-    bench.settle()
-    bench.clock.now += 1.0
+    bench = make(pages=256, stored=120)
+    bench.now += 1.0
     assert bench.lookup(prompt(120)) == 120
     for _ in range(num_turns):
         bench.tiering.turn(lambda: True)
@@ -1698,12 +1619,10 @@ def test_chunks_that_leave_between_the_steps_of_a_refresh_are_not_asked_for(
 
 
 def test_a_tier_that_does_not_answer_gets_nothing_again(make: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = make()
-    bench.store(prompt(4))
-    bench.settle()
+    bench = make(stored=4)
     monkeypatch.setattr(bench.tiers[0].inner, "touch", Mock(side_effect=OSError("away")))
     for _ in range(2):
-        bench.clock.now += 1.0
+        bench.now += 1.0
         assert bench.lookup(prompt(4)) == 4
         bench.settle()
     assert bench.tiering.queues[0].counters["written_entries"] == 4
@@ -1711,22 +1630,20 @@ def test_a_tier_that_does_not_answer_gets_nothing_again(make: Maker, monkeypatch
 
 
 def test_a_question_that_hangs_is_given_up_and_the_prefix_asked_for_again(make: Maker) -> None:
-    bench = make()
-    bench.store(prompt(4))
-    bench.settle()
+    bench = make(stored=4)
     lose(bench, prompt(4), range(4))
-    bench.clock.now += 1.0
+    bench.now += 1.0
     bench.tiers[0].hang = True
     assert bench.lookup(prompt(4)) == 4
     bench.tiering.turn()
     assert bench.tiering.num_refreshing == 1
     wait_until(lambda: bench.tiers[0].num_calls == 2, what="a write and a touch")
-    bench.clock.now += 100.0
+    bench.now += 100.0
     bench.tiering.turn()
     assert (bench.tiering.num_refreshing, bench.tiering.queues[0].is_suspended) == (0, True)
     bench.tiers[0].hang = False
-    bench.clock.now += 100.0
-    wait_until(lambda: (bench.tiering.turn(), not bench.tiering.queues[0].is_suspended)[1])
+    bench.now += 100.0
+    bench.turn_until(lambda: not bench.tiering.queues[0].is_suspended)
     assert bench.lookup(prompt(4)) == 4
     bench.forget()
     assert bench.lookup(prompt(4)) == 4
@@ -1738,7 +1655,7 @@ def test_entries_in_use_stay_in_a_tier_that_evicts_by_use(make: Maker) -> None:
     for name in range(1, 9):
         bench.store(prompt(4, name=name))
         bench.settle()
-        bench.clock.now += 1.0
+        bench.now += 1.0
         assert bench.lookup(prompt(4)) == 4
         bench.settle()
     assert bench.tiering.queues[0].counters["written_entries"] == 36, "each once"
@@ -1754,7 +1671,7 @@ def test_with_evict_entries_that_a_tier_lost_are_written_when_they_leave(make: M
         bench.settle()
     assert bench.lookup(prompt(4)) == 4, "from the tier"
     lose(bench, prompt(4), range(4))
-    bench.clock.now += 1.0
+    bench.now += 1.0
     assert bench.lookup(prompt(4)) == 4
     bench.settle()
     bench.ask(m.Hint(bench.contexts[0], "default", prompt(4).digests, session_ended=True))
@@ -1770,24 +1687,23 @@ def remembered(bench: Bench, run: KeyRun, session: str = "agent") -> None:
 
 
 def test_a_session_is_brought_up_and_stays_for_a_time(make: Maker) -> None:
-    bench = make(pages=24)
-    run = prompt(8)
+    bench, run = make(pages=24), prompt(8)
     bench.store(run)
     remembered(bench, run)
     bench.forget()
     prefetch = o.PrefetchSession("agent", run.tenant, 60.0)
-    assert bench.wait(operate(bench.depot, prefetch)).count == 8
+    assert bench.operate(prefetch).count == 8
     for name in range(1, 9):
         bench.store(prompt(4, name=name))
         bench.settle()
     before = bench.tiers[0].num_calls
     assert bench.lookup(run) == 8
     assert bench.tiers[0].num_calls == before
-    bench.clock.now += 61.0
+    bench.now += 61.0
     bench.depot.expire()
     bench.depot.background.work()
     sum(commands.clear_pool(bench.depot, None))
-    assert bench.in_pool(run) == 0
+    assert bench.found(run) == 0
     assert not bench.depot.agents.pins
     bench.index.check_integrity()
 
@@ -1803,11 +1719,11 @@ def test_a_session_that_is_demoted_leaves_the_pool_and_comes_back(
     bench.store(other)
     bench.settle()
     remembered(bench, agent)
-    assert bench.wait(operate(bench.depot, o.RetainSession("agent", 60.0, agent.tenant))).count == 40
-    assert bench.wait(operate(bench.depot, o.DemoteSession("agent", agent.tenant))).count == num_chunks
+    assert bench.operate(o.RetainSession("agent", 60.0, agent.tenant)).count == 40
+    assert bench.operate(o.DemoteSession("agent", agent.tenant)).count == num_chunks
     bench.settle()
-    assert bench.in_pool(agent) == 0
-    assert bench.in_pool(other) == 4
+    assert bench.found(agent) == 0
+    assert bench.found(other) == 4
     assert not sum(bench.index.evictor.eviction_ages.counts), "the pool was not too small"
     assert bench.lookup(agent) == num_chunks
     bench.index.check_integrity()
@@ -1821,20 +1737,19 @@ def test_the_beginning_that_others_need_is_not_demoted(make: Maker) -> None:
         bench.store(run)
     bench.settle()
     remembered(bench, agent)
-    assert bench.wait(operate(bench.depot, o.DemoteSession("agent", agent.tenant))).count == 3
+    assert bench.operate(o.DemoteSession("agent", agent.tenant)).count == 3
     bench.settle()
-    assert (bench.in_pool(agent), bench.in_pool(branch)) == (5, 8)
+    assert (bench.found(agent), bench.found(branch)) == (5, 8)
 
 
 def test_a_chunk_that_no_tier_takes_stays(make: Maker) -> None:
-    bench = make(pages=32, demotion=Demotion.REUSE)
-    run = prompt(8)
+    bench, run = make(pages=32, demotion=Demotion.REUSE), prompt(8)
     bench.store(run)
     remembered(bench, run)
     bench.tiers[0].error = OSError("broken")
-    bench.wait(operate(bench.depot, o.DemoteSession("agent", run.tenant)))
+    bench.operate(o.DemoteSession("agent", run.tenant))
     bench.settle()
-    assert bench.in_pool(run) == 8
+    assert bench.found(run) == 8
 
 
 @pytest.mark.parametrize("declined", [range(92, 100), range(20, 28)], ids=["the end", "a gap"])
@@ -1856,9 +1771,9 @@ def test_all_of_a_long_session_leaves_though_a_tier_declined_a_part_of_it(
         bench.settle()
     assert storage.usage().num_entries == 92
     remembered(bench, run)
-    assert bench.wait(operate(bench.depot, o.DemoteSession("agent", run.tenant))).count == 100
+    assert bench.operate(o.DemoteSession("agent", run.tenant)).count == 100
     bench.settle()
-    assert bench.in_pool(run) == 0
+    assert bench.found(run) == 0
     assert bench.lookup(run) == 100
 
 
@@ -1867,24 +1782,21 @@ def test_a_session_that_is_being_written_leaves_when_it_is_demoted(make: Maker) 
     bench.tiers[0].hang = True
     bench.store(run)
     remembered(bench, run)
-    assert bench.wait(operate(bench.depot, o.DemoteSession("agent", run.tenant))).count == 8
-    assert bench.in_pool(run) == 8
+    assert bench.operate(o.DemoteSession("agent", run.tenant)).count == 8
+    assert bench.found(run) == 8
     bench.tiers[0].hang = False
     bench.settle()
-    assert bench.in_pool(run) == 0
+    assert bench.found(run) == 0
     assert bench.lookup(run) == 8
 
 
 def test_without_a_tier_in_use_nothing_is_demoted(make: Maker) -> None:
-    bench = make(pages=32)
-    run = prompt(8)
-    bench.store(run)
-    bench.settle()
+    bench, run = make(pages=32, stored=8), prompt(8)
     remembered(bench, run)
     assert bench.tiering.remove("tier-0")
-    reply = bench.wait(operate(bench.depot, o.DemoteSession("agent", run.tenant)))
+    reply = bench.operate(o.DemoteSession("agent", run.tenant))
     assert reply.code is ErrorCode.TIER_UNAVAILABLE
-    assert bench.in_pool(run) == 8
+    assert bench.found(run) == 8
 
 
 def test_entries_of_any_model_of_a_space_are_warmed(make: Maker) -> None:
@@ -1896,14 +1808,14 @@ def test_entries_of_any_model_of_a_space_are_warmed(make: Maker) -> None:
         bench.store(run)
     bench.forget()
     for run in runs.values():
-        assert bench.wait(operate(bench.depot, o.Warm(tenant=run.tenant, digests=run.digests))).count == run.num_chunks
+        assert bench.operate(o.Warm(tenant=run.tenant, digests=run.digests)).count == run.num_chunks
         bench.check(run)
 
 
 def test_nothing_is_warmed_without_an_engine(make: Maker) -> None:
     bench = make(demoted=2)
     bench.depot.end_session(1)
-    assert bench.wait(operate(bench.depot, o.Warm(digests=prompt(2).digests))).count == 0
+    assert bench.operate(o.Warm(digests=prompt(2).digests)).count == 0
 
 
 @pytest.mark.slow
@@ -1931,19 +1843,19 @@ def test_random_traffic_with_bad_days_is_right_bytes_or_a_miss(
                 tier = rng.choice(bench.tiers)
                 tier.hang, tier.lie = rng.random() < 0.2, rng.random() < 0.3
                 tier.error = OSError("broken") if rng.random() < 0.3 else None
-                bench.clock.now += rng.random()
+                bench.now += rng.random()
             case _:
-                bench.clock.now += 0.7
+                bench.now += 0.7
                 bench.tiering.turn()
         if step % 25 == 24:
             for tier in bench.tiers:
                 tier.hang, tier.lie, tier.error = False, False, None
-            bench.clock.now += 31
+            bench.now += 31
             bench.settle()
             for _, reply in pending:
                 lease = bench.wait(reply).lease
                 if lease:
-                    bench.ask(m.Release(bench.contexts[0], (lease,)))
+                    bench.release(lease)
             pending.clear()
     assert hits > 20
 
@@ -1987,11 +1899,11 @@ class OtherNode:
 
     def wait(self, asked: Any, seconds: float = 1.0) -> Any:
         """Return the answer to a lookup, None if there is none after `seconds` of the clock."""
-        bench, until = self.bench, self.bench.clock.now + seconds
+        bench, until = self.bench, self.bench.now + seconds
         bench.depot.background.work()
-        while asked.reply is None and bench.clock.now < until:
-            bench.clock.now += 0.005
-            bench.depot.state.timers.expire(bench.clock.now)
+        while asked.reply is None and bench.now < until:
+            bench.now += 0.005
+            bench.depot.state.timers.expire(bench.now)
             bench.depot.background.work()
             bench.finish_promotions()
         return asked.reply
@@ -2041,7 +1953,7 @@ def test_at_its_deadline_it_says_whether_more_is_to_be_expected(num_here: int, a
     awaited.num_here = num_here
     reply = awaited.wait(asked, 0.45)
     assert (reply.num_chunks, reply.num_pending) == (num_here, 5 if num_here else 0)
-    assert awaited.bench.clock.now < 50.0 + 0.52
+    assert awaited.bench.now < 50.0 + 0.52
 
 
 def test_chunks_that_the_lookup_itself_promotes_count_as_arrived(awaited: OtherNode) -> None:
