@@ -222,6 +222,7 @@ def test_table_for_machines_is_json() -> None:
         "policy": "lru",
         "pool_bytes": CHUNK,
         "reachable": True,
+        "prompt_tokens": 2 * BLOCK_TOKENS,
         "hit_rate": 0.5,
         "hit_tokens": BLOCK_TOKENS,
         "hit_chunks": 1,

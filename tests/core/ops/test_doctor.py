@@ -27,7 +27,6 @@ SOUND = Facts(
     swap_bytes=0,
     locked_memory_bytes=None,
     descriptors=65536,
-    is_container=False,
     directory=Path("/run/kvdepot"),
     directory_is_writable=True,
     has_compiler=True,

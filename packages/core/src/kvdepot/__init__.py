@@ -13,20 +13,6 @@ if TYPE_CHECKING:
     from kvdepot.errors import KVDepotError
     from kvdepot.keys import KeyRun, Namespace, PrefixHasher, hash_prefix
 
-_HOMES = {
-    "CacheGroup": "kvdepot.backends",
-    "KVCache": "kvdepot.backends",
-    "KVDepotError": "kvdepot.errors",
-    "KeyRun": "kvdepot.keys",
-    "Lease": "kvdepot.client.scheduler",
-    "Namespace": "kvdepot.keys",
-    "PrefixHasher": "kvdepot.keys",
-    "SchedulerClient": "kvdepot.client.scheduler",
-    "get_backend": "kvdepot.backends",
-    "hash_prefix": "kvdepot.keys",
-    "list_backends": "kvdepot.backends",
-}
-
 __all__ = [
     "CacheGroup",
     "KVCache",
@@ -42,7 +28,16 @@ __all__ = [
 ]
 
 
+_HOMES = {
+    "kvdepot.backends": {"CacheGroup", "KVCache", "get_backend", "list_backends"},
+    "kvdepot.client.scheduler": {"Lease", "SchedulerClient"},
+    "kvdepot.errors": {"KVDepotError"},
+    "kvdepot.keys": {"KeyRun", "Namespace", "PrefixHasher", "hash_prefix"},
+}
+
+
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'kvdepot' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(importlib.import_module(home), name)
+    raise AttributeError(f"module 'kvdepot' has no attribute {name!r}")

@@ -75,9 +75,7 @@ _CASES: Final = (
 )
 
 
-def bench_transfer(
-    say: Callable[[str], None],
-) -> dict[str, Any]:
+def bench_transfer(say: Callable[[str], None]) -> dict[str, Any]:
     """Time stores and retrieves of 256 MiB between scattered blocks and the pool, server round trips included.
 
     The reference for each direction is one memcpy of as many bytes, in turn with the transfers. It copies between the
@@ -112,9 +110,8 @@ def _transfer_row(case: TransferCase) -> dict[str, Any]:
             engine.wait_until_connected()
             rng = np.random.default_rng(0)
             cache = engine.cache.reshape(-1).view(np.uint8)
-            pool = np.frombuffer(_shared_memory(num_bytes), np.uint8)
+            pool = np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)  # shared memory, like a pool
             wait_until(lambda: depot.status().pool_ready_bytes == depot.status().pool_size_bytes, 600)
-            memcpy = _memcpy()
             times: dict[str, list[float]] = {"to_pool": [], "from_pool": [], "store": [], "retrieve": []}
             for number in range(_ROUNDS + 1):
                 tokens = list(range(number, number + num_chunks * case.chunk_tokens))
@@ -122,29 +119,23 @@ def _transfer_row(case: TransferCase) -> dict[str, Any]:
                 needed = num_chunks * case.chunk_tokens // case.block_tokens
                 ids = rng.permutation(engine.cache.shape[1])
                 out, back = ids[:needed].tolist(), ids[-needed:].tolist()
-                started = time.perf_counter()
-                memcpy(pool.ctypes.data, cache.ctypes.data, num_bytes)
-                turned = time.perf_counter()
-                memcpy(cache.ctypes.data, pool.ctypes.data, num_bytes)
-                copied = time.perf_counter()
+                moments = [time.perf_counter()]
+                ctypes.memmove(pool.ctypes.data, cache.ctypes.data, num_bytes)
+                moments.append(time.perf_counter())
+                ctypes.memmove(cache.ctypes.data, pool.ctypes.data, num_bytes)
+                moments.append(time.perf_counter())
                 stored = engine.context.submit_store("r", key, [out]).result()
-                middle = time.perf_counter()
+                moments.append(time.perf_counter())
                 retrieved = engine.context.submit_retrieve("r", key, [back]).result()
-                ended = time.perf_counter()
+                moments.append(time.perf_counter())
                 assert stored and retrieved, "the depot took or had less than all"
-                if number:  # the first round warms up
-                    times["to_pool"].append(turned - started)
-                    times["from_pool"].append(copied - turned)
-                    times["store"].append(middle - copied)
-                    times["retrieve"].append(ended - middle)
+                for name, (began, ended) in zip(times, itertools.pairwise(moments), strict=True):
+                    if number:  # the first round warms up
+                        times[name].append(ended - began)
                 ask_depot(o.Clear(), depot.url, 30)
         finally:
             engine.close()
-    row: dict[str, Any] = {
-        **asdict(case),
-        "page_bytes": geometry.page_size_bytes,
-        "num_bytes": num_bytes,
-    }
+    row: dict[str, Any] = {**asdict(case), "page_bytes": geometry.page_size_bytes, "num_bytes": num_bytes}
     for name, reference in (("store", "to_pool"), ("retrieve", "from_pool")):
         ratios = sorted(memcpy / seconds for memcpy, seconds in zip(times[reference], times[name], strict=True))
         row[name] = {
@@ -166,23 +157,6 @@ def _transfer_line(row: dict[str, Any]) -> str:
         f"blocks of {row['block_tokens']:3} tokens, chunks of {row['chunk_tokens']:3},"
         f" {counted(row['copy_threads'], 'thread')}, verify {row['verify']:6}: " + "; ".join(parts)
     )
-
-
-def _shared_memory(num_bytes: int) -> mmap.mmap:
-    """Return memory of a pool's kind."""
-    descriptor = os.memfd_create("reference")
-    try:
-        os.ftruncate(descriptor, num_bytes)
-        return mmap.mmap(descriptor, num_bytes)
-    finally:
-        os.close(descriptor)
-
-
-def _memcpy() -> Callable[[int, int, int], object]:
-    function = ctypes.CDLL(None).memcpy
-    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
-    function.restype = ctypes.c_void_p
-    return function
 
 
 # --- lookup ---------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ and predict no latency.
 import random
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from operator import attrgetter
 from typing import Any, Final
 
@@ -18,7 +18,7 @@ from msgspec import structs
 from kvdepot.config import format_size, parse_size
 from kvdepot.errors import ConfigError, TraceError
 from kvdepot.lab.plot import curves_as_svg
-from kvdepot.lab.simulate import BYTES_PER_TOKEN, LADDER, Workload
+from kvdepot.lab.simulate import BYTES_PER_TOKEN, LADDER, Workload, as_table
 from kvdepot.lab.trace import BLOCK_TOKENS, TraceRequest
 from kvdepot.pool.extents import extent_size
 
@@ -101,15 +101,7 @@ class ClusterRow:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the row as plain values, for JSON."""
-        return {
-            "routing": self.routing,
-            "pool_bytes": self.pool_bytes,
-            "shared_bytes": self.shared_bytes,
-            "hit_rate": round(self.hit_rate, 5),
-            "tier_hit_rate": round(self.tier_hit_rate, 5),
-            "mean_seconds": round(self.mean_seconds, 3),
-            "p99_seconds": round(self.p99_seconds, 3),
-        }
+        return {name: round(value, 5) if isinstance(value, float) else value for name, value in asdict(self).items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,21 +143,11 @@ class ClusterTable:
             )
             for row in self.rows
         ]
-        widths = [max(len(line[column]) for line in cells) for column in range(len(head))]
-        lines = [
-            "  ".join(
-                [
-                    line[0].ljust(widths[0]),
-                    *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)),
-                ]
-            )
-            for line in cells
-        ]
         return (
             f"{self.num_requests:,} requests on {self.fleet.num_nodes} nodes with"
             f" {self.fleet.num_engines:,} engines, the first {_WARM_UP:.0%} not counted\n"
             "hits: share of the prompt tokens; mean and p99: time to the first token at"
-            f" {self.fleet.prefill_tokens_per_second:,.0f} computed tokens a second\n\n" + "\n".join(lines)
+            f" {self.fleet.prefill_tokens_per_second:,.0f} computed tokens a second\n\n" + as_table(cells)
         )
 
     def plot(self) -> str:

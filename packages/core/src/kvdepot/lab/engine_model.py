@@ -7,7 +7,7 @@ byte from the depot can be verified. The demo, the replay and the benchmarks use
 
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -25,20 +25,18 @@ CACHE_ALIGNMENT_BYTES: Final = 4096  # a page, as of extents: numpy promises onl
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """The KV cache of a model with grouped-query attention."""
+    """The KV cache of a model with grouped-query attention in bfloat16."""
 
     name: str
     num_layers: int
     num_kv_heads: int
     head_dim: int
-    dtype: str = "bfloat16"
-    element_bytes: int = 2
     block_tokens: int = 16
 
     @property
     def page_size_bytes(self) -> int:
         """Bytes of one block of one layer, keys and values."""
-        return self.block_tokens * 2 * self.num_kv_heads * self.head_dim * self.element_bytes
+        return self.block_tokens * 2 * self.num_kv_heads * self.head_dim * 2
 
     @property
     def block_size_bytes(self) -> int:
@@ -136,7 +134,7 @@ class EngineModel:
             )
         ]
         cache = KVCache(
-            groups, instance, geometry.dtype, model=geometry.name, format="model", chunk_tokens=self.chunk_tokens
+            groups, instance, "bfloat16", model=geometry.name, format="model", chunk_tokens=self.chunk_tokens
         )
         self.context: Any = backend.create_context(cache, url=url, copy_threads=copy_threads)
         self.scheduler = SchedulerClient(
@@ -235,21 +233,19 @@ class EngineModel:
 
     def compute(self, chunk: bytes) -> None:
         """Fill the chunk's blocks as a forward pass would, but with bytes derived from its key."""
-        blocks = self.blocks.of([chunk])
-        seeds = self._pattern.seeds(chunk, self.geometry.num_layers, self.blocks_per_chunk)
-        for layer in range(self.geometry.num_layers):
-            for place, block in enumerate(blocks):
-                self._pattern.write(self.cache[layer, block], seeds[layer, place])
+        for page, seed in self._pages(chunk):
+            self._pattern.write(page, seed)
 
     def count_wrong_bytes(self, chunk: bytes) -> int:
         """Return how many bytes of the chunk's blocks differ from those derived from its key."""
+        return sum(self._pattern.count_wrong_bytes(page, seed) for page, seed in self._pages(chunk))
+
+    def _pages(self, chunk: bytes) -> Iterator[tuple[Any, Any]]:
+        """Yield the pages of the chunk's blocks with the seeds of their bytes."""
         blocks = self.blocks.of([chunk])
-        seeds = self._pattern.seeds(chunk, self.geometry.num_layers, self.blocks_per_chunk)
-        return sum(
-            self._pattern.count_wrong_bytes(self.cache[layer, block], seeds[layer, place])
-            for layer in range(self.geometry.num_layers)
-            for place, block in enumerate(blocks)
-        )
+        seeds = self._pattern.seeds(chunk, len(self.cache), len(blocks))
+        for layer, of_layer in zip(self.cache, seeds, strict=True):
+            yield from zip((layer[block] for block in blocks), of_layer, strict=True)
 
     def close(self) -> None:
         """Leave the depot."""
@@ -296,11 +292,6 @@ class BlockTable:
             elif count:
                 del self._pins[chunk]
                 self._slots.move_to_end(chunk)
-
-    def forget(self) -> None:
-        """Drop every chunk that no request uses."""
-        for chunk in [chunk for chunk in self._slots if chunk not in self._pins]:
-            self._free.append(self._slots.pop(chunk))
 
     def of(self, chunks: Sequence[bytes]) -> list[int]:
         """Return the blocks of chunks, in token order."""

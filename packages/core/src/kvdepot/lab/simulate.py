@@ -8,7 +8,7 @@ Two reference rows show how good the policies are: Belady's rule, and a pool wit
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from heapq import heappop, heappush
 from typing import Any, Final
 
@@ -54,15 +54,7 @@ class SimulationRow:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the row as plain values, for JSON."""
-        return {
-            "policy": self.policy,
-            "pool_bytes": self.pool_bytes,
-            "reachable": self.reachable,
-            "hit_rate": round(self.hit_rate, 5),
-            "hit_tokens": self.hit_tokens,
-            "hit_chunks": self.hit_chunks,
-            "evictions": self.evictions,
-        }
+        return {**asdict(self), "hit_rate": round(self.hit_rate, 5)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,35 +82,24 @@ class SimulationTable:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the table as plain values, for JSON."""
-        return {
-            "num_requests": self.num_requests,
-            "prompt_tokens": self.prompt_tokens,
-            "chunk_tokens": BLOCK_TOKENS,
-            "chunk_bytes": self.chunk_bytes,
-            "num_chunks": self.num_chunks,
-            "unique_chunks": self.unique_chunks,
-            "unique_bytes": self.unique_bytes,
-            "rows": [row.as_dict() for row in self.rows],
-        }
+        rows = [row.as_dict() for row in self.rows]
+        return {**asdict(self), "chunk_tokens": BLOCK_TOKENS, "unique_bytes": self.unique_bytes, "rows": rows}
 
     def describe(self) -> str:
         """Return the table as text: pool sizes as columns, policies as rows, hit rates in percent."""
         sizes = sorted({row.pool_bytes for row in self.rows if row.policy != UNLIMITED})
         rates = {(row.policy, row.pool_bytes): f"{row.hit_rate:.1%}" for row in self.rows}
         reachable = list(dict.fromkeys(row.policy for row in self.rows if row.reachable))
-        shares = [f"{size / self.unique_bytes:.1%}" for size in sizes]
-        lines = [("pool size", [_pool_name(size) for size in sizes]), ("of all chunks", shares)]
-        lines += [(policy, [rates[policy, size] for size in sizes]) for policy in reachable]
-        lines.append((f"{BELADY} *", [rates[BELADY, size] for size in sizes]))
-        lines.append((f"{UNLIMITED} *", [rates[UNLIMITED, self.unique_bytes]] * len(sizes)))
-        title = max(len(name) for name, _ in lines)
-        width = max(len(cell) for _, cells in lines for cell in cells)
-        table = ["  ".join([name.ljust(title), *(cell.rjust(width) for cell in cells)]) for name, cells in lines]
+        lines = [["pool size", *map(_pool_name, sizes)]]
+        lines.append(["of all chunks", *(f"{size / self.unique_bytes:.1%}" for size in sizes)])
+        lines += [[policy, *(rates[policy, size] for size in sizes)] for policy in reachable]
+        lines.append([f"{BELADY} *", *(rates[BELADY, size] for size in sizes)])
+        lines.append([f"{UNLIMITED} *", *[rates[UNLIMITED, self.unique_bytes]] * len(sizes)])
         return (
             f"{self.num_requests:,} requests, {self.prompt_tokens:,} prompt tokens; {self.unique_chunks:,} different"
             f" chunks of {BLOCK_TOKENS} tokens, {format_size(self.unique_bytes)} in all\n"
             "share of the prompt tokens that is found in the pool:\n\n"
-            + "\n".join(table)
+            + as_table(lines)
             + f"\n\n* no server reaches these: {BELADY} knows the future and does the best that can be done with this"
             f" much memory,\n  {UNLIMITED} keeps everything\n\n{self.recommendation()}"
         )
@@ -156,6 +137,12 @@ class SimulationTable:
         curves.append((UNLIMITED, [(size, limit) for size in sizes]))
         title = f"{self.num_requests:,} requests, {self.prompt_tokens:,} prompt tokens: share found in the pool"
         return curves_as_svg(title, curves)
+
+
+def as_table(lines: Sequence[Sequence[str]]) -> str:
+    """Return lines of cells as text, in columns: the first is aligned to the left, the others to the right."""
+    first, *others = (max(map(len, column)) for column in zip(*lines, strict=True))
+    return "\n".join("  ".join([line[0].ljust(first), *map(str.rjust, line[1:], others)]) for line in lines)
 
 
 def parse_pool_sizes(text: str) -> tuple[int, ...]:

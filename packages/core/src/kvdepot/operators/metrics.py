@@ -2,7 +2,7 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -51,67 +51,48 @@ class StatusCollector(Collector):
         }
         for name, (value, text) in gauges.items():
             yield GaugeMetricFamily(f"kvdepot_{name}", text, value)
-        yield self._workers()
+        formats = (each.format for each in status.contexts if each.role == "worker")
+        kinds = Counter(text.partition(" ")[0] or "other" for text in formats)
+        text = "Attached workers by their engine's kind"
+        yield _gauge("workers", text, ("engine",), [((kind,), count) for kind, count in sorted(kinds.items())])
         slow = "Turns of more than 20 ms"
         yield CounterMetricFamily("kvdepot_loop_slow_turns", slow, status.loop_slow_turns)
         saved = "Prefill time saved by retrieves, from the engines' own time per token"
         yield CounterMetricFamily("kvdepot_prefill_seconds_saved", saved, status.prefill_seconds_saved)
         for name, value in sorted(status.counters.items()):
             yield CounterMetricFamily(f"kvdepot_{name}", status.counter_texts.get(name, name), value)
-        used = GaugeMetricFamily("kvdepot_tenant_used_bytes", "Bytes of the pool used by a tenant", labels=["tenant"])
-        quota = GaugeMetricFamily(
-            "kvdepot_tenant_quota_bytes", "Share of the pool reserved for a tenant", labels=["tenant"]
-        )
-        retained = GaugeMetricFamily(
-            "kvdepot_tenant_retained_bytes", "Bytes that retained sessions of a tenant keep", labels=["tenant"]
-        )
-        for tenant, usage in sorted(status.tenants.items()):
-            used.add_metric([tenant], usage["used_bytes"])
-            if "quota_bytes" in usage:
-                quota.add_metric([tenant], usage["quota_bytes"])
-                retained.add_metric([tenant], usage["retained_bytes"])
-        yield from (used, quota, retained)
-        yield self._generations()
-        yield from self._tokens()
-        yield from self._devices()
+        yield from self._tenants()
+        generations = [((each.lineage, each.name), each.used_bytes) for each in status.generations]
+        text = "Bytes of the pool used by KV of a generation of weights"
+        yield _gauge("generation_used_bytes", text, ("lineage", "generation"), generations)
+        moved = sorted(status.devices.items())
+        for name, field, text in (
+            ("store_bytes", "stored_bytes", "Bytes of committed stores"),
+            ("retrieve_bytes", "retrieved_bytes", "Bytes of prepared retrieves"),
+        ):
+            yield _counter(name, text, ("device",), [((device,), counts[field]) for device, counts in moved])
         yield from self._histograms()
         yield from self._estimates()
         yield from self._tiers()
 
-    def _generations(self) -> Metric:
-        text = "Bytes of the pool used by KV of a generation of weights"
-        family = GaugeMetricFamily("kvdepot_generation_used_bytes", text, labels=["lineage", "generation"])
-        for each in self._status.generations:
-            family.add_metric([each.lineage, each.name], each.used_bytes)
-        return family
-
-    def _workers(self) -> Metric:
-        family = GaugeMetricFamily("kvdepot_workers", "Attached workers by their engine's kind", labels=["engine"])
-        formats = (each.format for each in self._status.contexts if each.role == "worker")
-        for kind, count in sorted(Counter(text.partition(" ")[0] or "other" for text in formats).items()):
-            family.add_metric([kind], count)
-        return family
-
-    def _tokens(self) -> Iterator[Metric]:
-        asked = CounterMetricFamily("kvdepot_lookup_tokens", "Tokens looked up", labels=["tenant"])
-        hit = CounterMetricFamily("kvdepot_lookup_hit_tokens", "Tokens found", labels=["tenant", "source"])
-        for tenant, usage in sorted(self._status.tenants.items()):
-            if "lookup_tokens" in usage:
-                asked.add_metric([tenant], usage["lookup_tokens"])
-                hit.add_metric([tenant, "pool"], usage["pool_hit_tokens"])
-                hit.add_metric([tenant, "tier"], usage["tier_hit_tokens"])
-        yield asked
-        yield hit
-
-    def _devices(self) -> Iterator[Metric]:
-        for direction, name, text in (
-            ("store", "stored_bytes", "Bytes of committed stores"),
-            ("retrieve", "retrieved_bytes", "Bytes of prepared retrieves"),
+    def _tenants(self) -> Iterator[Metric]:
+        tenants = sorted(self._status.tenants.items())
+        for name, text in (
+            ("used_bytes", "Bytes of the pool used by a tenant"),
+            ("quota_bytes", "Share of the pool reserved for a tenant"),
+            ("retained_bytes", "Bytes that retained sessions of a tenant keep"),
         ):
-            family = CounterMetricFamily(f"kvdepot_{direction}_bytes", text, labels=["device"])
-            for device, moved in sorted(self._status.devices.items()):
-                family.add_metric([device], moved[name])
-            yield family
+            has_value = [each for each in tenants if name == "used_bytes" or "quota_bytes" in each[1]]
+            yield _gauge(f"tenant_{name}", text, ("tenant",), [((tenant,), usage[name]) for tenant, usage in has_value])
+        asked = [((tenant,), usage["lookup_tokens"]) for tenant, usage in tenants if "lookup_tokens" in usage]
+        yield _counter("lookup_tokens", "Tokens looked up", ("tenant",), asked)
+        found = [
+            ((tenant, source), usage[f"{source}_hit_tokens"])
+            for tenant, usage in tenants
+            if "lookup_tokens" in usage
+            for source in ("pool", "tier")
+        ]
+        yield _counter("lookup_hit_tokens", "Tokens found", ("tenant", "source"), found)
 
     def _histograms(self) -> Iterator[Metric]:
         status = self._status
@@ -133,23 +114,14 @@ class StatusCollector(Collector):
             yield _histogram("kvdepot_eviction_age_seconds", text, status.eviction_ages)
 
     def _estimates(self) -> Iterator[Metric]:
-        status = self._status
-        yield CounterMetricFamily(
-            "kvdepot_estimated_lookup_chunks",
-            "Chunks looked up, in the sample used for estimates",
-            status.estimated_chunks,
-        )
-        found = CounterMetricFamily(
-            "kvdepot_estimated_hit_chunks",
-            "Chunks of the sample that a pool of another size would have had",
-            labels=["pool_scale"],
-        )
-        for estimate in status.estimates:
-            found.add_metric([f"{estimate.scale:g}"], estimate.hit_chunks)
-        yield found
+        text = "Chunks looked up, in the sample used for estimates"
+        yield CounterMetricFamily("kvdepot_estimated_lookup_chunks", text, self._status.estimated_chunks)
+        text = "Chunks of the sample that a pool of another size would have had"
+        found = [((f"{each.scale:g}",), each.hit_chunks) for each in self._status.estimates]
+        yield _counter("estimated_hit_chunks", text, ("pool_scale",), found)
 
     def _tiers(self) -> Iterator[Metric]:
-        tiers = self._status.tiers
+        tiers, label = self._status.tiers, ("tier",)
         for name, text in {
             "num_entries": "Entries in the tier, if its storage counts them",
             "used_bytes": "Bytes in use in the tier's storage",
@@ -159,23 +131,32 @@ class StatusCollector(Collector):
             "num_waiting_writes": "Writes waiting for a thread",
             "num_hung_calls": "Calls past their deadline that have not returned",
         }.items():
-            family = GaugeMetricFamily(f"kvdepot_tier_{name.removeprefix('num_')}", text, labels=["tier"])
-            for tier in tiers:
-                family.add_metric([tier.name], getattr(tier, name))
-            yield family
-        is_open = GaugeMetricFamily(
-            "kvdepot_tier_breaker_open", "1 while the tier is suspended after failures", labels=["tier"]
-        )
-        for tier in tiers:
-            is_open.add_metric([tier.name], tier.state != "closed")
-        yield is_open
+            values = [((tier.name,), getattr(tier, name)) for tier in tiers]
+            yield _gauge(f"tier_{name.removeprefix('num_')}", text, label, values)
+        are_open = [((tier.name,), tier.state != "closed") for tier in tiers]
+        yield _gauge("tier_breaker_open", "1 while the tier is suspended after failures", label, are_open)
         texts = self._status.tier_counter_texts
         for name in sorted({*texts, *(name for tier in tiers for name in tier.counters)}):
             text = texts.get(name, name)  # third-party tiers need not declare their counters
-            counter = CounterMetricFamily(f"kvdepot_tier_{name}", text, labels=["tier"])
-            for tier in tiers:
-                counter.add_metric([tier.name], tier.counters.get(name, 0))
-            yield counter
+            yield _counter(f"tier_{name}", text, label, [((tier.name,), tier.counters.get(name, 0)) for tier in tiers])
+
+
+Values = Iterable[tuple[Sequence[str], float]]
+"""Values of a metric with those of its labels."""
+
+
+def _gauge(name: str, text: str, labels: Sequence[str], values: Values) -> Metric:
+    return _filled(GaugeMetricFamily(f"kvdepot_{name}", text, labels=labels), values)
+
+
+def _counter(name: str, text: str, labels: Sequence[str], values: Values) -> Metric:
+    return _filled(CounterMetricFamily(f"kvdepot_{name}", text, labels=labels), values)
+
+
+def _filled(family: GaugeMetricFamily | CounterMetricFamily, values: Values) -> Metric:
+    for of_labels, value in values:
+        family.add_metric(of_labels, value)
+    return family
 
 
 def _histogram(name: str, text: str, histogram: HistogramStatus) -> Metric:

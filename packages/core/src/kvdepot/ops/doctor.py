@@ -119,7 +119,6 @@ class Facts:
     swap_bytes: int
     locked_memory_bytes: int | None  # None: unlimited
     descriptors: int
-    is_container: bool
     directory: Path
     directory_is_writable: bool
     has_compiler: bool
@@ -148,7 +147,6 @@ def read_facts(config: ServerConfig) -> Facts:
         swap_bytes=_swap_in_use(),
         locked_memory_bytes=None if locked == resource.RLIM_INFINITY else locked,
         descriptors=resource.getrlimit(resource.RLIMIT_NOFILE)[1],
-        is_container=_is_in_container(),
         directory=config.directory,
         directory_is_writable=_is_writable(config.directory),
         depot=_status(config.directory),
@@ -290,12 +288,6 @@ def _judge_place(facts: Facts) -> Iterator[Finding]:
             f"no files can be made in {facts.directory}",
             "choose another folder with --dir, or change the owner of this one",
         )
-    if facts.is_container:
-        yield _fine(
-            "container",
-            "this seems to be a container: engines in other containers need to share only the folder"
-            f" {facts.directory} with it, no IPC or PID namespace",
-        )
     depot = facts.depot
     if depot is None:
         yield _fine("depot", f"no depot answers in {facts.directory}")
@@ -366,14 +358,6 @@ def _swap_in_use() -> int:
         fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
         return (int(fields["SwapTotal"].split()[0]) - int(fields["SwapFree"].split()[0])) * 1024
     return 0
-
-
-def _is_in_container() -> bool:
-    """Return whether this looks like a container. No sign is conclusive."""
-    with contextlib.suppress(OSError, IndexError):
-        line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("NSpid"))
-        return len(line.split()) > 2 or Path("/.dockerenv").exists() or "KUBERNETES_SERVICE_HOST" in os.environ
-    return False
 
 
 def _is_writable(directory: Path) -> bool:
