@@ -84,17 +84,6 @@ def find(engine: EngineProcess, salt: int, num_chunks: int) -> int:
     return found
 
 
-def test_stored_chunks_outlive_the_pool(make: MakeNode, tmp_path: Path) -> None:
-    node = make(disk(tmp_path))
-    engine = node.spawn()
-    engine.expect("16", "store 1 16")
-    node.lose_the_pool()
-    wait_until(lambda: node.tier().num_entries == 16)
-    assert find(engine, 1, 16) == 16
-    assert find(engine, 1, 20) == 16
-    assert find(engine, 2, 16) == 0
-
-
 @pytest.mark.parametrize("rule", ["store", "reuse", "evict"])
 def test_every_rule_of_demotion_serves_right_bytes_under_pressure(rule: str, make: MakeNode, tmp_path: Path) -> None:
     node = make(disk(tmp_path), pool_size="8MiB", options=("--demote", rule))
@@ -153,20 +142,6 @@ def test_prefixes_are_warmed_by_command(make: MakeNode, tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 1
     assert str(keys) in done.stderr
-
-
-@pytest.mark.promise(30)
-def test_damaged_files_are_misses_and_gone(make: MakeNode, tmp_path: Path) -> None:
-    node = make(disk(tmp_path))
-    engine = node.spawn()
-    engine.ask("store 1 8")
-    node.lose_the_pool()
-    for path in tmp_path.glob("tier/*/*/*/*"):
-        data = bytearray(path.read_bytes())
-        data[len(data) // 3] ^= 1
-        path.write_bytes(data)
-    assert find(engine, 1, 8) == 0
-    assert node.tier().counters["corrupt"] >= 1
 
 
 def test_a_share_under_two_writers_is_at_its_size_after_each_collection(make: MakeNode, tmp_path: Path) -> None:

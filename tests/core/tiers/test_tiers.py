@@ -15,19 +15,15 @@ from kvdepot.testing.tier_traffic import (
     contains,
     content,
     extents_of,
-    fill,
-    make_key,
     make_pool,
     read,
     run,
-    write,
 )
 from kvdepot.tiers import checked, trailer, url
-from kvdepot.tiers.base import Extents, Tier, TierPool
+from kvdepot.tiers.base import Tier, TierPool
 from kvdepot.tiers.breaker import ERRORS_TO_SUSPEND
 from kvdepot.tiers.jobs import Job, JobKind
 from kvdepot.tiers.memory import MemoryTier
-from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.trailer import checksum_of
 from kvdepot.tiers.url import TierUrl, open_tier
 
@@ -37,24 +33,6 @@ class TestMemoryTier(TierSuite):
 
     def open_tier(self, pool: TierPool) -> Tier:
         return MemoryTier(pool, 64 * EXTENT_BYTES)
-
-
-class SwappingTier(MemoryTier):
-    """Reads the payload that was written last, whatever the key."""
-
-    def read(self, keys: Sequence[bytes], extents: Extents) -> list[bytes | None]:
-        last = next(reversed(self._entries), b"")
-        return super().read([last] * len(keys), extents)
-
-
-def test_a_tier_that_mixes_keys_up_serves_nothing_wrong() -> None:
-    pool, keys = make_pool(), [make_key(number) for number in range(3)]
-    queue = TierQueue(SwappingTier(pool, 1 << 20), pool, "wrong")
-    fill(pool, 0, keys, [4096] * 3)
-    write(queue, keys, extents_of(0, [4096] * 3))
-    assert read(queue, keys, extents_of(8, [4096] * 3)) == [False, False, True]
-    assert queue.status().counters["corrupt"] == 2
-    queue.close()
 
 
 class KeepingTier(MemoryTier):
@@ -111,20 +89,6 @@ def bench() -> Iterator[FaultyBench]:
     bench.close()
 
 
-def test_a_call_that_hangs_is_late_once_and_then_nothing_is_taken(bench: FaultyBench) -> None:
-    bench.tier.hang = True
-    job = bench.submit(JobKind.READ, 0, 1)
-    bench.wait_for_calls(1)
-    assert bench.let_pass(0.5) == ([], 0)
-    late, _ = bench.let_pass(0.6)
-    assert late == [job]
-    assert bench.queue.is_suspended
-    assert not bench.queue.submit(Job(JobKind.READ, bench.keys[:1], extents_of(0, [4096])))
-    assert bench.let_pass(0.1) == ([], 0)
-    assert bench.queue.poll() == [], "its extent is still the storage's"
-    assert "exceeded its deadline (1 s)" in bench.queue.breaker.why_suspended
-
-
 def test_calls_behind_a_hung_call_fail_when_the_breaker_opens(bench: FaultyBench) -> None:
     bench.tier.hang = True
     bench.submit(JobKind.READ, 0, 16)
@@ -134,17 +98,6 @@ def test_calls_behind_a_hung_call_fail_when_the_breaker_opens(bench: FaultyBench
     assert failed == 8
     assert behind.num_left == 0
     assert bench.queue.queued_write_bytes == 0
-
-
-def test_a_hung_call_gives_its_extents_back_when_it_returns(bench: FaultyBench) -> None:
-    bench.tier.hang = True
-    job = bench.submit(JobKind.READ, 0, 4)
-    bench.wait_for_calls(1)
-    bench.let_pass(1.1)
-    bench.tier.hang = False
-    parts = [part for part in bench.queue.poll() if part.job is job]
-    wait_until(lambda: parts or parts.extend(bench.queue.poll()), what="the end of the hung call")
-    assert job.num_left == 0
 
 
 def test_probes_come_less_and_less_often_while_the_storage_is_away(bench: FaultyBench) -> None:
