@@ -23,7 +23,7 @@ from kvdepot.lab.processes import wait_until
 from kvdepot.layout import Part, heads_of_both, layers_of_both
 from kvdepot.pool.names import Names
 from kvdepot.pool.table import SEALED, Writer
-from kvdepot.server import commands, flights
+from kvdepot.server import commands, flights, lookups
 from kvdepot.server.labels import SaveNames, save_nothing
 from kvdepot.server.replies import PendingReply, Refused
 from kvdepot.testing.faulty_tier import NUM_THREADS, PATIENCE_SECONDS, FaultyTier
@@ -1598,6 +1598,45 @@ def test_a_used_prefix_is_asked_for_once_a_second_with_one_question(
     assert bench.lookup(prompt(90)) == 90
     bench.settle()
     assert touch.call_count == 2, "a prefix of what was asked for is fresh, too"
+
+
+def test_lookups_leave_the_questions_to_the_next_turn_which_asks_once(
+    make: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lookups, "MOST_USED", 2)
+    bench = make(pages=64)
+    for name in range(3):
+        bench.store(prompt(4, name))
+    bench.settle()
+    bench.clock.now += 1.0
+    bench.tiering.turn()
+    num_calls = bench.tiers[0].num_calls
+    for name in (0, 0, 1, 0, 1, 2):
+        assert bench.lookup(prompt(4, name)) == 4
+    assert bench.tiering.due > bench.clock(), "an idle turn is soon enough"
+    bench.settle()
+    assert bench.tiers[0].num_calls == num_calls + 2, "one for each of the first two"
+    assert bench.lookup(prompt(4, 2)) == 4
+    bench.settle()
+    assert bench.tiers[0].num_calls == num_calls + 3, "the third was noted when it was found again"
+
+
+@pytest.mark.parametrize("is_reused", [False, True])
+def test_a_used_prefix_may_leave_before_the_turn_that_writes_it(
+    is_reused: bool, make: Maker, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench = make(demotion=Demotion.REUSE)
+    bench.store(prompt(4))
+    (node,) = bench.index.visibility.match(bench.index.spaces[0], prompt(4).digests).nodes
+    assert bench.lookup(prompt(4)) == 4
+    sum(commands.clear_pool(bench.depot, None))
+    if is_reused:
+        bench.store(prompt(4, name=1))
+        assert bench.index.visibility.match(bench.index.spaces[0], prompt(4, name=1).digests).nodes == (node,)
+    bench.forget()
+    assert not caplog.records
+    assert bench.lookup(prompt(4)) == 0
+    assert bench.lookup(prompt(4, name=1)) == (4 if is_reused else 0), "written too early, which does no harm"
 
 
 @pytest.mark.parametrize("num_turns", range(1, 10))

@@ -210,7 +210,7 @@ class Entries:
 
     def whole_bit(self, node: int, group: int, sealed: int | None = None) -> int:
         """Return the bit of a group if all cells of its plane are sealed, else 0. The part `sealed` is known to be."""
-        space = self._nodes.space_of(node)
+        space = self._nodes.spaces[self._nodes.space_number[node]]  # not `space_of`: this runs for every sealed entry
         missing, heads = space.cells[group], space.heads[group]
         if sealed is not None:
             missing &= ~mask_of(sealed, heads)

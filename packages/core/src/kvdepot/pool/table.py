@@ -11,7 +11,7 @@ import mmap
 import os
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NewType, Self, cast
@@ -331,6 +331,10 @@ class IndexTable:
         base = HEADER_PAGE_BYTES + entry * RECORD_BYTES
         page, num_bytes = _EXTENT.unpack_from(self._view, base + _EXTENT_OFFSET)
         return page * EXTENT_ALIGNMENT_BYTES, num_bytes
+
+    def num_bytes_of(self, entries: Iterable[Entry]) -> int:
+        """Return the payload bytes of records in use, added up."""
+        return sum([self.extent(entry)[1] for entry in entries])
 
     def check_of(self, entry: Entry) -> int:
         """Return the check of the writer's page sizes."""

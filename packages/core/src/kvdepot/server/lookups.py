@@ -11,7 +11,7 @@ from msgspec import structs
 from kvdepot.counting import depot_counter
 from kvdepot.errors import ErrorCode
 from kvdepot.index.entries import pack_extent
-from kvdepot.keys import digest_at, num_digests, slice_digests
+from kvdepot.keys import DIGEST_BYTES, digest_at, num_digests, slice_digests
 from kvdepot.server.agents import Agents
 from kvdepot.server.background import Task
 from kvdepot.server.contexts import Context, ContextTable, check_run
@@ -20,6 +20,7 @@ from kvdepot.server.query import Query
 from kvdepot.server.replies import Refused, Steps
 from kvdepot.server.state import HINTS_CUT, DepotState
 from kvdepot.tiers.reading import Prefix
+from kvdepot.tiers.tiering import MOST_USED
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 
@@ -74,7 +75,7 @@ class Lookups:
         """
         index, space = self._index, context.space
         match = index.visibility.match(space, request.digests)
-        num_chunks = num_digests(request.digests)
+        num_chunks = len(request.digests) // DIGEST_BYTES  # whole ones: `match` has checked them
         if request.token_seconds != context.token_seconds:
             context.token_seconds = self._contexts.token_seconds[context.instance] = request.token_seconds
         counters = self._counters
@@ -224,8 +225,9 @@ class Lookups:
         rest = self._index.priorities.used(match.nodes[-1])
         if rest is not None:
             self._state.rank_later(rest)
-        if self._state.tiering is not None:
-            self._state.tiering.used(match.nodes[-1])
+        tiering = self._state.tiering
+        if tiering is not None and len(tiering.used) < MOST_USED:
+            tiering.used.add(match.nodes[-1])
         holdings = self._state.holdings
         wants_tokens = (
             holdings is not None and bool(context.served_model) and not holdings.is_described(match.nodes[-1])

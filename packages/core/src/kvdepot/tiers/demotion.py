@@ -144,7 +144,7 @@ class Demotions:
     def _hold(self, entries: Sequence[Entry], before: int, gathering: Sequence[TierState]) -> bool:
         """Keep new chunks in the pool until they are written. Return False if too many bytes wait already."""
         index = self._index
-        num_bytes = sum(index.table.extent(entry)[1] for entry in entries)
+        num_bytes = index.table.num_bytes_of(entries)
         entry, most_bytes = entries[-1], max(tier.queue.write_bytes for tier in gathering) * _GATHERED_SHARE
         for earlier in (before, index.entries.node_of(entry)):  # or the same chunks of another rank
             if earlier in self._gathered:
@@ -428,7 +428,7 @@ class Demotions:
                 nodes.append(node)
                 entries += index.entries.sealed(node)
             missing = [entry for entry in entries if not self._is_written(entry, self._tiers)]
-            num_bytes = sum(index.table.extent(entry)[1] for entry in missing)
+            num_bytes = index.table.num_bytes_of(missing)
             is_taken = False
             if missing and self._is_wanted(nodes[0]):
                 if not all(self._is_written(entry, gathering) for entry in missing):
@@ -439,7 +439,7 @@ class Demotions:
                 leaving += num_bytes
                 continue
             for leaf in nodes:
-                leaving += sum(index.table.extent(entry)[1] for entry in index.entries.sealed(leaf))
+                leaving += index.table.num_bytes_of(index.entries.sealed(leaf))
                 if not index.evictor.evict(leaf):
                     break
 

@@ -85,6 +85,11 @@ class Refresher:
         return len(self._unwritten)
 
     @property
+    def is_full(self) -> bool:
+        """Whether `begin` refuses prefixes, unless they leave."""
+        return len(self) >= _MOST_PREFIXES
+
+    @property
     def has_work(self) -> bool:
         """Whether `turn` has work to do now."""
         return bool(self._ready)
@@ -98,8 +103,8 @@ class Refresher:
 
         The number of prefixes that leave is not limited here.
         """
-        key, is_full = (tier, node), len(self) >= _MOST_PREFIXES and reason is not Reason.LEAVING
-        if tier.queue.is_suspended or is_full or not self._is_stale(tier, node, reason):
+        key, is_refused = (tier, node), self.is_full and reason is not Reason.LEAVING
+        if tier.queue.is_suspended or is_refused or not self._is_stale(tier, node, reason):
             return
         if reason is not Reason.USED:
             self._unwritten.add(key)
