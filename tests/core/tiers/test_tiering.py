@@ -1608,7 +1608,7 @@ def test_lookups_leave_the_questions_to_the_next_turn_which_asks_once(
     for name in range(3):
         bench.store(prompt(4, name))
     bench.settle()
-    bench.clock.now += 1.0
+    bench.now += 1.0
     bench.tiering.turn()
     num_calls = bench.tiers[0].num_calls
     for name in (0, 0, 1, 0, 1, 2):
