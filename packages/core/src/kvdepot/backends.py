@@ -4,7 +4,6 @@ A backend author implements `Backend` and `Copier`. `kvdepot.client.WorkerTransf
 copier. Finding a backend imports nothing heavy.
 """
 
-import argparse
 import enum
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -30,14 +29,12 @@ __all__ = [
     "Copier",
     "CopyBarrier",
     "CopyBatch",
-    "DeviceBench",
     "Direction",
     "EngineTraits",
     "KVCache",
     "ReadyEvent",
     "TransferContext",
     "TransferFuture",
-    "find_benches",
     "get_backend",
     "list_backends",
     "mover_module",
@@ -45,7 +42,6 @@ __all__ = [
 
 ENTRY_POINT_GROUP = "kvdepot.backends"
 MOVER_GROUP = "kvdepot.movers"
-BENCH_GROUP = "kvdepot.benches"
 KNOWN_BACKENDS = {"cpu": "kvdepot[cpu]", "cuda": "kvdepot[cuda]", "xpu": "kvdepot[xpu]", "hpu": "kvdepot[hpu]"}
 
 T_co = TypeVar("T_co", covariant=True)
@@ -313,30 +309,6 @@ class Backend(Protocol):
         ...
 
 
-class DeviceBench(Protocol):
-    """A benchmark of one accelerator, `kvdepot bench NAME`, found by the entry point group `kvdepot.benches`.
-
-    Finding it imports nothing heavy.
-    """
-
-    @property
-    def help(self) -> str:
-        """One line for the list of benchmarks."""
-        ...
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Add its options. `--json` exists already."""
-        ...
-
-    def run(self, options: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
-        """Run the benchmark, report progress by `say`, and return all figures for JSON.
-
-        Raises:
-            BackendUnavailable: there is no such device here.
-        """
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class BackendStatus:
     """One backend, and whether it can be used here."""
@@ -380,17 +352,6 @@ def _load(entry: EntryPoint) -> Backend:
         return entry.load()
     except Exception as error:
         raise BackendUnavailable(f"backend {entry.name!r} ({entry.value}) does not load: {error!r}") from error
-
-
-def find_benches() -> dict[str, DeviceBench | BackendUnavailable]:
-    """Return the benchmarks of all backends by name. For a benchmark that does not load, return the error."""
-    found: dict[str, DeviceBench | BackendUnavailable] = {}
-    for entry in entry_points(group=BENCH_GROUP):
-        try:
-            found[entry.name] = entry.load()
-        except Exception as error:
-            found[entry.name] = BackendUnavailable(f"bench {entry.name!r} ({entry.value}) does not load: {error!r}")
-    return found
 
 
 def list_backends() -> list[BackendStatus]:

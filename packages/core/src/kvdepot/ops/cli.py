@@ -5,16 +5,16 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NoReturn
 
 import msgspec
 
-from kvdepot.backends import DeviceBench, find_benches, list_backends
+from kvdepot.backends import list_backends
 from kvdepot.config import ServerConfig, format_size, parse_size
-from kvdepot.errors import BackendUnavailable, ConfigError, KVDepotError, RemoteError, describe_os_error, printable
+from kvdepot.errors import ConfigError, KVDepotError, RemoteError, describe_os_error, printable
 from kvdepot.index.eviction import AUTO, POLICIES
 from kvdepot.ops import pools
 from kvdepot.ops.operate import add_commands
@@ -43,9 +43,8 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command. Exit with 0, 1 (failed, with one line that says why) or 2 (wrong arguments)."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    benches = find_benches() if "bench" in arguments else {}
     try:
-        options = make_parser(benches).parse_args(arguments)
+        options = make_parser().parse_args(arguments)
         if options.run is not run_serve:
             set_up_logs(options.log_level)
         status = options.run(options)
@@ -67,8 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.exit(status)
 
 
-def make_parser(benches: Mapping[str, DeviceBench | BackendUnavailable] | None = None) -> argparse.ArgumentParser:
-    """Return the parser of all commands; `benches` are the benchmarks that backends add to `kvdepot bench`."""
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands."""
     place = _Parser(add_help=False)
     add_settings(place, ServerConfig, ("directory",))
     parser = _Parser(
@@ -215,8 +214,7 @@ def make_parser(benches: Mapping[str, DeviceBench | BackendUnavailable] | None =
     bench = commands.add_parser(
         "bench",
         help="measure speed, as ratios within one run",
-        description="Measure speed, as ratios within one run. Each WHAT takes --json. Backends add their own, e.g."
-        " kvdepot[cuda] adds cuda.",
+        description="Measure speed, as ratios within one run. Each WHAT takes --json.",
     )
     bench.set_defaults(run=_bench)
     whats = bench.add_subparsers(required=True, metavar="WHAT", dest="what")
@@ -224,15 +222,7 @@ def make_parser(benches: Mapping[str, DeviceBench | BackendUnavailable] | None =
         ("transfer", "stores and retrieves, compared with one memcpy"),
         ("lookup", "lookups of long prompts"),
     ):
-        one = whats.add_parser(what, parents=[common, json_output], help=described, epilog=ASKS_NO_DEPOT)
-        one.set_defaults(bench=None)
-    for what, found in (benches or {}).items():
-        is_broken = isinstance(found, BackendUnavailable)
-        help_text = str(found) if is_broken else found.help
-        one = whats.add_parser(what, parents=[common, json_output], help=help_text, epilog=ASKS_NO_DEPOT)
-        one.set_defaults(bench=found)
-        if not is_broken:
-            found.add_arguments(one)
+        whats.add_parser(what, parents=[common, json_output], help=described, epilog=ASKS_NO_DEPOT)
     return parser
 
 
@@ -359,13 +349,8 @@ def _bench(options: argparse.Namespace) -> int:
         if not options.json:
             print(line, flush=True)
 
-    if isinstance(options.bench, BackendUnavailable):
-        raise options.bench
     say(bench.describe_machine())
-    if options.bench is not None:
-        result = options.bench.run(options, say)
-    else:
-        result = bench.bench_transfer(say) if options.what == "transfer" else bench.bench_lookup(say)
+    result = bench.bench_transfer(say) if options.what == "transfer" else bench.bench_lookup(say)
     result["machine"] = bench.describe_machine()
     if options.json:
         print(json.dumps(result, indent=2))

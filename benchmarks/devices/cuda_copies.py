@@ -1,4 +1,7 @@
-"""`kvdepot bench cuda`: compares all ways to copy pages between a device and the pool with one large copy.
+"""Compares all ways to copy pages between a device and the pool with one large copy.
+
+The thresholds of the kernel (`kvdepot_cuda.gather`) come from its table. It needs twice `--largest` of device memory,
+half as much host memory, and an otherwise idle device.
 
 A cell of the table is a page size, a number of pages and a direction. The pages are in order in host memory, as in an
 extent, and scattered on the device; for the merged batch, in stretches of 16 neighbours. The reference is one copy of
@@ -10,10 +13,11 @@ before it is timed.
 import argparse
 import contextlib
 import itertools
+import json
 import mmap
 import statistics
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -22,11 +26,13 @@ import numpy.typing as npt
 
 from kvdepot.config import format_size, parse_size
 from kvdepot.copying.runs import Addresses, Runs, merge
-from kvdepot.errors import BackendUnavailable, KVDepotError
+from kvdepot.errors import KVDepotError
+from kvdepot.lab.bench import describe_machine
 from kvdepot_cuda import backend
 from kvdepot_cuda.copy import BATCH_RUNS
 from kvdepot_cuda.driver import CopyKind, Driver, DriverError
 from kvdepot_cuda.gather import CompileGather, Gather, KernelUnavailable, compile_gather
+from kvdepot_cuda.nvidia import CudaDriver
 
 Say = Callable[[str], None]
 Row = dict[str, Any]
@@ -280,46 +286,33 @@ class _WrongBytes(KVDepotError):
     pass
 
 
-class CudaBench:
-    """See `kvdepot.backends.DeviceBench`."""
-
-    help = "ways to copy pages to and from a GPU"
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """See `DeviceBench`."""
-        parser.add_argument("--device", type=int, default=0, metavar="N", help="number of the device (default 0)")
-        parser.add_argument("--rounds", type=int, help="number of rounds per cell of the table")
-        parser.add_argument("--seconds", type=float, help="time after which no cell is begun")
-        parser.add_argument(
-            "--largest",
-            type=parse_size,
-            metavar="SIZE",
-            help="size of the largest copy; the device needs twice as much memory",
-        )
-
-    def run(self, options: argparse.Namespace, say: Say) -> dict[str, Any]:
-        """See `DeviceBench`."""
-        given = {"rounds": options.rounds, "seconds": options.seconds, "largest_bytes": options.largest}
-        plan = replace(BenchPlan(), **{name: value for name, value in given.items() if value is not None})
-        if plan.rounds < 1 or not any(True for _ in plan.cells()):
-            raise KVDepotError("nothing to measure: give --rounds of 1 or more, and --largest of 64KiB or more")
-        driver = _open(options.device)
-        try:
-            return bench_copies(driver, plan, say=say)
-        finally:
-            driver.close()
-
-
-def _open(ordinal: int) -> Driver:
-    reason = backend.why_unavailable()
-    if reason is not None:
-        raise BackendUnavailable(f"bench cuda: {reason}")
-    from kvdepot_cuda.nvidia import CudaDriver
-
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print a line for each cell of the table, or all of it as JSON."""
+    usual = BenchPlan()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", type=int, default=0, metavar="N", help="number of the device (default 0)")
+    parser.add_argument("--rounds", type=int, default=usual.rounds, help="number of rounds per cell of the table")
+    parser.add_argument("--seconds", type=float, default=usual.seconds, help="time after which no cell is begun")
+    parser.add_argument("--largest", type=parse_size, default=usual.largest_bytes, help="size of the largest copy")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    options = parser.parse_args(arguments)
+    plan = replace(usual, rounds=options.rounds, seconds=options.seconds, largest_bytes=options.largest)
+    if plan.rounds < 1 or not any(True for _ in plan.cells()):
+        parser.error("nothing to measure: give --rounds of 1 or more, and --largest of 64KiB or more")
     try:
-        return CudaDriver(ordinal)
+        reason = backend.why_unavailable()
+        driver = CudaDriver(options.device) if reason is None else None
     except DriverError as error:
-        raise BackendUnavailable(f"bench cuda: device {ordinal} cannot be used: {error}") from error
+        reason, driver = f"device {options.device} cannot be used: {error}", None
+    if driver is None:
+        parser.exit(1, f"{reason}\n")
+    try:
+        result = bench_copies(driver, plan, say=(lambda _line: None) if options.json else print)
+    finally:
+        driver.close()
+    if options.json:
+        print(json.dumps(result | {"machine": describe_machine()}, indent=2))
 
 
-bench = CudaBench()
+if __name__ == "__main__":
+    main()
