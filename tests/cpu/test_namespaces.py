@@ -4,11 +4,12 @@ import contextlib
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import pytest
 
-from kvdepot.lab.processes import DepotProcess, child_of, wait_until
+from kvdepot.lab.processes import DepotProcess, start_child, wait_until
 from kvdepot.testing.engine import EngineProcess
 from support.cpu.engines import CHUNK, large_engine
 
@@ -27,9 +28,34 @@ def _why_not() -> str:
 pytestmark = pytest.mark.skipif(bool(_why_not()), reason=_why_not() or "-")
 
 
+def child_of(pid: int) -> int:
+    """Return the only child of a process."""
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except FileNotFoundError:
+        children = []
+    if len(children) != 1:
+        raise ProcessLookupError(f"process {pid} has {len(children)} children")
+    return int(children[0])
+
+
+class DepotOfUnshare(DepotProcess):
+    """The server is the only child of the command that makes its namespaces."""
+
+    @staticmethod
+    def start_child(
+        command: Sequence[str], *, has_pipes: bool = False, new_session: bool = False
+    ) -> subprocess.Popen[bytes]:
+        return start_child([*_SERVER, *command], has_pipes=has_pipes, new_session=new_session)
+
+    @property
+    def pid(self) -> int:
+        return child_of(super().pid)
+
+
 @pytest.fixture
 def depot() -> Iterator[DepotProcess]:
-    with DepotProcess(prefix=_SERVER) as depot:
+    with DepotOfUnshare() as depot:
         yield depot
 
 

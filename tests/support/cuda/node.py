@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Generator
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvdepot.lab.processes import remove_tree, wait_until
+from kvdepot.lab.processes import wait_until
 from kvdepot.testing.plan import WorkerPlan
 from support.cuda.fake import FakeDriver, holders
 from support.cuda.fake_worker import FakeWorker
@@ -68,8 +69,8 @@ class FakeDevice:
 
     def close(self) -> None:
         gc.collect()  # closed workers still map memory of the device, with one descriptor each
-        remove_tree(self.memory)
-        remove_tree(self.folder)
+        shutil.rmtree(self.memory, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 @contextmanager

@@ -51,7 +51,7 @@ class Served(msgspec.Struct, frozen=True):
     """The answer of an engine process: a report or an error."""
 
     request_id: str
-    report: RequestReport | None = None
+    report: RequestReport = RequestReport(prompt_tokens=0)
     error: str = ""
 
 
@@ -71,11 +71,11 @@ class FleetEngine:
     def __init__(self, settings: EngineStart) -> None:
         self.instance = settings.instance
         with interrupts_blocked():
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "kvdepot.lab.fleet", str(os.getpid())],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-            )
+            command = [sys.executable, "-m", "kvdepot.lab.fleet", str(os.getpid())]
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._requests, self._answers = self._process.stdin, self._process.stdout
         self._send(settings)
 
     @property
@@ -98,10 +98,7 @@ class FleetEngine:
             KVDepotError: the engine failed or is gone.
         """
         self._send(prompt)
-        answer = self._receive(prompt.request_id)
-        if answer.report is None:
-            raise KVDepotError(f"{self.instance}: request {prompt.request_id} failed: {answer.error}")
-        return answer.report
+        return self._receive(prompt.request_id)
 
     def kill(self) -> None:
         """End the process now; callers that wait for its answer get an error."""
@@ -109,34 +106,30 @@ class FleetEngine:
 
     def close(self) -> None:
         """End the process."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
+            self._requests.close()
         try:
             self._process.wait(10)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        self._process.stdout.close()
+        self._answers.close()
 
     def _send(self, message: EngineStart | Prompt) -> None:
-        assert self._process.stdin is not None
         try:
-            self._process.stdin.write(msgspec.json.encode(message) + b"\n")
-            self._process.stdin.flush()
+            self._requests.write(msgspec.json.encode(message) + b"\n")
+            self._requests.flush()
         except BrokenPipeError:
             raise KVDepotError(f"engine {self.instance} is gone (status {self._process.poll()})") from None
 
-    def _receive(self, request_id: str) -> Served:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
+    def _receive(self, request_id: str) -> RequestReport:
+        line = self._answers.readline()
         if not line:
             raise KVDepotError(f"engine {self.instance} is gone (status {self._process.wait(5)})")
         answer = msgspec.json.decode(line, type=Served)
         if answer.request_id != request_id or answer.error:
             raise KVDepotError(f"engine {self.instance}: {answer.error or answer.request_id}")
-        return answer
+        return answer.report
 
 
 def start_engines(settings: Iterable[EngineStart]) -> list[FleetEngine]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -56,8 +57,6 @@ class DepotProcess:
         arguments: further flags of `kvdepot serve`.
         pool_size: as in `--pool-size`.
         directory: as in `--dir`; None for a temporary one.
-        prefix: a command that runs the rest of its arguments as its only child: the server. `unshare` for example.
-        module: run with `python -m`.
         new_session: start the server in a session of its own, to which Linux's autogroups give its own share of the
             cores. In the session of its tests, a depot beside vLLM on a busy machine stood in the run queue for half a
             minute at a time. The server then outlives tests that are killed.
@@ -71,21 +70,17 @@ class DepotProcess:
         pool_size: str = "64MiB",
         directory: Path | None = None,
         log_level: str = "warning",
-        prefix: Sequence[str] = (),
-        module: str = "kvdepot",
         new_session: bool = False,
     ) -> None:
         self._temporary = tempfile.TemporaryDirectory(prefix="kvdepot-") if directory is None else None
         self.directory = Path(self._temporary.name) if self._temporary else directory or Path()
         self.url = str(self.directory)
         self.pool_directory = Path(tempfile.mkdtemp(prefix=f"kvdepot-pool-{os.getsid(0)}-", dir="/dev/shm"))
-        self._has_prefix = bool(prefix)
         self._new_session = new_session
         self._arguments = [
-            *prefix,
             sys.executable,
             "-m",
-            module,
+            "kvdepot",
             "serve",
             "--dir",
             self.url,
@@ -108,7 +103,7 @@ class DepotProcess:
     def pid(self) -> int:
         """The server's process."""
         assert self._process is not None
-        return child_of(self._process.pid) if self._has_prefix else self._process.pid
+        return self._process.pid
 
     def start(self, timeout_seconds: float = 60.0) -> None:  # 0.3 s, unless the machine is busy
         """Start the server and wait until it answers.
@@ -138,16 +133,13 @@ class DepotProcess:
         end = time.monotonic() + _PATIENCE_SECONDS
         while True:
             try:
-                reply = ask_depot(o.Status(), self.url, 20.0)
-                break
+                return ask_depot(o.Status(), self.url, 20.0).status
             except DepotUnavailable:
                 if self._process is None or self._process.poll() is not None:
                     raise
                 if time.monotonic() > end:
                     self.signal(signal.SIGABRT)
                     raise
-        assert isinstance(reply, o.StatusReply)
-        return reply.status
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal, SIGSTOP and SIGCONT for example."""
@@ -170,7 +162,7 @@ class DepotProcess:
     def close(self) -> None:
         """End the server if it runs, and remove its pool and its temporary directory."""
         self.kill()
-        remove_tree(self.pool_directory)
+        shutil.rmtree(self.pool_directory, ignore_errors=True)
         if self._temporary is not None:
             self._temporary.cleanup()
 
@@ -179,26 +171,3 @@ class DepotProcess:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def child_of(pid: int) -> int:
-    """Return the only child of a process.
-
-    Raises:
-        ProcessLookupError: no such process runs.
-    """
-    try:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except FileNotFoundError:
-        children = []
-    if len(children) != 1:
-        raise ProcessLookupError(f"process {pid} has {len(children)} children")
-    return int(children[0])
-
-
-def remove_tree(directory: Path) -> None:
-    """Remove a folder of plain files."""
-    for path in directory.glob("*"):
-        path.unlink(missing_ok=True)
-    with contextlib.suppress(FileNotFoundError):
-        directory.rmdir()

@@ -21,7 +21,7 @@ from kvdepot.ops.operate import add_commands
 from kvdepot.ops.serve import add_serve, run_serve
 from kvdepot.ops.settings import ASKS_NO_DEPOT, add_settings, count_argument, number_argument, size_argument
 from kvdepot.ops.status import add_status
-from kvdepot.ops.terminal import fitted
+from kvdepot.ops.terminal import show
 from kvdepot.processes.logs import set_up_logs
 
 if TYPE_CHECKING:
@@ -228,12 +228,12 @@ def make_parser() -> argparse.ArgumentParser:
 
 def _backends(options: argparse.Namespace) -> int:
     found = list_backends()
-    if options.json:
-        print(json.dumps(msgspec.to_builtins(found), indent=2))
-        return 0
-    for backend in found:
-        state = backend.why_unavailable or f"usable ({', '.join(backend.capabilities)})"
-        print(f"{backend.name:6} {backend.distribution or '-':20} {state}")
+    lines = [
+        f"{each.name:6} {each.distribution or '-':20}"
+        f" {each.why_unavailable or 'usable (' + ', '.join(each.capabilities) + ')'}"
+        for each in found
+    ]
+    show(options, msgspec.to_builtins(found), lambda: "\n".join(lines))
     return 0
 
 
@@ -257,7 +257,7 @@ def _replay(options: argparse.Namespace) -> int:
         if options.plot and not os.access(options.plot.absolute().parent, os.W_OK):
             raise ConfigError(f"--plot {options.plot}: its folder does not exist or cannot be written")
         table = _simulate_nodes(options) if options.nodes else _simulate_pool(options)
-        print(json.dumps(table.as_dict(), indent=2) if options.json else table.describe())
+        show(options, table.as_dict(), table.describe)
         if options.plot:
             options.plot.write_text(table.plot())
             print(f"the plot is in {options.plot}", file=sys.stderr)
@@ -320,14 +320,13 @@ def _doctor(options: argparse.Namespace) -> int:
 
     config = ServerConfig(**{name: getattr(options, name) for name in _SETTINGS_OF_DOCTOR if name in options})
     findings = diagnose(read_facts(config))
-    if options.json:
-        print(json.dumps(msgspec.to_builtins(findings), indent=2))
-    else:
-        for finding in findings:
-            mark = "" if finding.verdict is Verdict.FINE else f"{finding.verdict.upper()}: "
-            print(fitted(printable(f"{finding.subject:13} {mark}{finding.text}")))
-            if finding.way_out:
-                print(fitted(printable(f"{'':13} -> {finding.way_out}")))
+    lines: list[str] = []
+    for finding in findings:
+        mark = "" if finding.verdict is Verdict.FINE else f"{finding.verdict.upper()}: "
+        lines.append(printable(f"{finding.subject:13} {mark}{finding.text}"))
+        if finding.way_out:
+            lines.append(printable(f"{'':13} -> {finding.way_out}"))
+    show(options, msgspec.to_builtins(findings), lambda: "\n".join(lines))
     return any(finding.verdict is Verdict.BROKEN for finding in findings)
 
 
@@ -335,10 +334,7 @@ def _sizing(options: argparse.Namespace) -> int:
     from kvdepot.ops.sizing import read_model_config, size_model
 
     sizing = size_model(read_model_config(options.model), options.kv_cache_dtype)
-    if options.json:
-        print(json.dumps(sizing.as_dict(options.pool_size), indent=2))
-    else:
-        print(sizing.describe(options.pool_size))
+    show(options, sizing.as_dict(options.pool_size), lambda: sizing.describe(options.pool_size))
     return 0
 
 

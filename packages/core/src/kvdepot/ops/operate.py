@@ -19,6 +19,7 @@ from kvdepot.keys import Namespace, NamespaceDigest, hash_prefix, num_digests
 from kvdepot.layout import MINIMUM_CHUNK_TOKENS
 from kvdepot.ops.collect import add_tier_gc
 from kvdepot.ops.settings import as_argument, named_depot
+from kvdepot.ops.terminal import show
 from kvdepot.wire import operations as o
 from kvdepot.wire.operation import Argument, Command, Operation, R
 
@@ -151,24 +152,20 @@ def _prefix_of(line: str) -> tuple[str, bytes]:
 
 def _find(options: argparse.Namespace) -> int:
     found: list[dict[str, Any]] = []
-    for _, digests in _prefixes_in(options.digests):
-        reply = _ask(options, o.Find(digests))
-        found.append({"num_chunks": num_digests(digests), "found": [msgspec.to_builtins(p) for p in reply.prefixes]})
-    if options.json:
-        print(json.dumps(found, indent=2))
-        return 0
-    for number, prefix in enumerate(found, 1):
-        if not prefix["found"]:
-            print(f"{number}: nothing of {prefix['num_chunks']:,} chunks")
-        for here in prefix["found"]:
-            held = ", held" if here["is_held"] else ""
-            more = f", {here['num_children']} continue it" if here["num_children"] else ""
-            line = (
-                f"{number}: {here['num_chunks']:,} of {prefix['num_chunks']:,} chunks ({here['num_tokens']:,} tokens),"
-                f" tenant {here['tenant']}, model {here['model'] or '?'}, {here['dtype']}, idle"
-                f" {here['idle_seconds']:.0f} s{held}{more}"
+    lines: list[str] = []
+    for number, (_, digests) in enumerate(_prefixes_in(options.digests), 1):
+        count, prefixes = num_digests(digests), _ask(options, o.Find(digests)).prefixes
+        found.append({"num_chunks": count, "found": msgspec.to_builtins(prefixes)})
+        if not prefixes:
+            lines.append(f"{number}: nothing of {count:,} chunks")
+        for here in prefixes:
+            held = ", held" if here.is_held else ""
+            more = f", {here.num_children} continue it" if here.num_children else ""
+            lines.append(
+                f"{number}: {here.num_chunks:,} of {count:,} chunks ({here.num_tokens:,} tokens), tenant {here.tenant},"
+                f" model {here.model or '?'}, {here.dtype}, idle {here.idle_seconds:.0f} s{held}{more}"
             )
-            print(printable(line))
+    show(options, found, lambda: "\n".join(map(printable, lines)))
     return 0
 
 
@@ -225,17 +222,15 @@ def _config(options: argparse.Namespace) -> int:
         print(json.dumps(settings, indent=2))
         return 0
     print("# For 'kvdepot serve --config FILE'. Credentials of tiers are left out.")
-    for line in map(_describe_setting, settings, settings.values()):
-        if line:
-            print(printable(line))
+    for name, value in settings.items():
+        if value is not None:
+            print(printable(_describe_setting(name, value)))
     return 0
 
 
 def _describe_setting(name: str, value: Any) -> str:
-    """Return a line of `kvdepot.toml`; an empty text if the setting is not set."""
+    """Return a line of `kvdepot.toml`."""
     match name, value:
-        case _, None:
-            return ""
         case "pool_size", int():
             value = exact_size(value)
         case "quota", dict():

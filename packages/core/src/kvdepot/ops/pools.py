@@ -1,7 +1,6 @@
 """`kvdepot pools`: lists the pools on this machine, and removes those that no depot serves any more."""
 
 import argparse
-import json
 import pwd
 import sys
 import time
@@ -10,7 +9,7 @@ from typing import Any, Final
 
 from kvdepot.config import format_size
 from kvdepot.errors import PoolError, printable
-from kvdepot.ops.terminal import fitted
+from kvdepot.ops.terminal import show
 from kvdepot.pool.inventory import SHARED_MEMORY, FoundPool, find_pools, look_at, remove_pool
 
 # The longest time that a restarting depot is away: Kubernetes' back-off ends at 5 minutes, and a node that pulls a new
@@ -59,12 +58,9 @@ def _pools(options: argparse.Namespace) -> int:
         if not options.paths:
             found = _without_recent(found, time.time())
         return _remove(found)
-    if options.json:
-        print(json.dumps([_as_dict(pool) for pool in found], indent=2))
-    elif found:
-        print(fitted("\n".join(describe(pool, time.time()) for pool in found)))
-    else:
-        print(f"no pools{' without a depot' if options.stopped else ''} in {SHARED_MEMORY}")
+    nothing = f"no pools{' without a depot' if options.stopped else ''} in {SHARED_MEMORY}"
+    described = "\n".join(describe(pool, time.time()) for pool in found)
+    show(options, [_as_dict(pool) for pool in found], lambda: described or nothing)
     return 0
 
 

@@ -1,7 +1,6 @@
 """`kvdepot status` and `kvdepot top`: print a depot's status as text or JSON."""
 
 import argparse
-import json
 from typing import Any, Final
 
 import msgspec
@@ -11,7 +10,7 @@ from kvdepot.config import counted, format_size
 from kvdepot.errors import ConfigError, printable
 from kvdepot.layout import GroupKind
 from kvdepot.ops.settings import count_argument, named_depot, number_argument
-from kvdepot.ops.terminal import fitted
+from kvdepot.ops.terminal import show
 from kvdepot.wire import operations as o
 from kvdepot.wire.status import ContextStatus, DepotStatus, GenerationStatus, GroupStatus, TierStatus
 
@@ -52,12 +51,8 @@ def add_status(commands: Any, common: argparse.ArgumentParser, json_output: argp
 
 
 def _status(options: argparse.Namespace) -> int:
-    reply = ask_depot(o.Status(), named_depot(options))
-    if options.json:
-        # Prints ASCII only, so that clients' names cannot send control sequences to the terminal.
-        print(json.dumps(msgspec.to_builtins(reply.status), indent=2))
-    else:
-        print(fitted(describe_status(reply.status, verbose=options.verbose)))
+    status = ask_depot(o.Status(), named_depot(options)).status
+    show(options, msgspec.to_builtins(status), lambda: describe_status(status, verbose=options.verbose))
     return 0
 
 

@@ -1,12 +1,23 @@
-"""Formats the text that commands print."""
+"""Prints the results of commands: text that fits the terminal, or JSON."""
 
+import argparse
+import json
 import re
 import shutil
 import sys
 import textwrap
+from collections.abc import Callable
 from typing import Final
 
 _START: Final = re.compile(r" *(?:[\w ]{1,13}?  +|\[\d+\] |-> )*")  # an indent, a label, a number, an arrow
+
+
+def show(options: argparse.Namespace, value: object, describe: Callable[[], str]) -> None:
+    """Print a plain value as JSON if the user gave `--json`, else its description, fitted to the terminal.
+
+    JSON is all ASCII, so that clients' names cannot send control sequences to the terminal.
+    """
+    print(json.dumps(value, indent=2) if options.json else fitted(describe()))
 
 
 def fitted(text: str) -> str:
