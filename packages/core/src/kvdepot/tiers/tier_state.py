@@ -14,7 +14,6 @@ _TRY_ANYWAY: Final = 16  # one in this many promotions reads from a slow tier an
 _TICKS: Final = 8  # per second
 _FRESH_TICKS: Final = 8  # a prefix in use is asked for at most once in this time
 _IN_FLIGHT: Final = 0xFFFFFFFF  # no tick: the clock reaches it after 17 years
-_LACKED: Final = 1  # changes the state in a header, so that it is no sealed entry's
 
 
 class TierState:
@@ -31,9 +30,10 @@ class TierState:
     def __init__(self, queue: TierQueue, num_records: int) -> None:
         self.queue = queue
         self.knows_outdated = False  # whether it was, or is about to be, told which weights are outdated
-        # By entry: the header of an entry that is in the tier or on its way there, changed by `_LACKED` if the tier
-        # lacked it, 0 if unknown; and the time at which the tier last got it, failed to take it, or was asked for it.
+        # By entry: its header at the last mark, 0 if unknown; whether it was in the tier or on its way there then; and
+        # the time at which the tier last got it, failed to take it, or was asked for it.
         self._headers = make_column("Q", num_records)
+        self._is_there = make_column("B", num_records)
         self._asked_at = make_column("I", num_records)
         self._paces = deque[float](maxlen=_PACES)  # seconds per byte
         self._num_skipped = 0
@@ -45,26 +45,26 @@ class TierState:
 
     def has(self, entry: Entry, header: int) -> bool:
         """Return whether the tier is known to have an entry, or the entry is on its way there."""
-        return self._headers[entry] == header
+        return self._headers[entry] == header and self._is_there[entry] != 0
 
     def expect(self, entry: Entry, header: int) -> None:
         """Note that an entry is on its way to the tier."""
-        self._headers[entry] = header
+        self._headers[entry], self._is_there[entry] = header, 1
         self._asked_at[entry] = _IN_FLIGHT
 
     def mark(self, entry: Entry, header: int, now: float) -> None:
         """Note that the tier has an entry."""
-        self._headers[entry] = header
+        self._headers[entry], self._is_there[entry] = header, 1
         self._asked_at[entry] = int(now * _TICKS)
 
     def unmark(self, entry: Entry, header: int, now: float) -> None:
         """Note that the tier lacks an entry."""
-        self.mark(entry, header ^ _LACKED, now)
+        self.mark(entry, header, now)
+        self._is_there[entry] = 0
 
     def is_stale(self, entry: Entry, header: int, now: float) -> bool:
         """Return whether the tier has neither got an entry nor been asked for it within the last second."""
-        is_known = self._headers[entry] in (header, header ^ _LACKED)
-        return not is_known or int(now * _TICKS) - self._asked_at[entry] >= _FRESH_TICKS
+        return self._headers[entry] != header or int(now * _TICKS) - self._asked_at[entry] >= _FRESH_TICKS
 
     def forget_entries(self) -> None:
         """Forget which entries the tier has."""
