@@ -14,6 +14,7 @@ import platform
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, get_args, get_origin, get_type_hints
 
@@ -68,14 +69,14 @@ def parse_number(text: str) -> float:
     return number
 
 
-def parse_count(text: str) -> int:
-    """Parse a whole number of at least 1.
+def parse_count(text: str, least: int = 1) -> int:
+    """Parse a whole number of at least `least`.
 
     Raises:
         ConfigError: `text` is not such a number.
     """
-    if not text.isdecimal() or not 0 < int(text) <= MAXIMUM_NUMBER:
-        raise ConfigError(f"{text!r} is not a whole number from 1 to {MAXIMUM_NUMBER:,.0f}")
+    if not text.isdecimal() or not least <= int(text) <= MAXIMUM_NUMBER:
+        raise ConfigError(f"{text!r} is not a whole number from {least} to {MAXIMUM_NUMBER:,.0f}")
     return int(text)
 
 
@@ -263,14 +264,8 @@ def _one_of(choices: tuple[str, ...]) -> Callable[[str], str]:
     return parse
 
 
-def _parse_whole_number(text: str) -> int:
-    if not text.isdecimal() or int(text) > MAXIMUM_NUMBER:
-        raise ConfigError(f"{text!r} is not a whole number from 0 to {MAXIMUM_NUMBER:,.0f}")
-    return int(text)
-
-
 _COLLECTORS: Final[dict[Any, Callable[[Iterable[Any]], Any]]] = {tuple: tuple, Mapping: dict}
-_PARSERS: Final[dict[Any, Callable[[str], Any]]] = {int: _parse_whole_number, float: parse_number, Path: Path}
+_PARSERS: Final[dict[Any, Callable[[str], Any]]] = {int: partial(parse_count, least=0), float: parse_number, Path: Path}
 
 
 # --- the server's settings ------------------------------------------------------------------------------------------

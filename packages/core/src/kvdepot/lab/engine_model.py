@@ -7,18 +7,20 @@ byte from the depot can be verified. The demo, the replay and the benchmarks use
 
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from functools import partial
+from typing import Any, Final, TypeVar
 
 import msgspec
 
 from kvdepot.backends import CacheGroup, KVCache, get_backend
-from kvdepot.client.answers import Lease
 from kvdepot.client.scheduler import SchedulerClient
 from kvdepot.errors import ConfigError
-from kvdepot.keys import KeyRun, Namespace, hash_prefix, split_digests
+from kvdepot.keys import Namespace, hash_prefix, split_digests
 from kvdepot.layout import default_chunk_tokens
+
+_T = TypeVar("_T")
 
 CACHE_ALIGNMENT_BYTES: Final = 4096  # a page, as of extents: numpy promises only 16 bytes
 
@@ -159,15 +161,43 @@ class EngineModel:
         key = hash_prefix(self._namespace, self.chunk_tokens, tokens)
         chunks = split_digests(key.digests)
         local = self.blocks.pin_prefix(chunks)
-        started = time.perf_counter()
-        lease = self.scheduler.submit_lookup(request_id, key, joins=True, announces=True).result()
-        lookup_seconds = time.perf_counter() - started
+        lookup = partial(self.scheduler.submit_lookup, request_id, key, joins=True, announces=True)
+        lease, lookup_seconds = _timed(lambda: lookup().result())
         try:
             self.blocks.pin_new(chunks, local)
-            return self._fill(request_id, key, chunks, local, lease, len(tokens), lookup_seconds)
+            retrieved = chunks[local : lease.num_chunks]
+            retrieved_bytes, retrieve_seconds = 0, 0.0
+            if retrieved:
+                run, blocks = key.slice(local, lease.num_chunks), self.blocks.of(retrieved)
+                retrieve = self.context.submit_retrieve(request_id, run, [blocks])
+                _, retrieve_seconds = _timed(retrieve.result)
+                retrieved, retrieved_bytes = retrieved[: retrieve.num_chunks], retrieve.num_bytes
+            wrong_bytes = sum(map(self.count_wrong_bytes, retrieved))
+            own = sum(chunk in self._stored for chunk in retrieved)
+            missing = chunks[local + len(retrieved) :]
+            num_computed = len(tokens) - (len(chunks) - len(missing)) * self.chunk_tokens
+            _, compute_seconds = _timed(lambda: self._compute_all(missing, num_computed))
+            store = self.context.submit_store(request_id, key, [self.blocks.of(chunks)])
+            _, store_seconds = _timed(store.result)
+            self._stored.update(missing)
         finally:
             self.scheduler.end_request(request_id)
             self.blocks.unpin(chunks)
+        return RequestReport(
+            prompt_tokens=len(tokens),
+            device_tokens=local * self.chunk_tokens,
+            own_tokens=own * self.chunk_tokens,
+            shared_tokens=(len(retrieved) - own) * self.chunk_tokens,
+            computed_tokens=num_computed,
+            lookup_seconds=lookup_seconds,
+            retrieve_seconds=retrieve_seconds,
+            compute_seconds=compute_seconds,
+            retrieved_bytes=retrieved_bytes,
+            store_seconds=store_seconds,
+            stored_bytes=store.num_bytes,
+            verified_bytes=len(retrieved) * self.chunk_tokens * self.geometry.bytes_per_token,
+            wrong_bytes=wrong_bytes,
+        )
 
     def abandon(self, request_id: str, tokens: Sequence[int]) -> RequestReport:
         """Look up a prompt and drop the request, without a further message to the depot."""
@@ -179,58 +209,6 @@ class EngineModel:
         self.scheduler.end_request(request_id)
         return RequestReport(prompt_tokens=0, lookup_seconds=time.perf_counter() - started)
 
-    def _fill(
-        self,
-        request_id: str,
-        key: KeyRun,
-        chunks: list[bytes],
-        local: int,
-        lease: Lease,
-        num_tokens: int,
-        lookup_seconds: float,
-    ) -> RequestReport:
-        retrieved = 0
-        retrieve_seconds = retrieved_bytes = verified = wrong = 0
-        if lease.num_chunks > local:
-            run = key.slice(local, lease.num_chunks)
-            started = time.perf_counter()
-            future = self.context.submit_retrieve(request_id, run, [self.blocks.of(chunks[local : lease.num_chunks])])
-            future.result()
-            retrieve_seconds = time.perf_counter() - started
-            retrieved, retrieved_bytes = future.num_chunks, future.num_bytes
-            for chunk in chunks[local : local + retrieved]:
-                wrong += self.count_wrong_bytes(chunk)
-                verified += self.geometry.bytes_per_token * self.chunk_tokens
-        own = sum(chunk in self._stored for chunk in chunks[local : local + retrieved])
-        tokens = self.chunk_tokens
-        num_computed = num_tokens - (local + retrieved) * tokens
-        started = time.perf_counter()
-        for chunk in chunks[local + retrieved :]:
-            self.compute(chunk)
-        if self._tokens_per_second:
-            time.sleep(max(0.0, started + num_computed / self._tokens_per_second - time.perf_counter()))
-        compute_seconds = time.perf_counter() - started
-        started = time.perf_counter()
-        store = self.context.submit_store(request_id, key, [self.blocks.of(chunks)])
-        store.result()
-        store_seconds = time.perf_counter() - started
-        self._stored.update(chunks[local + retrieved :])
-        return RequestReport(
-            prompt_tokens=num_tokens,
-            device_tokens=local * tokens,
-            own_tokens=own * tokens,
-            shared_tokens=(retrieved - own) * tokens,
-            computed_tokens=num_computed,
-            lookup_seconds=lookup_seconds,
-            retrieve_seconds=retrieve_seconds,
-            compute_seconds=compute_seconds,
-            retrieved_bytes=retrieved_bytes,
-            store_seconds=store_seconds,
-            stored_bytes=store.num_bytes,
-            verified_bytes=verified,
-            wrong_bytes=wrong,
-        )
-
     def compute(self, chunk: bytes) -> None:
         """Fill the chunk's blocks as a forward pass would, but with bytes derived from its key."""
         for page, seed in self._pages(chunk):
@@ -239,6 +217,14 @@ class EngineModel:
     def count_wrong_bytes(self, chunk: bytes) -> int:
         """Return how many bytes of the chunk's blocks differ from those derived from its key."""
         return sum(self._pattern.count_wrong_bytes(page, seed) for page, seed in self._pages(chunk))
+
+    def _compute_all(self, chunks: Sequence[bytes], num_tokens: int) -> None:
+        """Compute chunks; pause for the rest of the time that the model would take for `num_tokens`."""
+        started = time.perf_counter()
+        for chunk in chunks:
+            self.compute(chunk)
+        if self._tokens_per_second:
+            time.sleep(max(0.0, started + num_tokens / self._tokens_per_second - time.perf_counter()))
 
     def _pages(self, chunk: bytes) -> Iterator[tuple[Any, Any]]:
         """Yield the pages of the chunk's blocks with the seeds of their bytes."""
@@ -251,6 +237,12 @@ class EngineModel:
         """Leave the depot."""
         self.context.close()
         self.scheduler.close()
+
+
+def _timed(work: Callable[[], _T]) -> tuple[_T, float]:
+    """Return the result of `work` and the seconds that it took."""
+    started = time.perf_counter()
+    return work(), time.perf_counter() - started
 
 
 class BlockTable:

@@ -4,15 +4,19 @@ The tokens of each 512-token block are derived from its id, so equal ids are equ
 KV cache is scaled down: it has 512 bytes a token, and a prompt that an engine's cache cannot hold is cut.
 """
 
+import operator
 import time
 from collections.abc import Iterable
 from typing import Any, Final
+
+from msgspec import structs
 
 from kvdepot.config import format_size
 from kvdepot.errors import TraceError
 from kvdepot.index.eviction import AUTO
 from kvdepot.lab.engine_model import Geometry
 from kvdepot.lab.fleet import Fleet, Prompt
+from kvdepot.lab.simulate import Workload
 from kvdepot.lab.trace import BLOCK_TOKENS, TraceRequest
 from kvdepot.lab.view import live_view
 
@@ -21,34 +25,22 @@ _NUM_ENGINES: Final = 2  # the least that can share
 _ENGINE_CACHE_SHARE: Final = 4  # an engine's own cache is this many times smaller than the pool
 
 
-def prompts_of(requests: Iterable[TraceRequest], max_tokens: int) -> tuple[list[Prompt], int]:
-    """Return the prompts of a trace and how many of them were cut to `max_tokens`."""
-    prompts: list[Prompt] = []
-    num_cut = 0
-    for number, request in enumerate(requests):
-        length = min(request.input_length, max_tokens)
-        num_cut += length < request.input_length
-        segments = tuple(
-            (hash_id, min(BLOCK_TOKENS, length - place * BLOCK_TOKENS))
-            for place, hash_id in enumerate(request.hash_ids)
-            if place * BLOCK_TOKENS < length
-        )
-        prompts.append(Prompt(f"request-{number}", segments))
-    return prompts, num_cut
+def _cut(request: TraceRequest, max_tokens: int) -> TraceRequest:
+    """Return a request of at most `max_tokens`, a multiple of a block."""
+    if request.input_length <= max_tokens:
+        return request
+    return structs.replace(request, input_length=max_tokens, hash_ids=request.hash_ids[: max_tokens // BLOCK_TOKENS])
 
 
-def repeated_tokens(prompts: Iterable[Prompt]) -> int:
-    """Return how many tokens belong to a prefix that an earlier prompt had: the most that any cache could find."""
-    nodes: dict[tuple[int, int, int], int] = {}  # node of (node before, block id, tokens)
-    count = 0
-    for prompt in prompts:
-        node = 0
-        for block_id, num_tokens in prompt.segments:
-            known = nodes.get((node, block_id, num_tokens))
-            if known is not None:
-                count += num_tokens
-            node = nodes.setdefault((node, block_id, num_tokens), len(nodes) + 1)
-    return count
+def _prompt(number: int, request: TraceRequest) -> Prompt:
+    starts = range(0, request.input_length, BLOCK_TOKENS)
+    return Prompt(
+        f"request-{number}",
+        tuple(
+            (hash_id, min(BLOCK_TOKENS, request.input_length - start))
+            for start, hash_id in zip(starts, request.hash_ids, strict=False)
+        ),
+    )
 
 
 def run_replay(
@@ -61,10 +53,13 @@ def run_replay(
     """
     cache_bytes = pool_bytes // _ENGINE_CACHE_SHARE
     max_tokens = cache_bytes // REPLAY_GEOMETRY.bytes_per_token // BLOCK_TOKENS * BLOCK_TOKENS
-    prompts, num_cut = prompts_of(requests, max_tokens)
+    given = list(requests)
+    served = [_cut(request, max_tokens) for request in given]
+    prompts, num_cut = [_prompt(*each) for each in enumerate(served)], sum(map(operator.ne, served, given))
     if not prompts:
         raise TraceError("the trace has no requests with blocks")
-    repeated = repeated_tokens(prompts) / max(1, sum(length for prompt in prompts for _, length in prompt.segments))
+    workload = Workload.of(served)
+    repeated = workload.tokens_of(workload.repeated_chunks()) / max(1, workload.prompt_tokens)
     started = time.monotonic()
     if not quiet:
         print(

@@ -200,16 +200,14 @@ def simulate(
 
     def add(policy: str, pool_bytes: int, replay: Callable[[], tuple[list[int], int]]) -> None:
         found, evictions = replay()
-        hit_tokens = sum(map(min, (chunks * BLOCK_TOKENS for chunks in found), workload.lengths))
+        hit_tokens, is_reachable = workload.tokens_of(found), policy in POLICIES
         rows.append(
-            SimulationRow(
-                policy, pool_bytes, policy in POLICIES, workload.prompt_tokens, hit_tokens, sum(found), evictions
-            )
+            SimulationRow(policy, pool_bytes, is_reachable, workload.prompt_tokens, hit_tokens, sum(found), evictions)
         )
         if on_row is not None:
             on_row(rows[-1])
 
-    add(UNLIMITED, unique_bytes, lambda: (_ceiling(workload), 0))
+    add(UNLIMITED, unique_bytes, lambda: (workload.repeated_chunks(), 0))
     for size in sizes:
         add(BELADY, size, lambda size=size: _replay_offline(workload, next_uses, size // chunk_bytes))
     for policy in dict.fromkeys(policies):
@@ -255,6 +253,19 @@ class Workload:
     def prompt_tokens(self) -> int:
         """Tokens of all prompts."""
         return sum(self.lengths)
+
+    def repeated_chunks(self) -> list[int]:
+        """Return the number of chunks that each request shares with earlier ones: the hits of an unlimited pool."""
+        found: list[int] = []
+        seen = 0  # chunks are numbered in the order of first use: lower numbers were seen
+        for path in self.paths:
+            found.append(sum(number < seen for number in path))
+            seen = max(seen, max(path, default=-1) + 1)
+        return found
+
+    def tokens_of(self, found: Sequence[int]) -> int:
+        """Return the tokens of all prompts in their first `found` chunks, given by request."""
+        return sum(map(min, (chunks * BLOCK_TOKENS for chunks in found), self.lengths))
 
 
 class _Prioritized:
@@ -367,16 +378,6 @@ def replay(workload: Workload, policy_name: str, capacity_chunks: int, ends: byt
         if prioritized is not None and ends[request] and last:
             prioritized.end_session(path[last - 1])
     return found, evictions
-
-
-def _ceiling(workload: Workload) -> list[int]:
-    """Return the number of chunks that each request shares with earlier ones: the hits of an unlimited pool."""
-    found: list[int] = []
-    seen = 0  # chunks are numbered in the order of first use: lower numbers were seen
-    for path in workload.paths:
-        found.append(sum(number < seen for number in path))
-        seen = max(seen, max(path, default=-1) + 1)
-    return found
 
 
 def _next_uses(workload: Workload) -> "list[array[int]]":
