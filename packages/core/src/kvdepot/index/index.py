@@ -6,7 +6,7 @@ the parts directly for everything else: `index.nodes`, `index.visibility`, `inde
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from kvdepot.counting import depot_counter
@@ -14,6 +14,7 @@ from kvdepot.index.entries import Begun, Entries, NewRun, Room, Wanted
 from kvdepot.index.eviction import AUTO, POLICIES, EvictionPolicy
 from kvdepot.index.evictor import EndStore, Evictor, cannot_end
 from kvdepot.index.hit_rate_curve import HitRateCurve
+from kvdepot.index.kept import KeptChunks
 from kvdepot.index.priorities import Priorities, Shares
 from kvdepot.index.quotas import QuotaTable
 from kvdepot.index.tree import NO_NODE, ChunkTree, Nodes, Space, digest_of
@@ -77,8 +78,7 @@ class ChunkIndex:
         self.num_not_ready = 0  # `STORE_ENTRIES_NOT_READY`
         self.num_overlapping = 0  # `ENTRIES_OVERLAPPING`
         self.why_cut = ""  # for the log: the reason why the last cut run was cut
-        # Ends a hold that only keeps chunks until a tier is asked for them; False if there is none.
-        self.let_go: Callable[[], bool] = cannot_end
+        self.kept = KeptChunks(self.begin_reading, self.end_reading)
         self.num_restore_errors = 0
         self._space_by_spec: dict[bytes, Space] = {}
         self._policy = policy
@@ -297,7 +297,7 @@ class ChunkIndex:
             if evictor.num_steps >= most_steps:
                 self.why_cut = "evictions for this request left no gap that is large enough"
                 return None
-            if not (evictor.evict_one(share, end_store, is_owed=is_owed) or self.let_go()):
+            if not (evictor.evict_one(share, end_store, is_owed=is_owed) or self.kept.let_go_of_oldest()):
                 self.why_cut = "all chunks that it may evict are in use"
                 return None
 

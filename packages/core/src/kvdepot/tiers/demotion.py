@@ -48,15 +48,6 @@ class _Leaving:
     held: Sequence[tuple[Entry, int]] = ()  # (entry, node) to hold until the tiers have been asked for the prefix
 
 
-@dataclass(frozen=True, slots=True)
-class _Gathered:
-    """The last entry of gathered chunks. Holding it keeps them and all chunks before them in the pool."""
-
-    entry: Entry
-    node: int
-    num_bytes: int  # of the gathered chunks
-
-
 class Demotions:
     """Chooses the entries to write to tiers, and submits them.
 
@@ -94,9 +85,7 @@ class Demotions:
         self.lacks_victims = False  # whether the reserve needs room but no chunk can be evicted
         self._is_cut = False  # whether the last turn ended before the reserve had enough room
         self._gathering = Gathering(index)
-        self._gathered: dict[int, _Gathered] = {}  # by their last node, until tiers have been asked for them
-        self._gathered_bytes = 0
-        index.let_go = self._let_go_of_oldest
+        self._kept = index.kept  # gathered chunks, until tiers have been asked for them
         self.refresher = Refresher(
             index, keys, self._write_lost, self._go_on, clock, writes_used=rule is not Demotion.EVICT
         )
@@ -147,31 +136,16 @@ class Demotions:
         num_bytes = index.table.num_bytes_of(entries)
         entry, most_bytes = entries[-1], max(tier.queue.write_bytes for tier in gathering) * _GATHERED_SHARE
         for earlier in (before, index.entries.node_of(entry)):  # or the same chunks of another rank
-            if earlier in self._gathered:
-                num_bytes += self._gathered[earlier].num_bytes
-                self._let_go(earlier)
-        if self._gathered_bytes + num_bytes > most_bytes:
+            num_bytes += self._kept.let_go(earlier)
+        if self._kept.num_bytes + num_bytes > most_bytes:
             return False
-        node = index.begin_reading(entry)
-        self._gathered[node] = _Gathered(entry, node, num_bytes)
-        self._gathered_bytes += num_bytes
-        return True
-
-    def _let_go(self, node: int) -> None:
-        gathered = self._gathered.pop(node)
-        self._gathered_bytes -= gathered.num_bytes
-        self._index.end_reading(gathered.entry, gathered.node)
-
-    def _let_go_of_oldest(self) -> bool:
-        if not self._gathered:
-            return False
-        self._let_go(next(iter(self._gathered)))
+        self._kept.add(entry, num_bytes)
         return True
 
     def let_go(self, is_meant: Callable[[int], bool]) -> None:
         """Keep no gathered chunks that end at nodes for which `is_meant` holds. They are written if they stay."""
-        for node in [*filter(is_meant, self._gathered)]:
-            self._let_go(node)
+        for node in [*filter(is_meant, self._kept)]:
+            self._kept.let_go(node)
 
     def _write_gathered(self, last: int, gathering: Sequence[TierState], *, is_first: bool) -> None:
         self._refresh(last, gathering, _reason(is_first=is_first))
@@ -239,8 +213,8 @@ class Demotions:
 
     def _go_on(self, node: int) -> None:
         """Let go of a prefix that has been written, or whose refresh has ended. If it leaves, `turn` evicts its end."""
-        if node in self._gathered and not self._gathering.has(node) and not self._is_refreshing(node):
-            self._let_go(node)
+        if node in self._kept and not self._gathering.has(node) and not self._is_refreshing(node):
+            self._kept.let_go(node)
         if node in self._leaving:
             self._going_on[node] = None
 
@@ -275,7 +249,7 @@ class Demotions:
 
     def turn(self, is_over: Callable[[], bool]) -> None:
         """Do at least one step of each kind of work, then continue until `is_over`."""
-        if self._gathered and not self._by_kind()[0]:
+        if self._kept and not self._by_kind()[0]:
             self.let_go(lambda _: True)
         while (stored := self._gathering.next_over(self._clock())) is not None:
             self._write_gathered(stored.last, self._by_kind()[0], is_first=stored.is_first)
