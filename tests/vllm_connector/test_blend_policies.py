@@ -10,8 +10,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed: `tox r -e torch` has it")
 
+from kvdepot_vllm.blend import why_not
 from kvdepot_vllm.blend.policies import POLICIES, Budget
-from kvdepot_vllm.blend.supported import why_not
 
 RUNS = [(10, 110), (200, 232), (300, 400)]
 POSITIONS = torch.cat([torch.arange(begin, end) for begin, end in RUNS])

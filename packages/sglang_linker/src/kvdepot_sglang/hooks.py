@@ -33,7 +33,8 @@ def around_match(original: Callable[..., Any], wrapper: Any, key: Any, req: Any,
         before: Sequence[str] = ()
         if result.device_prefix_len:
             try:
-                before = _pages_up_to(wrapper.cache, result.last_device_node)
+                cache, node = wrapper.cache, result.last_device_node
+                before = [*cache.get_prefix_hash_values(node), *cache.tree_core.get_hash_values(node)]
             except Exception:
                 logger.exception("no lookup of a prompt, because SGLang did not name its pages")
             if len(before) * linker.page_size != result.device_prefix_len:
@@ -70,10 +71,6 @@ def are_hooked(wrapper: Any) -> bool:
 
 def _slots_before(cache: Any, node: Any, num_pages: int) -> Any:
     return cache.path_device_indices(node)[: num_pages * cache.page_size]
-
-
-def _pages_up_to(cache: Any, node: Any) -> list[str]:
-    return [*cache.get_prefix_hash_values(node), *cache.tree_core.get_hash_values(node)]
 
 
 UPDATING_METHODS: Final = (

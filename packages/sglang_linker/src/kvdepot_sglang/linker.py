@@ -80,6 +80,8 @@ class KVDepotLinker(Placed, UnifiedCacheLinker):
         extra_config: dict[str, Any],
         forward_stream: Any = None,
     ) -> None:
+        from sglang.srt.configs.model_config import ModelConfig
+
         log_like("sglang")
         self._settings = settings = Settings.read(extra_config)
         if not are_hooked(UnifiedCacheLinkerWrapper):
@@ -94,7 +96,7 @@ class KVDepotLinker(Placed, UnifiedCacheLinker):
             getattr(params, "attn_tp_cache_group", None) or getattr(params, "tp_cache_group", None)
         )
         kvcache = params.token_to_kv_pool_allocator.get_kvcache()
-        model = _model_config(server_args)
+        model = ModelConfig.from_server_args(server_args)
         self._device = device = str(kvcache.device).partition(":")[0]
         backend = get_backend(device)
         holding = Holding(ranks.rank, ranks.size, int(model.get_total_num_kv_heads()))
@@ -312,12 +314,6 @@ class KVDepotLinker(Placed, UnifiedCacheLinker):
         """Finish the copies under way, within the depot's deadline, and leave. Idempotent."""
         self._worker.close()
         self._client.close()
-
-
-def _model_config(server_args: Any) -> Any:
-    from sglang.srt.configs.model_config import ModelConfig
-
-    return ModelConfig.from_server_args(server_args)
 
 
 def _version() -> str:

@@ -94,6 +94,7 @@ class Start:
 
         parallel = self.vllm_config.parallel_config
         tp_rank, pp_rank = get_tp_group().rank_in_group, get_pp_group().rank_in_group
+        rank = pp_rank * parallel.tensor_parallel_size + tp_rank
         device = current_platform.device_type
         cache_dtype = str(self.vllm_config.cache_config.cache_dtype)
         if device == "cpu" and cache_dtype.endswith("_per_token_head"):
@@ -124,7 +125,7 @@ class Start:
                 groups,
                 self.instance,
                 cache.dtype,
-                rank=pp_rank * parallel.tensor_parallel_size + tp_rank,
+                rank=rank,
                 world_size=cache.num_workers,
                 model=str(self.vllm_config.model_config.model),
                 format=cache.format,
@@ -137,7 +138,7 @@ class Start:
             **options,
         )
         context = open_context()
-        rank, runner = pp_rank * parallel.tensor_parallel_size + tp_rank, find_runner()
+        runner = find_runner()
 
         def tell_weights() -> tuple[int, str]:
             return rank, digest_of_weights(runner)

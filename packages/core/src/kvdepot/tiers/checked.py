@@ -30,9 +30,6 @@ class CheckedTier:
 
     def __init__(self, tier: Tier, pool: TierPool, name: str) -> None:
         self._tier = tier
-        self.keeps_runs = tier.keeps_runs
-        self.gathers_stores = tier.gathers_stores
-        self.contains_is_instant = tier.contains_is_instant
         self._pool = pool
         self._name = name
 

@@ -99,12 +99,12 @@ class TierQueue:
     @property
     def keeps_runs(self) -> bool:
         """Whether the tier keeps runs, and so needs the chunks before those that it is asked for."""
-        return self._checked.keeps_runs
+        return self.tier.keeps_runs
 
     @property
     def gathers_stores(self) -> bool:
         """Whether stores wait for those that continue them, so that the tier gets few large calls."""
-        return self._checked.gathers_stores
+        return self.tier.gathers_stores
 
     @property
     def is_retired(self) -> bool:
@@ -132,7 +132,7 @@ class TierQueue:
         cuts = self._cuts(job)
         self.num_calls += len(cuts) - 1
         calls = [Call(job, first, last) for first, last in itertools.pairwise(cuts)]
-        if job.operation is JobKind.CONTAINS and self._checked.contains_is_instant:
+        if job.operation is JobKind.CONTAINS and self.tier.contains_is_instant:
             for call in calls:
                 call.started_at = self._clock()
                 self._make(call)

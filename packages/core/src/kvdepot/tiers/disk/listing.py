@@ -3,7 +3,6 @@
 When the tier is opened, a thread rebuilds it from the names of the files. The tier serves known entries meanwhile.
 """
 
-import contextlib
 import heapq
 import logging
 import os
@@ -167,16 +166,14 @@ def _entry_of(folder: Folder, name: str, item: os.DirEntry[str]) -> File | None:
         if folder.token not in name and is_temporary(name):
             folder.drop(name)
         return None
-    with contextlib.suppress(FileNotFoundError):  # it was just removed
-        try:
-            stat = item.stat(follow_symlinks=False)
-        except FileNotFoundError:
-            raise
-        except OSError as error:
-            logger.error("%s cannot be examined, so it is missing: %s", folder.path / name, error)
-        else:
-            return stat.st_mtime, key, stat.st_size
-    return None
+    try:
+        stat = item.stat(follow_symlinks=False)
+    except FileNotFoundError:  # it was just removed
+        return None
+    except OSError as error:
+        logger.error("%s cannot be examined, so it is missing: %s", folder.path / name, error)
+        return None
+    return stat.st_mtime, key, stat.st_size
 
 
 def _found_folders(folder: Folder) -> list[str]:

@@ -127,19 +127,18 @@ class Node:
         for slot, trailer in zip(slots, trailers, strict=True):
             slot[:] = trailer
         names = [object_name(self._prefix, key) for key in keys]
-        codes: list[int] = self._store.batch_put_from_multi_buffers(names, pointers, sizes, self._config)
+
+        def put(places: Sequence[int]) -> list[int]:
+            chosen = ([column[place] for place in places] for column in (names, pointers, sizes))
+            return self._store.batch_put_from_multi_buffers(*chosen, self._config)
+
+        codes = put(range(len(keys)))
         for pause in _FULL_PAUSES:
             full = [place for place, code in enumerate(codes) if code == _NO_SPACE]
             if not full:
                 break
             time.sleep(pause)
-            again: list[int] = self._store.batch_put_from_multi_buffers(
-                [names[place] for place in full],
-                [pointers[place] for place in full],
-                [sizes[place] for place in full],
-                self._config,
-            )
-            for place, code in zip(full, again, strict=True):
+            for place, code in zip(full, put(full), strict=True):
                 codes[place] = code
         return [m.KeyOutcome.HERE if code == _OK else _outcome(code) for code in codes]
 

@@ -73,7 +73,9 @@ class ValkeyConnection:
     @property
     def is_stale(self) -> bool:
         """Return whether an idle connection is readable: it was closed, or has bytes that belong to no command."""
-        return bool(_readable(self._socket))
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(0))
 
     def shut_down(self) -> None:
         """Make the call that waits on this connection fail."""
@@ -163,9 +165,3 @@ def connect(server: Server) -> socket.socket:
     except BaseException:
         connected.close()
         raise
-
-
-def _readable(waiting: socket.socket) -> list[tuple[int, int]]:
-    poll = select.poll()
-    poll.register(waiting, select.POLLIN)
-    return poll.poll(0)
