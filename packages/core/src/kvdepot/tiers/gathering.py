@@ -3,8 +3,8 @@
 Engines store a long prompt in many pieces, and a chunk or two in each step of decoding. So chunks wait for the stores
 that continue them: 0.05 seconds if another node waits for them, otherwise 0.25 seconds, or 2 seconds if they are few.
 They wait ten seconds at most, and no longer than one second once a run is complete. If the prefix is used meanwhile, it
-is written with the next turn. A depot that drains or stops does not wait. The pool keeps waiting chunks while a tier can
-take them (`Demotions`).
+is written with the next turn. A depot that drains or stops does not wait. The pool keeps waiting chunks while a tier
+can take them (`Demotions`).
 """
 
 import math
