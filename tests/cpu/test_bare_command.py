@@ -1,7 +1,6 @@
 """`kvdepot serve` without a size, as in the README: the cache outlives the server."""
 
 import subprocess
-import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,12 +18,13 @@ from kvdepot.pool.inventory import find_pools
 from kvdepot.wire import operations as o
 from kvdepot.wire.status import DepotStatus
 from kvdepot_cpu.context import CpuOptions, CpuTransferContext
+from support.commands import KVDEPOT
 
 
 @contextmanager
 def serving(directory: Path, *arguments: str) -> Generator[None]:
     """Run the command, and kill it at the end of the block. Its log is in the file `log`."""
-    command = [sys.executable, "-m", "kvdepot", "serve", "--dir", str(directory), *arguments]
+    command = [*KVDEPOT, "serve", "--dir", str(directory), *arguments]
     with (directory / "log").open("w") as log, subprocess.Popen(command, stderr=log) as process:
         try:
             wait_until(lambda: is_answering(directory), 30, "a depot that answers")

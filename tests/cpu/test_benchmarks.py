@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from support.commands import run_kvdepot
+
 _BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 _EXAMPLES = _BENCHMARKS.parent / "examples"
@@ -17,8 +19,7 @@ def test_the_sample_trace_is_the_generated_one_and_can_be_simulated(monkeypatch:
     monkeypatch.setattr(sys, "path", [str(_BENCHMARKS / "depot"), *sys.path])  # its neighbours
     trace = _EXAMPLES / "trace.jsonl"
     assert runpy.run_path(str(_BENCHMARKS / "depot" / "sample_trace.py"))["sample"]() == trace.read_text()
-    command = [sys.executable, "-m", "kvdepot", "replay", str(trace), "--simulate"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = run_kvdepot("replay", str(trace), "--simulate")
     assert done.returncode == 0, done.stderr
     assert "300 requests" in done.stdout
     assert "recommended: --policy" in done.stdout

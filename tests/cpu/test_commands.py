@@ -15,16 +15,12 @@ from typing import Any
 import pytest
 
 from kvdepot.lab.processes import DepotProcess, wait_until
+from support.commands import run_kvdepot
 from support.terminal import Terminal, run_in_terminal
 
 
-def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "kvdepot", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-
-
 def run_json(*arguments: str) -> Any:
-    result = run(*arguments, "--json")
+    result = run_kvdepot(*arguments, "--json")
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)
 
@@ -78,7 +74,7 @@ def test_a_simulation_tells_hit_rate_by_pool_size_for_each_policy(trace: Path) -
 def test_a_trace_that_is_none_is_an_error_in_one_line(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text("no trace\n")
-    result = run("replay", str(path), "--simulate")
+    result = run_kvdepot("replay", str(path), "--simulate")
     assert result.returncode == 1
     assert "line 1" in result.stderr
     assert "Traceback" not in result.stderr
@@ -89,12 +85,12 @@ def test_status_is_for_people_and_for_machines() -> None:
     with DepotProcess() as depot:
         fields = run_json("status", "--url", depot.url)
         assert {"num_entries", "pool_used_bytes", "num_leases", "epoch", "contexts"} <= set(fields)
-        assert "entries  0 of" in run("status", "--url", depot.url).stdout
-        assert run("clear", "--all", "--url", depot.url).stdout == "0 entries removed\n"
+        assert "entries  0 of" in run_kvdepot("status", "--url", depot.url).stdout
+        assert run_kvdepot("clear", "--all", "--url", depot.url).stdout == "0 entries removed\n"
 
 
 def test_without_a_depot_status_says_what_to_do(tmp_path: Path) -> None:
-    result = run("status", "--url", str(tmp_path))
+    result = run_kvdepot("status", "--url", str(tmp_path))
     assert result.returncode == 1
     assert "kvdepot serve" in result.stderr
 
@@ -106,7 +102,7 @@ def test_a_hung_depot_is_unhealthy_within_its_deadline() -> None:
 
     with DepotProcess() as depot:
         depot.signal(signal.SIGSTOP)
-        result = run("status", "--url", depot.url)
+        result = run_kvdepot("status", "--url", depot.url)
         depot.signal(signal.SIGCONT)
     assert result.returncode == 1
     assert "does not answer" in result.stderr
@@ -121,7 +117,7 @@ def test_backends_are_listed_with_their_reasons() -> None:
 @pytest.mark.parametrize("flag", ["--tier=disk:///tmp/x", "--tier=nonsense://"])
 def test_a_start_that_fails_leaves_no_file_behind(flag: str, tmp_path: Path) -> None:
     pool = tmp_path / "pool"
-    result = run("serve", "--dir", str(tmp_path / "run"), "--pool-dir", str(pool), "--pool-size", "1MiB", flag)
+    result = run_kvdepot("serve", "--dir", str(tmp_path / "run"), "--pool-dir", str(pool), "--pool-size", "1MiB", flag)
     assert result.returncode == 1
     assert "Traceback" not in result.stderr
     assert not pool.exists()

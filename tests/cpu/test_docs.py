@@ -14,6 +14,7 @@ import pytest
 
 from kvdepot.lab.processes import DepotProcess
 from kvdepot.ops.cli import make_parser
+from support.commands import run_kvdepot
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -85,13 +86,7 @@ def test_flags_that_are_named_in_passing_are_flags() -> None:
         if command in ("session", "tier"):
             command = f"{command} {words[0]}"
         if command not in help_of:
-            done = subprocess.run(
-                [sys.executable, "-m", "kvdepot", *command.split(), "--help"],
-                capture_output=True,
-                text=True,
-                check=True,
-            )
-            help_of[command] = done.stdout
+            help_of[command] = run_kvdepot(*command.split(), "--help").stdout
         unknown += [f"{place}: {command} {flag}" for flag in flags if not re.search(rf"{flag}\b", help_of[command])]
     assert not unknown
 

@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.testing.engine import EngineProcess
 from kvdepot.testing.plan import prompt
 from kvdepot.wire.status import TierStatus
+from support.commands import KVDEPOT, run_kvdepot
 from support.cpu.engines import large_engine
 
 pytestmark = pytest.mark.slow
@@ -130,16 +130,16 @@ def test_prefixes_are_warmed_by_command(make: MakeNode, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     line = {"tenant": prompt(8, salt=1).tenant, "digests": [digests[i : i + 32].hex() for i in range(0, 8 * 32, 32)]}
     keys.write_text(json.dumps(line) + "\n")
-    command = [sys.executable, "-m", "kvdepot", "warm", str(keys), "--url", node.depot.url]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    command = ("warm", str(keys), "--url", node.depot.url)
+    done = run_kvdepot(*command)
     assert done.stdout == "8 of 8 chunks are in the pool\n", done.stderr
     assert node.depot.status().num_chunks == 8
     traced = {"tokens": list(range(6 * 64)), "namespace": {"model": "test", "tenant_salt": "1"}, "chunk_tokens": 64}
     keys.write_text(json.dumps(line) + "\n" + json.dumps(traced) + "\n")
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    done = run_kvdepot(*command)
     assert done.stdout == "14 of 14 chunks are in the pool\n", done.stderr
     keys.write_text("nonsense")
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    done = run_kvdepot(*command)
     assert done.returncode == 1
     assert str(keys) in done.stderr
 
@@ -149,7 +149,7 @@ def test_a_share_under_two_writers_is_at_its_size_after_each_collection(make: Ma
     capacity, url, num_stored, salts = 36 << 20, f"file://{tmp_path}/share", 0, itertools.count()
     writers, reader = [make(url, pool_size="256MiB") for _ in range(2)], make(url, pool_size="8MiB")
     engines, other = [node.spawn(f"writer {number}") for number, node in enumerate(writers)], reader.spawn("reader")
-    command = [sys.executable, "-m", "kvdepot", "tier", "gc", url, "--capacity", "36MiB"]
+    command = [*KVDEPOT, "tier", "gc", url, "--capacity", "36MiB"]
 
     def size() -> int:
         return sum(path.stat().st_size for path in (tmp_path / "share").rglob("*") if path.is_file())

@@ -1,14 +1,14 @@
 """The CUDA backend passes the suite of every backend in both modes, with a driver that has no device."""
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
 
 import pytest
 
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.testing.backend import BackendSuite
 from kvdepot.testing.plan import WorkerPlan
-from support.cuda.fake import FakeDriver
+from support.cuda.fake import FakeDriver, fake_gather
 from support.cuda.fake_worker import FakeWorker
 from support.cuda.node import FakeDevice, fake_device
 
@@ -16,6 +16,7 @@ from support.cuda.node import FakeDevice, fake_device
 class _OverTheFakeDriver(BackendSuite):
     has_batch_copy = True
     failing: tuple[str, ...] = ()
+    options: ClassVar[Mapping[str, Any]] = {}
 
     @pytest.fixture(autouse=True)
     def drivers(self) -> Iterator[None]:
@@ -31,7 +32,7 @@ class _OverTheFakeDriver(BackendSuite):
         for call in self.failing:
             driver.fail(call)
         self.made.append(driver)
-        return FakeWorker(url, plan, driver=driver, **options)
+        return FakeWorker(url, plan, driver=driver, **{**self.options, **options})
 
 
 class TestWithBatches(_OverTheFakeDriver):
@@ -46,6 +47,20 @@ class TestWithAPoolThatCannotBeRegistered(_OverTheFakeDriver):
     failing = ("register_host",)
     # The parts are cut before the copies, here as in `TestWithBatches`.
     test_every_split_reads_every_other = None  # pyright: ignore[reportAssignmentType]
+
+
+@pytest.mark.slow
+class TestWithTheKernel(_OverTheFakeDriver):
+    """The kernel copies every aligned page, in both directions: also single and large runs."""
+
+    options: ClassVar[Mapping[str, Any]] = {"gather_kernel": True, "compile_gather": fake_gather}
+    # The parts are cut as for copies, and `test_every_block_size_reads_every_other` has small ones, too.
+    test_every_split_reads_every_other = None  # pyright: ignore[reportAssignmentType]
+
+    @pytest.fixture(autouse=True)
+    def every_run(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("kvdepot_cuda.gather.MOST_RUN_BYTES", 1 << 20)
+        monkeypatch.setattr("kvdepot_cuda.gather.LEAST_RUNS", 1)
 
 
 @pytest.mark.slow

@@ -5,15 +5,14 @@ The kernel itself runs and compiles in `tests/kernels`. Here, the fake driver do
 
 import logging
 import threading
-from collections.abc import Iterator
 from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from kvdepot.lab.processes import DepotProcess, wait_until
-from kvdepot.testing.backend import BackendSuite, MakeCache
-from kvdepot.testing.plan import PLANS, Cache, WorkerPlan, prompt
+from kvdepot.testing.backend import MakeCache
+from kvdepot.testing.plan import PLANS, Cache, prompt
 from kvdepot_cuda.context import CudaTransferContext
 from kvdepot_cuda.driver import DriverError
 from kvdepot_cuda.gather import (
@@ -83,28 +82,6 @@ def every_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # --- whole transfers --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("every_run")
-class TestWithTheKernel(BackendSuite):
-    """The suite of every backend, with every aligned page copied by the kernel, in both directions."""
-
-    # The parts are cut as for copies, and `test_every_block_size_reads_every_other` has small ones, too.
-    test_every_split_reads_every_other = None  # pyright: ignore[reportAssignmentType]
-
-    @pytest.fixture(autouse=True)
-    def drivers(self) -> Iterator[None]:
-        self.made: list[FakeDriver] = []
-        yield
-        for driver in self.made:
-            assert driver.violations == []
-            assert driver.left_over == {}
-
-    def make_worker(self, url: str, plan: WorkerPlan, **options: Any) -> FakeWorker:
-        driver = FakeDriver()
-        self.made.append(driver)
-        return FakeWorker(url, plan, driver=driver, **(KERNEL | options))
 
 
 @pytest.fixture

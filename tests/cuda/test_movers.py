@@ -24,6 +24,7 @@ from kvdepot.testing.backend import MakeCache
 from kvdepot.testing.engine import EngineProcess
 from kvdepot.testing.plan import PLANS, Cache, WorkerPlan, prompt
 from kvdepot.wire import messages as m
+from support.commands import run_kvdepot
 from support.cuda.fake import DEFAULT_STREAM, FakeDriver, FakeEvent, FakeTensor
 from support.cuda.fake_worker import NUM_PIECES, FakeWorker
 from support.cuda.mover_faults import (
@@ -252,8 +253,7 @@ def test_a_mover_of_an_earlier_depot_that_lives_on_is_dead_when_its_worker_is_cl
 
 def test_operators_see_who_copies_and_why(device: FakeDevice, depot: DepotProcess, cache: MakeCache) -> None:
     def shown() -> str:
-        command = [sys.executable, "-m", "kvdepot", "status", "--url", depot.url]
-        found = subprocess.run(command, check=False, capture_output=True, text=True)
+        found = run_kvdepot("status", "--url", depot.url)
         return found.stdout + found.stderr
 
     cache("engine")
@@ -565,52 +565,28 @@ def test_a_message_cannot_make_a_mover_touch_anything_else(
 # --- order ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("with_event", [True, False])
-def test_a_store_comes_after_the_kernel_that_writes_its_blocks(
-    with_event: bool, device: FakeDevice, cache: MakeCache
-) -> None:
-    """The worker waits for the event before it sends a request."""
-    driver = FakeDriver(root=device.memory)
-    writer, reader = cache(driver=driver), cache("other")
-    run = prompt(3)
-    block_ids = writer.blocks(run)
-    stream = DEFAULT_STREAM
-    if with_event:
-        with driver.activated():
-            stream = driver.create_stream()
-    driver.launch(lambda: writer.fill(run, block_ids), stream)
-    ready = FakeEvent(driver, stream) if with_event else None
-    assert writer.context.submit_store("request", run, block_ids, ready).result(WAIT_SECONDS)
-    assert reader.retrieve(run) == 3
-
-
 class EventOfTorch(FakeEvent):
     def synchronize(self) -> None:
         raise AssertionError("with torch's own wait a graph that another thread captures is broken")
 
 
-def test_an_event_is_waited_for_by_the_driver_where_a_capture_goes_on(device: FakeDevice, cache: MakeCache) -> None:
+@pytest.mark.parametrize("event", [None, FakeEvent, EventOfTorch])
+def test_a_store_comes_after_the_kernel_that_writes_its_blocks(
+    event: type[FakeEvent] | None, device: FakeDevice, cache: MakeCache
+) -> None:
+    """The worker waits for the event, by the driver, before it sends a request."""
     driver = FakeDriver(root=device.memory)
-    worker = cache(driver=driver)
+    writer, reader = cache(driver=driver), cache("other")
     run = prompt(3)
-    block_ids = worker.blocks(run)
-    driver.launch(lambda: worker.fill(run, block_ids))
-    ready = EventOfTorch(driver, DEFAULT_STREAM)
-    assert worker.context.submit_store("request", run, block_ids, ready).result(WAIT_SECONDS)
-    assert worker.retrieve(run) == 3
-
-
-def test_a_retrieve_comes_after_what_the_engine_still_does_to_its_blocks(device: FakeDevice, cache: MakeCache) -> None:
-    driver = FakeDriver(root=device.memory)
-    worker = cache(driver=driver)
-    run = prompt(3)
-    assert worker.store(run)
-    wanted = worker.blocks(run, rotate=1)
-    driver.launch(worker.wipe)
-    assert worker.context.submit_retrieve("request", run, wanted).result(WAIT_SECONDS)
-    with driver.activated():
-        driver.synchronize_stream(DEFAULT_STREAM)
-    assert worker.holds(run, wanted)
+    block_ids = writer.blocks(run)
+    stream = DEFAULT_STREAM
+    if event is FakeEvent:
+        with driver.activated():
+            stream = driver.create_stream()
+    driver.launch(lambda: writer.fill(run, block_ids), stream)
+    ready = event(driver, stream) if event else None
+    assert writer.context.submit_store("request", run, block_ids, ready).result(WAIT_SECONDS)
+    assert reader.retrieve(run) == 3
 
 
 def test_one_handle_for_all_tensors_of_an_allocation(device: FakeDevice, depot: DepotProcess) -> None:

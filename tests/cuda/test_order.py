@@ -71,25 +71,6 @@ def test_a_store_comes_after_the_kernel_that_writes_its_blocks(
     assert (driver.calls["copy_batch"] == 0) == (driver.calls["gathered"] > 0) == options["gather_kernel"]
 
 
-def retrieve_into_blocks_that_a_kernel_clears(cache: Cache, driver: FakeDriver) -> bool:
-    """Queue a late kernel of the engine that clears blocks. Retrieve into them and return whether they are right."""
-    run = prompt(3)
-    assert cache.store(run)
-    wanted = cache.blocks(run, rotate=1)
-    driver.launch(cache.wipe)
-    assert cache.context.submit_retrieve("request", run, wanted).result(WAIT_SECONDS)
-    with driver.activated():
-        driver.synchronize_stream(0)
-    return cache.holds(run, wanted)
-
-
-def test_a_retrieve_comes_after_what_the_engine_still_does_to_its_blocks(
-    cache: MakeCache, options: dict[str, Any]
-) -> None:
-    driver = FakeDriver()
-    assert retrieve_into_blocks_that_a_kernel_clears(cache(driver, **options), driver)
-
-
 @pytest.mark.promise(13, 18)
 def test_a_future_is_not_done_while_the_kernel_runs_and_submitting_does_not_wait(
     cache: MakeCache, options: dict[str, Any]

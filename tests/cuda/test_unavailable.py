@@ -160,11 +160,10 @@ def make_context(driver: FakeDriver, *, tensors: list[Any] | None = None, **opti
     return CudaTransferContext(KVCache(groups, "engine", "bytes"), CudaOptions(**options))
 
 
-def test_finding_it_loads_no_device_library() -> None:
-    code = "import sys; before = {*sys.modules}; import kvdepot_cuda; " + NEW.format({"torch", "cuda", "numpy"})
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_a_context_loads_neither_torch_nor_cuda() -> None:
-    code = "import sys; before = {*sys.modules}; import kvdepot_cuda.context; " + NEW.format({"torch", "cuda"})
+@pytest.mark.parametrize(
+    ("module", "others"),
+    [("kvdepot_cuda", {"torch", "cuda", "numpy"}), ("kvdepot_cuda.context", {"torch", "cuda"})],
+)
+def test_finding_it_and_its_context_load_no_device_library(module: str, others: set[str]) -> None:
+    code = f"import sys; before = {{*sys.modules}}; import {module}; " + NEW.format(others)
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -15,27 +15,10 @@ from support.status import EMPTY_STATUS
 
 _TOKEN: Final = "a token that nobody guesses"
 _PATHS: Final = (
-    b"/cache/clear",
-    b"/cache/warm",
-    b"/sessions/retain",
-    b"/sessions/prefetch",
-    b"/sessions/demote",
-    b"/sessions/forget",
-    b"/cache/find",
-    b"/tenants/quota",
-    b"/drain",
-    b"/loglevel",
-    b"/config",
-    b"/openapi.json",
-    b"/healthz",
-    b"/readyz",
-    b"/status",
-    b"/metrics",
-    b"/tenants",
-    b"/",
-    b"/tiers/add",
-    b"/tiers/remove",
-)
+    b"/cache/clear /cache/warm /sessions/retain /sessions/prefetch /sessions/demote /sessions/forget /cache/find "
+    b"/tenants/quota /drain /loglevel /config /openapi.json /healthz /readyz /status /metrics /tenants / "
+    b"/tiers/add /tiers/remove"
+).split()
 _METHODS: Final = ("POST", "GET", "DELETE", "HEAD")
 _ANSWERS: Final = {200, 400, 401, 404, 405, 409, 421}
 _TENANT: Final = "somebody of whom others should not know"

@@ -3,26 +3,19 @@
 import os
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from kvdepot.lab.processes import wait_until
+from support.commands import KVDEPOT, run_kvdepot
 from support.tiers.servers import listening
-
-_KVDEPOT = [sys.executable, "-m", "kvdepot"]
 
 
 def refuse(connection: socket.socket) -> None:
     """Answer one request as an object store, or the metadata service of a machine, that grants nothing."""
     connection.recv(1 << 16)
     connection.sendall(b"HTTP/1.1 403 Forbidden\r\nConnection: close\r\nContent-Length: 0\r\n\r\n")
-
-
-def status_of(directory: str) -> str:
-    command = [*_KVDEPOT, "status", "--url", directory]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout
 
 
 @pytest.mark.slow
@@ -48,11 +41,11 @@ def test_a_tier_that_cannot_work_is_told_at_the_start_in_one_line(
         closed.bind(("127.0.0.1", 0))  # no socket listens on the port
         machine = {"AWS_METADATA_ENDPOINT": f"http://127.0.0.1:{refusing}", "NO_PROXY": "127.0.0.1"}
         address = tier.format(closed=closed.getsockname()[1], refusing=refusing)
-        command = [*_KVDEPOT, "serve", "--ephemeral", "--dir", folder, "--pool-size", "4MiB", "--tier", address]
+        command = [*KVDEPOT, "serve", "--ephemeral", "--dir", folder, "--pool-size", "4MiB", "--tier", address]
         with subprocess.Popen(command, stderr=written, env={**inherited, **machine, **credentials}) as process:
             try:
                 wait_until(lambda: "serving" in log.read_text())
-                wait_until(lambda: "SUSPENDED" in status_of(folder))
+                wait_until(lambda: "SUSPENDED" in run_kvdepot("status", "--url", folder).stdout)
             finally:
                 process.terminate()
     (line,) = [line for line in log.read_text().splitlines() if f"tier {address.partition('?')[0]}" in line]

@@ -17,6 +17,13 @@ WITH_PYTHON = (
 )
 
 
+def example(name: str, model: Path, *arguments: str, **variables: str) -> str:
+    """Run the `serve.sh` of an example with a small engine and pool. Return its output."""
+    flags = [f"--{key.replace('_', '-')}={value}" for key, value in OPTIONS.items() if key != "enforce_eager"]
+    command = ("bash", str(EXAMPLES / name / "serve.sh"), str(model), *arguments, *flags, "--enforce-eager")
+    return run(*command, **{"PORT": str(free_port()), "POOL_SIZE": "128MiB", **variables})
+
+
 def test_one_engine_and_then_two(depot: DepotProcess, model: MakeModel, forking_python: str) -> None:
     arguments = [str(model("gqa")), "--url", depot.url, "--options", json.dumps(OPTIONS)]
     script = str(EXAMPLES / "vllm" / "two_engines.py")
@@ -25,20 +32,9 @@ def test_one_engine_and_then_two(depot: DepotProcess, model: MakeModel, forking_
 
 
 def test_a_prompt_outlives_its_engine_and_the_example_leaves_no_memory(model: MakeModel, serve: dict[str, str]) -> None:
-    flags = [f"--{key.replace('_', '-')}={value}" for key, value in OPTIONS.items() if key != "enforce_eager"]
     port = str(free_port())
     with tempfile.TemporaryDirectory(prefix="kvd-") as folder:  # short, as it will contain sockets
-        output = run(
-            "bash",
-            str(EXAMPLES / "vllm" / "serve.sh"),
-            str(model("gqa")),
-            *flags,
-            "--enforce-eager",
-            PORT=port,
-            POOL_SIZE="128MiB",
-            TMPDIR=folder,
-            **serve,
-        )
+        output = example("vllm", model("gqa"), PORT=port, TMPDIR=folder, **serve)
     first, second = re.findall(r"engine answers: (\{.*\})", output)
     assert not re.search(r'"cached_tokens":\s*[1-9]', first)
     assert re.findall(r'"cached_tokens":\s*(\d+)', second) == ["640"]
@@ -53,39 +49,15 @@ def test_documents_in_another_order_are_blended(model: MakeModel, serve: dict[st
     documents = [tmp_path / f"{number}.txt" for number in range(4)]
     for number, path in enumerate(documents):
         path.write_text(" ".join(f"t{token}" for token in prompts(1, 400, seed=90 + number)[0]))
-    flags = [f"--{key.replace('_', '-')}={value}" for key, value in OPTIONS.items() if key != "enforce_eager"]
-    output = run(
-        "bash",
-        str(EXAMPLES / "blend" / "serve.sh"),
-        str(model("gqa")),
-        *map(str, documents),
-        "--",
-        *flags,
-        "--enforce-eager",
-        PORT=str(free_port()),
-        POOL_SIZE="128MiB",
-        **serve,
-    )
+    output = example("blend", model("gqa"), *map(str, documents), "--", **serve)
     assert re.search(r"^blended +first token after +\d+ ms  \{.*'reused_tokens': \d{3,}", output, re.MULTILINE)
 
 
 def test_an_agent_s_session_leaves_the_pool_during_a_long_tool_and_is_back_before_it_returns(
     model: MakeModel, serve: dict[str, str]
 ) -> None:
-    flags = [f"--{key.replace('_', '-')}={value}" for key, value in OPTIONS.items() if key != "enforce_eager"]
     with tempfile.TemporaryDirectory(prefix="kvd-") as folder:
-        output = run(
-            "bash",
-            str(EXAMPLES / "agents" / "serve.sh"),
-            str(model("gqa")),
-            *flags,
-            "--enforce-eager",
-            PORT=str(free_port()),
-            POOL_SIZE="128MiB",
-            TMPDIR=folder,
-            TOOL_SECONDS="0.1 3.1",
-            **serve,
-        )
+        output = example("agents", model("gqa"), TMPDIR=folder, TOOL_SECONDS="0.1 3.1", **serve)
     found: list[tuple[str, str]] = re.findall(r"turn: (\d+) of (\d+) prompt", output)
     turns = [(int(cached), int(tokens)) for cached, tokens in found]
     assert len(turns) == 3

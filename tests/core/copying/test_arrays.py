@@ -26,26 +26,25 @@ def tensor(shape: tuple[int, ...], strides: tuple[int, ...], device: str = "cpu"
     )
 
 
-def test_a_tensor_is_described_by_its_pointer_and_strides() -> None:
-    assert page_layout_of(tensor((8, 2, 16), (32, 16, 1))) == PageLayout(4096, 8, 64, 64)
-
-
-def test_blocks_may_be_padded_or_interleaved() -> None:
-    assert page_layout_of(tensor((8, 2, 16), (128, 16, 1))) == PageLayout(4096, 8, 64, 256)
-
-
-def test_dimensions_of_one_have_any_stride() -> None:
-    assert page_layout_of(tensor((8, 1, 16), (16, 999, 1))) == PageLayout(4096, 8, 32, 32)
+@pytest.mark.parametrize(
+    ("shape", "strides", "page", "step"),
+    [
+        ((8, 2, 16), (32, 16, 1), 64, 64),
+        ((8, 2, 16), (128, 16, 1), 64, 256),  # padded or interleaved
+        ((8, 1, 16), (16, 999, 1), 32, 32),  # a dimension of one has any stride
+        ((8, 2, 4, 16), (512, 16, 32, 1), 256, 1024),  # the dimensions of a block lie in any order
+        ((8, 2, 16), (32, 1, 2), 64, 64),
+    ],
+)
+def test_a_tensor_is_described_by_its_pointer_and_strides(
+    shape: tuple[int, ...], strides: tuple[int, ...], page: int, step: int
+) -> None:
+    assert page_layout_of(tensor(shape, strides)) == PageLayout(4096, 8, page, step)
 
 
 def test_an_array_is_described_by_its_interface() -> None:
     array = np.zeros((8, 100), np.float32)[:, :50]
     assert page_layout_of(array) == PageLayout(array.ctypes.data, 8, 200, 400)
-
-
-def test_the_dimensions_of_a_block_may_lie_in_any_order() -> None:
-    assert page_layout_of(tensor((8, 2, 4, 16), (512, 16, 32, 1))) == PageLayout(4096, 8, 256, 1024)
-    assert page_layout_of(tensor((8, 2, 16), (32, 1, 2))) == PageLayout(4096, 8, 64, 64)
 
 
 @pytest.mark.parametrize("strides", [(1, 8, 64), (32, 0, 1), (32, 1, 4), (64, 32, 1)])

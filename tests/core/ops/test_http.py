@@ -37,6 +37,7 @@ from uvicorn.server import ServerState
 
 from kvdepot.ops.http_app import HttpConnection, create_app
 from kvdepot.ops.http_process import HttpSettings
+from support.commands import run_kvdepot
 from support.http import TOKEN, Http, status_of_app
 from support.stopped import stopped
 
@@ -451,21 +452,8 @@ def port_of(depot: DepotProcess) -> int:
 def test_a_port_that_is_taken_says_so_and_leaves_no_pool(tmp_path: Path) -> None:
     with DepotProcess() as depot:
         http = Http(depot)
-        command = [
-            sys.executable,
-            "-m",
-            "kvdepot",
-            "serve",
-            "--dir",
-            str(tmp_path / "other"),
-            "--pool-size",
-            "1MiB",
-            "--pool-dir",
-            str(tmp_path / "pool"),
-            "--http",
-            f"127.0.0.1:{http.server.port}",
-        ]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+        flags = ("--dir", str(tmp_path / "other"), "--pool-size", "1MiB", "--pool-dir", str(tmp_path / "pool"))
+        done = run_kvdepot("serve", *flags, "--http", f"127.0.0.1:{http.server.port}")
         assert done.returncode == 1
         assert not (tmp_path / "pool").exists(), "a start that fails leaves no pool"
         assert "Address already in use" in done.stderr

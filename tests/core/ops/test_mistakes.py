@@ -2,8 +2,8 @@
 
 import re
 import subprocess
-import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,8 +11,8 @@ import pytest
 from kvdepot.lab.processes import DepotProcess
 from kvdepot.ops.cli import make_parser
 from kvdepot.pool.size import MEMORY_FILE_SYSTEMS, file_system_of
+from support.commands import KVDEPOT, run_kvdepot
 
-_COMMAND = [sys.executable, "-m", "kvdepot"]
 _SMALL_SHM = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=64m none /dev/shm && exec "$@"', "sh"]
 
 small_shm = pytest.mark.skipif(
@@ -21,10 +21,9 @@ small_shm = pytest.mark.skipif(
 )
 
 
-def run(*arguments: str, prefix: list[str] | None = None) -> tuple[int, str]:
+def run(*arguments: str, prefix: Sequence[str] = ()) -> tuple[int, str]:
     """Run one command. Return its exit status and its standard error."""
-    command = [*(prefix or []), *_COMMAND, *arguments]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False)
+    done = run_kvdepot(*arguments, prefix=prefix)
     assert "Traceback" not in done.stderr, done.stderr
     return done.returncode, done.stderr
 
@@ -71,7 +70,7 @@ def test_a_demo_that_does_not_fit_names_no_flag_that_it_lacks() -> None:
 
 def first_words(*arguments: str, prefix: list[str] | None = None) -> str:
     """Start a depot, stop it once it serves, and return its log."""
-    command = [*(prefix or []), *_COMMAND, "serve", "--ephemeral", *arguments]
+    command = [*(prefix or []), *KVDEPOT, "serve", "--ephemeral", *arguments]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         logged = ""
@@ -124,10 +123,6 @@ def test_after_a_kill_status_says_at_once_that_there_is_no_depot(depot: DepotPro
     )
 
 
-def said_by(*arguments: str) -> str:
-    return subprocess.run([*_COMMAND, *arguments], capture_output=True, text=True, timeout=60, check=False).stdout
-
-
 _COMMANDS = (
     "serve",
     "status",
@@ -158,7 +153,7 @@ _COMMANDS = (
 
 
 def names_in_help(*group: str) -> list[str]:
-    return re.findall(r"^    (\w+) ", said_by(*group, "--help"), re.MULTILINE)
+    return re.findall(r"^    (\w+) ", run_kvdepot(*group, "--help").stdout, re.MULTILINE)
 
 
 @pytest.mark.parametrize("command", _COMMANDS)
@@ -183,11 +178,13 @@ def test_the_list_of_commands_is_whole(group: tuple[str, ...]) -> None:
 def test_dir_and_url_name_a_depot_wherever_one_is_named(tmp_path: Path) -> None:
     with DepotProcess() as depot:
         for flag in ("--dir", "--url"):
-            assert "entries" in said_by("status", flag, depot.url)
-            assert "pool_size" in said_by(flag, f"ipc://{depot.url}", "config")
-            assert str(depot.pool_directory) in said_by("pools", flag, depot.url)
-            assert "no pools" in said_by("pools", flag, str(tmp_path))
-            assert f"process {depot.pid}" in said_by("doctor", flag, depot.url)  # doctor fails if there is no backend
+            assert "entries" in run_kvdepot("status", flag, depot.url).stdout
+            assert "pool_size" in run_kvdepot(flag, f"ipc://{depot.url}", "config").stdout
+            assert str(depot.pool_directory) in run_kvdepot("pools", flag, depot.url).stdout
+            assert "no pools" in run_kvdepot("pools", flag, str(tmp_path)).stdout
+            assert (
+                f"process {depot.pid}" in run_kvdepot("doctor", flag, depot.url).stdout
+            )  # doctor fails if there is no backend
     for flag in ("--dir", "--url"):
         assert "serving" in first_words(flag, str(tmp_path / flag.strip("-")), "--pool-size", "4MiB")
     for arguments in (["serve", "--dir", ""], ["status", "--url", ""]):
@@ -218,9 +215,7 @@ def test_a_plot_that_cannot_be_written_is_refused_before_the_work(trace: str, tm
 
 
 def test_doctor_knows_that_proc_takes_no_files() -> None:
-    done = subprocess.run(
-        [*_COMMAND, "doctor", "--dir", "/proc/kvdepot"], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = run_kvdepot("doctor", "--dir", "/proc/kvdepot")
     assert done.returncode == 1
     assert "no files can be made in /proc/kvdepot" in done.stdout
 

@@ -17,6 +17,7 @@ from kvdepot.ops.cli import main, make_parser
 from kvdepot.ops.serve import read_configs
 from kvdepot.processes.logs import JsonFormatter
 from kvdepot.wire import operations as o
+from support.commands import KVDEPOT
 
 
 def parsed(flags: list[str], environment: dict[str, str], file: Path | None = None) -> dict[str, object]:
@@ -132,22 +133,10 @@ def test_a_depot_runs_by_its_file(tmp_path: Path) -> None:
 
 
 def test_logs_as_json_are_one_object_a_line(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "kvdepot",
-        "serve",
-        "--dir",
-        str(tmp_path),
-        "--pool-dir",
-        str(tmp_path / "pool"),
-        "--pool-size",
-        "1MiB",
-        "--ephemeral",
-        "--log-format",
-        "json",
-    ]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    flags = ("--dir", str(tmp_path), "--pool-dir", str(tmp_path / "pool"), "--pool-size", "1MiB", "--ephemeral")
+    with subprocess.Popen(
+        [*KVDEPOT, "serve", *flags, "--log-format", "json"], stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stderr is not None
         lines: list[dict[str, str]] = []
         for text in process.stderr:
@@ -197,8 +186,7 @@ def test_the_output_of_config_starts_a_depot_with_the_same_settings(
         settings = tmp_path / "kvdepot.toml"
         settings.write_text(before)
         assert depot.terminate() == 0
-        command = [sys.executable, "-m", "kvdepot", "serve", "--config", str(settings)]
-        with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+        with subprocess.Popen([*KVDEPOT, "serve", "--config", str(settings)], stderr=subprocess.DEVNULL) as process:
             wait_until(lambda: is_answering(depot))
             after = printed(depot)
             process.terminate()

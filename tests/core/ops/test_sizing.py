@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ from kvdepot.layout import GroupKind
 from kvdepot.ops.sizing import read_model_config, size_model
 from kvdepot.ops.status import describe_status
 from kvdepot.wire import messages as m
+from support.commands import run_kvdepot
 from support.peer import Peer, registration
 
 KIB = 1024
@@ -158,8 +157,7 @@ def test_any_other_configuration_is_refused_with_the_way_that_is_exact(name: str
 
 def test_the_command_refuses_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(REFUSED["Falcon 7B"][0]))
-    command = [sys.executable, "-m", "kvdepot", "sizing", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = run_kvdepot("sizing", str(tmp_path))
     assert (done.returncode, done.stdout) == (1, "")
     assert "'multi_query', 'parallel_attn'" in done.stderr
     assert done.stderr.count("\n") == 1

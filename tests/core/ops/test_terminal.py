@@ -1,14 +1,13 @@
 """Commands fit their output to a terminal. For programs they break no line."""
 
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
 from msgspec.structs import replace
 
 from kvdepot.lab.processes import DepotProcess
+from support.commands import KVDEPOT, run_kvdepot
 from support.peer import Peer, prompt, registration
 from support.terminal import run_in_terminal
 
@@ -30,9 +29,8 @@ def busy() -> Iterator[DepotProcess]:
 @pytest.mark.parametrize("command", [["status", "--verbose"], ["doctor"], ["pools"]], ids=" ".join)
 def test_a_line_is_broken_between_words_in_a_terminal_alone(command: list[str], busy: DepotProcess) -> None:
     named = [str(busy.pool_directory)] if command == ["pools"] else ["--url", busy.url]
-    kvdepot = [sys.executable, "-m", "kvdepot", *command, *named]
-    lines = run_in_terminal(kvdepot, columns=60).lines
-    plain = subprocess.run(kvdepot, capture_output=True, text=True, check=False).stdout.splitlines()
+    lines = run_in_terminal([*KVDEPOT, *command, *named], columns=60).lines
+    plain = run_kvdepot(*command, *named).stdout.splitlines()
     assert max(map(len, plain)) > 60
     assert [line for line in lines if len(line) > 60 and " " in line.strip()] == []
     changing = ("kvdepot 0", "loop ", "lookups ")  # these may change between the two runs
@@ -46,7 +44,7 @@ def test_a_line_is_broken_between_words_in_a_terminal_alone(command: list[str], 
 @pytest.mark.slow
 def test_the_live_view_shows_whole_names_in_80_columns(busy: DepotProcess) -> None:
     pytest.importorskip("rich", reason="pip install 'kvdepot[cli]'")
-    shown = run_in_terminal([sys.executable, "-m", "kvdepot", "top", "--url", busy.url, "--frames", "1"])
+    shown = run_in_terminal([*KVDEPOT, "top", "--url", busy.url, "--frames", "1"])
     assert max(map(len, shown.lines)) <= 80
     engine = "".join(line[:28].strip() for line in shown.lines)
     assert "127.0.0.1:18101" in engine

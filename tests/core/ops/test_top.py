@@ -4,7 +4,6 @@ import io
 import os
 import pty
 import subprocess
-import sys
 from collections.abc import Iterator
 
 import msgspec
@@ -19,6 +18,7 @@ from rich.console import Console
 
 from kvdepot.ops.top import draw, pool_map
 from kvdepot.wire.status import DepotStatus
+from support.commands import KVDEPOT, run_kvdepot
 
 
 @pytest.fixture
@@ -79,15 +79,13 @@ def test_the_map_is_darker_where_the_pool_is_fuller(busy: tuple[DepotStatus, Dep
 
 
 def test_without_a_terminal_it_is_one_frame(depot: DepotProcess) -> None:
-    command = [sys.executable, "-m", "kvdepot", "top", "--url", depot.url]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.count("serving") == 1
+    assert run_kvdepot("top", "--url", depot.url).stdout.count("serving") == 1
 
 
 @pytest.mark.slow
 def test_in_a_terminal_it_is_drawn_again_and_again(depot: DepotProcess) -> None:
     leader, follower = pty.openpty()
-    command = [sys.executable, "-m", "kvdepot", "top", "--url", depot.url, "--frames", "3", "--interval", "0.1"]
+    command = [*KVDEPOT, "top", "--url", depot.url, "--frames", "3", "--interval", "0.1"]
     with subprocess.Popen(command, stdout=follower, stderr=follower, stdin=subprocess.DEVNULL) as process:
         os.close(follower)
         shown = b""
@@ -105,7 +103,6 @@ def test_in_a_terminal_it_is_drawn_again_and_again(depot: DepotProcess) -> None:
 
 
 def test_a_depot_that_is_not_there_is_an_error_in_words(tmp_path: object) -> None:
-    command = [sys.executable, "-m", "kvdepot", "top", "--url", f"{tmp_path}/nowhere"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = run_kvdepot("top", "--url", f"{tmp_path}/nowhere")
     assert done.returncode == 1
     assert "Traceback" not in done.stderr

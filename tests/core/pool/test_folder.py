@@ -18,6 +18,7 @@ from kvdepot.pool.inventory import find_pools, look_at, remove_pool
 from kvdepot.pool.names import NamesFile
 from kvdepot.pool.prefixes import PrefixFile
 from kvdepot.pool.table import TABLE_VERSION, IndexTable
+from support.commands import KVDEPOT, run_kvdepot
 
 SIZE = 1 << 20
 KINDS = ["pool", "index", "names", "tokens", "sessions"]
@@ -246,11 +247,10 @@ def test_a_depot_with_a_pool_larger_than_a_tmpfs_ends_and_the_next_one_has_the_c
 
 @pytest.mark.parametrize("entries", ["-5", "99999999999"])
 def test_an_impossible_number_of_entries_is_one_line_and_the_next_start_works(entries: str, tmp_path: Path) -> None:
-    serve = [sys.executable, "-m", "kvdepot", "serve", "--dir", str(tmp_path / "d"), "--pool-size", "16MiB"]
-    serve += ["--pool-dir", str(tmp_path / "p")]
-    done = subprocess.run([*serve, "--max-entries", entries], capture_output=True, text=True, timeout=60, check=False)
+    serve = ("serve", "--dir", str(tmp_path / "d"), "--pool-size", "16MiB", "--pool-dir", str(tmp_path / "p"))
+    done = run_kvdepot(*serve, "--max-entries", entries)
     assert (done.returncode, "is not a whole number from 1 to" in done.stderr) == (2, True)
-    with subprocess.Popen(serve, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen([*KVDEPOT, *serve], stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         logged = ""
         for line in process.stderr:

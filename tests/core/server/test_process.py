@@ -28,6 +28,7 @@ from kvdepot.pool.names import MAGIC, Label, Names, decode_names, encode_names
 from kvdepot.pool.table import HEADER_PAGE_BYTES, RECORD_BYTES, IndexTable
 from kvdepot.server.app import DepotServer
 from kvdepot.wire import messages as m
+from support.commands import run_kvdepot
 from support.peer import SPEC, Peer, RawSocket, prompt
 
 HEAVY = ("torch", "numpy", "vllm", "habana", "libcuda", "libcudart", "libze_loader", "libhl")
@@ -93,9 +94,8 @@ def test_a_second_depot_on_a_living_depot_s_pool_says_who_has_it(
     """Also with the same directory, if the lock file was removed or the two are in different containers."""
     directory = depot.directory if same_directory else tmp_path
     (depot.directory / "lock").unlink(missing_ok=same_directory)
-    command = [sys.executable, "-m", "kvdepot", "serve", "--dir", str(directory)]
-    command += ["--pool-dir", str(depot.pool_directory), "--pool-size", "64MiB"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    pool = str(depot.pool_directory)
+    result = run_kvdepot("serve", "--dir", str(directory), "--pool-dir", pool, "--pool-size", "64MiB")
     assert result.returncode == 1
     assert f"--dir {depot.directory}" in result.stderr
     assert "--pool-dir" in result.stderr

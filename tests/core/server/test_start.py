@@ -3,13 +3,13 @@
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from kvdepot.pool.files import open_pool
+from support.commands import KVDEPOT, run_kvdepot
 
 OCCUPY: dict[str, Callable[[Path], object]] = {
     "a file": lambda path: path.write_text("somebody's"),
@@ -20,9 +20,8 @@ OCCUPY: dict[str, Callable[[Path], object]] = {
 
 def serve(directory: Path, *arguments: str) -> tuple[int, str]:
     pool = Path(f"/dev/shm/kvdepot-start-{os.getpid()}")
-    command = [sys.executable, "-m", "kvdepot", "serve", "--dir", str(directory), "--pool-size", "1MiB"]
-    command += ["--pool-dir", str(pool), "--log-level", "warning", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    flags = ("--pool-size", "1MiB", "--pool-dir", str(pool), "--log-level", "warning", *arguments)
+    done = run_kvdepot("serve", "--dir", str(directory), *flags)
     assert not pool.exists(), "no pool is made for a depot that cannot be"
     return done.returncode, done.stderr
 
@@ -58,8 +57,8 @@ def test_a_socket_that_a_killed_server_left_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "depot").mkdir()
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(str(tmp_path / "depot" / "control.sock"))
-    command = [sys.executable, "-m", "kvdepot", "serve", "--dir", str(tmp_path / "depot"), "--pool-size", "1MiB"]
-    with subprocess.Popen([*command, "--ephemeral"], stderr=subprocess.PIPE, text=True) as process:
+    command = [*KVDEPOT, "serve", "--dir", str(tmp_path / "depot"), "--pool-size", "1MiB", "--ephemeral"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         if any("serving" in line for line in process.stderr):
             process.terminate()
@@ -73,7 +72,7 @@ def test_a_start_that_fails_leaves_the_cache_that_its_pool_was_to_replace(what: 
     files.take_place()
     files.close(remove=False)
     before = {path.name: path.stat().st_ino for path in folder.iterdir()}
-    command = [sys.executable, "-m", "kvdepot", "serve", "--dir", str(depot), "--pool-dir", str(folder)]
+    command = ["serve", "--dir", str(depot), "--pool-dir", str(folder)]
     command += ["--pool-size", "2MiB", "--log-level", "error"]  # hides the warning that tmp_path may be on a disk
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -81,6 +80,6 @@ def test_a_start_that_fails_leaves_the_cache_that_its_pool_was_to_replace(what: 
             (depot / what).mkdir(parents=True)
         else:
             command += [what, f"127.0.0.1:{port}" if what == "--http" else f"tcp://127.0.0.1:{port}"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        done = run_kvdepot(*command)
     assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
     assert {path.name: path.stat().st_ino for path in folder.iterdir()} == before

@@ -93,23 +93,9 @@ class ValkeyServer(Server):
         assert program is not None
         self.port = free_port()
         self.socket = directory / "valkey.sock"
+        places = ("--port", str(self.port), "--unixsocket", str(self.socket), "--dir", str(directory))
         super().__init__(
-            [
-                str(program),
-                "--bind",
-                "127.0.0.1",
-                "--port",
-                str(self.port),
-                "--unixsocket",
-                str(self.socket),
-                "--dir",
-                str(directory),
-                "--save",
-                "",
-                "--requirepass",
-                self.password,
-                *arguments,
-            ],
+            [str(program), "--bind", "127.0.0.1", *places, "--save", "", "--requirepass", self.password, *arguments],
             self._answers,
         )
 
@@ -159,30 +145,10 @@ def listening(handle: Callable[[socket.socket], None]) -> Generator[int]:
 def make_certificate(directory: Path) -> tuple[Path, Path]:
     """Return a self-signed certificate for `localhost` and its key."""
     certificate, key = directory / "certificate.pem", directory / "key.pem"
-    subprocess.run(
-        [
-            "openssl",
-            "req",
-            "-x509",
-            "-newkey",
-            "ec",
-            "-pkeyopt",
-            "ec_paramgen_curve:prime256v1",
-            "-nodes",
-            "-subj",
-            "/CN=localhost",
-            "-addext",
-            "subjectAltName=DNS:localhost",
-            "-days",
-            "2",
-            "-keyout",
-            str(key),
-            "-out",
-            str(certificate),
-        ],
-        check=True,
-        capture_output=True,
-    )
+    new_key = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes"
+    subject = "-subj /CN=localhost -addext subjectAltName=DNS:localhost -days 2"
+    files = ("-keyout", str(key), "-out", str(certificate))
+    subprocess.run(["openssl", *new_key.split(), *subject.split(), *files], check=True, capture_output=True)
     return certificate, key
 
 
