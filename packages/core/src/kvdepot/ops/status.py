@@ -7,6 +7,7 @@ import msgspec
 
 from kvdepot.client.operator import ask_depot
 from kvdepot.config import counted, format_size
+from kvdepot.counting import Counts
 from kvdepot.errors import ConfigError, printable
 from kvdepot.layout import GroupKind
 from kvdepot.ops.settings import count_argument, named_depot, number_argument
@@ -71,37 +72,31 @@ def _top(options: argparse.Namespace) -> int:
 
 def describe_status(status: DepotStatus, *, verbose: bool = False) -> str:
     """Return the status as text; if `verbose`, with the layout of each engine's KV cache."""
-    used = status.pool_used_bytes / max(1, status.pool_size_bytes)
-    counters = status.counters
-    asked, hit = counters.get("lookup_chunks", 0), counters.get("lookup_chunks_hit", 0)
-    ready, size = status.pool_ready_bytes, status.pool_size_bytes
-    version_line = f"kvdepot {status.server_version}, pid {status.pid}, up {status.uptime_seconds:.0f} s"
-    pool_line = f"pool     {format_size(status.pool_used_bytes)} of {format_size(size)} used ({used:.0%})"
-    if ready < size:
-        pool_line += f", {format_size(ready)} ready"
-    if status.quarantined_bytes:
-        pool_line += f", {format_size(status.quarantined_bytes)} in quarantine"
-    entries_line = f"entries  {status.num_entries:,} of at most {status.max_entries:,}; policy {status.policy}"
-    lookups_line = f"lookups  {counters.get('lookups', 0):,}; {hit:,} of {asked:,} chunks found"
+    counters, size = Counts(status.counters), status.pool_size_bytes
+    asked, hit = counters["lookup_chunks"], counters["lookup_chunks_hit"]
+    used = status.pool_used_bytes / max(1, size)
+    ready = f", {format_size(status.pool_ready_bytes)} ready" if status.pool_ready_bytes < size else ""
+    held = f", {format_size(status.quarantined_bytes)} in quarantine" if status.quarantined_bytes else ""
+    rate = f" ({hit / asked:.1%})" if asked else ""
     retrieved = sum(moved["retrieved_bytes"] for moved in status.devices.values())
-    reads_line = f"reads    {counted(counters.get('retrieves', 0), 'retrieve')};"
-    reads_line += f" {counted(counters.get('retrieve_chunks_hit', 0), 'chunk')}, {format_size(retrieved)}"
-    leases_line = f"leases   {status.num_leases:,} in {counted(status.num_sessions, 'session')}"
     lines = [
-        f"{version_line}, epoch {status.epoch}",
-        pool_line,
-        f"{entries_line}, {counters.get('chunks_evicted', 0):,} chunks evicted",
-        lookups_line + (f" ({hit / asked:.1%})" if asked else ""),
-        reads_line,
-        f"{leases_line}; {counted(status.num_tickets, 'store')} in progress",
+        f"kvdepot {status.server_version}, pid {status.pid}, up {status.uptime_seconds:.0f} s, epoch {status.epoch}",
+        f"pool     {format_size(status.pool_used_bytes)} of {format_size(size)} used ({used:.0%}){ready}{held}",
+        f"entries  {status.num_entries:,} of at most {status.max_entries:,}; policy {status.policy},"
+        + f" {counters['chunks_evicted']:,} chunks evicted",
+        f"lookups  {counters['lookups']:,}; {hit:,} of {asked:,} chunks found{rate}",
+        f"reads    {counted(counters['retrieves'], 'retrieve')}; {counted(counters['retrieve_chunks_hit'], 'chunk')},"
+        + f" {format_size(retrieved)}",
+        f"leases   {status.num_leases:,} in {counted(status.num_sessions, 'session')};"
+        + f" {counted(status.num_tickets, 'store')} in progress",
     ]
-    if counters.get("blend_lookups"):
+    if counters["blend_lookups"]:
         asked, found = counters["blend_segments_asked"], counters["blend_segments_found"]
         lines.append(
             f"blends   {counters['blend_lookups']:,}; {found:,} of {asked:,} segments found,"
             f" {counters['blend_tokens_found']:,} tokens in {counted(counters['blend_runs'], 'run')}"
         )
-    if counters.get("blends"):
+    if counters["blends"]:
         reused, again = counters["blend_reused_tokens"], counters["blend_recomputed_tokens"]
         lines.append(
             f"blended  {counted(counters['blends'], 'prompt')}; {reused:,} tokens reused, {again:,} computed again"
@@ -178,16 +173,17 @@ def _describe_sizes(context: ContextStatus, pool_bytes: int) -> str:
 
 
 def _describe_tier(tier: TierStatus) -> str:
-    counters = tier.counters
-    parts = [f"tier     {tier.name}: {format_size(tier.used_bytes)}"]
-    if tier.capacity_bytes:
-        parts[0] += f" of {format_size(tier.capacity_bytes)}"
-    parts[0] += f" in {tier.num_entries:,} entries" if tier.num_entries else ""
-    parts.append(f"{format_size(counters.get('written_bytes', 0))} written")
-    parts.append(f"{format_size(counters.get('read_bytes', 0))} read")
+    counters = Counts(tier.counters)
+    capacity = f" of {format_size(tier.capacity_bytes)}" if tier.capacity_bytes else ""
+    entries = f" in {tier.num_entries:,} entries" if tier.num_entries else ""
+    parts = [
+        f"tier     {tier.name}: {format_size(tier.used_bytes)}{capacity}{entries}",
+        f"{format_size(counters['written_bytes'])} written",
+        f"{format_size(counters['read_bytes'])} read",
+    ]
     if tier.queued_write_bytes:
         parts.append(f"{format_size(tier.queued_write_bytes)} wait to be written")
-    if counters.get("corrupt"):
+    if counters["corrupt"]:
         parts.append(f"{counters['corrupt']:,} were damaged")
     if tier.num_hung_calls:
         parts.append(f"{counted(tier.num_hung_calls, 'call')} hung")

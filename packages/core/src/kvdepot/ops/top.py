@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvdepot.config import format_size
+from kvdepot.counting import Counts
 from kvdepot.errors import DepotUnavailable, printable
 from kvdepot.wire.status import DepotStatus
 
@@ -69,15 +70,17 @@ def _title(status: DepotStatus) -> Text:
 
 
 def _summary(status: DepotStatus, before: DepotStatus, seconds: float) -> Table:
+    counters, earlier = Counts(status.counters), Counts(before.counters)
+
     def gained(name: str) -> int:
-        return status.counters.get(name, 0) - before.counters.get(name, 0)
+        return counters[name] - earlier[name]
 
     def moved(name: str) -> float:
         total = sum(device[name] for device in status.devices.values())
         return (total - sum(device[name] for device in before.devices.values())) / seconds / 1e9 if seconds else 0.0
 
     asked, hit = gained("lookup_chunks"), gained("lookup_chunks_hit")
-    all_asked, all_hit = (status.counters.get(name, 0) for name in ("lookup_chunks", "lookup_chunks_hit"))
+    all_asked, all_hit = counters["lookup_chunks"], counters["lookup_chunks_hit"]
     table = Table(show_header=False, box=None)
     table.add_column(style="bold")
     table.add_column(justify="right")
@@ -87,11 +90,9 @@ def _summary(status: DepotStatus, before: DepotStatus, seconds: float) -> Table:
     table.add_row("retrieve", f"{moved('retrieved_bytes'):.2f} GB/s")
     table.add_row("store", f"{moved('stored_bytes'):.2f} GB/s")
     table.add_row("evicted", f"{gained('chunks_evicted') / seconds:,.0f} chunks/s" if seconds else "-")
-    if status.counters.get("blend_lookups"):
-        blends, reused, again = (
-            status.counters.get(name, 0) for name in ("blends", "blend_reused_tokens", "blend_recomputed_tokens")
-        )
-        table.add_row("blends", f"{blends:,} of {status.counters['blend_lookups']:,} lookups")
+    if counters["blend_lookups"]:
+        table.add_row("blends", f"{counters['blends']:,} of {counters['blend_lookups']:,} lookups")
+        reused, again = counters["blend_reused_tokens"], counters["blend_recomputed_tokens"]
         table.add_row("", f"{reused:,} tokens reused, {again:,} computed again")
     table.add_row("leases, stores", f"{status.num_leases:,}, {status.num_tickets:,}")
     return table
@@ -151,13 +152,13 @@ def _tiers(status: DepotStatus) -> Table:
     table = _table("tier", "holds", "waits", "read", "written", "state")
     for tier in status.tiers:
         state = "in use" if tier.state == "closed" else f"suspended: {tier.why_open}"
-        counters = tier.counters
+        counters = Counts(tier.counters)
         table.add_row(
             _plain(tier.name),
             format_size(tier.used_bytes),
             format_size(tier.queued_write_bytes),
-            format_size(counters.get("read_bytes", 0)),
-            format_size(counters.get("written_bytes", 0)),
+            format_size(counters["read_bytes"]),
+            format_size(counters["written_bytes"]),
             _plain(state),
         )
     return table
