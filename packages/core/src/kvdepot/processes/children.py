@@ -1,4 +1,4 @@
-"""Sets up a depot's child processes: they end with the depot, and leave signals to it."""
+"""Child processes of a depot: they end with it, leave signals to it, and are told apart by their start times."""
 
 import contextlib
 import ctypes
@@ -6,7 +6,10 @@ import os
 import signal
 import threading
 from collections.abc import Generator
+from pathlib import Path
 from typing import Final
+
+from kvdepot.processes.descriptors import raise_if_exhausted
 
 _PR_SET_PDEATHSIG: Final = 1
 
@@ -43,3 +46,18 @@ def interrupts_blocked() -> Generator[None]:
             signal.signal(signal.SIGINT, handler)
         if seen:
             signal.raise_signal(signal.SIGINT)
+
+
+def process_start_time(pid: int) -> int:
+    """Return a process's start time in clock ticks since boot, 0 if the process does not exist.
+
+    Together with the pid, it identifies a process even if the pid is reused.
+
+    Raises:
+        OSError: this process has no descriptor left.
+    """
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_bytes().rsplit(b")", 1)[1].split()[19])
+    except (OSError, IndexError, ValueError) as error:
+        raise_if_exhausted(error)
+        return 0

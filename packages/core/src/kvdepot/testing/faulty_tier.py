@@ -6,7 +6,7 @@ from collections.abc import Container, Iterator, Sequence
 from typing import Final, TypeVar
 
 from kvdepot.lab.processes import wait_until
-from kvdepot.testing.tier_traffic import content, extents_of, fill, make_key, read, write
+from kvdepot.testing.tier_traffic import content, extents_of, fill, make_key
 from kvdepot.tiers.base import Extents, Tier, TierPool, TierUsage
 from kvdepot.tiers.breaker import ERRORS_TO_SUSPEND
 from kvdepot.tiers.jobs import Job, JobKind, JobPart
@@ -225,14 +225,16 @@ class FaultyBench:
 
     def write(self, first: int, last: int) -> list[bool]:
         """Write some of the keys and wait."""
-        return write(self.queue, self.keys[first:last], extents_of(first, [4096] * (last - first)))
+        job = self.submit(JobKind.WRITE, first, last)
+        self.wait_for(job)
+        return self.outcomes[id(job)]
 
     def read(self, first: int, last: int) -> list[bool]:
         """Read some of the keys into the extents from 32 on and wait; check the bytes of those reported as read."""
         self.wipe(32, last - first)
-        outcomes = read(self.queue, self.keys[first:last], extents_of(32, [4096] * (last - first)))
-        self._check(self.keys[first:last], extents_of(32, [4096] * (last - first)), outcomes)
-        return outcomes
+        job = self.submit(JobKind.READ, first, last, to=32)
+        self.wait_for(job)
+        return self.checked(job)
 
     def wipe(self, first: int, count: int) -> None:
         """Fill extents with zeros."""
@@ -242,12 +244,9 @@ class FaultyBench:
     def checked(self, job: Job) -> list[bool]:
         """Return the outcomes of a read that ended; check the bytes of those reported as read."""
         outcomes = self.outcomes[id(job)]
-        self._check(job.keys, job.extents, outcomes)
-        return outcomes
-
-    def _check(self, keys: Sequence[bytes], extents: Extents, outcomes: Sequence[bool]) -> None:
-        for key, (offset, size), is_here in zip(keys, extents, outcomes, strict=True):
+        for key, (offset, size), is_here in zip(job.keys, job.extents, outcomes, strict=True):
             assert not is_here or self.pool.view[offset : offset + size] == content(key, size), "wrong bytes were read"
+        return outcomes
 
     def wait_for_calls(self, count: int) -> None:
         """Wait until the tier has been called `count` times in all."""
