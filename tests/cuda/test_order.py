@@ -45,29 +45,21 @@ def options(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return {"gather_kernel": request.param == "the kernel", "compile_gather": fake_gather}
 
 
-def store_of_what_a_kernel_writes(writer: Cache, driver: FakeDriver, *, with_event: bool) -> None:
-    """Queue a late kernel of the engine that writes the blocks, and store them."""
-    run = prompt(3)
-    block_ids = writer.blocks(run)
-    stream = 0
-    if with_event:
-        with driver.activated():
-            stream = driver.create_stream()  # not the stream that the context knows
-    driver.launch(lambda: writer.fill(run, block_ids), stream)
-    ready = FakeEvent(driver, stream) if with_event else None
-    future = writer.context.submit_store("request", run, block_ids, ready)
-    assert future.result(WAIT_SECONDS)
-
-
 @pytest.mark.parametrize("with_event", [True, False])
 def test_a_store_comes_after_the_kernel_that_writes_its_blocks(
     with_event: bool, cache: MakeCache, options: dict[str, Any]
 ) -> None:
     """It comes after the given event, or without one after the work in the engine's stream."""
-    driver = FakeDriver()
+    driver, run, stream = FakeDriver(), prompt(3), 0
     writer = cache(driver, **options)
-    store_of_what_a_kernel_writes(writer, driver, with_event=with_event)
-    assert writer.retrieve(prompt(3)) == 3
+    block_ids = writer.blocks(run)
+    if with_event:
+        with driver.activated():
+            stream = driver.create_stream()  # not the stream that the context knows
+    driver.launch(lambda: writer.fill(run, block_ids), stream)
+    ready = FakeEvent(driver, stream) if with_event else None
+    assert writer.context.submit_store("request", run, block_ids, ready).result(WAIT_SECONDS)
+    assert writer.retrieve(run) == 3
     assert (driver.calls["copy_batch"] == 0) == (driver.calls["gathered"] > 0) == options["gather_kernel"]
 
 
