@@ -1621,6 +1621,36 @@ def test_lookups_leave_the_questions_to_the_next_turn_which_asks_once(
     assert bench.tiers[0].num_calls == num_calls + 3, "the third was noted when it was found again"
 
 
+def test_used_prefixes_wait_while_too_many_are_asked_for(make: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvdepot.tiers.refreshing._MOST_PREFIXES", 2)
+    bench = make(pages=64)
+    for name in range(4):
+        bench.store(prompt(4, name))
+    bench.settle()
+    num_calls = bench.tiers[0].num_calls
+    bench.now += 1.0
+    for name in range(4):
+        assert bench.lookup(prompt(4, name)) == 4
+    bench.tiers[0].hang = True
+    bench.turn_until(lambda: bench.tiering.due > bench.clock(), "nothing can be done until the tier answers")
+    assert (bench.tiering.num_refreshing, len(bench.tiering.used)) == (2, 2)
+    bench.tiers[0].hang = False
+    bench.turn_until(lambda: bench.tiers[0].num_calls == num_calls + 4)
+
+
+def test_a_turn_with_many_used_prefixes_ends_in_time_and_another_one_follows(make: Maker) -> None:
+    bench = make(pages=64)
+    for name in range(3):
+        bench.store(prompt(4, name))
+    bench.settle()
+    for name in range(3):
+        assert bench.lookup(prompt(4, name)) == 4
+    for num_left in (2, 1, 0):
+        bench.tiering.turn(lambda: True)
+        assert len(bench.tiering.used) == num_left
+        assert (bench.tiering.due == bench.clock()) == bool(num_left)
+
+
 @pytest.mark.parametrize("is_reused", [False, True])
 def test_a_used_prefix_may_leave_before_the_turn_that_writes_it(
     is_reused: bool, make: Maker, caplog: pytest.LogCaptureFixture

@@ -98,6 +98,7 @@ def test_calls_behind_a_hung_call_fail_when_the_breaker_opens(bench: FaultyBench
     assert failed == 8
     assert behind.num_left == 0
     assert bench.queue.queued_write_bytes == 0
+    assert bench.queue.status().why_open == "a read exceeded its deadline (1 s)"
 
 
 def test_probes_come_less_and_less_often_while_the_storage_is_away(bench: FaultyBench) -> None:
