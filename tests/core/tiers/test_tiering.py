@@ -1622,7 +1622,7 @@ def test_lookups_leave_the_questions_to_the_next_turn_which_asks_once(
 
 
 def test_used_prefixes_wait_while_too_many_are_asked_for(make: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvdepot.tiers.refreshing._MOST_PREFIXES", 2)
+    monkeypatch.setattr("kvdepot.tiers.refreshing.MOST_PREFIXES", 2)
     bench = make(pages=64)
     for name in range(4):
         bench.store(prompt(4, name))

@@ -25,7 +25,7 @@ from kvdepot.tiers.tier_state import TierState
 _CHUNKS_A_STEP: Final = 32  # chunks of a prefix per step
 _KEYS_A_QUESTION: Final = 512  # a multiple of the longest run
 _JOBS_A_QUEUE: Final = 4  # jobs with which a queue is full: others write meanwhile, and few large jobs would not fit
-_MOST_PREFIXES: Final = 256  # being refreshed at one time
+MOST_PREFIXES: Final = 256  # being refreshed at one time
 
 
 class Reason(Enum):
@@ -87,7 +87,7 @@ class Refresher:
     @property
     def is_full(self) -> bool:
         """Whether `begin` refuses prefixes, unless they leave."""
-        return len(self) >= _MOST_PREFIXES
+        return len(self) >= MOST_PREFIXES
 
     @property
     def has_work(self) -> bool:
