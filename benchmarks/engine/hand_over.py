@@ -13,8 +13,9 @@ Uses a small model with KV of a realistic size (128 KiB of float32 per token). `
 The engines have vLLM's own settings; `--batched-tokens` computes a prompt in several steps. Needs 4 GiB of memory.
 SIGTERM ends all its processes, as SIGINT does.
 
-With `--own-cores`, `alone` and `prefill` run on the first core and `decode` on the second. On CPU, a waiting engine
-keeps a core busy: see docs/disaggregated.md.
+With `--own-cores`, all processes of `alone` and `prefill` run on the first core and those of `decode` on the second.
+With `--own-threads`, vLLM's VLLM_CPU_OMP_THREADS_BIND binds only the threads that compute in the same way. On CPU, a
+waiting engine keeps a core busy: see docs/disaggregated.md.
 """
 
 import argparse
@@ -136,7 +137,9 @@ def main() -> int:
     parser.add_argument("--no-waiting", action="store_true", help="requests do not wait for others")
     parser.add_argument("--seed", type=int, default=7, help="of the prompts")
     parser.add_argument("--kills", type=int, default=0)
-    parser.add_argument("--own-cores", action="store_true", help="one core for prefill, another one for decode")
+    cores = parser.add_mutually_exclusive_group()
+    cores.add_argument("--own-cores", action="store_true", help="one core for prefill, another one for decode")
+    cores.add_argument("--own-threads", action="store_true", help="the same, only for the threads that compute")
     parser.add_argument("--json", type=Path, help="write every measurement here")
     arguments = parser.parse_args()
     if arguments.kills and arguments.only_flight:
@@ -161,7 +164,10 @@ def main() -> int:
         config = connector(depot.url, wait_for_others=not arguments.no_waiting)
         engines: list[Engine] = []
         for number, each in enumerate((config, config, None)[: 2 if arguments.only_flight else 3]):
-            with on_core(int(number == 1) if arguments.own_cores else None):
+            core = int(number == 1)
+            if arguments.own_threads:
+                options["environment"] = {"VLLM_CPU_OMP_THREADS_BIND": str(core)}
+            with on_core(core if arguments.own_cores else None):
                 engines.append(
                     stack.enter_context(Engine(model, each, multiprocessing=not arguments.in_process, **options))
                 )
