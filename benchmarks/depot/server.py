@@ -47,9 +47,10 @@ def measure(num_entries: int, seconds: float) -> None:
         times, per_second = run_clients([ClientTask(depot.url, 64, tuple(_SINGLE), 1, seconds)] * NUM_CLIENTS)
         cores = (_cpu_seconds(depot.pid) - before) / seconds
         of_lookup, observing = cores / per_second, _observing_seconds()
+        took = latencies(times)
         print(
-            f"{per_second:,.0f} one-chunk lookups a second from {NUM_CLIENTS} clients, {cores:.2f} cores of the server:"
-            f" {latencies(times)}\n"
+            f"{per_second:,.0f} one-chunk lookups a second from {NUM_CLIENTS} clients, {cores:.2f} cores of the server,"
+            f" p50 {took['p50_ms']:.3f} ms, p99 {took['p99_ms']:.3f} ms\n"
             f"of {of_lookup * 1e6:.1f} us of the server a lookup, histograms and hit rate curve take"
             f" {observing * 1e6:.2f} us ({observing / max(1e-8, of_lookup):.1%})",
             flush=True,
