@@ -5,6 +5,7 @@ It takes five minutes on an H200, with vLLM 0.32 and torch 2.11; docs/cuda.md ha
 for a machine without network.
 
 `kinds` starts tiny models of every kind of KV cache and compares the bytes of each loaded block with those stored.
+`sleep` (vLLM 0.33) puts engines to sleep at both levels after loads were aborted, and compares the same bytes.
 `first` and `decode` use a model of the shape of Llama 3.1 8B with random weights, in bfloat16, with CUDA graphs for
 decoding. Prompts have 10,000 tokens: 1.31 GB of KV. The engines are
 
@@ -60,6 +61,36 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # model, optio
         {},
     ),
 }
+SLEEP = """
+import time
+import torch
+
+def update_weights():
+    generator = torch.Generator().manual_seed(5)
+    model = child.core.model_executor.driver_worker.worker.model_runner.get_model()
+    for name, parameter in sorted(model.named_parameters()):
+        fresh = torch.ones(parameter.shape, dtype=torch.float32)
+        if parameter.dim() >= 2:
+            fresh.normal_(0, 0.06, generator=generator)
+        parameter.data.copy_(fresh)
+
+child.submit(RUNNING, 16, 1)
+llm.llm_engine.abort_request([*RUNNING])
+child.drain()
+free = (lambda: 0) if SMALL else (lambda: torch.cuda.mem_get_info()[0])
+before, began = free(), time.perf_counter()
+child.sleep(LEVEL, "abort") if SMALL else llm.sleep(level=LEVEL)
+asleep, freed = time.perf_counter(), free() - before
+wake_up = child.wake_up if SMALL else llm.wake_up
+if LEVEL == 2:
+    wake_up(["weights"])
+    update_weights()
+    wake_up(["kv_cache"])
+else:
+    wake_up()
+child.wait_for_the_depot()
+result = {"freed_mib": freed >> 20, "sleep_ms": (asleep - began) * 1e3, "wake_ms": (time.perf_counter() - asleep) * 1e3}
+"""
 DECODE = """
 import time
 from vllm import SamplingParams
@@ -166,6 +197,43 @@ def kinds(directory: Path) -> None:
 
     with ThreadPoolExecutor(1 if SMALL else len(KINDS)) as pool:
         list(pool.map(one, [*KINDS][:2] if SMALL else KINDS))
+
+
+def sleep(directory: Path) -> None:
+    """Sleep in both modes: at level 1 with the same weights, at level 2 with other weights afterwards."""
+    wanted = prompts(4, 1500, seed=80)
+    model = make_model(directory, "gqa")
+    on_cpu = "from vllm.platforms.cpu import CpuPlatform\nCpuPlatform.is_sleep_mode_available = lambda platform: True"
+    first = on_cpu if SMALL else ""
+
+    def one(mode: str) -> None:
+        options: dict[str, Any] = {"kv_cache_memory_bytes": 128 << 20, "gpu_memory_utilization": 0.05}
+        try:
+            with (
+                DepotProcess(pool_size="512MiB", new_session=True) as depot,
+                Engine(model, connector(depot.url, mode=mode), enable_sleep_mode=True, first=first, **options) as engine,
+            ):
+                engine.ask("watch")
+                expected = tokens(engine.generate(wanted, together=False))
+                engine.reset()
+                for night, level in enumerate((1, 1, 2, 1)):
+                    running = {f"{night} {number}": prompt for number, prompt in enumerate(wanted)}
+                    found = engine.execute(f"RUNNING, LEVEL, SMALL = {running}, {level}, {SMALL}\n" + SLEEP)
+                    woken = engine.generate(wanted, together=False)
+                    if level == 2:
+                        expected = tokens(woken)
+                    engine.reset()
+                    again = engine.generate(wanted, together=False)
+                    engine.reset()
+                    same = [tokens(each) == expected for each in (woken, again)]
+                    report("night", mode=mode, level=level, same=same, cached=[cached(woken), cached(again)], **found)
+                said = [line[-300:] for line in engine.log().splitlines() if "kvdepot" in line]
+                report("slept", mode=mode, **engine.execute("result = child.watched"), said=said[-12:])
+        except BaseException as error:
+            report("failed", mode=mode, why=str(error)[-4000:])
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(one, ("direct", "ipc")))
 
 
 def make_large_model(directory: Path) -> tuple[Path, dict[str, Any]]:
@@ -286,6 +354,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         if "kinds" in OPTIONS.only:
             kinds(Path(folder))
+        if "sleep" in OPTIONS.only:
+            sleep(Path(folder))
         if "large" in OPTIONS.only:
             large(Path(folder))
 
@@ -293,7 +363,7 @@ def main() -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=lambda text: Path(text).absolute(), default=Path.cwd(), metavar="FOLDER")
-    parser.add_argument("--only", default="kinds,large", help="of %(default)s")
+    parser.add_argument("--only", default="kinds,sleep,large", help="of %(default)s")
     parser.add_argument("--small", action="store_true", help="rehearse on a CPU")
     OPTIONS = parser.parse_args()
     main()
