@@ -36,8 +36,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 from kvdepot.backends import CacheGroup, KVCache  # noqa: E402  # after the path
 from kvdepot.keys import Namespace, hash_prefix  # noqa: E402
 from kvdepot.lab.processes import DepotProcess, wait_until  # noqa: E402
-from kvdepot_cuda.context import CudaTransferContext  # noqa: E402
-from kvdepot_cuda.copy_route import CudaOptions  # noqa: E402
+from kvdepot_cuda.context import CudaOptions, CudaTransferContext  # noqa: E402
 from kvdepot_cuda.driver import CopyKind  # noqa: E402
 from kvdepot_cuda.nvidia import CudaDriver  # noqa: E402
 from support.cuda.fake import DEFAULT_STREAM, FakeDriver, FakeTensor, fake_gather  # noqa: E402

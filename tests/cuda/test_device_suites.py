@@ -13,8 +13,7 @@ from kvdepot.backends import CacheGroup, KVCache
 from kvdepot.lab.processes import DepotProcess
 from kvdepot.testing.faults import FaultSuite
 from kvdepot.testing.plan import WorkerPlan
-from kvdepot_cuda.context import CudaTransferContext
-from kvdepot_cuda.copy_route import CudaOptions
+from kvdepot_cuda.context import CudaOptions, CudaTransferContext
 from support.cuda.device_worker import DeviceWorker
 from support.cuda.fake import DEFAULT_STREAM, FakeDriver, FakeEvent, fake_gather
 from support.cuda.fake_worker import FakeWorker

@@ -410,7 +410,7 @@ def test_a_depot_that_is_restarted_while_its_mover_is_waited_for_is_waited_for(
         waits.append(wait_seconds)
         await_mover(channel, wait_seconds, deadline_seconds)
 
-    monkeypatch.setattr("kvdepot_cuda.copy_route.await_mover", await_after_a_restart)
+    monkeypatch.setattr("kvdepot_cuda.context.await_mover", await_after_a_restart)
     worker.context.wait_until_connected(WAIT_SECONDS)
     assert len(waits) > 1
     wait_until(lambda: not depot.status().recovering, WAIT_SECONDS)

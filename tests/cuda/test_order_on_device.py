@@ -15,8 +15,7 @@ import pytest
 from kvdepot.backends import CacheGroup, KVCache, ReadyEvent
 from kvdepot.lab.processes import DepotProcess
 from kvdepot_cuda import backend
-from kvdepot_cuda.context import CudaTransferContext
-from kvdepot_cuda.copy_route import CudaOptions
+from kvdepot_cuda.context import CudaOptions, CudaTransferContext
 from support.cuda.order import BATCH_BYTES, NUM_BLOCKS, NUM_LAYERS, PAGE_BYTES, WAYS, OrderSuite
 
 REASON = backend.why_unavailable()

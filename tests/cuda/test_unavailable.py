@@ -16,8 +16,7 @@ from kvdepot import get_backend, list_backends
 from kvdepot.backends import CacheGroup, Capability, KVCache
 from kvdepot.errors import BackendUnavailable, ConfigError, LayoutError
 from kvdepot_cuda import backend
-from kvdepot_cuda.context import CudaTransferContext
-from kvdepot_cuda.copy_route import CudaOptions
+from kvdepot_cuda.context import CudaOptions, CudaTransferContext
 from kvdepot_cuda.driver import DriverError
 from kvdepot_cuda.nvidia import CudaDriver
 from support.cuda.fake import FakeDriver

@@ -14,8 +14,7 @@ import numpy as np
 
 from kvdepot.lab.processes import wait_until
 from kvdepot.testing.plan import WorkerPlan
-from kvdepot_cuda.context import CudaTransferContext
-from kvdepot_cuda.copy_route import CudaOptions
+from kvdepot_cuda.context import CudaOptions, CudaTransferContext
 from kvdepot_cuda.driver import CopyKind, Driver, OpenDriver
 from kvdepot_cuda.gather import has_triton
 from kvdepot_cuda.nvidia import CudaDriver

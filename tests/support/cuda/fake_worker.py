@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 
 from kvdepot.testing.plan import WorkerPlan
-from kvdepot_cuda.context import CudaTransferContext
-from kvdepot_cuda.copy_route import CudaOptions
+from kvdepot_cuda.context import CudaOptions, CudaTransferContext
 from support.cuda.fake import DEFAULT_STREAM, FakeDriver
 
 POOL_BYTES = 64 << 20  # as in the suite

@@ -77,8 +77,7 @@ class CudaBackend(Backend):
         self, cache: KVCache, *, url: str | None = None, deadline_seconds: float = DEADLINE_SECONDS, **options: Any
     ) -> "CudaTransferContext":
         """Return a `CudaTransferContext`; see `Backend`."""
-        from kvdepot_cuda.context import CudaTransferContext
-        from kvdepot_cuda.copy_route import IPC, CudaOptions
+        from kvdepot_cuda.context import IPC, CudaOptions, CudaTransferContext
 
         if options.get("mode") == IPC:
             options.setdefault("batch_bytes", _MOVER_BATCH_BYTES)

@@ -1,8 +1,8 @@
 """The mover of CUDA workers, `python -m kvdepot_cuda.mover`: opens a worker's IPC handles and copies for it.
 
-The depot starts one mover per worker (`kvdepot.movers.child`). It needs cuda-bindings and numpy, but not torch, and
-sees only the worker's device, which it finds by UUID. From the first copy on, the pool is registered with the device in
-the background. `kvdepot_cuda.copy` copies.
+The worker offers its memory by `offer_of`. The depot starts one mover per worker (`kvdepot.movers.child`). It needs
+cuda-bindings and numpy, but not torch, and sees only the worker's device, which it finds by UUID. From the first copy
+on, the pool is registered with the device in the background. `kvdepot_cuda.copy` copies.
 
 A worker's claims about its memory are not trusted: each page must be within the opened allocation, as reported by the
 driver, and each run is checked against the opened ranges and the pool before the first copy.
@@ -12,6 +12,7 @@ import contextlib
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -19,15 +20,39 @@ import numpy.typing as npt
 from kvdepot.backends import CopyBatch
 from kvdepot.copying.runs import EXTENT_DTYPE, BatchRuns, Runs
 from kvdepot.errors import LayoutError
-from kvdepot.layout import CacheLayout, Part
+from kvdepot.layout import CacheLayout, LayerGroup, PageLayout, Part, Plane
 from kvdepot.movers.child import CopyNow, run_mover
 from kvdepot.movers.protocol import Copy, CopyRefused, MoverError, Setup
 from kvdepot.pool.files import PoolMemory
-from kvdepot.wire.messages import RegisterKVCache
+from kvdepot.wire.messages import MAXIMUM_ALLOCATIONS, MoverOffer, PagePlace, RegisterKVCache
 from kvdepot_cuda.copy import PIECE_BYTES, CopyEngine
 from kvdepot_cuda.driver import Driver, DriverError, OpenDriver
-from kvdepot_cuda.export import last_byte_of, layout_of
 from kvdepot_cuda.nvidia import CudaDriver, see_only
+
+MOVER: Final = "cuda"  # its entry point
+
+
+def offer_of(driver: Driver, layout: CacheLayout, mover: str) -> MoverOffer:
+    """Return the offer that lets a mover open the pages of `layout`.
+
+    Tensors of one allocation share its handle, as a process opens each handle only once.
+
+    Raises:
+        DriverError: another process cannot open the memory, or a tensor crosses the end of its allocation.
+    """
+    numbers: dict[bytes, int] = {}
+
+    def place_of(page: PageLayout) -> PagePlace:
+        handle, base, num_bytes = driver.export_memory(page.address)
+        if _last_byte_of(page) > base + num_bytes:
+            raise DriverError("export_memory", "blocks beyond the end of their allocation", f"of {num_bytes} bytes")
+        return PagePlace(numbers.setdefault(handle, len(numbers)), page.address - base, page.stride_bytes)
+
+    with driver.activated():
+        pages = tuple(tuple(map(place_of, group.pages)) for group in layout.groups)
+    if len(numbers) > MAXIMUM_ALLOCATIONS:
+        raise DriverError("export_memory", f"{len(numbers)} allocations", f"at most {MAXIMUM_ALLOCATIONS} are shared")
+    return MoverOffer(mover, driver.uuid, tuple(numbers), pages)
 
 
 class CheckedRuns(BatchRuns):
@@ -117,13 +142,13 @@ class CudaMover:
             raise MoverError(f"the worker is on device {offer.device}, but the mover found {driver.uuid}")
         with driver.activated():
             ranges = [driver.open_memory(handle) for handle in offer.allocations]
-        layout = layout_of(registration, [address for address, _ in ranges])
+        layout = _layout_of(registration, [address for address, _ in ranges])
         for group, places in zip(layout.groups, offer.pages, strict=True):
             for page, place in zip(group.pages, places, strict=True):
                 start, size = ranges[place.allocation]
-                if last_byte_of(page) > start + size:
+                if _last_byte_of(page) > start + size:
                     raise MoverError(
-                        f"the worker offers {last_byte_of(page) - start} bytes of an allocation, but the driver"
+                        f"the worker offers {_last_byte_of(page) - start} bytes of an allocation, but the driver"
                         f" gives its size as {size}"
                     )
         self._pool = pool
@@ -176,6 +201,38 @@ def open_mover(open_driver: OpenDriver, piece_bytes: int = PIECE_BYTES) -> Calla
             raise MoverError(f"device {offer.device} or its memory cannot be opened by the depot: {error}") from error
 
     return open_device
+
+
+def _layout_of(registration: RegisterKVCache, bases: list[int]) -> CacheLayout:
+    """Return the layout of an offer, given the addresses of its allocations in this process.
+
+    Raises:
+        LayoutError: the offer is inconsistent.
+    """
+    offer = registration.offer
+    assert offer is not None
+    spec = registration.spec
+    groups = tuple(
+        LayerGroup(
+            shape.kind,
+            shape.row_tokens * detail.rows,
+            tuple(
+                PageLayout(bases[place.allocation] + place.offset, detail.num_blocks, size, place.stride_bytes)
+                for place, size in zip(places, detail.page_sizes_bytes, strict=True)
+            ),
+            shape.window_tokens,
+            Part.of(detail.part),
+            Plane(shape.layers, shape.heads),
+            detail.rows,
+        )
+        for shape, detail, places in zip(spec.groups, registration.details, offer.pages, strict=True)
+    )
+    return CacheLayout(groups, spec.chunk_tokens, spec.dtype, spec.format)
+
+
+def _last_byte_of(page: PageLayout) -> int:
+    """Return the end address of the last block."""
+    return page.address + (page.num_blocks - 1) * page.stride_bytes + page.page_size_bytes
 
 
 if __name__ == "__main__":
