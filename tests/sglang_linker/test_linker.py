@@ -15,14 +15,14 @@ import pytest
 from kvdepot.client.operator import ask_depot
 from kvdepot.client.scheduler import SchedulerClient
 from kvdepot.client.transfers import WorkerTransfers
+from kvdepot.engines.settings import EngineSettings
 from kvdepot.errors import ConfigError
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.wire import operations as o
-from kvdepot_sglang import hooks, register, stats
+from kvdepot_sglang import around_offload_nodes, register
 from kvdepot_sglang.identity import engine_namespace
 from kvdepot_sglang.pools import Unsupported
 from kvdepot_sglang.ranks import Ranks
-from kvdepot_sglang.settings import Settings
 from support.sglang import stand_in
 from support.sglang.stand_in import PAGE, Component, Scheduler, names_of
 from support.stopped import stopped
@@ -65,7 +65,7 @@ def engine(depot: DepotProcess) -> Iterator[MakeEngine]:
                 arguments or server_args(), params, components=components, extra_config=settings
             )
             made.append(linker)
-            return Scheduler(linker, hooks, pool)
+            return Scheduler(linker, pool)
 
         yield make
         for linker in made:
@@ -128,7 +128,7 @@ def test_each_of_several_nodes_is_offloaded_with_the_pages_before_it(
     one, names = engine(), names_of(1, 4)
     monkeypatch.setattr(one, "get_prefix_hash_values", lambda node: names[:node])
     offloaded: list[Any] = []
-    hooks.around_offload_nodes(lambda _, nodes: offloaded.append((nodes, one.linker.before)), one, [0, 2, 3])
+    around_offload_nodes(lambda _, nodes: offloaded.append((nodes, one.linker.before)), one, [0, 2, 3])
     assert offloaded == [([node], names[:node]) for node in (0, 2, 3)]
 
 
@@ -152,7 +152,7 @@ def test_a_prompt_that_the_device_has_is_used_in_the_depot_too(engine: MakeEngin
     assert [one.look_up("r", names, on_device=4) for _ in range(10)] == [0] * 10
     assert depot.status().counters["lookups"] == 1
     wait_until(lambda: depot.status().num_leases == 0)
-    assert one.linker.stats.counts[stats.LOOKUP_MICROSECONDS] > 0
+    assert one.linker.stats.counts["lookup_microseconds"] > 0
 
 
 def test_what_is_stored_counts_for_its_tenant(engine: MakeEngine, depot: DepotProcess) -> None:
@@ -187,7 +187,7 @@ def test_a_load_without_a_lookup_is_refused(engine: MakeEngine) -> None:
     assert one.look_up("q", names) == 4
     one.linker.reset()
     assert not one.load("q", names, one.slots(10, 4))
-    assert one.linker.stats.counts[stats.REFUSED_LOADS] == 2
+    assert one.linker.stats.counts["refused_loads"] == 2
 
 
 def test_a_depot_that_dies_costs_misses_only(engine: MakeEngine, depot: DepotProcess) -> None:
@@ -423,7 +423,7 @@ def test_engines_that_differ_never_share(change: dict[str, Any], engine: MakeEng
 def test_what_changes_the_bytes_of_kv_changes_the_namespace(name: str, value: Any) -> None:
     def digest(**changes: Any) -> bytes:
         config = SimpleNamespace(to_dict=lambda: {"hidden_size": 8})
-        return engine_namespace(server_args(**changes), config, "cpu", 1, Settings(weights="w")).digest(PAGE)
+        return engine_namespace(server_args(**changes), config, "cpu", 1, EngineSettings(weights="w")).digest(PAGE)
 
     assert digest(**{name: value}) != digest() == digest()
 
@@ -431,7 +431,7 @@ def test_what_changes_the_bytes_of_kv_changes_the_namespace(name: str, value: An
 def test_random_weights_are_shared_by_seed_and_number_of_ranks() -> None:
     def digest(num_ranks: int = 1, **changes: Any) -> bytes:
         config = SimpleNamespace(to_dict=lambda: {"hidden_size": 8})
-        return engine_namespace(server_args(**changes), config, "cpu", num_ranks, Settings()).digest(PAGE)
+        return engine_namespace(server_args(**changes), config, "cpu", num_ranks, EngineSettings()).digest(PAGE)
 
     random = digest(load_format="dummy", random_seed=1)
     assert random == digest(load_format="dummy", random_seed=1)

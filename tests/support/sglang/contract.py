@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from kvdepot_sglang.hooks import UPDATING_METHODS
+from kvdepot_sglang import UPDATING_METHODS
 
 Read = Callable[[str], str]
 

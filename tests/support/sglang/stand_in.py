@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from kvdepot_sglang import hooks
+from kvdepot_sglang import around_match, around_offload_nodes, around_update
 
 PAGE = 16
 HEADS, DIM, LAYERS, PAGES = 2, 4, 2, 64
@@ -193,13 +193,12 @@ def names_of(prompt: int, num_pages: int, shared: int = 0) -> list[str]:
 class Scheduler:
     """Calls a linker as SGLang's wrapper does. It names and places the pages of its prompts itself."""
 
-    def __init__(self, linker: Any, hooks: Any, pool: Any) -> None:
+    def __init__(self, linker: Any, pool: Any) -> None:
         self.linker, self.pool = linker, pool
         self.cache_linker = linker  # for the hooks
         self.cache = self
         self.tree_core = self
         self.page_size = PAGE
-        self._hooks = hooks
         self._nodes: dict[int, tuple[list[str], int, Any]] = {}
         self._model = Model("of the files")
 
@@ -242,7 +241,7 @@ class Scheduler:
             given = self.transfers(names[first:], slots[first * PAGE :], window_pages)
             queued.append(self.linker.offload(given, session_id=session))
 
-        self._hooks.around_offload_nodes(original, self, [node])
+        around_offload_nodes(original, self, [node])
         assert queued == [True]
         _wait(lambda: self.linker.num_completed_offloads() == 1)
         return self.linker.pop_completed_offload()
@@ -259,7 +258,7 @@ class Scheduler:
 
         result = SimpleNamespace(device_prefix_len=on_device * PAGE, last_device_node=node)
         key = range(len(names) * PAGE + 1)  # the token after them is always computed
-        self._hooks.around_match(original, self, key, SimpleNamespace(rid=rid), result)
+        around_match(original, self, key, SimpleNamespace(rid=rid), result)
         return max(found[0], default=0) if found else 0
 
     def update(self, weights: str, *, flush: bool = True) -> None:
@@ -275,7 +274,7 @@ class Scheduler:
             if flush:
                 self.linker.reset()
 
-        hooks.around_update(original, manager)
+        around_update(original, manager)
 
     def load(self, rid: str, names: list[str], slots: Any, window_pages: int = 0) -> bool:
         """Load pages and return whether they came. Check that a refused load queues nothing."""

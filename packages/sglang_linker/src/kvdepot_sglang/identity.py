@@ -14,10 +14,10 @@ from typing import Any, Final
 
 from kvdepot.engines.generation import digest_of_ranks, of_generation
 from kvdepot.engines.identity import RANDOM, commit_of, config_digest, weights_of
+from kvdepot.engines.settings import EngineSettings
 from kvdepot.engines.weights import models_digest
 from kvdepot.keys import GENERATION, Namespace
 from kvdepot_sglang.ranks import Ranks
-from kvdepot_sglang.settings import Settings
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,9 @@ _DECIDING: Final = (  # fields of `ServerArgs` that change bits of KV
 )
 
 
-def engine_namespace(server_args: Any, hf_config: Any, device: str, num_ranks: int, settings: Settings) -> Namespace:
+def engine_namespace(
+    server_args: Any, hf_config: Any, device: str, num_ranks: int, settings: EngineSettings
+) -> Namespace:
     """Return the namespace. Two engines share only if their namespaces are equal.
 
     Args:

@@ -11,9 +11,9 @@ each is caught and logged, and costs a miss.
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Final, NamedTuple
 
 import numpy as np
 import sglang
@@ -26,16 +26,16 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import (
 from kvdepot.backends import EngineTraits, KVCache, TransferFuture, get_backend
 from kvdepot.client.scheduler import SchedulerClient
 from kvdepot.config import directory_of_url
+from kvdepot.counting import CounterGroup, CounterName, Counts
+from kvdepot.engines.settings import EngineSettings
 from kvdepot.errors import DepotUnavailable
 from kvdepot.keys import DIGEST_BYTES, KeyRun
 from kvdepot.processes.logs import log_like, never_raises
-from kvdepot_sglang import stats
-from kvdepot_sglang.hooks import Placed, are_hooked
+from kvdepot_sglang import Placed, are_hooked
 from kvdepot_sglang.identity import Weights, engine_namespace
 from kvdepot_sglang.lookups import Lookups
 from kvdepot_sglang.pools import Holding, Unsupported, block_ids, find_groups, pages_of, refuse_unsupported
 from kvdepot_sglang.ranks import Ranks
-from kvdepot_sglang.settings import Settings
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +43,38 @@ _START_SECONDS: Final = 1.0  # a starting engine waits this long for a depot
 _LONGEST_SESSION: Final = 256  # characters of a session's name that the depot accepts
 _UNNAMED: Final = "default"  # SGLang's version of weights that have no name
 _NO_LOAD: Final = -1  # SGLang's index for a batch without loads
+
+linker_counter: Final = CounterGroup()  # `sglang:kvdepot_NAME_total`
+
+_LOOKUPS: Final = linker_counter("lookups", "Prefixes that were looked up, repeated answers included")
+_LOOKUP_MICROSECONDS: Final = linker_counter("lookup_microseconds", "Time for which the scheduler waited for lookups")
+_FOUND_PAGES: Final = linker_counter("found_pages", "Pages that the depot had and the device had not")
+_LOADS: Final = linker_counter("loads", "Loads that ended in place")
+_REFUSED_LOADS: Final = linker_counter("refused_loads", "Loads that failed: their tokens were computed")
+_LOAD_BYTES: Final = linker_counter("load_bytes", "Bytes copied out of the depot")
+_LOAD_MICROSECONDS: Final = linker_counter("load_microseconds", "Time for which the scheduler waited for loads")
+_STORES: Final = linker_counter("stores", "Store operations that ended")
+_STORE_BYTES: Final = linker_counter("store_bytes", "Bytes copied into the depot")
+
+_LOG_SECONDS: Final = 60.0  # between two log lines, as between SGLang's own
+
+
+@dataclass(frozen=True, slots=True)
+class Settings(EngineSettings):
+    """Each setting is an optional field of `linker_extra_config`.
+
+    SGLang's scheduler does nothing else while it waits for the depot.
+    """
+
+    SOURCE: ClassVar[str] = "linker_extra_config"
+
+    lookup_seconds: float = 0.25  # the longest wait for the answer to a lookup
+    tier_seconds: float = 0.05  # the part of that wait for tiers; chunks that arrive later help the next request
+
+    def __post_init__(self) -> None:
+        EngineSettings.__post_init__(self)  # `super()` refers to the class that `slots` has replaced
+        self.check_seconds("lookup_seconds")
+        self.check_seconds("tier_seconds")
 
 
 class _Offload(NamedTuple):
@@ -142,7 +174,7 @@ class KVDepotLinker(Placed, UnifiedCacheLinker):
         self._lookups = Lookups(self._client, settings.tier_seconds)
         self._landed: set[str] = set()  # requests whose loads are in place but whose batch has not started
         self._offloads: deque[_Offload] = deque()
-        self.stats = stats.Stats(ranks.rank, exports=bool(getattr(server_args, "enable_metrics", False)))
+        self.stats = Stats(ranks.rank, exports=bool(getattr(server_args, "enable_metrics", False)))
         self._say_hello()
 
     def _say_hello(self) -> None:
@@ -199,9 +231,9 @@ class KVDepotLinker(Placed, UnifiedCacheLinker):
         """Look up all pages of a prompt. Return how many pages behind those on the device the depot has."""
         began = time.perf_counter()
         found = self._lookups.ask(rid, self._key([*self.before, *tail]), len(self.before))
-        self.stats.add(stats.LOOKUPS)
-        self.stats.add(stats.LOOKUP_MICROSECONDS, round((time.perf_counter() - began) * 1e6))
-        self.stats.add(stats.FOUND_PAGES, found)
+        self.stats.add(_LOOKUPS)
+        self.stats.add(_LOOKUP_MICROSECONDS, round((time.perf_counter() - began) * 1e6))
+        self.stats.add(_FOUND_PAGES, found)
         self.stats.log_now_and_then()
         return found
 
@@ -211,8 +243,8 @@ class KVDepotLinker(Placed, UnifiedCacheLinker):
         ok = self._ranks.all_agree(self._retrieve(rid, transfers))
         if ok:
             self._landed.add(rid)
-        self.stats.add(stats.LOADS if ok else stats.REFUSED_LOADS)
-        self.stats.add(stats.LOAD_MICROSECONDS, round((time.perf_counter() - began) * 1e6))
+        self.stats.add(_LOADS if ok else _REFUSED_LOADS)
+        self.stats.add(_LOAD_MICROSECONDS, round((time.perf_counter() - began) * 1e6))
         return ok
 
     @never_raises(bool)
@@ -226,7 +258,7 @@ class KVDepotLinker(Placed, UnifiedCacheLinker):
             ok = job.result()
         finally:
             self._lookups.drop(rid)
-        self.stats.add(stats.LOAD_BYTES, job.num_bytes)
+        self.stats.add(_LOAD_BYTES, job.num_bytes)
         return ok
 
     def _order_after_forward(self) -> None:
@@ -287,8 +319,8 @@ class KVDepotLinker(Placed, UnifiedCacheLinker):
         Its prefix is then the last one of its agent session, which operators and agents can refer to.
         """
         job, key, session = self._offloads.popleft()
-        self.stats.add(stats.STORES)
-        self.stats.add(stats.STORE_BYTES, job.num_bytes)
+        self.stats.add(_STORES)
+        self.stats.add(_STORE_BYTES, job.num_bytes)
         is_stored = job.result()
         if session and is_stored and self._ranks.rank == 0:
             self._client.hint(key, session=session)
@@ -306,7 +338,7 @@ class KVDepotLinker(Placed, UnifiedCacheLinker):
             self._weights.flush()
 
     def note_update(self, model: Any) -> None:
-        """Note that a model is about to get new weights; see `kvdepot_sglang.hooks`."""
+        """Note that a model is about to get new weights; see `around_update`."""
         if not self._settings.keep_after_reset and self._weights.update(model):
             self._change_keys()
 
@@ -328,3 +360,58 @@ def _instance(server_args: Any, ranks: Ranks) -> str:
     """Return the engine's name in the depot's status, which is the same on all ranks."""
     served = str(getattr(server_args, "served_model_name", None) or server_args.model_path)
     return f"sglang {served[:200]} port {server_args.port} {ranks.common_random()[:8]}"[:256]
+
+
+class Stats:
+    """The counts of one rank, for an occasional log line, and for Prometheus if SGLang exports its own counters.
+
+    Args:
+        rank: a label of the exported counters; rank 0 logs.
+        exports: whether SGLang exports metrics.
+        clock: returns monotonic seconds.
+    """
+
+    def __init__(self, rank: int, *, exports: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
+        self.counts = Counts()
+        self._logged = Counts()
+        self._rank, self._clock, self._logged_at = rank, clock, clock()
+        self._exported: dict[str, Any] = _exported(rank) if exports else {}
+
+    def add(self, name: CounterName, amount: int = 1) -> None:
+        """Add an amount to a count."""
+        self.counts[name] += amount
+        if name in self._exported and amount:
+            self._exported[name].inc(amount)
+
+    def log_now_and_then(self) -> None:
+        """Log the counts since the last line, at most once a minute, if there are any."""
+        now = self._clock()
+        if now - self._logged_at < _LOG_SECONDS or self._rank:
+            return
+        self._logged_at = now
+        new = Counts({name: amount - self._logged[name] for name, amount in self.counts.items()})
+        self._logged = Counts(self.counts)
+        if any(new.values()):
+            logger.info(
+                "in %.0f s: %d lookups in %.0f ms found %d pages; %d loads of %.1f MB in %.0f ms, %d refused;"
+                " %d stores of %.1f MB",
+                _LOG_SECONDS,
+                new[_LOOKUPS],
+                new[_LOOKUP_MICROSECONDS] / 1e3,
+                new[_FOUND_PAGES],
+                new[_LOADS],
+                new[_LOAD_BYTES] / 1e6,
+                new[_LOAD_MICROSECONDS] / 1e3,
+                new[_REFUSED_LOADS],
+                new[_STORES],
+                new[_STORE_BYTES] / 1e6,
+            )
+
+
+def _exported(rank: int) -> dict[str, Any]:
+    from prometheus_client import Counter
+
+    return {
+        name: Counter(f"sglang:kvdepot_{name}", f"{text} (kvdepot).", labelnames=["tp_rank"]).labels(str(rank))
+        for name, text in linker_counter.texts.items()
+    }
