@@ -15,8 +15,8 @@ import torch
 torch.set_num_threads(1)
 from dataclasses import asdict
 from kvdepot_vllm.blend import setup as tests
+from kvdepot_vllm.blend.blender import choose
 from kvdepot_vllm.blend.policies import Budget
-from kvdepot_vllm.blend.scores import choose
 from support.vllm.blending import Bench, Piece, blender_of
 
 def tested(blender):

@@ -10,9 +10,17 @@ import pytest
 from kvdepot.backends import Capability
 from kvdepot.errors import ConfigError
 from kvdepot.layout import GroupKind
-from kvdepot_vllm.groups import EngineCache, EngineGroup, Unsupported, engine_cache, named_format, requested_layout
-from kvdepot_vllm.heads import heads_of, layers_of, lie_apart
-from kvdepot_vllm.settings import Settings
+from kvdepot_vllm.groups import (
+    EngineCache,
+    EngineGroup,
+    Unsupported,
+    engine_cache,
+    heads_of,
+    layers_of,
+    lie_apart,
+    named_format,
+)
+from kvdepot_vllm.settings import Settings, requested_layout
 from support.vllm.engines import RunCode
 
 

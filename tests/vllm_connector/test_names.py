@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvdepot_vllm.names import address_of_server, name_of_engine
+from kvdepot_vllm.inspection import address_of_server, name_of_engine
 
 SERVE = ["/usr/bin/vllm", "serve", "some/model"]
 

@@ -148,7 +148,7 @@ def test_weights_that_a_kernel_has_packed_count(
 
 
 LATENT = """
-from kvdepot_vllm.runner import digest_of_weights
+from kvdepot_vllm.inspection import digest_of_weights
 
 runner = child.core.model_executor.driver_worker.worker.model_runner
 found = [digest_of_weights(runner), digest_of_weights(runner)]

@@ -7,9 +7,8 @@ from typing import Any, Self
 
 import torch
 
-from kvdepot_vllm.blend.blender import Blender
+from kvdepot_vllm.blend.blender import Blender, choose
 from kvdepot_vllm.blend.policies import Budget, Run
-from kvdepot_vllm.blend.scores import choose
 from support.vllm import recall
 
 

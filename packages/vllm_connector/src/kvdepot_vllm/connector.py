@@ -27,19 +27,19 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from kvdepot.counting import engine_counter
 from kvdepot.errors import DepotUnavailable, KVDepotError
 from kvdepot.processes.logs import log_like, never_raises
 from kvdepot_vllm.events import Announcer
-from kvdepot_vllm.groups import EngineCache, requested_layout
+from kvdepot_vllm.groups import EngineCache
+from kvdepot_vllm.inspection import find_version, name_of_engine
 from kvdepot_vllm.jobs import StepPlan, WorkerReport
-from kvdepot_vllm.names import name_of_engine
-from kvdepot_vllm.runner import find_version
 from kvdepot_vllm.scheduler import SchedulerSide
-from kvdepot_vllm.settings import Settings, set_failure_policy
+from kvdepot_vllm.settings import Settings, requested_layout, set_failure_policy
 from kvdepot_vllm.setup import Start, WorkerFormat
-from kvdepot_vllm.stats import KVDepotPromMetrics, KVDepotStats
 from kvdepot_vllm.worker import LoadResults, WorkerSide
 
 logger = logging.getLogger(__name__)
@@ -64,6 +64,61 @@ class ReportMetadata(KVConnectorWorkerMetadata):
         """Join the reports of two workers."""
         assert isinstance(other, ReportMetadata)
         return ReportMetadata(self.report.merge(other.report))
+
+
+class KVDepotStats(KVConnectorStats):
+    """Counts since the last report, for vLLM's "KV Transfer metrics" log line.
+
+    `data` is a plain dictionary of numbers.
+    """
+
+    def reset(self) -> None:
+        """Set all counts to zero."""
+        self.data = {}
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        """Add another worker's or another interval's counts."""
+        for name, amount in other.data.items():
+            self.data[name] = self.data.get(name, 0) + amount
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """Return the figures for the log line."""
+        data: dict[str, Any] = self.data
+        result: dict[str, int | float] = {}
+        for kind, title in (("store", "Stored"), ("load", "Loaded")):
+            seconds = data.get(f"{kind}_seconds", 0)
+            if data.get(f"{kind}s"):
+                result[f"{title} MB"] = round(data.get(f"{kind}_bytes", 0) / 1e6, 1)
+                result[f"{title} GB/s"] = round(data.get(f"{kind}_bytes", 0) / 1e9 / seconds, 2) if seconds else 0.0
+        for name, title in (("hit_tokens", "Tokens loaded"), ("lookups", "Lookups"), ("failed_loads", "Failed loads")):
+            if data.get(name):
+                result[title] = data[name]
+        return result
+
+    def is_empty(self) -> bool:
+        """Return whether all counts are zero."""
+        return not any(self.data.values())
+
+
+class KVDepotPromMetrics(KVConnectorPromMetrics):
+    """Exports the counts as `vllm:kvdepot_*`, by engine."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._counters = {
+            name: self._counter_cls(
+                name=f"vllm:kvdepot_{name}", documentation=f"{text} (kvdepot).", labelnames=self._labelnames
+            )
+            for name, text in engine_counter.texts.items()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Add one report."""
+        labels = self.per_engine_labelvalues[engine_idx]
+        for name, amount in transfer_stats_data.items():
+            if name in self._counters and amount:
+                self._counters[name].labels(*labels).inc(amount)
 
 
 class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):

@@ -16,8 +16,7 @@ from blake3 import blake3
 from kvdepot.backends import CacheGroup
 from kvdepot.errors import LayoutError
 from kvdepot.layout import GroupKind
-from kvdepot_vllm.groups import EngineCache
-from kvdepot_vllm.heads import name_of_layers
+from kvdepot_vllm.groups import EngineCache, name_of_layers
 
 _BASE: Final = 100  # digits 1 to 100 are exact in every floating type
 _VERBATIM: Final = ("float32", "float16", "bfloat16")

@@ -1,6 +1,6 @@
 """Protocols for the attributes of vLLM's objects that this package uses. Source: vLLM 0.32.0.
 
-Only `connector`, `events`, `stats` and `blend` import vLLM when they are loaded. Everything else can be tested without
+Only `connector`, `setup`, `events` and `blend` import vLLM when they are loaded. Everything else can be tested without
 it.
 """
 

@@ -8,14 +8,14 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import Final
 
+from kvdepot.backends import NO_BLOCK
 from kvdepot.keys import KeyRun
+from kvdepot.layout import GroupKind
 from kvdepot_vllm.blend.planning import Blends
-from kvdepot_vllm.blocks import blocks_to_fill
 from kvdepot_vllm.engine import BlockTable
 from kvdepot_vllm.groups import EngineCache
 from kvdepot_vllm.jobs import LoadJob
-from kvdepot_vllm.state import RequestState
-from kvdepot_vllm.tracing import end_span, start_span
+from kvdepot_vllm.state import RequestState, end_span, start_span
 
 logger = logging.getLogger(__name__)
 
@@ -122,3 +122,31 @@ class Loads:
         """Note the end of a request."""
         end_span(state.load_span, cancelled=True)
         state.load_span = None
+
+
+def blocks_to_fill(
+    cache: EngineCache, table: BlockTable, first: int, stop_tokens: int, null_block: int
+) -> tuple[list[int], ...] | None:
+    """Return the blocks, as `BlockIds`, that a load of chunks from `first` on fills; None if one is missing.
+
+    The load ends at token `stop_tokens`, which may be within its last chunk. That chunk's later blocks are `NO_BLOCK`.
+    """
+    result: list[list[int]] = []
+    for group in cache.groups:
+        row, step = table[group.number], cache.chunk_tokens // group.block_tokens
+        num_blocks = -(-stop_tokens // group.block_tokens)
+        if group.kind is GroupKind.RECURRENT:
+            ids = list(row[num_blocks - 1 : num_blocks])
+            if ids in ([], [null_block]):
+                return None
+        else:
+            ids = list(row[first * step : num_blocks])
+            if len(ids) != num_blocks - first * step:
+                return None
+            if group.kind is GroupKind.FULL_ATTENTION and null_block in ids:
+                return None
+            ids += [null_block] * (-num_blocks % step)
+            while ids and all(block == null_block for block in ids[:step]):  # chunks in front of a window
+                del ids[:step]
+        result.append([NO_BLOCK if block == null_block else block for block in ids])
+    return tuple(result)

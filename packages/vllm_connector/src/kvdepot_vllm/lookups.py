@@ -16,8 +16,7 @@ from kvdepot.counting import Counts, engine_counter
 from kvdepot.wire.messages import MAXIMUM_CHUNKS
 from kvdepot_vllm.params import asks_for_hand_over
 from kvdepot_vllm.settings import Settings
-from kvdepot_vllm.state import Outcome, RequestState
-from kvdepot_vllm.tracing import end_span, start_span
+from kvdepot_vllm.state import Outcome, RequestState, end_span, start_span
 
 logger = logging.getLogger(__name__)
 

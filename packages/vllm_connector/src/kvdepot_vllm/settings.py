@@ -11,8 +11,12 @@ from kvdepot.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-ASK_VLLM: Final = "auto"
-LEAVE_IT_TO_VLLM: Final = "engine"
+_ASK_VLLM: Final = "auto"
+_LEAVE_IT_TO_VLLM: Final = "engine"
+_BLOCK_OUTERMOST: Final = "BLNHC"  # in memory: block, layer, token, head, content
+_HEADS_BEFORE_TOKENS: Final = "BLHNC"  # block, layer, head, token, content: some attention backends take nothing else
+_BLACKWELL: Final = 10  # major compute capability
+_LARGEST_KERNEL_BLOCK: Final = 64  # tokens that kernels of every attention backend take in one block
 BLEND_POLICIES: Final = ("none", "heads", "deviation", "query", "mixkq")
 
 
@@ -41,7 +45,7 @@ class Settings(EngineSettings):
     blend_min_tokens: int = 256  # a blend that reuses fewer is not worth its fixed cost
     blend_step_tokens: int = 1024  # tokens recomputed in one step, beside those that vLLM schedules
     max_pinned_share: float = 0.5  # the other half stays free for requests
-    kv_cache_layout: str = ASK_VLLM
+    kv_cache_layout: str = _ASK_VLLM
     synchronous: bool | None = None  # transfer on the engine's thread; None: as the backend needs it
     keep_load_failure_policy: bool = False  # True: do not change vLLM's kv_load_failure_policy
 
@@ -73,6 +77,31 @@ class Settings(EngineSettings):
             ConfigError: an unknown `kvdepot.` key, or a value of the wrong type.
         """
         return cls.read(extra, **({"store": "prompt"} if role == "kv_producer" else {}))
+
+
+def requested_layout(
+    setting: str, *, is_cuda: bool, block_tokens: int | None, capability: int | None = None
+) -> str | None:
+    """Return the KV cache layout to request from vLLM, None to leave the choice to vLLM.
+
+    With the block outermost, a block is one contiguous run of all layers instead of one run per layer. A copy engine
+    moves such runs close to the bus's limit. vLLM refuses these layouts if its kernels use smaller blocks than its
+    block table, so nothing is requested for large blocks.
+
+    Args:
+        setting: `Settings.kv_cache_layout`.
+        is_cuda: whether the device is NVIDIA's.
+        block_tokens: tokens of the engine's blocks, None if not yet decided.
+        capability: the major number of the device's compute capability, None if it is not known. From Blackwell on,
+            FlashInfer takes only layouts with the heads before the tokens, and the other backends take those, too.
+    """
+    if setting == _LEAVE_IT_TO_VLLM:
+        return None
+    if setting != _ASK_VLLM:
+        return setting
+    if not is_cuda or (block_tokens or 0) > _LARGEST_KERNEL_BLOCK:
+        return None
+    return _HEADS_BEFORE_TOKENS if (capability or 0) >= _BLACKWELL else _BLOCK_OUTERMOST
 
 
 def set_failure_policy(transfer: Any, *, keep: bool) -> None:

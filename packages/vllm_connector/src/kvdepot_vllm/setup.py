@@ -27,8 +27,7 @@ from kvdepot.wire.messages import GroupShape
 from kvdepot_vllm.events import Announcer, Describer
 from kvdepot_vllm.groups import EngineCache, Unsupported, engine_cache, named_format, worker_groups
 from kvdepot_vllm.identity import engine_namespace
-from kvdepot_vllm.names import served_model
-from kvdepot_vllm.runner import digest_of_weights, find_runner
+from kvdepot_vllm.inspection import digest_of_weights, find_runner, served_model
 from kvdepot_vllm.scheduler import SchedulerSide
 from kvdepot_vllm.settings import Settings
 from kvdepot_vllm.worker import WorkerSide

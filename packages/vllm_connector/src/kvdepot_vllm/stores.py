@@ -13,13 +13,11 @@ from typing import Any, Final
 
 from kvdepot.counting import Counts, engine_counter
 from kvdepot.layout import GroupKind
-from kvdepot_vllm.blocks import blocks_per_chunk, blocks_to_store
 from kvdepot_vllm.engine import BlockPool, BlockTable
-from kvdepot_vllm.groups import EngineCache
+from kvdepot_vllm.groups import EngineCache, EngineGroup
 from kvdepot_vllm.jobs import StoreJob
 from kvdepot_vllm.settings import Settings
-from kvdepot_vllm.state import RequestState
-from kvdepot_vllm.tracing import end_span, start_span
+from kvdepot_vllm.state import RequestState, end_span, start_span
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +78,7 @@ class Stores:
         self._num_workers = num_workers
         self._on_ended = on_ended
         self._clock = clock
-        self._blocks_per_chunk = [blocks_per_chunk(cache, group) for group in cache.groups]
+        self._blocks_per_chunk = [_blocks_per_chunk(cache, group) for group in cache.groups]
         self._planned: list[StoreJob] = []
         self._pending: dict[int, _PendingStore] = {}
         self._put_off: deque[_PutOff] = deque()  # the oldest first
@@ -316,3 +314,39 @@ class Stores:
         """Call `call` when the last store of an ended request has ended: at once if none is under way."""
         state.after_stores.append(call)
         self._call_afterwards(state)
+
+
+def _blocks_per_chunk(cache: EngineCache, group: EngineGroup) -> int:
+    """Return how many blocks of a group one chunk takes."""
+    return 1 if group.kind is GroupKind.RECURRENT else cache.chunk_tokens // group.block_tokens
+
+
+def blocks_to_store(
+    cache: EngineCache, table: BlockTable, first: int, stop: int, states: Mapping[int, int], null_block: int
+) -> tuple[list[int], ...]:
+    """Return the blocks that a store of chunks `first` to `stop` reads, as `BlockIds`.
+
+    A group that no longer holds all of them covers only the last chunks.
+
+    Args:
+        cache: the engine's cache.
+        table: the request's block table.
+        first: the first chunk.
+        stop: the chunk after the last.
+        states: the block with the state at the end of the run, for each recurrent group that has one.
+        null_block: marks places of the table without a block.
+    """
+    result: list[list[int]] = []
+    for group in cache.groups:
+        row, stride = table[group.number], cache.chunk_tokens // group.block_tokens
+        if group.kind is not GroupKind.RECURRENT:
+            ids = list(row[first * stride : stop * stride])
+        elif group.states_by_position:
+            ids = list(row[(first + 1) * stride - 1 : stop * stride : stride])
+        else:
+            ids = [states[group.number]] if group.number in states else []
+        step = _blocks_per_chunk(cache, group)
+        whole = range(0, len(ids) - step + 1, step)
+        after_lost = (start + step for start in reversed(whole) if null_block in ids[start : start + step])
+        result.append(ids[next(after_lost, 0) :])
+    return tuple(result)

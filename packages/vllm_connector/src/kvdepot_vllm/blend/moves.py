@@ -13,8 +13,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from kvdepot.kvcache import MoveTokens, TokenLayout
-from kvdepot_vllm.blend.layers import Layer
-from kvdepot_vllm.blend.strides import Axis, Strides
+from kvdepot_vllm.blend.layers import Axis, Layer, Strides
 
 _SLICE_ELEMENTS: Final = 1 << 12  # elements of K in a block: below, moving slices costs more than gathering
 _GATHERED_ELEMENTS: Final = 1 << 18  # elements of K gathered at once on a CPU: 1 MiB in float32, which fits its cache

@@ -16,11 +16,10 @@ from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
 
 from kvdepot.backends import TransferContext
 from kvdepot_vllm.blend import why_not
-from kvdepot_vllm.blend.blender import Blender
+from kvdepot_vllm.blend.blender import Blender, choose
 from kvdepot_vllm.blend.policies import DEFAULT, Budget
-from kvdepot_vllm.blend.scores import choose
 from kvdepot_vllm.blend.worker import BlendWorker
-from kvdepot_vllm.runner import find_runner
+from kvdepot_vllm.inspection import find_runner
 from kvdepot_vllm.settings import Settings
 
 logger = logging.getLogger(__name__)

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from kvdepot.backends import TransferContext, TransferFuture
-from kvdepot_vllm.blend.blender import Blender
+from kvdepot_vllm.blend.blender import Blender, choose
 from kvdepot_vllm.blend.policies import Budget
-from kvdepot_vllm.blend.scores import choose
 from kvdepot_vllm.jobs import BlendFigures, BlendJob, StepPlan
 from kvdepot_vllm.worker import LoadResults, NoBlends
 
