@@ -211,7 +211,9 @@ def sleep(directory: Path) -> None:
         try:
             with (
                 DepotProcess(pool_size="512MiB", new_session=True) as depot,
-                Engine(model, connector(depot.url, mode=mode), enable_sleep_mode=True, first=first, **options) as engine,
+                Engine(
+                    model, connector(depot.url, mode=mode), enable_sleep_mode=True, first=first, **options
+                ) as engine,
             ):
                 engine.ask("watch")
                 expected = tokens(engine.generate(wanted, together=False))

@@ -101,11 +101,11 @@ def test_a_chunk_that_is_copied_to_a_tier_stays_until_that_is_done() -> None:
     fill(worker, "b", range(3))
     for name in range(3):
         worker.lookup(prompt(1, name, "b"))
-    copied = [(entry, index.begin_reading(entry)) for entry in index.table.entries[:2]]
+    copied = index.table.entries[:2]
+    nodes = index.begin_reading(copied)
     fill(worker, "a", range(2))
     assert (stored(worker, "a", range(2)), stored(worker, "b", range(2))) == (1, 2)
-    for entry, node in copied:
-        index.end_reading(entry, node)
+    index.end_reading(copied, nodes)
     fill(worker, "a", range(2))
     assert stored(worker, "a", range(2)) == 2
 

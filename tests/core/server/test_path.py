@@ -1,5 +1,6 @@
 """A request touches only the parts of the server that it needs."""
 
+import itertools
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,9 +32,8 @@ class Trace:
 @pytest.fixture
 def traced(tmp_path: Path) -> Iterator[tuple[DepotServer, Trace]]:
     path = Trace()
-    config = ServerConfig(
-        ephemeral=True, directory=tmp_path, pool_size_bytes=16 << 20, tiers=("memory://below?capacity=16MiB",)
-    )
+    tiers = (f"disk://{tmp_path}/below?capacity=16MiB",)
+    config = ServerConfig(ephemeral=True, directory=tmp_path, pool_size_bytes=16 << 20, tiers=tiers)
     server = DepotServer(config)
     threading.setprofile(path.note)
     try:
@@ -67,3 +67,26 @@ def test_a_hit_asks_no_part_that_has_nothing_to_do_with_it(traced: tuple[DepotSe
     idle = {"movers/table", "server/flights", "timers", "server/background"}
     assert not least & idle
     assert not any(module.startswith("tiers/") for module in least), "the tiers' next turn sees the hit"
+
+
+def test_a_further_chunk_of_a_store_changes_file_at_most_twelve_times(
+    traced: tuple[DepotServer, Trace], tmp_path: Path
+) -> None:
+    """Until it is in the disk tier."""
+    server, path = traced
+    peer = Peer(SimpleNamespace(url=str(tmp_path)))  # type: ignore[arg-type]
+    assert server.depot.state.tiering is not None
+    (queue,) = server.depot.state.tiering.queues
+
+    def changes(num_chunks: int, name: str) -> int:
+        wanted = queue.counters["written_entries"] + num_chunks
+        path.modules.clear()
+        peer.store(prompt(num_chunks, name))
+        wait_until(lambda: queue.counters["written_entries"] == wanted)
+        turns = sum(server.loop.turns.counts)
+        wait_until(lambda: sum(server.loop.turns.counts) > turns)
+        return sum(one != other for one, other in itertools.pairwise(path.modules[:]))
+
+    least = {number: min(changes(number, f"{number} {each}") for each in range(6)) for number in (1, 9)}
+    peer.close()
+    assert 0 < least[9] - least[1] <= 8 * 12

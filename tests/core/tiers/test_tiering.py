@@ -1537,7 +1537,7 @@ def lose(bench: Bench, run: KeyRun, chunks: Sequence[int]) -> None:
     keys, table = EntryKeys(bench.index, bench.depot.labels.names.__getitem__), bench.index.table
     digests = {run.slice(chunk, chunk + 1).digests for chunk in chunks}
     entries = [record.entry for record in table.records() if record.state == SEALED and record.key in digests]
-    bench.tiers[0].inner.remove([keys.key_of(entry)[:KEY_BYTES] for entry in entries])
+    bench.tiers[0].inner.remove([key[:KEY_BYTES] for key in keys.keys_of(entries)])
 
 
 def test_lookups_and_stores_name_an_entry_its_run_and_its_depth_alike(make: Maker) -> None:
@@ -1554,7 +1554,7 @@ def test_lookups_and_stores_name_an_entry_its_run_and_its_depth_alike(make: Make
             node, (group, part) = index.entries.node_of(entry), index.table.place_of(entry)
             place = PartPlace(group, part, index.table.extent(entry)[1], index.table.check_of(entry))
             key = keys.key(index.nodes.label[node], index.nodes.space_of(node), place, run.digests, chunk)
-            assert keys.key_of(entry) == key
+            assert keys.keys_of([entry]) == [key]
             assert key[KEY_BYTES : KEY_BYTES + RUN_BYTES] == digest_at(run.digests, chunk - chunk % 128)[:RUN_BYTES]
             assert depth_of(key) == chunk
         sum(commands.clear_pool(bench.depot, None))

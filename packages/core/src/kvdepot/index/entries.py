@@ -203,6 +203,10 @@ class Entries:
         """Return the node of an entry, `NO_NODE` if it was abandoned."""
         return self._node_of[entry]
 
+    def nodes_of(self, entries: Iterable[Entry]) -> list[int]:
+        """Return the node of each entry, `NO_NODE` for one that was abandoned."""
+        return [self._node_of[entry] for entry in entries]
+
     def is_whole(self, entry: Entry) -> int:
         """Return the bit of the entry's group if all cells of the group are sealed, else 0."""
         group, part = self._table.place_of(entry)
@@ -378,24 +382,27 @@ class Entries:
         self._extents.free(offset, num_bytes)
         self.give_back(entry)
 
-    def begin_reading(self, entry: Entry) -> None:
-        """Keep the extent of a sealed entry while it is being copied to a tier."""
-        self._readers[entry] = self._readers.get(entry, 0) + 1
+    def begin_reading(self, entries: Sequence[Entry]) -> list[int]:
+        """Keep the extents of sealed entries while they are being copied to a tier. Return the entries' nodes."""
+        for entry in entries:
+            self._readers[entry] = self._readers.get(entry, 0) + 1
+        return self.nodes_of(entries)
 
     def is_reading(self, entry: Entry) -> bool:
         """Return whether an entry is being copied to a tier."""
         return entry in self._readers
 
-    def end_reading(self, entry: Entry) -> None:
-        """Undo one `begin_reading`. If the entry was removed meanwhile, free its extent."""
-        self._readers[entry] -= 1
-        if self._readers[entry]:
-            return
-        del self._readers[entry]
-        if entry in self.lingering:
-            self.lingering.remove(entry)
-            self._extents.free(*self._table.extent(entry))
-            self.give_back(entry)
+    def end_reading(self, entries: Sequence[Entry]) -> None:
+        """Undo one `begin_reading`. Free the extents of entries that were removed meanwhile."""
+        for entry in entries:
+            self._readers[entry] -= 1
+            if self._readers[entry]:
+                continue
+            del self._readers[entry]
+            if entry in self.lingering:
+                self.lingering.remove(entry)
+                self._extents.free(*self._table.extent(entry))
+                self.give_back(entry)
 
     # --- links and bytes ------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ A node that lost all entries stays as a tombstone while it has children. The chi
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Final, TypeAlias
 
@@ -145,16 +145,20 @@ class Evictor:
 
     def unpin(self, nodes: Iterable[int]) -> None:
         """Undo one `pin`. Nodes without other holds may be evicted from now on."""
+        nodes = [*nodes]
         for node in nodes:
             self._num_leases[node] -= 1
             if not self._num_leases[node]:
                 self._leased.remove(node)
-            self.release(node)
+        self.release(nodes)
 
-    def release(self, node: int) -> None:
-        """Undo one hold. A tombstone without holds is removed at once."""
-        self._nodes.release(node)
-        self.settle(node)
+    def release(self, nodes: Collection[int]) -> None:
+        """Undo one hold of each node, as often as it is listed. Tombstones without holds are removed at once."""
+        self._nodes.release(nodes)
+        tree = self._nodes.tree
+        for node in nodes:
+            if not tree.num_children[node] and not tree.holds[node]:  # saves a call for most chunks of a prefix
+                self.settle(node)
 
     def settle(self, node: int) -> int:
         """If a chunk may be evicted, tell its policy. Drop an unneeded tombstone and those before it.

@@ -47,7 +47,7 @@ class ChunkIndex:
     | `visibility.match` | any state | a usable prefix, valid until the next store or eviction, or while pinned |
     | `reserve` | a parent in the tree, or none | entries with extents, which lookups ignore; each holds its chunk |
     | `seal` | reserved entries with all bytes in place | lookups count the entries; their holds are undone |
-    | `evictor.release` | a held chunk | one hold less; without holds and children, the chunk may be evicted |
+    | `evictor.release` | held chunks | one hold less; a chunk without holds and children may be evicted |
     | `evictor.evict_one` | not `is_frozen` | a chunk without children is gone, and its extents are free |
 
     `evict_one` takes an unheld chunk or, if a share within its quota needs room, one that only leases hold. Reserved
@@ -128,8 +128,7 @@ class ChunkIndex:
             begun = self.entries.begin(run, nodes, missing, room)
             self.num_overlapping += bisect_left(overlapping, len(begun))
         finally:
-            for node in held:
-                self.evictor.release(node)
+            self.evictor.release(held)
             self.evictor.log_evicted("to make room for request %s", run.request_id or "-")
         return begun, num_present
 
@@ -170,7 +169,7 @@ class ChunkIndex:
             self.entries.free_abandoned(entry)
             return
         self.entries.remove(entry)
-        self.evictor.release(node)
+        self.evictor.release([node])
 
     def abandon_entry(self, entry: Entry) -> None:
         """Detach an unsealed entry from its chunk, which can be stored again from now on.
@@ -180,7 +179,7 @@ class ChunkIndex:
         """
         node = self.entries.node_of(entry)
         self.entries.abandon(entry)
-        self.evictor.release(node)
+        self.evictor.release([node])
 
     def remove_entry(self, entry: Entry) -> None:
         """Remove a sealed entry, leased or not, because its bytes are wrong.
@@ -201,17 +200,17 @@ class ChunkIndex:
         else:
             self.shares.policy_of(node).removed(node)  # `added` when it is stored again
 
-    def begin_reading(self, entry: Entry) -> int:
-        """Hold a sealed entry and its extent while they are copied to a tier. Return its node."""
-        node = self.entries.node_of(entry)
-        self.nodes.tree.holds[node] += 1
-        self.entries.begin_reading(entry)
-        return node
+    def begin_reading(self, entries: Sequence[Entry]) -> list[int]:
+        """Hold sealed entries and their extents while they are copied to a tier. Return their nodes."""
+        nodes = self.entries.begin_reading(entries)
+        for node in nodes:
+            self.nodes.tree.holds[node] += 1
+        return nodes
 
-    def end_reading(self, entry: Entry, node: int) -> None:
-        """Undo one `begin_reading`. If the entry was removed meanwhile, free its space."""
-        self.entries.end_reading(entry)
-        self.evictor.release(node)
+    def end_reading(self, entries: Sequence[Entry], nodes: Sequence[int]) -> None:
+        """Undo one `begin_reading`. Free the space of entries that were removed meanwhile."""
+        self.entries.end_reading(entries)
+        self.evictor.release(nodes)
 
     # --- spaces, nodes and room -----------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """Keeps stored chunks in the pool until a tier is asked for them. Unlike leases, they give way to every store."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from kvdepot.pool.table import Entry
 
@@ -9,11 +9,15 @@ class KeptChunks:
     """The last entries of consecutive stored chunks, oldest first. Holding one keeps all chunks before it, too.
 
     Args:
-        hold: holds an entry and returns its node.
+        hold: holds entries and returns their nodes.
         release: undoes one `hold`.
     """
 
-    def __init__(self, hold: Callable[[Entry], int], release: Callable[[Entry, int], None]) -> None:
+    def __init__(
+        self,
+        hold: Callable[[Sequence[Entry]], Sequence[int]],
+        release: Callable[[Sequence[Entry], Sequence[int]], None],
+    ) -> None:
         self.num_bytes = 0
         self._hold = hold
         self._release = release
@@ -30,7 +34,8 @@ class KeptChunks:
 
     def add(self, entry: Entry, num_bytes: int) -> None:
         """Keep chunks of `num_bytes` that end with an entry. None may end at its node already."""
-        self._kept[self._hold(entry)] = entry, num_bytes
+        (node,) = self._hold([entry])
+        self._kept[node] = entry, num_bytes
         self.num_bytes += num_bytes
 
     def let_go(self, node: int) -> int:
@@ -39,7 +44,7 @@ class KeptChunks:
             return 0
         entry, num_bytes = self._kept.pop(node)
         self.num_bytes -= num_bytes
-        self._release(entry, node)
+        self._release([entry], [node])
         return num_bytes
 
     def let_go_of_oldest(self) -> bool:

@@ -4,6 +4,7 @@ A node number is reused once its chunk was evicted and has no holds.
 """
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -143,12 +144,13 @@ class Nodes:
             tree.num_children[parent] -= 1
         return parent
 
-    def release(self, node: int) -> None:
-        """Undo one hold."""
+    def release(self, nodes: Iterable[int]) -> None:
+        """Undo one hold of each node."""
         tree = self.tree
-        tree.holds[node] -= 1
-        if tree.keys[node] is None and not tree.holds[node]:  # it was removed while leased
-            self._give_back(node)
+        for node in nodes:
+            tree.holds[node] -= 1
+            if tree.keys[node] is None and not tree.holds[node]:  # it was removed while leased
+                self._give_back(node)
 
     def _give_back(self, node: int) -> None:
         self._next_free[node], self._free = self._free, node

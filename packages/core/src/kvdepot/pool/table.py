@@ -306,6 +306,10 @@ class IndexTable:
         """Return the present header."""
         return self._words[entry * (RECORD_BYTES // 8)]
 
+    def headers_of(self, entries: Iterable[Entry]) -> list[int]:
+        """Return the present header of each entry."""
+        return [self._words[entry * (RECORD_BYTES // 8)] for entry in entries]
+
     def state(self, entry: Entry) -> int:
         """Return `FREE`, `WRITING` or `SEALED`; another number if the record is damaged."""
         return self._words[entry * (RECORD_BYTES // 8)] & _STATE_MASK

@@ -42,6 +42,7 @@ class FaultyTier:
         self.inner = inner
         self.pool = pool
         self.batch_entries = inner.batch_entries
+        self.reads_apart = inner.reads_apart
         self.writer_pid = inner.writer_pid
         self.contains_is_instant = False  # it may hang here
         self.keeps_runs = inner.keeps_runs
@@ -254,7 +255,10 @@ class FaultyBench:
 
     def wait_for_calls_of(self, *jobs: Job) -> None:
         """Wait until the jobs that were submitted last have begun as many calls as can hang at a time."""
-        num_calls = sum(-(-len(job.keys) // max(1, self.tier.batch_entries)) for job in jobs)
+        steps = [
+            1 if job.operation is JobKind.READ and self.tier.reads_apart else self.tier.batch_entries for job in jobs
+        ]
+        num_calls = sum(-(-len(job.keys) // step) for job, step in zip(jobs, steps, strict=True))
         only_writes = all(job.operation is JobKind.WRITE for job in jobs)
         self.wait_for_calls(self._calls_before[id(jobs[0])] + min(self.num_threads - only_writes, num_calls))
 

@@ -56,6 +56,9 @@ class Tier(Protocol):
     batch_entries: int = 16
     """The maximum number of entries per call. Calls run concurrently."""
 
+    reads_apart: bool = False
+    """Whether each entry is read by a call of its own, so that all threads read the entries that a lookup waits for."""
+
     keeps_runs: bool = False
     """Whether the tier keeps runs (`kvdepot.tiers.runs`). Such a tier must also set `wants_places`.
 

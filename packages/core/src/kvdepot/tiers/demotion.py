@@ -45,7 +45,7 @@ class _Leaving:
     key: bytes
     is_forced: bool  # whether to evict it even if no tier takes it; otherwise only while it has ENDED
     num_bytes: int = 0  # that its eviction makes free
-    held: Sequence[tuple[Entry, int]] = ()  # (entry, node) to hold until the tiers have been asked for the prefix
+    held: Sequence[Entry] = ()  # to hold until the tiers have been asked for the prefix
 
 
 class Demotions:
@@ -200,16 +200,16 @@ class Demotions:
         """
         index = self._index
         earlier = self._leaving.pop(node, None)
-        held = [(entry, index.begin_reading(entry)) for entry in index.entries.sealed(node)[:1]]
+        held = index.entries.sealed(node)[:1]
+        index.begin_reading(held)
         self._leaving[node] = _Leaving(index.nodes.key_of(node), is_forced, num_bytes, held)
         if earlier is not None:
-            self._release(earlier)
+            self._release(node, earlier)
         self._refresh(node, tiers, Reason.LEAVING)
         self._go_on(node)
 
-    def _release(self, leaving: _Leaving) -> None:
-        for entry, node in leaving.held:
-            self._index.end_reading(entry, node)
+    def _release(self, node: int, leaving: _Leaving) -> None:
+        self._index.end_reading(leaving.held, [node] * len(leaving.held))
 
     def _go_on(self, node: int) -> None:
         """Let go of a prefix that has been written, or whose refresh has ended. If it leaves, `turn` evicts its end."""
@@ -226,7 +226,7 @@ class Demotions:
         if node not in self._leaving or self._is_refreshing(node):
             return  # the end of the refresh calls again
         index, leaving = self._index, self._leaving.pop(node)
-        self._release(leaving)
+        self._release(node, leaving)
         if index.nodes.tree.keys[node] != leaving.key:
             return  # it was evicted
         for number in range(_CHUNKS_A_STEP):
@@ -322,14 +322,14 @@ class Demotions:
         for tier in tiers:
             if not tier.takes_writes:
                 continue
-            missing = [entry for entry in entries if not tier.has(entry, table.header(entry))]
+            missing = tier.lacks(entries, table.headers_of(entries))
             takes_all = reason in (Reason.HANDED_OVER, Reason.LEAVING)
             num_kept = len(missing) if takes_all else _num_taken(tier.queue, len(missing))
             self._counters[_DEMOTIONS_DROPPED] += len(missing) - num_kept
             missing = missing[:num_kept]
             if not missing:
                 continue
-            keys = [self._keys.key_of(entry) for entry in missing]
+            keys = self._keys.keys_of(missing)
             order = by_run(keys)
             missing = [missing[number] for number in order]
             job = Job(
@@ -342,12 +342,11 @@ class Demotions:
             if not tier.queue.submit(job):
                 self._counters[_DEMOTIONS_DROPPED] += len(missing)
                 continue
-            held = [(entry, table.header(entry), index.begin_reading(entry)) for entry in missing]
-            job.on_part = partial(self._wrote, tier, held, leaves)
+            headers = table.headers_of(missing)
+            job.on_part = partial(self._wrote, tier, missing, headers, index.begin_reading(missing), leaves)
             self.writing.add(job)
             is_taken = True
-            for entry, header, _ in held:
-                tier.expect(entry, header)
+            tier.expect(missing, headers)
         return is_taken
 
     def _write_lost(self, tier: TierState, entries: Sequence[Entry], reason: Reason) -> bool:
@@ -356,22 +355,30 @@ class Demotions:
         self._write(entries, [tier], reason)
         return self._counters[_DEMOTIONS_DROPPED] == num_dropped
 
-    def _wrote(self, tier: TierState, held: Sequence[tuple[Entry, int, int]], leaves: bool, part: JobPart) -> None:
-        """Handle the outcomes of some entries of a job. `held` has all of them, each with its header and node."""
-        now = self._clock()
+    def _wrote(
+        self,
+        tier: TierState,
+        entries: Sequence[Entry],
+        headers: Sequence[int],
+        nodes: Sequence[int],
+        leaves: bool,
+        part: JobPart,
+    ) -> None:
+        """Handle the outcomes of some entries of a job. `entries`, `headers` and `nodes` are those of the whole job."""
         if part.is_last:
             self.writing.discard(part.job)
-        for (entry, header, node), ok in zip(held[part.first :], part.outcomes, strict=False):
-            if tier.has(entry, header):
-                (tier.mark if ok else tier.unmark)(entry, header, now)
-            self._index.end_reading(entry, node)
-            if leaves:
+        some = slice(part.first, part.first + len(part.outcomes))
+        tier.settle(entries[some], headers[some], part.outcomes, self._clock())
+        self._index.end_reading(entries[some], nodes[some])
+        if leaves:
+            for node in reversed(nodes[some]):  # a chunk can be evicted only after those that follow it
                 self._index.evictor.evict(node)
-            self._go_on(node)
-        self._index.evictor.log_evicted("that a tier has now")
+            self._index.evictor.log_evicted("that a tier has now")
+        if self._kept or self._leaving:
+            for node in nodes[some]:
+                self._go_on(node)
         for place in part.corrupt:
-            entry, header, _ = held[place]
-            self._on_corrupt(entry, header)
+            self._on_corrupt(entries[place], headers[place])
 
     def _make_reserve(self, is_over: Callable[[], bool]) -> None:
         """Write and evict the entries that leave next, until the reserve is free or `is_over`."""

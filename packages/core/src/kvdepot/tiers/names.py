@@ -24,7 +24,7 @@ class EntryKeys:
         self._names_of = names_of
         self._hashes: dict[int, tuple[bytes, bytes]] = {}
         self._marks: dict[int, bytes] = {}  # by label
-        self._last_runs: dict[int, tuple[int, bytes, bytes]] = {}  # (node, its key, its run), by chunks per run
+        self._last_runs: dict[int, tuple[int, bytes, bytes]] = {}  # (node, its digest, its run), by chunks per run
 
     def hashes(self, label: int) -> tuple[bytes, bytes]:
         """Return the hashes of the names of a tenant and a model."""
@@ -48,36 +48,43 @@ class EntryKeys:
         """
         first = chunk - chunk % chunks_of_run(space, place.group, place.num_bytes)
         run = digest_at(digests, first)[: k.RUN_BYTES]
-        return self._key(label, space, place, digest_at(digests, chunk)) + run + chunk.to_bytes(k.DEPTH_BYTES, "big")
+        digest, depth = digest_at(digests, chunk), chunk.to_bytes(k.DEPTH_BYTES, "big")
+        return self._start(label, space, place) + digest + run + depth
 
-    def _key(self, label: int, space: Space, place: PartPlace, digest: bytes) -> bytes:
-        hashes, mark = self.hashes(label), self._marks[label]
-        packed = k.place_of(space.digest, place.group, place.part, place.check, place.num_bytes, mark)
-        return k.tier_key(*hashes, packed, digest)
+    def _start(self, label: int, space: Space, place: PartPlace) -> bytes:
+        """Return a key without the chunk's key."""
+        (tenant, model), mark = self.hashes(label), self._marks[label]
+        return tenant + model + k.place_of(space.digest, place.group, place.part, place.check, place.num_bytes, mark)
 
-    def key_of(self, entry: Entry) -> bytes:
-        """Return the key of an entry in the pool, with its run and depth."""
-        index, table = self._index, self._index.table
-        node = index.entries.node_of(entry)
-        group, part = table.place_of(entry)
-        place = PartPlace(group, part, table.extent(entry)[1], table.check_of(entry))
-        space = index.nodes.space_of(node)
-        key = self._key(index.nodes.label[node], space, place, table.key_of(entry))
-        run = self._run_of(node, chunks_of_run(space, group, place.num_bytes))
-        return key + run + index.nodes.depth[node].to_bytes(k.DEPTH_BYTES, "big")
+    def keys_of(self, entries: Sequence[Entry]) -> list[bytes]:
+        """Return the keys of entries in the pool, with their runs and depths, in the same order."""
+        nodes, table = self._index.nodes, self._index.table
+        starts = dict[tuple[int, int, PartPlace], tuple[bytes, int]]()
+        digests = [table.key_of(entry) for entry in entries]
+        places = [PartPlace(*table.place_of(entry), table.extent(entry)[1], table.check_of(entry)) for entry in entries]
+        keys = list[bytes]()
+        for node, digest, place in zip(self._index.entries.nodes_of(entries), digests, places, strict=True):
+            label, space = nodes.label[node], nodes.space_number[node]
+            if (label, space, place) not in starts:
+                num_chunks = chunks_of_run(nodes.spaces[space], place.group, place.num_bytes)
+                starts[label, space, place] = self._start(label, nodes.spaces[space], place), num_chunks
+            start, num_chunks = starts[label, space, place]
+            run, depth = self._run_of(node, digest, num_chunks), nodes.depth[node].to_bytes(k.DEPTH_BYTES, "big")
+            keys.append(start + digest + run + depth)
+        return keys
 
-    def _run_of(self, node: int, num_chunks: int) -> bytes:
+    def _run_of(self, node: int, digest: bytes, num_chunks: int) -> bytes:
         """Return the run of a chunk. The last run is cached, as keys are mostly made in the order of a prefix."""
-        nodes = self._index.nodes
-        last_node, last_key, run = self._last_runs.get(num_chunks, (NO_NODE, b"", b""))
-        here, key = node, nodes.key_of(node)
-        while nodes.depth[here] % num_chunks:
-            if here == last_node and nodes.key_of(here) == last_key:
+        depth, tree = self._index.nodes.depth, self._index.nodes.tree
+        last_node, last_digest, run = self._last_runs.get(num_chunks, (NO_NODE, b"", b""))
+        here = node
+        while depth[here] % num_chunks:
+            if here == last_node and tree.keys[here] == last_digest:
                 break
-            here = nodes.tree.parent[here]
+            here = tree.parent[here]
         else:
-            run = nodes.key_of(here)[: k.RUN_BYTES]
-        self._last_runs[num_chunks] = node, key, run
+            run = digest[: k.RUN_BYTES] if here == node else self._index.nodes.key_of(here)[: k.RUN_BYTES]
+        self._last_runs[num_chunks] = node, digest, run
         return run
 
 
@@ -89,7 +96,8 @@ def chunks_of_run(space: Space, group: int, num_bytes: int) -> int:
 def by_run(keys: Sequence[bytes]) -> list[int]:
     """Return the positions of keys, grouped by run and in the order of the prefix."""
     return sorted(
-        range(len(keys)), key=lambda number: (keys[number][: k.KEY_BYTES - DIGEST_BYTES], k.depth_of(keys[number]))
+        range(len(keys)),
+        key=lambda number: (keys[number][: k.KEY_BYTES - DIGEST_BYTES], keys[number][-k.DEPTH_BYTES :]),
     )
 
 

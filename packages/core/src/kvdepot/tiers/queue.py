@@ -150,6 +150,8 @@ class TierQueue:
         keys, cuts, num_bytes, run = job.keys, [0], 0, b""
         is_question = job.operation in (JobKind.CONTAINS, JobKind.TOUCH)
         most = _QUESTIONS_A_CALL if is_question else MOST_CHUNKS_A_RUN if self.keeps_runs else self.tier.batch_entries
+        if job.operation is JobKind.READ and self.tier.reads_apart:
+            most = 1
         for place, key in enumerate(keys):
             size = 0 if is_question else job.extents[place][1]
             is_full = place - cuts[-1] >= most or num_bytes + size > _BYTES_A_CALL

@@ -199,7 +199,7 @@ class Refresher:
             if part.is_last:
                 self._wake(key)
 
-        keys = [self._keys.key_of(entry) for entry, _, _ in asked]
+        keys = self._keys.keys_of([entry for entry, _, _ in asked])
         order = by_run(keys)
         asked = [asked[number] for number in order]
         job = Job(

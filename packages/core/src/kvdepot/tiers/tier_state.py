@@ -1,6 +1,7 @@
 """A tier with the entries that it is known to have, and its measured speed."""
 
 from collections import deque
+from collections.abc import Sequence
 from statistics import median
 from typing import Final
 
@@ -47,10 +48,22 @@ class TierState:
         """Return whether the tier is known to have an entry, or the entry is on its way there."""
         return self._headers[entry] == header and self._is_there[entry] != 0
 
-    def expect(self, entry: Entry, header: int) -> None:
-        """Note that an entry is on its way to the tier."""
-        self._headers[entry], self._is_there[entry] = header, 1
-        self._asked_at[entry] = _IN_FLIGHT
+    def lacks(self, entries: Sequence[Entry], headers: Sequence[int]) -> list[Entry]:
+        """Return the entries that the tier is not known to have and that are not on their way there."""
+        known, is_there = self._headers, self._is_there
+        return [e for e, header in zip(entries, headers, strict=True) if known[e] != header or not is_there[e]]
+
+    def expect(self, entries: Sequence[Entry], headers: Sequence[int]) -> None:
+        """Note that entries are on their way to the tier."""
+        for entry, header in zip(entries, headers, strict=True):
+            self._headers[entry], self._is_there[entry] = header, 1
+            self._asked_at[entry] = _IN_FLIGHT
+
+    def settle(self, entries: Sequence[Entry], headers: Sequence[int], outcomes: Sequence[bool], now: float) -> None:
+        """Note which expected entries the tier has now."""
+        for entry, header, ok in zip(entries, headers, outcomes, strict=True):
+            if self._headers[entry] == header and self._is_there[entry]:
+                self._is_there[entry], self._asked_at[entry] = ok, int(now * _TICKS)
 
     def mark(self, entry: Entry, header: int, now: float) -> None:
         """Note that the tier has an entry."""

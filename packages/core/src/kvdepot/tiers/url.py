@@ -153,7 +153,15 @@ def check_shape(tier: object, name: str) -> None:
     inherited = [each for each in calls if getattr(type(tier), each, None) is getattr(Tier, each)]
     missing = [f"{each}()" for each in calls if each in inherited or not callable(getattr(tier, each, None))]
     missing += [f"{each}()" for each in ("touch", "outdate") if not callable(getattr(tier, each, None))]
-    values = ("batch_entries", "writer_pid", "keeps_runs", "gathers_stores", "contains_is_instant", "wants_places")
+    values = (
+        "batch_entries",
+        "reads_apart",
+        "writer_pid",
+        "keeps_runs",
+        "gathers_stores",
+        "contains_is_instant",
+        "wants_places",
+    )
     missing += [each for each in values if not isinstance(getattr(tier, each, None), int)]
     if missing:
         raise ConfigError(

@@ -45,7 +45,7 @@ class DiskTier(Tier):
             is no error: the tier serves its entries, and declines writes until one succeeds.
     """
 
-    batch_entries = 1
+    reads_apart = True
     contains_is_instant = True
 
     def __init__(
