@@ -16,7 +16,7 @@ from kvdepot.pool.names import decode_names
 from kvdepot.pool.table import Entry, IndexTable
 from kvdepot.server.contexts import WorkerKey
 from kvdepot.server.depot import Depot
-from kvdepot.server.quarantine import QuarantineTable
+from kvdepot.server.stores import QuarantineTable
 from simulation.history import replay, run_seed, shrink, story
 from simulation.memory import CrashingNames
 from simulation.setup import Setup

@@ -733,7 +733,7 @@ def test_checksums_of_another_number_of_entries_are_refused() -> None:
 def test_the_number_of_different_caches_is_bounded_and_known_ones_still_register(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvdepot.server.labels.MAXIMUM_SPACES", 2)
+    monkeypatch.setattr("kvdepot.server.state.MAXIMUM_SPACES", 2)
     worker = Bench().worker()
 
     def register(dtype: str) -> m.RegisterScheduler:

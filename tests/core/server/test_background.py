@@ -250,7 +250,7 @@ def test_a_warm_request_is_answered_however_many_wait_when_the_tiers_have_answer
 def test_a_warm_request_for_a_tenant_too_many_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     bench, run = Bench(filled=False), prompt(0, 8)
     queue = put_tier_below(bench)
-    monkeypatch.setattr("kvdepot.server.labels.MAXIMUM_LABELS", 0)
+    monkeypatch.setattr("kvdepot.server.state.MAXIMUM_LABELS", 0)
     warmed = operate(bench.depot, o.Warm(tenant="new", digests=run.digests))
     bench.depot.background.work()
     assert isinstance(warmed.reply, m.ErrorReply)

@@ -8,7 +8,7 @@ from kvdepot.errors import ErrorCode
 from kvdepot.index.eviction import ENDED, NORMAL
 from kvdepot.keys import GENERATION, KeyRun, Namespace, hash_prefix, split_digests
 from kvdepot.pool.names import Names
-from kvdepot.server import labels
+from kvdepot.server import state
 from kvdepot.server.depot import Depot
 from kvdepot.server.generations import GRACE_SECONDS
 from kvdepot.server.restoring import Restoring
@@ -263,7 +263,7 @@ def test_a_worker_names_no_weights() -> None:
 
 
 def test_generations_beyond_the_bound_have_no_label_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(labels, "MOST_WITH_WEIGHTS", 3)
+    monkeypatch.setattr(state, "MOST_WITH_WEIGHTS", 3)
     bench = Bench(pages=16)
     engine = Engine.at(bench, "0")
     for generation in "12345":

@@ -32,11 +32,10 @@ from kvdepot.server.commands import Operators, Sender, add_tier, log_level, sett
 from kvdepot.server.connections import ConnectionTable
 from kvdepot.server.depot import Depot, Requests
 from kvdepot.server.hottest import Hottest
-from kvdepot.server.loop import Loop, Sockets
+from kvdepot.server.loop import Loop, Sockets, ThreadResults, Waker
 from kvdepot.server.registration import check_version
 from kvdepot.server.restoring import Restoring
 from kvdepot.server.sessions import Session, SessionTable
-from kvdepot.server.wakeup import ThreadResults, Waker
 from kvdepot.tiers.opening import TierOpener
 from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.tiering import Tiering, TieringSettings

@@ -8,7 +8,7 @@ from typing import Final
 
 from kvdepot.counting import depot_counter
 from kvdepot.errors import ErrorCode
-from kvdepot.index.entries import PartPlace, Wanted
+from kvdepot.index.entries import PartPlace
 from kvdepot.index.tree import Space, digest_of
 from kvdepot.keys import num_digests
 from kvdepot.layout import Part, layers_of_both, mask_of
@@ -338,14 +338,3 @@ def check_run(context: Context, digests: bytes, covered: tuple[int, ...], most_e
             f"{sum(covered)} entries at once: ask for at most {most_entries}, in several requests",
         )
     return num_chunks
-
-
-def wanted_of(groups: tuple[PartPlace, ...], covered: tuple[int, ...], num_chunks: int) -> list[Wanted]:
-    """Return the entries of a run that a worker stores, chunk by chunk: the last `covered[g]` chunks of group `g`."""
-    counts = tuple(zip(covered, groups))  # noqa: B905  # `check_run` compared them; the keyword costs as much as zip
-    wanted: list[Wanted] = []
-    for chunk in range(num_chunks):  # not a comprehension: for one chunk, its call takes longer than the loop
-        for count, place in counts:
-            if chunk + count >= num_chunks:
-                wanted.append((chunk, place))
-    return wanted

@@ -20,7 +20,8 @@ states, a chunk has arrived when its full attention is in the pool; the last chu
 is. A shorter part of such a flight may be unusable, so only a lookup that shares all of its chunks joins it.
 """
 
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
@@ -29,7 +30,6 @@ from kvdepot.counting import depot_counter
 from kvdepot.errors import require
 from kvdepot.keys import digest_at, num_digests
 from kvdepot.server.contexts import Context, ContextTable
-from kvdepot.server.fair import FairBound
 from kvdepot.server.query import Query
 from kvdepot.server.replies import Wait
 from kvdepot.server.state import DepotState
@@ -56,6 +56,34 @@ _UNKNOWN_SECONDS: Final = 5.0  # allowed for a flight without an estimate: a pre
 SLACK_SECONDS: Final = 0.05
 _POLL_SECONDS: Final = 0.02  # between two polls of the tiers for one remote flight: little beside a prefill
 _MOST_POLLS: Final = 400  # per second, for all remote flights together: eight poll at the full rate
+
+
+class _FairBound:
+    """Counts a bounded resource by owner. An owner gets more only while it holds less than is free.
+
+    So the first owner takes at most half, the next one half of the rest, and there is always some left.
+    """
+
+    def __init__(self, bound: int) -> None:
+        self.bound = bound
+        self.total = 0
+        self._of_owner: Counter[Hashable] = Counter()
+
+    def has_room(self, owner: Hashable, amount: int = 1) -> bool:
+        """Return whether an owner may take `amount` more."""
+        return self._of_owner[owner] + amount <= self.bound - self.total
+
+    def take(self, owner: Hashable, amount: int = 1) -> None:
+        """Add `amount` to an owner's count."""
+        self.total += amount
+        self._of_owner[owner] += amount
+
+    def give_back(self, owner: Hashable, amount: int = 1) -> None:
+        """Subtract `amount` from an owner's count."""
+        self.total -= amount
+        self._of_owner[owner] -= amount
+        if not self._of_owner[owner]:
+            del self._of_owner[owner]
 
 
 @dataclass(slots=True, eq=False)
@@ -119,9 +147,9 @@ class FlightTable:
         self._by_chunk: dict[tuple[int, bytes], dict[tuple[str, bool], Flight]] = {}
         self._timers = state.timers
         # Shared between processes, not sessions: one process can open many sessions.
-        self._num_flights = FairBound(MAXIMUM_FLIGHTS)
-        self._num_waiting = FairBound(MAXIMUM_WAITING)
-        self._digest_bytes = FairBound(MAXIMUM_DIGEST_BYTES)
+        self._num_flights = _FairBound(MAXIMUM_FLIGHTS)
+        self._num_waiting = _FairBound(MAXIMUM_WAITING)
+        self._digest_bytes = _FairBound(MAXIMUM_DIGEST_BYTES)
         self._num_remote = 0
 
     def __len__(self) -> int:

@@ -5,16 +5,17 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Final
+from typing import Final, TypeAlias
 
 from kvdepot.counting import Counts, depot_counter
 from kvdepot.errors import ErrorCode, KeyFormatError
 from kvdepot.index.index import ChunkIndex
 from kvdepot.index.leases import LeaseTable
+from kvdepot.index.tree import Space
 from kvdepot.movers.table import MoverTable
 from kvdepot.operators.holdings import Holdings
+from kvdepot.pool.names import Label, Names
 from kvdepot.server.background import Background
-from kvdepot.server.labels import LabelTable
 from kvdepot.server.replies import Refused
 from kvdepot.tiers.reading import Prefix
 from kvdepot.tiers.tiering import Tiering
@@ -25,16 +26,95 @@ from kvdepot.wire.histogram import Histogram
 
 logger = logging.getLogger(__name__)
 
+MAXIMUM_SPACES: Final = 4096  # kept as long as the pool: 17 MiB in its file of names if each has the longest spec
+MAXIMUM_LABELS: Final = 65_536  # kept as long as the pool: 64 models or weights for each of 1,024 tenants
+# Beyond that, new generations share the label without weights, and their chunks are evicted by last use.
+MOST_WITH_WEIGHTS: Final = MAXIMUM_LABELS // 2
+
+SaveNames: TypeAlias = Callable[[Names], None]
+"""Adds names to those that were saved, all or nothing. If it raises, it is called again."""
+
 _REQUESTS_REFUSED: Final = depot_counter("requests_refused", "Requests answered with an error")
 _REQUESTS_FAILED: Final = depot_counter("requests_failed", "Requests that failed because of a bug")
 HINTS_CUT: Final = depot_counter(
     "hints_cut", "Hints and uses of long prefixes applied only to the end, because too many were waiting"
 )
 
-MAXIMUM_EVENTS: Final = 20  # recent events in the status, which fit on a screen
+_MAXIMUM_EVENTS: Final = 20  # recent events in the status, which fit on a screen
 MAXIMUM_ROWS: Final = 1024  # names that have their own counters
 OTHERS: Final = "(others)"
 _MOST_PROMOTED: Final = 256  # prefixes: to free the counts of four times as many took a turn of 60 ms
+
+
+def save_nothing(_names: Names) -> None:
+    """Save no names: a `SaveNames` for a depot that no server will restore."""
+
+
+class LabelTable:
+    """Numbers names, and saves them before any record refers to them.
+
+    The names are those of caches (spaces), and of tenants with their models and weights (labels).
+    """
+
+    def __init__(self, index: ChunkIndex, save: SaveNames) -> None:
+        self.names: list[Label] = []  # by number
+        self._index = index
+        self._save_names = save
+        self._numbers: dict[tuple[str, str, str], int] = {}
+        self._num_saved_spaces = self._num_saved_labels = 0
+
+    def restore(self, names: list[Label]) -> None:
+        """Take over the labels of an earlier server. The spaces of the index count as saved."""
+        for name in names:
+            self._add(name)
+        self._num_saved_spaces, self._num_saved_labels = len(self._index.spaces), len(self.names)
+
+    def number_of(self, tenant: str, model: str, weights: str = "") -> int:
+        """Return the label of a tenant, a model and its weights.
+
+        Raises:
+            Refused: there are too many.
+            OSError: a new name cannot be saved.
+        """
+        number = self._numbers.get((tenant, model, weights))
+        if number is None:
+            if weights and len(self.names) >= MOST_WITH_WEIGHTS:
+                return self.number_of(tenant, model)
+            if len(self.names) >= MAXIMUM_LABELS:
+                raise Refused(
+                    ErrorCode.MALFORMED,
+                    f"the depot has {MAXIMUM_LABELS} tenants and models already: no room for {tenant!r}",
+                )
+            number = self._add(Label(tenant, model, weights))
+        if number >= self._num_saved_labels:
+            self._save()
+        return number
+
+    def _add(self, name: Label) -> int:
+        number = self._numbers[name] = len(self.names)
+        self.names.append(name)
+        self._index.quotas.add_label(number, name.tenant)
+        return number
+
+    def space_of(self, spec: m.CacheSpec) -> Space:
+        """Return the space of a cache.
+
+        Raises:
+            Refused: there are too many.
+            OSError: a new space cannot be saved.
+        """
+        spaces = self._index.spaces
+        if len(spaces) >= MAXIMUM_SPACES and all(space.spec != spec for space in spaces):
+            raise Refused(ErrorCode.BAD_LAYOUT, f"more than {MAXIMUM_SPACES} different caches: start the depot --fresh")
+        space = self._index.space(spec)
+        if space.number >= self._num_saved_spaces:
+            self._save()
+        return space
+
+    def _save(self) -> None:
+        new_spaces = [space.spec for space in self._index.spaces[self._num_saved_spaces :]]
+        self._save_names(Names(new_spaces, self.names[self._num_saved_labels :]))
+        self._num_saved_spaces, self._num_saved_labels = len(self._index.spaces), len(self.names)
 
 
 class CounterRows(dict[str, list[int]]):
@@ -76,7 +156,7 @@ class DepotState:
     counters: Counts = field(default_factory=Counts)
     background: Background = field(init=False)
     timers: Timers = field(default_factory=Timers)  # deadlines that must be met sooner than the sweep of the loop
-    events: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=MAXIMUM_EVENTS))
+    events: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=_MAXIMUM_EVENTS))
     promoted: deque[Prefix] = field(default_factory=lambda: deque(maxlen=_MOST_PROMOTED))  # the parts that were found
     numbers: "count[int]" = field(default_factory=lambda: count(1))  # for contexts and tickets
     tiering: Tiering | None = None

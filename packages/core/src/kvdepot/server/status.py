@@ -15,9 +15,8 @@ from kvdepot.server.agents import Agents
 from kvdepot.server.contexts import Context, ContextTable
 from kvdepot.server.flights import FlightTable
 from kvdepot.server.generations import generation_of, lineage_of
-from kvdepot.server.quarantine import QuarantineTable
 from kvdepot.server.state import MAXIMUM_ROWS, OTHERS, DepotState
-from kvdepot.server.stores import Stores
+from kvdepot.server.stores import QuarantineTable, Stores
 from kvdepot.wire import messages as m
 from kvdepot.wire.status import ContextStatus, GenerationStatus, GroupStatus
 

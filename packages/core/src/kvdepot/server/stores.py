@@ -1,20 +1,22 @@
-"""Stores: a worker asks for extents, writes them or has its mover write them, and commits or aborts the ticket."""
+"""Stores: a worker asks for extents, writes them or has its mover write them, and commits or aborts the ticket.
+
+If the worker leaves the depot but may still be writing, its unfinished entries are held in quarantine.
+"""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Final
 
 from kvdepot.counting import depot_counter
 from kvdepot.errors import ErrorCode
-from kvdepot.index.entries import NewRun, pack_extent
+from kvdepot.index.entries import NewRun, PartPlace, Wanted, pack_extent
 from kvdepot.index.tree import NO_NODE
 from kvdepot.pool.table import Entry, Writer
-from kvdepot.server.background import Task
-from kvdepot.server.contexts import Context, ContextTable, WorkerKey, check_run, wanted_of
+from kvdepot.server.background import CHORES_FAILED, Task
+from kvdepot.server.contexts import Context, ContextTable, WorkerKey, check_run
 from kvdepot.server.flights import FlightTable
-from kvdepot.server.quarantine import QuarantineTable
 from kvdepot.server.replies import Refused
 from kvdepot.server.state import DepotState
 from kvdepot.wire import frames
@@ -22,6 +24,7 @@ from kvdepot.wire import messages as m
 
 logger = logging.getLogger(__name__)
 
+_ENTRIES_ABORTED: Final = depot_counter("entries_aborted", "Entries abandoned before commit")
 _STORES: Final = depot_counter("stores", "Stores prepared")
 _STORE_CHUNKS: Final = depot_counter("store_chunks", "Chunks in prepared stores")
 _STORES_WITHOUT_COMMIT: Final = depot_counter(
@@ -36,6 +39,81 @@ _STORES_LATE: Final = depot_counter("stores_late", "Stores that were ended befor
 
 _MOST_LOOKED_AT: Final = 1024  # unfinished stores examined to find one to end, as of leased chunks (`index.evictor`)
 _TICKET_LEASES: Final = 4  # lifetimes of a lease that a store may take: after 20 minutes by default, its worker hangs
+
+
+@dataclass(slots=True)
+class Quarantine:
+    """Entries of one worker of one process."""
+
+    worker: WorkerKey
+    entries: list[Entry]
+    num_bytes: int
+    num_abandoned: int = 0  # how many of the entries belong to no chunk any more
+
+
+class QuarantineTable:
+    """Holds entries until their worker registers again or its process is dead."""
+
+    def __init__(self, state: DepotState) -> None:
+        self.held: list[Quarantine] = []
+        self._state = state
+
+    @property
+    def num_bytes(self) -> int:
+        """Pool bytes held in quarantine."""
+        return sum(each.num_bytes for each in self.held)
+
+    def hold(self, worker: WorkerKey, entries: list[Entry], num_bytes: int) -> None:
+        """Hold unfinished entries."""
+        self.held.append(Quarantine(worker, entries, num_bytes))
+
+    def end_worker(self, worker: WorkerKey) -> None:
+        """Free the entries of a worker that has registered again."""
+        self._free(lambda quarantine: quarantine.worker == worker)
+
+    def end_process(self, writer: Writer) -> None:
+        """Free the entries of a dead process."""
+        self._free(lambda quarantine: quarantine.worker[0] == writer)
+
+    def is_awaited(self, writer: Writer) -> bool:
+        """Whether entries wait for the death of a process."""
+        return any(quarantine.worker[0] == writer for quarantine in self.held)
+
+    def _free(self, is_over: Callable[[Quarantine], bool]) -> None:
+        entries = [entry for quarantine in self.held if is_over(quarantine) for entry in quarantine.entries]
+        self.held[:] = [quarantine for quarantine in self.held if not is_over(quarantine)]
+        self.discard(entries)
+
+    def discard(self, entries: Sequence[Entry]) -> None:
+        """Free unfinished entries without a writer: now, or in background steps if they are many."""
+        self._state.background.add_urgent(self._discarding(entries), len(entries))
+
+    def _discarding(self, entries: Sequence[Entry]) -> Task:
+        index, counters = self._state.index, self._state.counters
+        for entry in reversed(entries):  # mostly deepest first, so that no tombstones remain
+            try:
+                index.discard_entry(entry)
+            except Exception:
+                logger.exception("an unfinished entry could not be freed")
+                counters[CHORES_FAILED] += 1
+            counters[_ENTRIES_ABORTED] += 1
+            yield
+
+    def abandon_some(self) -> bool:
+        """Detach some entries from their chunks, so that the chunks before can be evicted.
+
+        Return False if none is left.
+        """
+        index = self._state.index
+        for quarantine in self.held:
+            if quarantine.num_abandoned < len(quarantine.entries):
+                first = quarantine.num_abandoned
+                quarantine.num_abandoned += m.MAXIMUM_STORE_ENTRIES
+                for entry in quarantine.entries[first : quarantine.num_abandoned]:
+                    if index.entries.node_of(entry) != NO_NODE:
+                        index.abandon_entry(entry)
+                return True
+        return False
 
 
 @dataclass(slots=True)
@@ -104,7 +182,7 @@ class Stores:
         run = NewRun(
             space, request.digests, request.first_chunk, parent, label, writer, context.owner, request.request_id
         )
-        wanted, num_steps = wanted_of(context.groups, request.covered, num_chunks), index.evictor.num_steps
+        wanted, num_steps = _wanted_of(context.groups, request.covered, num_chunks), index.evictor.num_steps
         begun, num_present = index.reserve(run, wanted, self.end_one_above_quota)
         num_declined = len(wanted) - num_present - len(begun)
         if logger.isEnabledFor(logging.DEBUG):
@@ -284,3 +362,14 @@ class Stores:
                 self._end_late(ticket)
                 return True
         return self._quarantine.abandon_some()
+
+
+def _wanted_of(groups: tuple[PartPlace, ...], covered: tuple[int, ...], num_chunks: int) -> list[Wanted]:
+    """Return the entries of a run that a worker stores, chunk by chunk: the last `covered[g]` chunks of group `g`."""
+    counts = tuple(zip(covered, groups))  # noqa: B905  # `check_run` compared them; the keyword costs as much as zip
+    wanted: list[Wanted] = []
+    for chunk in range(num_chunks):  # not a comprehension: for one chunk, its call takes longer than the loop
+        for count, place in counts:
+            if chunk + count >= num_chunks:
+                wanted.append((chunk, place))
+    return wanted
