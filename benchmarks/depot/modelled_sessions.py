@@ -30,7 +30,7 @@ from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.table import IndexTable, Writer, table_size_bytes
 from kvdepot.server.commands import HANDLERS
 from kvdepot.server.depot import Depot
-from kvdepot.server.replies import PendingReply, run
+from kvdepot.server.turns import PendingReply, run
 from kvdepot.tiers import queue
 from kvdepot.tiers.base import Extents, Tier, TierPool, TierUsage
 from kvdepot.tiers.jobs import Call, JobKind

@@ -18,7 +18,7 @@ from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.table import SEALED, WRITING, IndexTable, Writer, table_size_bytes
 from kvdepot.server import commands, flights
 from kvdepot.server.depot import Depot
-from kvdepot.server.replies import PendingReply, Refused
+from kvdepot.server.turns import PendingReply, Refused
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o

@@ -36,8 +36,8 @@ from kvdepot.pool.table import (
     Writer,
 )
 from kvdepot.server.depot import Depot
-from kvdepot.server.replies import PendingReply, Refused
 from kvdepot.server.restoring import take_over
+from kvdepot.server.turns import PendingReply, Refused
 from kvdepot.tiers.jobs import JobKind
 from kvdepot.tiers.keys import name_hash, place_of, tier_key
 from kvdepot.tiers.tiering import TieringSettings

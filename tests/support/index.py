@@ -18,8 +18,8 @@ from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.table import Entry, IndexTable, Writer, table_size_bytes
 from kvdepot.server import commands
 from kvdepot.server.depot import Depot
-from kvdepot.server.replies import PendingReply, Refused
 from kvdepot.server.state import SaveNames, save_nothing
+from kvdepot.server.turns import PendingReply, Refused
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 

@@ -7,7 +7,7 @@ from msgspec import Struct
 
 from kvdepot.server.commands import HANDLERS
 from kvdepot.server.depot import Depot
-from kvdepot.server.replies import PendingReply, run
+from kvdepot.server.turns import PendingReply, run
 from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.tiering import Tiering, TieringSettings
 from kvdepot.wire import frames

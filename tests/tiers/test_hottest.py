@@ -19,7 +19,7 @@ from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.table import IndexTable, Writer
 from kvdepot.server.depot import Depot
 from kvdepot.server.hottest import LIST_BYTES, PERIOD_SECONDS, Hottest
-from kvdepot.server.replies import PendingReply
+from kvdepot.server.turns import PendingReply
 from kvdepot.tiers.base import TierPool
 from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.url import TierUrl, open_tier

@@ -8,7 +8,7 @@ from kvdepot.index.eviction import ENDED, NORMAL, POLICIES
 from kvdepot.index.hit_rate_curve import HitRateCurve
 from kvdepot.keys import KeyRun, Namespace, hash_prefix
 from kvdepot.server import commands
-from kvdepot.server.replies import PendingReply
+from kvdepot.server.turns import PendingReply
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 from support.index import PAGE, Bench, Worker, bench_and_worker, prompt

@@ -12,7 +12,7 @@ from kvdepot.layout import Part
 from kvdepot.pool.names import Label, Names
 from kvdepot.pool.table import HEADER_PAGE_BYTES, RECORD_BYTES, SEALED, IndexTable, Writer
 from kvdepot.server import commands
-from kvdepot.server.replies import Refused
+from kvdepot.server.turns import Refused
 from kvdepot.wire import messages as m
 from support.index import (
     FULL,

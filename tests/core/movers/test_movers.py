@@ -28,7 +28,7 @@ from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.table import IndexTable, Writer
 from kvdepot.processes.children import process_start_time
 from kvdepot.server.depot import Depot
-from kvdepot.server.replies import PendingReply, Refused
+from kvdepot.server.turns import PendingReply, Refused
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 

@@ -16,7 +16,7 @@ from kvdepot.index.priorities import Priorities
 from kvdepot.keys import KeyRun, Namespace, hash_prefix
 from kvdepot.pool.prefixes import PrefixFile
 from kvdepot.server.depot import Depot
-from kvdepot.server.replies import Refused
+from kvdepot.server.turns import Refused
 from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
 from support.index import HYBRID, PAGE, Bench, Worker, bench_and_worker, prompt

@@ -12,8 +12,8 @@ from kvdepot.lab.processes import wait_until
 from kvdepot.layout import GroupKind
 from kvdepot.pool.table import Writer
 from kvdepot.server import commands
-from kvdepot.server.replies import PendingReply, Refused
 from kvdepot.server.state import MAXIMUM_ROWS
+from kvdepot.server.turns import PendingReply, Refused
 from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
 from support.full_depot import NUM_CHUNKS, PAGE, PROMPT_CHUNKS, Bench, prepare_all, prompt, put_tier_below

@@ -20,8 +20,8 @@ from kvdepot.pool.names import Label
 from kvdepot.pool.table import Writer
 from kvdepot.server import commands
 from kvdepot.server.app import DepotServer
-from kvdepot.server.replies import PendingReply, Refused
 from kvdepot.server.state import MAXIMUM_LABELS, MAXIMUM_ROWS
+from kvdepot.server.turns import PendingReply, Refused
 from kvdepot.tiers import promotion
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m

@@ -36,7 +36,7 @@ from kvdepot.server.connections import SILENCE_SECONDS, ConnectionTable
 from kvdepot.server.connections import Connection as Served
 from kvdepot.server.contexts import MAXIMUM_CONTEXTS
 from kvdepot.server.depot import Depot
-from kvdepot.server.replies import PendingReply, Refused, Steps, run
+from kvdepot.server.turns import PendingReply, Refused, Steps, run
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 from support.peer import SPEC, Peer, RawSocket, frame, prompt, registration

@@ -22,7 +22,7 @@ from kvdepot.pool.extents import ExtentAllocator, extent_size
 from kvdepot.pool.table import SEALED, WRITING, Entry, IndexTable, Writer, table_size_bytes
 from kvdepot.server import commands
 from kvdepot.server.depot import Depot
-from kvdepot.server.replies import Refused
+from kvdepot.server.turns import Refused
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o

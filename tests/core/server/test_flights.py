@@ -11,7 +11,7 @@ import pytest
 from kvdepot.errors import ErrorCode
 from kvdepot.keys import DIGEST_BYTES, KeyRun, Namespace, hash_prefix
 from kvdepot.server import flights
-from kvdepot.server.replies import PendingReply
+from kvdepot.server.turns import PendingReply
 from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
 from support.index import FULL, HYBRID, ONLY_WINDOW, PLAIN, SHARDED, WINDOW, Bench, Worker, bench_and_worker, prompt

@@ -3,7 +3,7 @@
 import pytest
 
 from kvdepot.operators.holdings import Holdings
-from kvdepot.server.replies import PendingReply
+from kvdepot.server.turns import PendingReply
 from kvdepot.wire import messages as m
 from support.events import NAMESPACE, description
 from support.index import Bench, Worker, bench_and_worker, prompt

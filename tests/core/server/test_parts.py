@@ -9,7 +9,7 @@ from kvdepot.index.entries import PartPlace
 from kvdepot.keys import KeyRun
 from kvdepot.layout import MAXIMUM_HEADS, GroupKind, Part
 from kvdepot.pool.table import SEALED, IndexTable
-from kvdepot.server.replies import Refused
+from kvdepot.server.turns import Refused
 from kvdepot.wire import messages as m
 from support.index import PAGE, Bench, Worker, prompt
 

@@ -64,7 +64,7 @@ def test_a_hit_asks_no_part_that_has_nothing_to_do_with_it(traced: tuple[DepotSe
     least = set(min(trips, key=len))
     assert {"server/loop", "server/lookups", "index/visibility"} <= least
     assert len(least) <= 12, "an engineer reads these"
-    idle = {"movers/table", "server/flights", "timers", "server/background"}
+    idle = {"movers/table", "server/flights", "timers", "server/turns"}
     assert not least & idle
     assert not any(module.startswith("tiers/") for module in least), "the tiers' next turn sees the hit"
 

@@ -26,7 +26,7 @@ from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.table import Writer
 from kvdepot.server.hottest import PERIOD_SECONDS, Hottest
 from kvdepot.server.lookups import REMEMBERED_CHUNKS
-from kvdepot.server.replies import PendingReply
+from kvdepot.server.turns import PendingReply
 from kvdepot.tiers.base import TierPool
 from kvdepot.tiers.memory import MemoryTier
 from kvdepot.tiers.queue import TierQueue

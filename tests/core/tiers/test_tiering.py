@@ -24,8 +24,8 @@ from kvdepot.layout import Part, heads_of_both, layers_of_both
 from kvdepot.pool.names import Names
 from kvdepot.pool.table import SEALED, Writer
 from kvdepot.server import commands, flights, lookups
-from kvdepot.server.replies import PendingReply, Refused
 from kvdepot.server.state import SaveNames, save_nothing
+from kvdepot.server.turns import PendingReply, Refused
 from kvdepot.testing.faulty_tier import NUM_THREADS, PATIENCE_SECONDS, FaultyTier
 from kvdepot.testing.tier_traffic import make_pool
 from kvdepot.tiers import checked, jobs, promotion, reading

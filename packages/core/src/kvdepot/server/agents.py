@@ -15,8 +15,8 @@ from kvdepot.index.visibility import NO_MATCH, Match
 from kvdepot.keys import slice_digests
 from kvdepot.pool.prefixes import PrefixFile
 from kvdepot.server.contexts import ContextTable
-from kvdepot.server.replies import Refused, Wait
 from kvdepot.server.state import DepotState
+from kvdepot.server.turns import Refused, Wait
 from kvdepot.wire import messages as m
 
 _MOST_RETAINED: Final = 0.5  # share of a tenant's quota; the rest is left for its stores

@@ -10,8 +10,8 @@ from kvdepot.index.tree import Space
 from kvdepot.keys import num_digests, slice_digests
 from kvdepot.layout import GroupKind
 from kvdepot.server.contexts import Context
-from kvdepot.server.replies import Refused, Steps
 from kvdepot.server.state import DepotState
+from kvdepot.server.turns import Refused, Steps
 from kvdepot.wire import messages as m
 
 _BLEND_LOOKUPS: Final = depot_counter("blend_lookups", "Lookups of segments by engines that blend")

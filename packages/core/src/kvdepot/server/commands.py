@@ -15,11 +15,10 @@ from kvdepot.config import ServerConfig, format_size, plain_settings
 from kvdepot.errors import ConfigError, ErrorCode, printable
 from kvdepot.keys import num_digests
 from kvdepot.pool.names import Label
-from kvdepot.server.background import MAXIMUM_OPERATIONS
 from kvdepot.server.depot import Depot
 from kvdepot.server.hottest import LIST_OWNER
-from kvdepot.server.replies import Awaited, PendingReply, Refused, Steps, Wait, run
 from kvdepot.server.state import MAXIMUM_ROWS
+from kvdepot.server.turns import MAXIMUM_OPERATIONS, Awaited, PendingReply, Refused, Steps, Wait, run
 from kvdepot.tiers.opening import TierOpener
 from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.reading import Prefix

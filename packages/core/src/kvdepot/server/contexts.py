@@ -15,8 +15,8 @@ from kvdepot.layout import Part, layers_of_both, mask_of
 from kvdepot.pool.table import OWNER_BYTES, Writer
 from kvdepot.server.generations import Generations
 from kvdepot.server.registration import check_spec, check_version, check_worker
-from kvdepot.server.replies import Refused
 from kvdepot.server.state import DepotState
+from kvdepot.server.turns import Refused
 from kvdepot.wire import messages as m
 from kvdepot.wire.status import ContextStatus
 

@@ -24,18 +24,17 @@ from kvdepot.pool.prefixes import PrefixFile
 from kvdepot.pool.table import Writer
 from kvdepot.server.access import describe_peer
 from kvdepot.server.agents import Agents
-from kvdepot.server.background import Task
 from kvdepot.server.blend import BlendLookups
 from kvdepot.server.connections import Connection, ConnectionTable
 from kvdepot.server.contexts import Context, ContextTable
 from kvdepot.server.flights import FlightTable
 from kvdepot.server.lookups import Lookups
 from kvdepot.server.news import NewsDesk
-from kvdepot.server.replies import Awaited, PendingReply, Refused, Steps, run
 from kvdepot.server.sessions import SessionTable
 from kvdepot.server.state import DepotState, LabelTable, SaveNames, save_nothing
 from kvdepot.server.status import StatusReport
 from kvdepot.server.stores import QuarantineTable, Stores
+from kvdepot.server.turns import Awaited, PendingReply, Refused, Steps, Task, run
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o

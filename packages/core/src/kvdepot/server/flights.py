@@ -31,8 +31,8 @@ from kvdepot.errors import require
 from kvdepot.keys import digest_at, num_digests
 from kvdepot.server.contexts import Context, ContextTable
 from kvdepot.server.query import Query
-from kvdepot.server.replies import Wait
 from kvdepot.server.state import DepotState
+from kvdepot.server.turns import Wait
 
 _FLIGHTS: Final = depot_counter("flights", "Prefixes that a lookup announced as being computed")
 _FLIGHTS_JOINED: Final = depot_counter(

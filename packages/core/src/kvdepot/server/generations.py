@@ -22,8 +22,8 @@ from typing import Final
 from kvdepot.counting import depot_counter
 from kvdepot.errors import require
 from kvdepot.index.eviction import ENDED
-from kvdepot.server.background import Task
 from kvdepot.server.state import DepotState
+from kvdepot.server.turns import Task
 
 logger = logging.getLogger(__name__)
 

@@ -27,8 +27,8 @@ from kvdepot.index.tree import NO_NODE, Nodes, Space, digest_of
 from kvdepot.keys import DIGEST_BYTES, digest_at, num_digests, slice_digests
 from kvdepot.layout import THAT_CELL, GroupKind
 from kvdepot.server.contexts import ContextTable
-from kvdepot.server.replies import Steps, Wait, run
 from kvdepot.server.state import DepotState
+from kvdepot.server.turns import Steps, Wait, run
 from kvdepot.tiers.reading import Prefix
 from kvdepot.wire import messages as m
 

@@ -13,12 +13,11 @@ from kvdepot.errors import ErrorCode
 from kvdepot.index.entries import pack_extent
 from kvdepot.keys import DIGEST_BYTES, digest_at, num_digests, slice_digests
 from kvdepot.server.agents import Agents
-from kvdepot.server.background import Task
 from kvdepot.server.contexts import Context, ContextTable, check_run
 from kvdepot.server.flights import FlightTable
 from kvdepot.server.query import Query
-from kvdepot.server.replies import Refused, Steps
 from kvdepot.server.state import HINTS_CUT, DepotState
+from kvdepot.server.turns import Refused, Steps, Task
 from kvdepot.tiers.reading import Prefix
 from kvdepot.tiers.tiering import MOST_USED
 from kvdepot.wire import frames

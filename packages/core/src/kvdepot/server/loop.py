@@ -24,11 +24,11 @@ from kvdepot.operators.events import EventPublisher
 from kvdepot.operators.zeromq import LOOK_MILLISECONDS, Listeners
 from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.files import PoolFiles, allocate_in_background
-from kvdepot.server.background import CHORES_FAILED
 from kvdepot.server.connections import ConnectionTable
 from kvdepot.server.depot import Depot
 from kvdepot.server.restoring import Restoring
 from kvdepot.server.sessions import SessionTable
+from kvdepot.server.turns import CHORES_FAILED
 from kvdepot.tiers.opening import TierOpener
 from kvdepot.wire.histogram import SHORTEST_SECONDS, WatchedHistogram
 

@@ -15,8 +15,8 @@ from kvdepot.keys import num_digests
 from kvdepot.operators.holdings import Holdings, Reader, Shelf
 from kvdepot.pool.tokens import TokensFile
 from kvdepot.server.contexts import Context, ContextTable
-from kvdepot.server.replies import Refused, Steps
 from kvdepot.server.state import DepotState
+from kvdepot.server.turns import Refused, Steps
 from kvdepot.wire import messages as m
 
 logger = logging.getLogger(__name__)

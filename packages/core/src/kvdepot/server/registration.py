@@ -7,7 +7,7 @@ from kvdepot.index.entries import PartPlace
 from kvdepot.index.tree import digest_of
 from kvdepot.layout import MAXIMUM_CELLS, GroupKind, Part, Plane
 from kvdepot.pool.table import MAXIMUM_ENTRY_BYTES
-from kvdepot.server.replies import Refused
+from kvdepot.server.turns import Refused
 from kvdepot.wire import messages as m
 
 logger = logging.getLogger(__name__)

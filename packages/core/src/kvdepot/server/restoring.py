@@ -11,9 +11,9 @@ from itertools import chain
 from kvdepot.index.restore import restore
 from kvdepot.pool.names import Names
 from kvdepot.pool.table import Entry, Writer
-from kvdepot.server.background import CHORES_FAILED
 from kvdepot.server.contexts import WorkerKey
 from kvdepot.server.depot import Depot
+from kvdepot.server.turns import CHORES_FAILED
 
 logger = logging.getLogger(__name__)
 

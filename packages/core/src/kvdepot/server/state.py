@@ -15,8 +15,7 @@ from kvdepot.index.tree import Space
 from kvdepot.movers.table import MoverTable
 from kvdepot.operators.holdings import Holdings
 from kvdepot.pool.names import Label, Names
-from kvdepot.server.background import Background
-from kvdepot.server.replies import Refused
+from kvdepot.server.turns import Background, Refused
 from kvdepot.tiers.reading import Prefix
 from kvdepot.tiers.tiering import Tiering
 from kvdepot.timers import Timers

@@ -14,11 +14,10 @@ from kvdepot.errors import ErrorCode
 from kvdepot.index.entries import NewRun, PartPlace, Wanted, pack_extent
 from kvdepot.index.tree import NO_NODE
 from kvdepot.pool.table import Entry, Writer
-from kvdepot.server.background import CHORES_FAILED, Task
 from kvdepot.server.contexts import Context, ContextTable, WorkerKey, check_run
 from kvdepot.server.flights import FlightTable
-from kvdepot.server.replies import Refused
 from kvdepot.server.state import DepotState
+from kvdepot.server.turns import CHORES_FAILED, Refused, Task
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 
