@@ -1013,8 +1013,7 @@ class World:
             while self.do(("tier_begin", 0, 0, 0)) or self.do(("tier_end", 0, 0, 0)):
                 pass
         depot = server.depot
-        for _ in depot.agents.pins.expire(float("inf")):
-            pass
+        depot.agents.pins.clear()
         operate(depot, o.Clear())
         for _ in range(10):
             self.do(("turn", 4, 0, 0))
