@@ -15,9 +15,8 @@ from kvdepot.backends import Direction, TransferFuture
 from kvdepot.copying.runs import Addresses
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.testing.plan import PLANS, Cache, prompt
-from kvdepot_cuda import watchdog
+from kvdepot_cuda.copy import Watchdog
 from kvdepot_cuda.driver import CopyKind
-from kvdepot_cuda.watchdog import Watchdog
 from support.cuda.fake import FakeDriver, fake_gather
 from support.cuda.fake_worker import NUM_PIECES, FakeWorker
 
@@ -65,7 +64,7 @@ def by_kernel() -> bool:
 def cache(
     depot: DepotProcess, driver: HangingDriver, by_kernel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Cache]:
-    monkeypatch.setattr(watchdog, "HANG_SECONDS", 0.4)
+    monkeypatch.setattr("kvdepot_cuda.context.HANG_SECONDS", 0.4)
     monkeypatch.setattr("kvdepot_cuda.gather.LEAST_RUNS", 1)
     worker = FakeWorker(depot.url, PLAN, driver=driver, gather_kernel=by_kernel, compile_gather=fake_gather)
     worker.wait_until_connected(WAIT_SECONDS)

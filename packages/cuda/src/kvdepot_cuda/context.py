@@ -33,7 +33,6 @@ from kvdepot.errors import BackendUnavailable, ConfigError, DepotUnavailable, Er
 from kvdepot.layout import CacheLayout
 from kvdepot.movers.client import MoverUnavailable, await_mover, move
 from kvdepot.wire import messages as m
-from kvdepot_cuda import watchdog
 from kvdepot_cuda.copy import BATCH_RUNS, PIECE_BYTES, CopyEngine
 from kvdepot_cuda.driver import Driver, DriverError, OpenDriver
 from kvdepot_cuda.gather import CompileGather, compile_gather, has_triton
@@ -44,6 +43,7 @@ logger = logging.getLogger(__name__)
 
 DIRECT: Final = "direct"
 IPC: Final = "ipc"
+HANG_SECONDS: Final = 60.0  # the longest time of a copy: far above a long step of the engine, for which a copy waits
 _T = TypeVar("_T")
 
 
@@ -100,7 +100,7 @@ class CudaTransferContext(WorkerTransfers):
             self._engine, registration, options.deadline_seconds, lambda changed: self.connection.register_as(changed)
         )
         super().__init__(registration, layout, self._engine, options, self.copy_route)
-        self._engine.watch(self.device_hangs, watchdog.HANG_SECONDS)
+        self._engine.watch(self.device_hangs, HANG_SECONDS)
 
     @property
     def num_registered(self) -> int:
