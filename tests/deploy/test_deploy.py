@@ -17,8 +17,7 @@ from kvdepot.client.operator import ask_depot
 from kvdepot.lab.processes import DepotProcess
 from kvdepot.ops.cli import make_parser
 from kvdepot.ops.http_app import create_app
-from kvdepot.ops.http_process import HttpSettings
-from kvdepot.ops.serve import read_configs
+from kvdepot.ops.serve import HttpSettings, read_configs
 from kvdepot.tiers.url import TierUrl
 from support.http import status_of_app
 from support.tools import needs_tool

@@ -7,7 +7,7 @@ import msgspec
 
 from kvdepot.errors import ErrorCode, RemoteError
 from kvdepot.ops.http_app import create_app
-from kvdepot.ops.http_process import HttpSettings
+from kvdepot.ops.serve import HttpSettings
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o

@@ -21,8 +21,8 @@ from obstore.store import LocalStore, ObjectStore
 from kvdepot.keys import DIGEST_BYTES, KeyRun, Namespace, digest_at, hash_prefix
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.layout import GroupKind
+from kvdepot.ops.cleanup import collect
 from kvdepot.ops.cli import main
-from kvdepot.ops.collect import collect
 from kvdepot.testing.tier_traffic import contains, content, make_pool, read
 from kvdepot.tiers.base import TierPool
 from kvdepot.tiers.keys import (

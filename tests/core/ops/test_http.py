@@ -36,7 +36,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from kvdepot.ops.http_app import HttpConnection, create_app
-from kvdepot.ops.http_process import HttpSettings
+from kvdepot.ops.serve import HttpSettings
 from support.commands import run_kvdepot
 from support.http import TOKEN, Http, status_of_app
 from support.stopped import stopped

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvdepot.lab.processes import DepotProcess
-from kvdepot.ops import pools
+from kvdepot.ops import cleanup
 from kvdepot.ops.cli import main
 from kvdepot.pool.files import open_pool
 from kvdepot.pool.inventory import find_pools
@@ -57,7 +57,7 @@ def test_folders_that_are_not_pools_are_left_alone(
 def test_pools_that_may_be_a_restarting_depot_s_stay_unless_they_are_named(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pools, "find_pools", lambda: find_pools(tmp_path))
+    monkeypatch.setattr(cleanup, "find_pools", lambda: find_pools(tmp_path))
     for name, age in (("recent", 0), ("old", 3600)):
         files = open_pool(tmp_path / name, 1 << 20, 64, server="the depot of --dir /one")
         files.take_place()

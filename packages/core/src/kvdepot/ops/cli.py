@@ -16,7 +16,7 @@ from kvdepot.backends import list_backends
 from kvdepot.config import ServerConfig, format_size, parse_size
 from kvdepot.errors import ConfigError, KVDepotError, RemoteError, describe_os_error, printable
 from kvdepot.index.eviction import AUTO, POLICIES
-from kvdepot.ops import pools
+from kvdepot.ops.cleanup import add_pools
 from kvdepot.ops.operate import add_commands
 from kvdepot.ops.serve import add_serve, run_serve
 from kvdepot.ops.settings import ASKS_NO_DEPOT, add_settings, count_argument, number_argument, size_argument
@@ -90,7 +90,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_serve(commands)
     add_status(commands, common, json_output)
     add_commands(commands, common, json_output)
-    pools.add_commands(commands, common, json_output)
+    add_pools(commands, common, json_output)
 
     backends = commands.add_parser(
         "backends",

@@ -1,8 +1,9 @@
 """Operations over HTTP: `kvdepot serve --http 127.0.0.1:9460`, with `pip install 'kvdepot[http]'`.
 
 A separate process serves HTTP and asks the depot over its control socket, like any operator's tool. It shares only the
-listening socket with the depot (`kvdepot.ops.http_process`), so HTTP requests cannot break or block the server's loop,
-and the health check tells whether that loop answers.
+listening socket with the depot (`kvdepot.ops.serve`), so HTTP requests cannot break or block the server's loop, and the
+health check tells whether that loop answers. Request bodies and the OpenAPI document are derived from
+`kvdepot.wire.operations`.
 
 Any user of the machine can connect, so operations need the bearer token. Health, readiness, the page without data, the
 OpenAPI document, and metrics on loopback do not need it; without it, metrics do not tell tenants apart. Concurrent
@@ -28,11 +29,15 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import cache
 from importlib import resources
-from typing import Any, ClassVar, Final, cast
+from importlib.metadata import version
+from inspect import getdoc
+from typing import Annotated, Any, ClassVar, Final, Protocol, cast
 
 import msgspec
 import uvicorn
+from msgspec.structs import astuple, fields
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
@@ -45,8 +50,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from kvdepot.client.operator import ask_depot
 from kvdepot.errors import DepotUnavailable, KVDepotError, RemoteError
 from kvdepot.operators.metrics import MEDIA_TYPE, render_metrics
-from kvdepot.ops.http_operations import CHANGE_SECONDS, STATUS_SECONDS, Ask, decode_body, openapi_document
-from kvdepot.ops.http_process import HttpSettings
+from kvdepot.ops.serve import BACKLOG, HttpSettings
 from kvdepot.processes.children import be_a_child
 from kvdepot.processes.logs import set_up_logs
 from kvdepot.wire import messages as m
@@ -55,12 +59,110 @@ from kvdepot.wire.operation import Endpoint, Operation, R
 
 logger = logging.getLogger(__name__)
 
-HEALTH_SECONDS: Final = 1.0  # a healthy loop answers within this
+_STATUS_SECONDS: Final = 5.0  # below the 10 s of a Prometheus scrape
+_CHANGE_SECONDS: Final = 90.0  # clearing a large cache alternates with requests of engines
+_HEALTH_SECONDS: Final = 1.0  # a healthy loop answers within this
 _LARGEST_BODY_BYTES: Final = 8 << 20  # 65,536 keys in hexadecimal take 4 MiB
 _STOP_SECONDS: Final = 5.0  # for requests under way, before the process exits
 _MOST_CONNECTIONS: Final = 256  # dashboards and scrapers hold a few each
-_BACKLOG: Final = 128  # connections waiting to be accepted: half of those that are served at one time
 _HOST: Final = re.compile(r"(?:\[(?P<address>[^\[\]]*)\]|(?P<name>[^:]*))(?::\d*)?")
+
+
+class Ask(Protocol):
+    """Asks the depot."""
+
+    def __call__(self, request: Operation[R], deadline_seconds: float, /) -> R:
+        """Send a request and return the reply; raises like `ask_depot`."""
+        ...
+
+
+_Digests = Annotated[list[str], msgspec.Meta(description="The keys of one prefix's chunks as hex strings")]
+
+
+class Health(msgspec.Struct):
+    """Reply of `/healthz` and `/readyz`."""
+
+    status: str
+    why: str = ""
+
+
+_OPEN: Final = (  # to all, without the token
+    Endpoint("GET", "/healthz", "200 if the request loop answers, else 503", shown=Health),
+    Endpoint("GET", "/readyz", "200 if the depot accepts stores, else 503", shown=Health),
+    Endpoint("GET", "/metrics", "Prometheus metrics; off loopback, and by tenant, only with the token", shown=str),
+)
+
+
+@cache
+def _body_type(operation: type[o.OperatorRequest]) -> type[msgspec.Struct]:
+    """Return the type of a JSON object with the fields of an operation; digests are hex strings."""
+    declared: list[Any] = []
+    for each in fields(operation):
+        is_packed = each.name == "digests"
+        kind: Any = _Digests if is_packed else each.type
+        default: Any = [] if is_packed else each.default
+        declared.append((each.encode_name, kind) if each.required else (each.encode_name, kind, default))
+    if operation.may_mean_all:
+        declared.append(("means_all", bool, msgspec.field(default=False, name="all")))
+    return msgspec.defstruct(
+        f"{operation.__name__}Body",
+        declared,
+        namespace={"__doc__": getdoc(operation)},
+        forbid_unknown_fields=True,
+        kw_only=True,
+    )
+
+
+def _decode_body(operation: type[o.OperatorRequest], data: bytes) -> o.OperatorRequest:
+    """Return the request in a JSON body. An empty body means an empty object.
+
+    Raises:
+        msgspec.DecodeError: it is malformed.
+        ValueError: a digest is not in hex, or the body gives no field without `all`, or fields with `all`.
+    """
+    body: Any = msgspec.json.decode(data or b"{}", type=_body_type(operation))
+    given: dict[str, Any] = {each.name: getattr(body, each.encode_name) for each in fields(operation)}
+    if "digests" in given:
+        given["digests"] = b"".join(map(bytes.fromhex, given["digests"]))
+    request = operation(**given)
+    if operation.may_mean_all and body.means_all == any(astuple(request)):
+        names = ", ".join(f'"{name}"' for name in operation.__struct_encode_fields__)
+        raise ValueError(f'give {names}, or "all": true for everything')
+    return request
+
+
+@cache
+def _openapi_document() -> dict[str, Any]:
+    """Return the OpenAPI 3.1 document of this version."""
+    endpoints = [(each, operation) for operation in o.OPERATIONS for each in operation.endpoints]
+    endpoints += [(each, None) for each in _OPEN]
+    bodies = {each: _body_type(operation) for each, operation in endpoints if operation and each.method == "POST"}
+    types = [*bodies.values(), *(each.shown for each, _ in endpoints)]
+    schemas, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
+    schema_of = dict(zip(map(repr, types), schemas, strict=True))
+    paths: dict[str, dict[str, Any]] = {}
+    for each, operation in endpoints:
+        media = "text/plain" if each.shown is str else "application/json"
+        described: dict[str, Any] = {
+            "summary": each.summary,
+            "responses": {"200": {"description": "Done", "content": {media: {"schema": schema_of[repr(each.shown)]}}}},
+        }
+        if each in bodies:
+            described["requestBody"] = {"content": {"application/json": {"schema": schema_of[repr(bodies[each])]}}}
+            described["responses"]["400"] = {"description": "The body is malformed; nothing was changed"}
+        if operation is not None:
+            described["security"] = [{"token": []}]
+            described["responses"] |= {
+                "401": {"description": "The bearer token is missing or wrong"},
+                "409": {"description": "The depot refused; nothing was changed"},
+            }
+        paths.setdefault(each.path, {})[each.method.lower()] = described
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "kvdepot", "version": version("kvdepot"), "description": "Operations of one depot"},
+        "paths": paths,
+        "components": {"schemas": components, "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}}},
+    }
 
 
 def create_app(ask: Ask, settings: HttpSettings) -> Starlette:
@@ -74,14 +176,14 @@ def create_app(ask: Ask, settings: HttpSettings) -> Starlette:
     def healthz() -> Response:
         began = time.monotonic()
         try:
-            reply = ask(m.Hello(m.PROTOCOL_VERSION, "http"), HEALTH_SECONDS)
+            reply = ask(m.Hello(m.PROTOCOL_VERSION, "http"), _HEALTH_SECONDS)
         except KVDepotError as error:
             return _json({"status": "unhealthy", "why": str(error)}, 503)
         return _json({"status": "ok", "epoch": reply.epoch, "answered_seconds": round(time.monotonic() - began, 4)})
 
     def readyz() -> Response:
         try:
-            status = ask(o.Status(), HEALTH_SECONDS).status
+            status = ask(o.Status(), _HEALTH_SECONDS).status
         except KVDepotError as error:
             return _json({"status": "unhealthy", "why": str(error)}, 503)
         if status.recovering:
@@ -91,10 +193,10 @@ def create_app(ask: Ask, settings: HttpSettings) -> Starlette:
         return _json({"status": "ready", "pool_ready_bytes": status.pool_ready_bytes})
 
     def metrics() -> Response:
-        return Response(render_metrics(ask(o.Status(), STATUS_SECONDS).status), media_type=MEDIA_TYPE)
+        return Response(render_metrics(ask(o.Status(), _STATUS_SECONDS).status), media_type=MEDIA_TYPE)
 
     def open_metrics() -> Response:
-        status = ask(o.Status(), STATUS_SECONDS).status
+        status = ask(o.Status(), _STATUS_SECONDS).status
         status = msgspec.structs.replace(status, tenants={"(all)": _sum(status.tenants)})
         return Response(render_metrics(status), media_type=MEDIA_TYPE)
 
@@ -112,7 +214,7 @@ def create_app(ask: Ask, settings: HttpSettings) -> Starlette:
         return Response(page, headers=headers, media_type="text/html; charset=utf-8")
 
     async def openapi(_request: Request) -> Response:
-        return _json(openapi_document())
+        return _json(_openapi_document())
 
     async def body(request: Request) -> bytes:
         data = b""
@@ -130,8 +232,8 @@ def create_app(ask: Ask, settings: HttpSettings) -> Starlette:
             if refused is not None:
                 return refused
             try:
-                wanted = decode_body(operation, await body(request) if is_change else b"")
-                reply = await run_in_threadpool(ask, wanted, CHANGE_SECONDS if is_change else STATUS_SECONDS)
+                wanted = _decode_body(operation, await body(request) if is_change else b"")
+                reply = await run_in_threadpool(ask, wanted, _CHANGE_SECONDS if is_change else _STATUS_SECONDS)
             except (ValueError, RecursionError, msgspec.DecodeError) as error:
                 return _json({"error": str(error)}, 400)
             return _json(endpoint.show(wanted, reply))
@@ -187,7 +289,7 @@ class HttpConnection(H11Protocol):
     """
 
     request_seconds: ClassVar[float] = 10.0  # from connecting to the end of the request
-    answer_seconds: ClassVar[float] = CHANGE_SECONDS + 10.0  # from there until the client has taken the answer
+    answer_seconds: ClassVar[float] = _CHANGE_SECONDS + 10.0  # from there until the client has taken the answer
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         """Start the request's deadline, and make room if there are too many connections."""
@@ -228,7 +330,7 @@ def serve(url: str, settings: HttpSettings, listener: socket.socket) -> None:
         http=HttpConnection,
         ws="none",
         lifespan="off",
-        backlog=_BACKLOG,
+        backlog=BACKLOG,
         headers=[("connection", "close")],
         timeout_keep_alive=1,
         proxy_headers=False,

@@ -17,7 +17,7 @@ from kvdepot.config import counted, exact_size, format_size
 from kvdepot.errors import ConfigError, printable, reason_of
 from kvdepot.keys import Namespace, NamespaceDigest, hash_prefix, num_digests
 from kvdepot.layout import MINIMUM_CHUNK_TOKENS
-from kvdepot.ops.collect import add_tier_gc
+from kvdepot.ops.cleanup import add_tier_gc
 from kvdepot.ops.settings import as_argument, named_depot
 from kvdepot.ops.terminal import show
 from kvdepot.wire import operations as o

@@ -1,7 +1,7 @@
 """Declares an operation: a request that needs no session, its reply, its HTTP paths, and its command.
 
 Each operation is declared once, in `kvdepot.wire.operations`. The server finds the handler by the operation's class
-(`kvdepot.server.commands.answers`). HTTP bodies, the OpenAPI document (`kvdepot.ops.http_operations`) and the arguments
+(`kvdepot.server.commands.answers`). HTTP bodies, the OpenAPI document (`kvdepot.ops.http_app`) and the arguments
 of commands (`kvdepot.ops.operate`) are derived from its fields.
 """
 

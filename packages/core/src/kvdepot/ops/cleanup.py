@@ -1,20 +1,25 @@
-"""`kvdepot tier gc`: removes objects from the store of a tier while depots use it. The store does not evict by itself.
+"""Removes what depots leave behind: pools of this machine (`kvdepot pools`), objects in a store (`kvdepot tier gc`).
 
-Objects never change, and a missing object is a miss, so any object may be removed at any time. If a depot has its
-chunks in the pool, it writes them again when they are used.
+Objects can be removed while depots use the store, which does not evict by itself: they never change, and a missing one
+is a miss. If a depot has its chunks in the pool, it writes them again when they are used.
 """
 
 import argparse
 import contextlib
+import pwd
+import sys
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from kvdepot.config import format_size, parse_duration
-from kvdepot.errors import ConfigError, reason_of
+from kvdepot.errors import ConfigError, PoolError, printable, reason_of
 from kvdepot.ops.settings import ASKS_NO_DEPOT, as_argument, size_argument
+from kvdepot.ops.terminal import show
+from kvdepot.pool.inventory import SHARED_MEMORY, FoundPool, find_pools, look_at, remove_pool
 from kvdepot.tiers.base import TierPool
 from kvdepot.tiers.keys import MARK_BYTES, NAME_HASH_BYTES, PLACE_BYTES, mark_of, name_hash
 from kvdepot.tiers.url import TierUrl, open_tier
@@ -22,6 +27,12 @@ from kvdepot.tiers.url import TierUrl, open_tier
 if TYPE_CHECKING:
     from obstore import ObjectMeta
     from obstore.store import ObjectStore
+
+# The longest time that a restarting depot is away: Kubernetes' back-off ends at 5 minutes, and a node that pulls a new
+# image takes about as long. A pool that the user names is removed whatever its age.
+_RESTART_SECONDS: Final = 600.0
+
+_UNITS: Final = ((86_400, "days"), (3_600, "hours"), (60, "minutes"), (1, "seconds"))
 
 _FORMATS: Final = {64: "runs", 94: "entries"}
 """Formats of objects by the length of the last part of their names. No depot reads "entries", the first one, now."""
@@ -34,6 +45,103 @@ _LISTED_AT_ONCE: Final = 1000  # S3 returns this many per request
 _DELETED_AT_ONCE: Final = 250  # Azure deletes up to 256 per request, S3 1,000
 _ENOUGH: Final = 1.05  # share of the capacity at which the command ends: depots go on writing
 _MOST_ROUNDS: Final = 8  # otherwise depots that write faster than the command removes would keep it running for ever
+
+
+def add_pools(commands: Any, common: argparse.ArgumentParser, json_output: argparse.ArgumentParser) -> None:
+    """Add `pools` to the subparsers of `kvdepot`; `common` has `--dir`, `json_output` has `--json`."""
+    pools = commands.add_parser(
+        "pools",
+        parents=[common, json_output],
+        help="list the pools on this machine and free their memory",
+        description="List the pools on this machine: their memory, their depot, and whether it is running. A pool"
+        " outlives its depot, so that the next one finds the cache; 'kvdepot pools --remove' gives the memory back.",
+    )
+    pools.set_defaults(run=_pools)
+    pools.add_argument(
+        "paths",
+        nargs="*",
+        type=Path,
+        metavar="PATH",
+        help="only these (default: all of /dev/shm, or with --dir that of one depot)",
+    )
+    pools.add_argument("--remove", action="store_true", help="remove the pools at PATH; a running depot keeps its own")
+    pools.add_argument(
+        "--stopped",
+        action="store_true",
+        help="only pools whose depot is not running; --remove without PATH keeps those used in the last"
+        f" {_RESTART_SECONDS // 60:.0f} minutes, as their depot may be restarting",
+    )
+
+
+def _pools(options: argparse.Namespace) -> int:
+    if options.remove and not (options.paths or options.stopped):
+        raise PoolError("--remove needs the PATH of a pool, or --stopped for all that no depot serves")
+    found = [look_at(path) for path in options.paths] or find_pools()
+    if "directory" in options:
+        server = f"the depot of --dir {options.directory.absolute()} "
+        found = [pool for pool in found if pool.server.startswith(server)]
+    if options.stopped:
+        found = [pool for pool in found if not pool.is_served]
+    if options.remove:
+        if not options.paths:
+            found = _without_recent(found, time.time())
+        return _remove_pools(found)
+    nothing = f"no pools{' without a depot' if options.stopped else ''} in {SHARED_MEMORY}"
+    described = "\n".join(_describe(pool, time.time()) for pool in found)
+    show(options, [_as_dict(pool) for pool in found], lambda: described or nothing)
+    return 0
+
+
+def _without_recent(pools: list[FoundPool], now: float) -> list[FoundPool]:
+    """Return the pools that were unused for longer than a restart takes. Print the others."""
+    recent = [pool for pool in pools if now - pool.used_at < _RESTART_SECONDS]
+    for pool in recent:
+        age = _ago(now - pool.used_at)
+        print(
+            printable(f"kept {pool.directory}: last used {age} ago, so its depot may be restarting; name it to remove")
+        )
+    return [pool for pool in pools if pool not in recent]
+
+
+def _remove_pools(pools: list[FoundPool]) -> int:
+    freed = failed = 0
+    for pool in pools:
+        try:
+            freed += remove_pool(pool.directory)
+        except (PoolError, OSError) as error:
+            print(printable(f"kvdepot: {error}"), file=sys.stderr)
+            failed += 1
+        else:
+            print(printable(f"removed {pool.directory}"))
+    print(f"{format_size(freed)} freed")
+    return 1 if failed else 0
+
+
+def _describe(pool: FoundPool, now: float) -> str:
+    """Describe one pool in two lines."""
+    try:
+        owner = pwd.getpwuid(pool.uid).pw_name
+    except KeyError:
+        owner = str(pool.uid)
+    state = "served by" if pool.is_served else f"stopped, last used {_ago(now - pool.used_at)} ago, by"
+    title = f"{pool.directory}: {format_size(pool.allocated_bytes)} of {owner}"
+    return f"{printable(title)}\n  {printable(f'{state} {pool.server}')}"
+
+
+def _ago(seconds: float) -> str:
+    length, unit = next(((length, unit) for length, unit in _UNITS if seconds >= 2 * length), (1, "seconds"))
+    return f"{max(seconds, 0) // length:.0f} {unit}"
+
+
+def _as_dict(pool: FoundPool) -> dict[str, Any]:
+    return {
+        "path": str(pool.directory),
+        "allocated_bytes": pool.allocated_bytes,
+        "uid": pool.uid,
+        "used_at": pool.used_at,
+        "server": pool.server,
+        "is_served": pool.is_served,
+    }
 
 
 def add_tier_gc(commands: Any, common: argparse.ArgumentParser) -> None:
@@ -87,10 +195,10 @@ def add_tier_gc(commands: Any, common: argparse.ArgumentParser) -> None:
         metavar="WEIGHTS",
         help="weights that a trainer wrote and engines still use, as 'kvdepot status' names them; repeatable",
     )
-    parser.set_defaults(run=_run)
+    parser.set_defaults(run=_tier_gc)
 
 
-def _run(options: argparse.Namespace) -> int:
+def _tier_gc(options: argparse.Namespace) -> int:
     url = TierUrl.parse(options.url)
     if url.scheme not in ("s3", "gs", "az", "file"):
         raise ConfigError(
