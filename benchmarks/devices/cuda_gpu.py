@@ -13,6 +13,7 @@ import contextlib
 import importlib
 import itertools
 import json
+import mmap
 import os
 import shutil
 import signal
@@ -38,6 +39,7 @@ from kvdepot.keys import Namespace, hash_prefix  # noqa: E402
 from kvdepot.lab.processes import DepotProcess, wait_until  # noqa: E402
 from kvdepot_cuda.context import CudaOptions, CudaTransferContext  # noqa: E402
 from kvdepot_cuda.driver import CopyKind  # noqa: E402
+from kvdepot_cuda.gather import Gather, compile_gather  # noqa: E402
 from kvdepot_cuda.nvidia import CudaDriver  # noqa: E402
 from support.cuda.fake import DEFAULT_STREAM, FakeDriver, FakeTensor, fake_gather  # noqa: E402
 from support.forked import forked_children  # noqa: E402
@@ -336,10 +338,48 @@ def retrieve(_seconds: float) -> None:
             report("retrieve", **cache.state, **row)
 
 
+def copies(_seconds: float) -> None:
+    """Compare the ways to copy scattered pages with one large copy. The kernel's thresholds come from these ratios."""
+    driver, count, sizes = open_driver(), 16 if FAKE else 1024, (4, 8) if FAKE else (4, 8, 16, 32, 64, 256)
+    with driver.activated():
+        gather = Gather(driver, (fake_gather if FAKE else compile_gather)(driver.capability), count)
+        host = np.frombuffer(mmap.mmap(-1, count * max(sizes) << 10), np.uint8)
+        driver.register_host(host.ctypes.data, host.nbytes)
+        device, stream = driver.allocate_device(2 * host.nbytes), driver.create_stream()
+
+        def seconds(way: Callable[[], object]) -> float:
+            began = time.perf_counter()
+            for _ in range(8):
+                way()
+            driver.synchronize_stream(stream)
+            return time.perf_counter() - began
+
+        for size, kind in itertools.product([kib << 10 for kib in sizes], (CopyKind.TO_DEVICE, CopyKind.TO_HOST)):
+            places = np.random.default_rng(0).permutation(2 * count)[:count].astype(np.uint64)
+            pages, offsets = (
+                places * np.uint64(size) + np.uint64(device),
+                np.arange(count, dtype=np.uint64) * np.uint64(size),
+            )
+            each, order = np.full(count, np.uint64(size)), slice(None, None, 1 if kind is CopyKind.TO_DEVICE else -1)
+            by_dma = (offsets + np.uint64(host.ctypes.data), pages)[order]
+            by_kernel = (offsets + np.uint64(driver.device_address_of(host.ctypes.data)), pages)[order]
+            ways: dict[str, Callable[[], object]] = {
+                "one": partial(driver.copy, *(host.ctypes.data, device)[order], count * size, kind, stream),
+                "batch": partial(driver.copy_batch, *by_dma, each, kind, stream),
+                "kernel": partial(gather.copy, *by_kernel, each, stream),
+            }
+            rounds = [{name: seconds(way) for name, way in ways.items()} for _ in range(6)][
+                1:
+            ]  # the first one warms up
+            ratios = {name: round(statistics.median(r["one"] / r[name] for r in rounds), 3) for name in ways}
+            gb_per_s = round(8e-9 * count * size / statistics.median(r["one"] for r in rounds), 1)
+            report("copies", direction=kind.value, page_bytes=size, gb_per_s=gb_per_s, ratios=ratios)
+
+
 PHASES: dict[str, tuple[Callable[[float], None], float]] = {  # with each one's time limit in seconds
     "machine": (machine, 30), "bytes": (bytes_, 90), "order": (partial(run_tests, names=ORDER), 90),
     "captures": (captures, 60), "stress": (stress, 120), "conformance": (partial(run_tests, names=CONFORMANCE), 200),
-    "interference": (interference, 150), "retrieve": (retrieve, 150),
+    "interference": (interference, 150), "retrieve": (retrieve, 150), "copies": (copies, 60),
 }  # fmt: skip
 
 
