@@ -2,8 +2,8 @@
 
 Make the folder with `pip install --target FOLDER --no-deps vllm==0.32.0 ...`, and name the packages that the machine
 lacks, apart from torch and triton. vLLM's libraries use torch's stable interface, so an older torch loads them, too:
-every symbol that those of 0.32.0 and 0.33.0 need is in torch 2.11. On the machine, set `VLLM_USE_FLASHINFER_SAMPLER=0` if
-FlashInfer is missing. Then `tar c FOLDER | xz` took 805 MB down to 45 MB for sm_90.
+every symbol that those of 0.32.0 and 0.33.0 need is in torch 2.11. On the machine, set
+`VLLM_USE_FLASHINFER_SAMPLER=0` if FlashInfer is missing. Then `tar c FOLDER | xz` took 805 MB down to 45 MB for sm_90.
 
 This script deletes the libraries and headers that no dense model needs, and overwrites the machine code of all other
 architectures with zeros. The driver does not read that code; it only has to keep its place.

@@ -20,8 +20,8 @@ from kvdepot.copying.runs import Addresses
 from kvdepot.errors import KVDepotError
 from kvdepot_cuda.driver import CopyKind, Driver
 
-# Measured on an H100 (PCIe 5.0 x16) as ratios to one large copy, as `cuda_gpu.py --only copies` does: batches of scattered
-# runs against the kernel, which is alike in both directions.
+# Measured on an H100 (PCIe 5.0 x16) as ratios to one large copy, as `cuda_gpu.py --only copies` does: batches of
+# scattered runs against the kernel, which is alike in both directions.
 MOST_RUN_BYTES: Final = 64 << 10
 """Per run. 1024 runs of 8 KiB have 0.14 to 0.16 by batches and 0.78 to 0.84 by the kernel, of 32 KiB 0.55 and 0.82 to
 0.89, of 64 KiB 0.60 to 0.66 and 0.84 to 0.88. With 256 KiB, the two are alike, and copies need no thread blocks."""
