@@ -20,7 +20,7 @@ import numpy as np
 import zmq
 
 from kvdepot.client import SchedulerClient
-from kvdepot.client.description import Description
+from kvdepot.client.news import Description
 from kvdepot.client.operator import ask_depot
 from kvdepot.keys import KeyRun, Namespace, hash_prefix
 from kvdepot.lab.bench import describe_machine

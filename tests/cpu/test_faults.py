@@ -12,9 +12,8 @@ import pytest
 from msgspec import structs
 
 from kvdepot.backends import CacheGroup, CopyBatch, KVCache
-from kvdepot.client.channel import Channel
 from kvdepot.client.connection import Connection
-from kvdepot.client.session import Session
+from kvdepot.client.session import Channel, Session
 from kvdepot.client.transfers import BATCH_BYTES
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.testing.engine import EngineProcess

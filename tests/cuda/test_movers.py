@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import pytest
 
-from kvdepot.client.channel import Channel
+from kvdepot.client.session import Channel
 from kvdepot.keys import KeyRun
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.movers.client import await_mover

@@ -6,7 +6,7 @@ from typing import Any, Final
 import msgspec
 import zmq
 
-from kvdepot.client.description import Description
+from kvdepot.client.news import Description
 from kvdepot.keys import KeyRun
 from kvdepot.lab.processes import DepotProcess
 from kvdepot.operators.events import END

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from kvdepot import SchedulerClient
-from kvdepot.client.channel import Channel
 from kvdepot.client.connection import Connection, open_session
-from kvdepot.client.session import Session
+from kvdepot.client.session import Channel, Session
 from kvdepot.errors import DepotUnavailable, ErrorCode, KVDepotError, RemoteError
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.wire import messages as m

@@ -5,8 +5,7 @@ from typing import cast
 
 import pytest
 
-from kvdepot.client.channel import Channel
-from kvdepot.client.session import Session
+from kvdepot.client.session import Channel, Session
 from kvdepot.client.transfer_queue import Transfer, TransferJob, TransferQueue
 from support.peer import prompt
 

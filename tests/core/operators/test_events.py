@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import zmq
 
-from kvdepot.client.description import Description
+from kvdepot.client.news import Description
 from kvdepot.client.operator import ask_depot
 from kvdepot.config import ServerConfig
 from kvdepot.errors import ConfigError, ErrorCode

@@ -24,9 +24,8 @@ from typing import Any, Final, TypeVar
 import msgspec.structs
 
 from kvdepot.backends import CopyBatch, Direction, KVCache
-from kvdepot.client.channel import Channel
-from kvdepot.client.copy_route import CopyRoute
-from kvdepot.client.session import Session
+from kvdepot.client.session import Channel, Session
+from kvdepot.client.transfer_protocol import CopyRoute
 from kvdepot.client.transfers import TransferOptions, WorkerTransfers
 from kvdepot.copying.arrays import device_index_of, page_layout_of
 from kvdepot.errors import BackendUnavailable, ConfigError, DepotUnavailable, ErrorCode, RemoteError

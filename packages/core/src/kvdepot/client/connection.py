@@ -22,8 +22,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Final
 
-from kvdepot.client.channel import Channel
-from kvdepot.client.session import Session
+from kvdepot.client.session import Channel, Session
 from kvdepot.config import CONTROL_SOCKET, DEADLINE_SECONDS, directory_of_url
 from kvdepot.errors import DepotUnavailable, ErrorCode, KVDepotError, RemoteError
 from kvdepot.pool.files import PoolMapping

@@ -1,25 +1,79 @@
-"""`NewsFeed`: a thread that follows which described chunks of a namespace the depot holds, and reports changes.
+"""KV events on the engine's side: it describes its chunks to routers, and follows the chunks of all engines.
 
-Engines that publish events use it to announce chunks that other engines stored, that tiers brought, or that were
-evicted.
+A `Description` goes to the depot, whose events report it. Engines that publish events themselves use a `NewsFeed` to
+announce chunks that other engines stored, that tiers brought, or that were evicted.
 """
 
 import logging
+import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final
 
 from kvdepot.client.connection import Connection
 from kvdepot.client.session import Session
 from kvdepot.errors import DepotUnavailable, KVDepotError
+from kvdepot.keys import KeyRun
 from kvdepot.wire import messages as m
 
 logger = logging.getLogger(__name__)
 
+_ID_BYTES = 8  # as `operators.holdings` keeps ids
+_LARGEST_ID = (1 << 64) - 1
 _WAIT_SECONDS: Final = 5.0  # per request, so that a new namespace is followed soon
 _PAUSE_SECONDS: Final = 0.5  # between two attempts: asking a depot without events twice a second is cheap
 _AWAY_SECONDS: Final = 10.0  # a restarting depot keeps its chunks, but one that stays away counts as empty
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """Describes the chunks of one run.
+
+    Attributes:
+        namespace: the digest of the namespace, equal for engines that share chunks.
+        tokens: the token ids of whole chunks.
+        block_ids: one id of 64 bits per block.
+        parent_id: the id of the block before the run, None if the run begins with the first block.
+        groups: the engine's KV cache groups that are reported to routers.
+        lora_name: the name of the request's adapter, "" without one.
+        extra_keys: one item per block, or empty if no block has any.
+    """
+
+    namespace: bytes
+    tokens: Sequence[int]
+    block_ids: Sequence[int]
+    parent_id: int | None = None
+    groups: tuple[m.DescribedGroup, ...] = ()
+    lora_name: str = ""
+    extra_keys: tuple[tuple[m.ExtraKey, ...] | None, ...] = ()
+
+    def requests(self, context: int, key: KeyRun) -> Iterator[m.DescribeChunks]:
+        """Yield the messages that describe a run, each with as many chunks as fit."""
+        num_chunks = key.num_chunks
+        if not num_chunks:
+            return
+        tokens, blocks = len(self.tokens) // num_chunks, len(self.block_ids) // num_chunks
+        step = max(1, min(m.MAXIMUM_DESCRIBED_CHUNKS, m.MAXIMUM_DESCRIBED_TOKENS // max(1, tokens)))
+        for start, stop in pairwise([*range(0, num_chunks, step), num_chunks]):
+            ids = self.block_ids[start * blocks : stop * blocks]
+            own = self.tokens[start * tokens : stop * tokens]
+            before = self.block_ids[start * blocks - 1] if start else self.parent_id
+            extra_keys = self.extra_keys[start * blocks : stop * blocks]
+            yield m.DescribeChunks(
+                context,
+                self.namespace,
+                key.slice(start, stop).digests,
+                key.first_chunk + start,
+                struct.pack(f"<{len(own)}I", *own),
+                struct.pack(f"<{len(ids)}Q", *(each & _LARGEST_ID for each in ids)),
+                b"" if before is None else (before & _LARGEST_ID).to_bytes(_ID_BYTES, "little"),
+                self.groups,
+                self.lora_name[:256],
+                extra_keys if any(extra_keys) else (),
+            )
 
 
 class NewsFeed:

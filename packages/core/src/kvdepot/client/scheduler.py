@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING, Final, Generic, Self, TypeVar
 import msgspec
 
 from kvdepot.client.answers import MISS, NO_BLEND, BlendHit, Lease, hit_of, lease_of
-from kvdepot.client.channel import Channel
 from kvdepot.client.connection import Connection
-from kvdepot.client.description import Description
-from kvdepot.client.news import NewsFeed
-from kvdepot.client.session import Session
+from kvdepot.client.news import Description, NewsFeed
+from kvdepot.client.session import Channel, Session
 from kvdepot.config import DEADLINE_SECONDS
 from kvdepot.errors import DepotTimeout, DepotUnavailable, ErrorCode, KVDepotError, RemoteError
 from kvdepot.keys import KeyRun

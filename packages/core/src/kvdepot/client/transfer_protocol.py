@@ -2,7 +2,7 @@
 
 A store asks for extents, fills them and commits them. A retrieve takes a lease, copies the extents, checks that they
 have not changed, and releases the lease. Both process the run in batches, and request the next batch before they copy
-one.
+one. A `CopyRoute` decides which process copies.
 """
 
 import collections
@@ -13,10 +13,9 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from kvdepot.backends import CopyBatch, Direction
-from kvdepot.client.channel import Channel
+from kvdepot.backends import Copier, CopyBatch, Direction
 from kvdepot.client.connection import Connection
-from kvdepot.client.copy_route import CopyRoute
+from kvdepot.client.session import Channel, Session
 from kvdepot.client.transfer_queue import TransferJob
 from kvdepot.client.verify import Verifier
 from kvdepot.errors import DepotTimeout, DepotUnavailable, KVDepotError, LayoutError
@@ -26,6 +25,37 @@ from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 
 _LATE_GRANT_SECONDS: Final = 0.1  # wait for an unwanted ticket or lease; after that, `on_reply` gives it back
+
+
+class CopyRoute:
+    """Copies every batch with the copier of this process.
+
+    A backend that also supports copies by a mover of the depot overrides these methods.
+    """
+
+    def __init__(self, copier: Copier) -> None:
+        self.copier: Final = copier
+
+    def copies_here(self, session: Session) -> bool:
+        """Return whether this process copies in this session. If so, the pool must be mapped and attached."""
+        del session
+        return True
+
+    def opened(self, session: Session) -> None:
+        """Note a session that became usable: new, or no longer suspended. Called before `attach`."""
+
+    def prepare(self, channel: Channel) -> None:
+        """Prepare for a transfer, before it sends requests to the depot. An exception makes it a miss."""
+
+    def store(self, channel: Channel, batch: CopyBatch) -> bytes | None:
+        """Copy a batch of a store: see `Copier.store`."""
+        del channel
+        return self.copier.store(batch)
+
+    def begin_retrieve(self, channel: Channel, batch: CopyBatch) -> Callable[[], None] | None:
+        """Begin to copy a batch of a retrieve: see `Copier.begin_retrieve`."""
+        del channel
+        return self.copier.begin_retrieve(batch)
 
 
 @dataclass(frozen=True, slots=True)

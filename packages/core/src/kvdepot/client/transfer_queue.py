@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvdepot.backends import BlockIds, ReadyEvent
-from kvdepot.client.channel import Channel
-from kvdepot.client.session import Session
+from kvdepot.client.session import Channel, Session
 from kvdepot.errors import DepotUnavailable
 from kvdepot.keys import KeyRun
 

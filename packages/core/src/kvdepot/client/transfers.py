@@ -12,11 +12,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvdepot.backends import BlockIds, Copier, Direction, ReadyEvent, TransferFuture
-from kvdepot.client.channel import Channel
 from kvdepot.client.connection import Connection
-from kvdepot.client.copy_route import CopyRoute
-from kvdepot.client.session import Session
-from kvdepot.client.transfer_protocol import TransferProtocol
+from kvdepot.client.session import Channel, Session
+from kvdepot.client.transfer_protocol import CopyRoute, TransferProtocol
 from kvdepot.client.transfer_queue import Transfer, TransferJob, TransferQueue
 from kvdepot.client.verify import Verifier
 from kvdepot.config import DEADLINE_SECONDS

@@ -6,8 +6,7 @@ import logging
 import random
 from collections.abc import Callable
 
-from kvdepot.client.channel import Channel
-from kvdepot.client.session import Session
+from kvdepot.client.session import Channel, Session
 from kvdepot.errors import DepotUnavailable
 from kvdepot.keys import digest_at
 from kvdepot.pool.table import Entry, TableReader

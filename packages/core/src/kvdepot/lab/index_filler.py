@@ -1,7 +1,7 @@
 """Fills an index with entries without bytes, to measure or test it."""
 
-from kvdepot.client.channel import Channel
 from kvdepot.client.connection import Connection
+from kvdepot.client.session import Channel
 from kvdepot.keys import KeyRun, Namespace, hash_prefix
 from kvdepot.layout import GroupKind
 from kvdepot.wire import messages as m

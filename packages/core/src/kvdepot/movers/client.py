@@ -10,7 +10,7 @@ from array import array
 from typing import Final
 
 from kvdepot.backends import CopyBatch, Direction
-from kvdepot.client.channel import Channel
+from kvdepot.client.session import Channel
 from kvdepot.errors import DepotTimeout, DepotUnavailable, KVDepotError
 from kvdepot.wire import messages as m
 
