@@ -18,7 +18,7 @@ from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.files import open_pool
 from kvdepot.pool.names import Label
 from kvdepot.pool.table import SEALED, WRITING, Entry, IndexTable, Writer
-from kvdepot.processes.children import process_start_time
+from kvdepot.processes import process_start_time
 from kvdepot.server import commands
 from kvdepot.server.app import DepotServer
 from kvdepot.server.depot import Depot

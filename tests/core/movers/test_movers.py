@@ -26,7 +26,7 @@ from kvdepot.movers.protocol import Ready, Setup, encode
 from kvdepot.movers.table import MoverState, MoverTable
 from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.table import IndexTable, Writer
-from kvdepot.processes.children import process_start_time
+from kvdepot.processes import process_start_time
 from kvdepot.server.depot import Depot
 from kvdepot.server.turns import PendingReply, Refused
 from kvdepot.wire import frames

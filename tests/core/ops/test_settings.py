@@ -13,9 +13,9 @@ import pytest
 from kvdepot.client.operator import ask_depot
 from kvdepot.errors import ConfigError, DepotUnavailable
 from kvdepot.lab.processes import DepotProcess, wait_until
+from kvdepot.logs import JsonFormatter
 from kvdepot.ops.cli import main, make_parser
 from kvdepot.ops.serve import read_configs
-from kvdepot.processes.logs import JsonFormatter
 from kvdepot.wire import operations as o
 from support.commands import KVDEPOT
 

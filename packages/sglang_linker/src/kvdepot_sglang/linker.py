@@ -30,7 +30,7 @@ from kvdepot.counting import CounterGroup, CounterName, Counts
 from kvdepot.engines.settings import EngineSettings
 from kvdepot.errors import DepotUnavailable
 from kvdepot.keys import DIGEST_BYTES, KeyRun
-from kvdepot.processes.logs import log_like, never_raises
+from kvdepot.logs import log_like, never_raises
 from kvdepot_sglang import Placed, are_hooked
 from kvdepot_sglang.identity import Weights, engine_namespace
 from kvdepot_sglang.lookups import Lookups

@@ -32,7 +32,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvdepot.counting import engine_counter
 from kvdepot.errors import DepotUnavailable, KVDepotError
-from kvdepot.processes.logs import log_like, never_raises
+from kvdepot.logs import log_like, never_raises
 from kvdepot_vllm.events import Announcer
 from kvdepot_vllm.groups import EngineCache
 from kvdepot_vllm.inspection import find_version, name_of_engine

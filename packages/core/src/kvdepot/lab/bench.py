@@ -25,7 +25,7 @@ from kvdepot.keys import Namespace, hash_prefix
 from kvdepot.lab.engine_model import GEOMETRY_8B, EngineModel
 from kvdepot.lab.index_filler import IndexFiller, filler_spec, prompt_key
 from kvdepot.lab.processes import DepotProcess, wait_until
-from kvdepot.processes.children import interrupts_blocked
+from kvdepot.processes import interrupts_blocked
 from kvdepot.wire import operations as o
 
 NUM_CLIENTS: Final = 4  # clients at once, so that requests queue in the server, as those of several engines do

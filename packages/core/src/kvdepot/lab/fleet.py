@@ -22,7 +22,7 @@ from kvdepot.keys import Namespace
 from kvdepot.lab.engine_model import EngineModel, Geometry, RequestReport
 from kvdepot.lab.processes import DepotProcess
 from kvdepot.pool.size import available_memory_bytes
-from kvdepot.processes.children import be_a_child, interrupts_blocked
+from kvdepot.processes import be_a_child, interrupts_blocked
 
 _START_SECONDS: Final = 30.0  # a depot starts in 0.3 s; engines that start beside it on a busy machine delay it
 

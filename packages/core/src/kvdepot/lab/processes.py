@@ -14,7 +14,7 @@ from typing import Final, Self
 
 from kvdepot.client.operator import ask_depot
 from kvdepot.errors import DepotUnavailable
-from kvdepot.processes.children import interrupts_blocked
+from kvdepot.processes import interrupts_blocked
 from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
 from kvdepot.wire.status import DepotStatus

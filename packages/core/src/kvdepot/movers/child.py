@@ -16,10 +16,10 @@ from typing import Final, NoReturn, TypeAlias
 import msgspec
 
 from kvdepot.errors import KVDepotError
+from kvdepot.logs import set_up_logs
 from kvdepot.movers import protocol as p
 from kvdepot.pool.files import PoolMemory
-from kvdepot.processes.children import be_a_child
-from kvdepot.processes.logs import set_up_logs
+from kvdepot.processes import be_a_child
 
 _MAXIMUM_TEXT: Final = 1000  # characters of an error: a driver's text may be long, but answers are bounded
 _TRACE_SECONDS: Final = 20.0  # below the depot's limit for a start

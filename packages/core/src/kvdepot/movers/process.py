@@ -12,7 +12,7 @@ from typing import Generic, Self, TypeVar
 
 from kvdepot.movers.protocol import FromMover, MoverError, ToMover, encode, take_answers
 from kvdepot.pool.table import Writer
-from kvdepot.processes.children import process_start_time
+from kvdepot.processes import process_start_time
 
 _Pending = TypeVar("_Pending")
 

@@ -18,7 +18,7 @@ from typing import Final
 
 import zmq
 
-from kvdepot.processes.descriptors import is_reserve_touched
+from kvdepot.processes import is_reserve_touched
 
 logger = logging.getLogger(__name__)
 

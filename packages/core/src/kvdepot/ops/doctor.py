@@ -24,7 +24,7 @@ from kvdepot.errors import KVDepotError, printable
 from kvdepot.pool.files import ENLARGE_TMPFS
 from kvdepot.pool.inventory import find_pools
 from kvdepot.pool.size import MEMORY_FILE_SYSTEMS, SHARE_OF_FREE_MEMORY, available_memory_bytes, file_system_of
-from kvdepot.processes.descriptors import reserve_of
+from kvdepot.processes import reserve_of
 from kvdepot.wire import operations as o
 from kvdepot.wire.status import DepotStatus
 

@@ -49,10 +49,10 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from kvdepot.client.operator import ask_depot
 from kvdepot.errors import DepotUnavailable, KVDepotError, RemoteError
+from kvdepot.logs import set_up_logs
 from kvdepot.operators.metrics import MEDIA_TYPE, render_metrics
 from kvdepot.ops.serve import BACKLOG, HttpSettings
-from kvdepot.processes.children import be_a_child
-from kvdepot.processes.logs import set_up_logs
+from kvdepot.processes import be_a_child
 from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
 from kvdepot.wire.operation import Endpoint, Operation, R

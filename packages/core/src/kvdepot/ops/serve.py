@@ -24,8 +24,8 @@ import msgspec
 
 from kvdepot.config import HTTP_TOKEN, ServerConfig, is_loopback, plain_settings, setting
 from kvdepot.errors import ConfigError, reason_of
+from kvdepot.logs import set_up_logs
 from kvdepot.ops.settings import add_settings, read_settings
-from kvdepot.processes.logs import set_up_logs
 
 logger = logging.getLogger(__name__)
 
@@ -247,7 +247,7 @@ def run_serve(options: argparse.Namespace) -> int:
     """Run a depot until it is told to stop."""
     process, config = read_configs(vars(options), os.environ)
     set_up_logs(process.log_level, process.log_format)
-    from kvdepot.processes.descriptors import raise_descriptor_limit
+    from kvdepot.processes import raise_descriptor_limit
     from kvdepot.server.app import DepotServer
 
     raise_descriptor_limit()

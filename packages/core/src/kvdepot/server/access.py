@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final, Self
 
 from kvdepot.errors import ConfigError
-from kvdepot.processes.descriptors import is_reserve_touched
+from kvdepot.processes import is_reserve_touched
 
 logger = logging.getLogger(__name__)
 

@@ -20,8 +20,7 @@ from typing import Final
 
 from kvdepot.errors import ErrorCode
 from kvdepot.pool.table import Writer
-from kvdepot.processes.children import process_start_time
-from kvdepot.processes.descriptors import EXHAUSTED, raise_if_exhausted
+from kvdepot.processes import EXHAUSTED, process_start_time, raise_if_exhausted
 from kvdepot.server.access import peer_credentials
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m

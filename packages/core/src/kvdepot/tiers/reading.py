@@ -24,7 +24,7 @@ from kvdepot.index.index import ChunkIndex
 from kvdepot.index.tree import NO_NODE, Space
 from kvdepot.keys import digest_at, num_digests, slice_digests
 from kvdepot.pool.table import Entry, Writer
-from kvdepot.processes.children import process_start_time
+from kvdepot.processes import process_start_time
 from kvdepot.tiers.jobs import Job, JobKind, JobPart
 from kvdepot.tiers.names import EntryKeys, by_run, chunks_of_run
 from kvdepot.tiers.queue import TierQueue

@@ -26,7 +26,7 @@ from typing import Any, Final
 
 import msgspec
 
-from kvdepot.processes.children import be_a_child, ignore_signals
+from kvdepot.processes import be_a_child, ignore_signals
 from kvdepot.tiers.keys import NAME_HASH_BYTES, PLACE_BYTES
 from kvdepot.tiers.mooncake import messages as m
 from kvdepot.tiers.trailer import TRAILER_BYTES

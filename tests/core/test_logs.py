@@ -12,8 +12,8 @@ import pytest
 from kvdepot.client.connection import Connection
 from kvdepot.errors import RemoteError, printable
 from kvdepot.lab.processes import DepotProcess
+from kvdepot.logs import TextFormatter
 from kvdepot.ops.cli import main
-from kvdepot.processes.logs import TextFormatter
 from kvdepot.wire import messages as m
 from support.peer import DETAIL, SPEC, prompt
 

@@ -1,1 +1,0 @@
-"""Helpers that all processes of a depot share."""
