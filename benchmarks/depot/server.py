@@ -21,7 +21,7 @@ from kvdepot.lab.bench import NUM_CLIENTS, ClientTask, describe_machine, latenci
 from kvdepot.lab.index_filler import ENTRY_BYTES, IndexFiller, prompt_key
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.operators.metrics import render_metrics
-from kvdepot.wire.histogram import Histogram
+from kvdepot.wire.status import Histogram
 
 _SINGLE: Final = range(10_000_000, 10_000_100)  # prompts of one chunk
 

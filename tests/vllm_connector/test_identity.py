@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from kvdepot.config import format_size
-from kvdepot.engines.weights import fingerprint
+from kvdepot.engines.identity import fingerprint
 from kvdepot.keys import PrefixHasher
 from kvdepot.lab.processes import DepotProcess
 from kvdepot_vllm.identity import RequestIdentity, engine_namespace

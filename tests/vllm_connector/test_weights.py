@@ -171,7 +171,7 @@ def test_the_weights_of_latent_attention_count(model: MakeModel) -> None:
 
 DIGESTS = """
 import torch
-from kvdepot.engines.weights import content_of, weights_digest
+from kvdepot.engines.identity import content_of, weights_digest
 
 def said(tensors):
     return weights_digest(tensors.items())

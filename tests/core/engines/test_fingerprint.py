@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvdepot.engines.weights import fingerprint
+from kvdepot.engines.identity import fingerprint
 from support.weights import archive, model_tensors, safetensors
 
 

@@ -13,8 +13,8 @@ from kvdepot.index.tree import NO_NODE
 from kvdepot.layout import GroupKind
 from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.table import IndexTable
-from kvdepot.wire.histogram import NUM_BUCKETS, Histogram
 from kvdepot.wire.messages import CacheSpec, GroupShape
+from kvdepot.wire.status import NUM_BUCKETS, Histogram
 
 CHUNK = 4096
 PLACE = PartPlace(0, 0, CHUNK, 0)

@@ -1,7 +1,7 @@
 """Counters of the server loop's watchdog."""
 
 from kvdepot.server.loop import SLOW_TURN_SECONDS
-from kvdepot.wire.histogram import SHORTEST_SECONDS, WatchedHistogram
+from kvdepot.wire.status import SHORTEST_SECONDS, WatchedHistogram
 
 
 def test_a_turn_is_slow_above_the_bound() -> None:

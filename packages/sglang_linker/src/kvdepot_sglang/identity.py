@@ -13,9 +13,8 @@ import logging
 from typing import Any, Final
 
 from kvdepot.engines.generation import digest_of_ranks, of_generation
-from kvdepot.engines.identity import RANDOM, commit_of, config_digest, weights_of
+from kvdepot.engines.identity import RANDOM, commit_of, config_digest, models_digest, weights_of
 from kvdepot.engines.settings import EngineSettings
-from kvdepot.engines.weights import models_digest
 from kvdepot.keys import GENERATION, Namespace
 from kvdepot_sglang.ranks import Ranks
 

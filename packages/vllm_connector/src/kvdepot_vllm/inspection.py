@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from kvdepot.engines.weights import models_digest
+from kvdepot.engines.identity import models_digest
 
 logger = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 At start, the weight files determine the name. Later, a trainer may write new weights into the running engine. The
 engine signals this by a reset of its caches, before or after the update. So after a reset, the weights have no name.
-When the first request needs one, all workers report digests of their weights (`kvdepot.engines.weights`).
+When the first request needs one, all workers report digests of their weights (`kvdepot.engines.identity`).
 """
 
 import logging

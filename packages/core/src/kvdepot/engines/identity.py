@@ -1,20 +1,220 @@
-"""Names a model and its weights by content, so that equal engines get equal namespaces in every process."""
+"""Names a model and its weights by content, so that equal engines get equal namespaces in every process.
 
+Weights in files get a `fingerprint`. Those in an engine's memory get a digest, as a trainer may have written them.
+
+A fingerprint is fast enough for every start, because it samples each tensor. The samples are read once when an engine
+starts, and for each new adapter. A file's directory lists its tensors: the header of safetensors, or the central
+directory of the zip archives that `torch.save` writes, which also has a checksum of each tensor. Changing a whole
+tensor in place changes the fingerprint. In safetensors, a change within a large tensor, for example in some
+neighbouring rows, may lie between two samples, because sampling every few rows would read most of the file.
+`Fingerprint.unseen_bytes` limits the length of such a change. In archives, the checksum covers it.
+
+Of weights in memory, every byte of every tensor counts, because a step of training changes few values of a 16-bit
+model, so samples could miss the change. On CPU, the bytes are hashed in place. A CUDA or XPU device instead computes
+two 64-bit sums per 4 MiB of its memory, in which each word has a random factor. Tensors that differ have equal sums
+only by chance.
+"""
+
+import importlib
+import itertools
 import json
 import logging
-from collections.abc import Collection
+import os
+import zipfile
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, cast
 
+import msgspec
 from blake3 import blake3
 
 from kvdepot.config import format_size
-from kvdepot.engines.weights import fingerprint
 
 logger = logging.getLogger(__name__)
 
 RANDOM: Final = "dummy"  # the load format with which engines make random weights
 _VOLATILE: Final = frozenset({"_name_or_path", "transformers_version", "_commit_hash"})  # do not change the KV
+
+_SUMS: Final = frozenset({"cuda", "xpu"})  # devices with 64-bit integers, which compute sums
+_WORDS: Final = 1 << 20  # words of 32 bits in one sum: the random factors of both sums take 16 MiB of the device
+_SEED: Final = 20261125  # arbitrary, but equal in all processes that compare digests
+
+_WEIGHTS: Final = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
+_SETTINGS: Final = frozenset({"adapter_config.json", "quantize_config.json", "hf_quant_config.json"})
+_PICKLES: Final = frozenset({".bin", ".pt", ".pth"})
+_SAMPLES_A_FILE: Final = 64  # spread over the tensors by size, in addition to one for each
+_SAMPLE_BYTES: Final = 1024  # lies in one page or two, which a cold file reads as a whole anyway
+_WHOLE_BYTES: Final = 32 * 1024  # tensors up to this size are read whole: norms, biases, scales
+_LARGEST_HEADER_BYTES: Final = 100_000_000  # the limit of safetensors itself
+
+Tensor = Any
+"""A torch tensor. This module imports torch only when it is called."""
+
+
+def models_digest(
+    models: Iterable[Any], hidden_of: Callable[[Any], Iterable[tuple[str, Tensor]]] = lambda _model: ()
+) -> str:
+    """Return a digest of the parameters and persistent buffers of torch models.
+
+    Args:
+        models: have the weights.
+        hidden_of: returns tensors that stand for the weights that a model keeps outside of both.
+    """
+    return weights_digest(
+        (f"{number}.{name}", tensor)
+        for number, model in enumerate(models)
+        for name, tensor in itertools.chain(model.state_dict().items(), hidden_of(model))
+        if hasattr(tensor, "numel")
+    )
+
+
+def weights_digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """Return a digest of the names, dtypes, shapes and content of tensors."""
+    digest = blake3(derive_key_context="kvdepot 2026-11 weights in memory", max_threads=blake3.AUTO)
+    for name, tensor in sorted(tensors, key=lambda item: item[0]):
+        for part, plain in _plain(name, tensor):
+            digest.update(msgspec.msgpack.encode((part, str(plain.dtype), tuple(plain.shape))))
+            if plain.numel() and plain.device.type != "meta":
+                for piece in content_of(plain):
+                    digest.update(piece)
+    return digest.hexdigest()[:32]
+
+
+def content_of(tensor: Tensor, *, by_sums: bool | None = None) -> Iterator[Any]:
+    """Yield bytes that stand for a tensor's content.
+
+    Args:
+        tensor: has at least one element.
+        by_sums: whether to yield sums instead of the bytes; None: as suits the tensor's device.
+    """
+    torch = importlib.import_module("torch")
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    if not (flat.device.type in _SUMS if by_sums is None else by_sums):
+        yield memoryview(flat.cpu().numpy())
+        return
+    end = flat.numel() // 4 * 4
+    words = flat[:end].view(torch.int32)
+    generator = torch.Generator().manual_seed(_SEED)
+    weights = torch.randint(-(1 << 63), (1 << 63) - 1, (2, min(_WORDS, max(1, words.numel()))), generator=generator)
+    weights = weights.to(flat.device)
+    sums = [(part.to(torch.int64) * weights[:, : part.numel()]).sum(1) for part in words.split(_WORDS) if part.numel()]
+    if sums:
+        yield memoryview(torch.stack(sums).cpu().numpy()).cast("B")
+    if end < flat.numel():
+        yield memoryview(flat[end:].cpu().numpy())
+
+
+def _plain(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield the plain tensors inside a tensor. A quantised tensor consists of several."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        for part in tensor.__tensor_flatten__()[0]:
+            yield from _plain(f"{name}.{part}", getattr(tensor, part))
+    else:
+        yield name, tensor
+
+
+Span = tuple[int, int]
+"""Start and end of a range in a file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """Identifies the weights in a folder.
+
+    Attributes:
+        digest: "" if the folder has no weights.
+        coarse: files whose tensors could not be found. They were sampled evenly, so a change in place may go unnoticed.
+        unseen_bytes: the length of the longest stretch of a tensor between two samples. A longer contiguous change
+            within one tensor is noticed; a change of this length may not be. Coarse files are not counted.
+    """
+
+    digest: str
+    coarse: tuple[str, ...]
+    unseen_bytes: int
+
+
+def fingerprint(path: Path) -> Fingerprint:
+    """Return the fingerprint of a model's or adapter's files, given its folder or its only file.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    digest = blake3(derive_key_context="kvdepot 2026-11 weights by tensor")
+    inside = [path] if path.is_file() else path.iterdir()
+    files = sorted(file for file in inside if file.suffix in _WEIGHTS or file.name in _SETTINGS)
+    coarse: list[str] = []
+    unseen_bytes = 0
+    for file in files:
+        with file.open("rb", buffering=0) as stream:
+            place, size = stream.fileno(), os.fstat(stream.fileno()).st_size
+            directory = _directory(file, place, size)
+            listing, tensors = directory or (b"", [(0, size)])
+            digest.update(msgspec.msgpack.encode((file.name, size, listing)))
+            samples = [[*_samples(tensor, size)] for tensor in tensors]
+            for piece in _read(place, [span for spans in samples for span in spans]):
+                digest.update(piece)
+        if directory is None and size > _WHOLE_BYTES:
+            coarse.append(file.name)
+        elif file.suffix == ".safetensors":
+            unseen_bytes = max(unseen_bytes, *map(_longest_gap, tensors, samples), 0)
+    has_weights = any(file.suffix in _WEIGHTS for file in files)
+    return Fingerprint(digest.hexdigest()[:32] if has_weights else "", tuple(coarse), unseen_bytes)
+
+
+def _directory(file: Path, place: int, size: int) -> tuple[bytes, list[Span]] | None:
+    """Return the listing of a file's tensors and their spans; None if the file has no readable listing."""
+    if file.suffix == ".safetensors":
+        length = int.from_bytes(os.pread(place, 8, 0), "little")
+        if length > min(size - 8, _LARGEST_HEADER_BYTES):
+            return None
+        header = os.pread(place, length, 8)
+        try:
+            tensors = msgspec.json.decode(header, type=dict[str, Any])
+            tensors.pop("__metadata__", None)
+            found = [tuple(tensor["data_offsets"]) for tensor in tensors.values()]
+            return header, sorted((8 + length + int(start), 8 + length + int(stop)) for start, stop in found)
+        except (msgspec.DecodeError, LookupError, TypeError, ValueError):
+            return None
+    if file.suffix in _PICKLES:
+        try:
+            with zipfile.ZipFile(file) as archive:
+                members = sorted(archive.infolist(), key=lambda member: member.header_offset)
+        except zipfile.BadZipFile:
+            return None
+        listing = msgspec.msgpack.encode([(member.filename, member.file_size, member.CRC) for member in members])
+        starts = [member.header_offset for member in members]
+        return listing, list(zip(starts, [*starts[1:], size], strict=True))
+    return None
+
+
+def _samples(span: Span, file_size: int) -> Iterator[Span]:
+    """Yield the ranges to read: all of a small tensor, else at least one piece, and more of a larger tensor."""
+    start, stop = span
+    if stop - start <= _WHOLE_BYTES:
+        yield span
+        return
+    rest = stop - start - _SAMPLE_BYTES
+    more = (stop - start) * _SAMPLES_A_FILE // file_size
+    for number in range(more + 1):
+        begin = start + (rest * number // more if more else rest // 2)
+        yield begin, begin + _SAMPLE_BYTES
+
+
+def _longest_gap(tensor: Span, samples: list[Span]) -> int:
+    """Return the length in bytes of the longest stretch of a tensor that is in no sample."""
+    starts = [start for start, _ in samples] + [tensor[1]]
+    stops = [tensor[0]] + [stop for _, stop in samples]
+    return max(start - stop for start, stop in zip(starts, stops, strict=True))
+
+
+def _read(place: int, spans: list[Span]) -> Iterator[bytes]:
+    """Read spans of a file, after announcing all of them, so that a disk or a server works on many at once."""
+    os.posix_fadvise(place, 0, 0, os.POSIX_FADV_RANDOM)
+    for start, stop in spans:
+        os.posix_fadvise(place, start, stop - start, os.POSIX_FADV_WILLNEED)
+    for start, stop in spans:
+        yield os.pread(place, stop - start, start)
 
 
 def digest_of(what: str, value: Any) -> str:

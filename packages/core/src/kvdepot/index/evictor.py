@@ -20,7 +20,7 @@ from kvdepot.index.priorities import Priorities, Shares
 from kvdepot.index.quotas import MAXIMUM_QUOTAS
 from kvdepot.index.tree import NO_NODE, Nodes, Space
 from kvdepot.index.visibility import Visibility, Watcher
-from kvdepot.wire.histogram import Histogram
+from kvdepot.wire.status import Histogram
 
 logger = logging.getLogger(__name__)
 

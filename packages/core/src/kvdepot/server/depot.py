@@ -38,8 +38,8 @@ from kvdepot.server.turns import Awaited, PendingReply, Refused, Steps, Task, ru
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
-from kvdepot.wire.histogram import SHORTEST_SECONDS, Histogram
 from kvdepot.wire.operation import Operation
+from kvdepot.wire.status import SHORTEST_SECONDS, Histogram
 
 logger = logging.getLogger(__name__)
 

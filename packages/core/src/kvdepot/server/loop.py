@@ -30,7 +30,7 @@ from kvdepot.server.restoring import Restoring
 from kvdepot.server.sessions import SessionTable
 from kvdepot.server.turns import CHORES_FAILED
 from kvdepot.tiers.opening import TierOpener
-from kvdepot.wire.histogram import SHORTEST_SECONDS, WatchedHistogram
+from kvdepot.wire.status import SHORTEST_SECONDS, WatchedHistogram
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from kvdepot.tiers.tiering import Tiering
 from kvdepot.timers import Timers
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
-from kvdepot.wire.histogram import Histogram
+from kvdepot.wire.status import Histogram
 
 logger = logging.getLogger(__name__)
 
