@@ -16,8 +16,7 @@ from kvdepot.client.answers import BlendRun
 from kvdepot.client.scheduler import SchedulerClient
 from kvdepot.client.segments import SegmentNamer
 from kvdepot.keys import Namespace, hash_prefix
-from kvdepot.lab.bench import describe_machine
-from kvdepot.lab.index_filler import IndexFiller, filler_spec
+from kvdepot.lab.bench import IndexFiller, describe_machine, filler_spec
 from kvdepot.lab.processes import DepotProcess, wait_until
 
 _CHUNK_TOKENS = 64

@@ -17,8 +17,16 @@ from typing import Final
 
 from kvdepot.config import format_size
 from kvdepot.index.hit_rate_curve import HitRateCurve
-from kvdepot.lab.bench import NUM_CLIENTS, ClientTask, describe_machine, latencies, run_clients
-from kvdepot.lab.index_filler import ENTRY_BYTES, IndexFiller, prompt_key
+from kvdepot.lab.bench import (
+    ENTRY_BYTES,
+    NUM_CLIENTS,
+    ClientTask,
+    IndexFiller,
+    describe_machine,
+    latencies,
+    prompt_key,
+    run_clients,
+)
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.operators.metrics import render_metrics
 from kvdepot.wire.status import Histogram

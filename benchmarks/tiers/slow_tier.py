@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 from kvdepot import SchedulerClient
 from kvdepot.config import ServerConfig
-from kvdepot.lab.index_filler import IndexFiller, filler_spec, prompt_key
+from kvdepot.lab.bench import IndexFiller, filler_spec, prompt_key
 from kvdepot.tiers.base import Extents, Tier, TierPool
 from kvdepot.tiers.url import TierUrl, open_tier
 

@@ -8,7 +8,7 @@ import pytest
 from kvdepot_folder import FolderTier
 
 from kvdepot.client.scheduler import SchedulerClient
-from kvdepot.lab.index_filler import IndexFiller, filler_spec, prompt_key
+from kvdepot.lab.bench import IndexFiller, filler_spec, prompt_key
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.testing.tier import Damage, TierSuite
 from kvdepot.tiers import TierPool

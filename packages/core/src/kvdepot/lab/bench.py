@@ -1,7 +1,8 @@
 """`kvdepot bench transfer|lookup`: the depot's cost on this machine, as ratios within one run.
 
 Machines differ and are shared, so each figure comes with its spread and with a reference measured in the same run:
-memcpy for transfers, one client alone for four. Each bench starts its own depot and removes it.
+memcpy for transfers, one client alone for four. Each bench starts its own depot and removes it. An `IndexFiller` fills
+its index with entries without bytes.
 """
 
 import ctypes
@@ -18,16 +19,21 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+from kvdepot.client.connection import Connection
 from kvdepot.client.operator import ask_depot
 from kvdepot.client.scheduler import SchedulerClient
+from kvdepot.client.session import Channel
 from kvdepot.config import counted
-from kvdepot.keys import Namespace, hash_prefix
+from kvdepot.keys import KeyRun, Namespace, hash_prefix
 from kvdepot.lab.engine_model import GEOMETRY_8B, EngineModel
-from kvdepot.lab.index_filler import IndexFiller, filler_spec, prompt_key
 from kvdepot.lab.processes import DepotProcess, wait_until
+from kvdepot.layout import GroupKind
 from kvdepot.processes import interrupts_blocked
+from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
 
+ENTRY_BYTES: Final = 4096  # of a filler's entry: a page, the smallest extent
+_PATIENT_SECONDS: Final = 30.0  # far beyond a start or a store, so that only a depot that hangs reaches it
 NUM_CLIENTS: Final = 4  # clients at once, so that requests queue in the server, as those of several engines do
 _TRANSFER_BYTES: Final = 256 << 20  # far beyond the caches of a processor
 _ROUNDS: Final = 9
@@ -160,6 +166,58 @@ def _transfer_line(row: dict[str, Any]) -> str:
 
 
 # --- lookup ---------------------------------------------------------------------------------------------------------
+
+
+def filler_spec(chunk_tokens: int) -> m.CacheSpec:
+    """Return the spec of a filler's entries: one group of full attention."""
+    return m.CacheSpec(chunk_tokens, (m.GroupShape(GroupKind.FULL_ATTENTION, chunk_tokens),), "bytes", "filler")
+
+
+def prompt_key(prompt: int, num_chunks: int) -> KeyRun:
+    """Return the key of a prompt of `num_chunks` chunks, with digests like those of a real one."""
+    return hash_prefix(Namespace(f"prompt {prompt}"), 1, range(num_chunks))
+
+
+class IndexFiller:
+    """A worker that stores without moving a byte; it stays registered until `close`.
+
+    Args:
+        url: the URL of the depot.
+        chunk_tokens: tokens of a chunk.
+    """
+
+    def __init__(self, url: str, *, chunk_tokens: int = 64) -> None:
+        spec, details = filler_spec(chunk_tokens), (m.GroupDetail((ENTRY_BYTES,), 1),)
+        registration = m.RegisterKVCache(m.PROTOCOL_VERSION, "filler", 0, 1, "none", "none", "filler", spec, details)
+        self._connection = Connection(url, "filler", registration, maps_pool=False, deadline_seconds=_PATIENT_SECONDS)
+        self._session = self._connection.wait_until_open(_PATIENT_SECONDS)
+        self._channel: Channel = self._connection.channel(self._session)
+
+    def prepare(self, key: KeyRun) -> m.StorePlan:
+        """Ask for space for at most `MAXIMUM_STORE_ENTRIES` chunks."""
+        request = m.PrepareStore(
+            self._session.context, "fill", key.tenant, key.digests, key.first_chunk, key.parent, (key.num_chunks,)
+        )
+        plan = self._channel.call(request, _PATIENT_SECONDS)
+        assert isinstance(plan, m.StorePlan)
+        return plan
+
+    def store(self, key: KeyRun) -> None:
+        """Store a prompt.
+
+        Raises:
+            AssertionError: the depot declined a part of it.
+        """
+        for start in range(0, key.num_chunks, m.MAXIMUM_STORE_ENTRIES):
+            plan = self.prepare(key.slice(start, min(start + m.MAXIMUM_STORE_ENTRIES, key.num_chunks)))
+            assert not plan.num_declined, "the pool is too small"
+            if plan.ticket:
+                self._channel.call(m.CommitStore(self._session.context, plan.ticket), _PATIENT_SECONDS)
+
+    def close(self) -> None:
+        """Leave the depot."""
+        self._channel.close()
+        self._connection.close()
 
 
 @dataclass(frozen=True, slots=True)
