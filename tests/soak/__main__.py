@@ -9,7 +9,7 @@ import json
 import sys
 from pathlib import Path
 
-from kvdepot.ops.settings import count_argument
+from kvdepot.ops.commandline import count_argument
 from kvdepot.wire import messages as m
 from soak.soak import Soak
 from support.arguments import seconds_argument

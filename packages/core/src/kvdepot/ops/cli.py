@@ -18,11 +18,10 @@ from kvdepot.errors import ConfigError, KVDepotError, RemoteError, describe_os_e
 from kvdepot.index.eviction import AUTO, POLICIES
 from kvdepot.logs import set_up_logs
 from kvdepot.ops.cleanup import add_pools
+from kvdepot.ops.commandline import ASKS_NO_DEPOT, add_settings, count_argument, number_argument, show, size_argument
 from kvdepot.ops.operate import add_commands
 from kvdepot.ops.serve import add_serve, run_serve
-from kvdepot.ops.settings import ASKS_NO_DEPOT, add_settings, count_argument, number_argument, size_argument
 from kvdepot.ops.status import add_status
-from kvdepot.ops.terminal import show
 
 if TYPE_CHECKING:
     from kvdepot.lab.cluster import ClusterTable

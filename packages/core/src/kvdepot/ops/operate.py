@@ -18,8 +18,7 @@ from kvdepot.errors import ConfigError, printable, reason_of
 from kvdepot.keys import Namespace, NamespaceDigest, hash_prefix, num_digests
 from kvdepot.layout import MINIMUM_CHUNK_TOKENS
 from kvdepot.ops.cleanup import add_tier_gc
-from kvdepot.ops.settings import as_argument, named_depot
-from kvdepot.ops.terminal import show
+from kvdepot.ops.commandline import as_argument, named_depot, show
 from kvdepot.wire import operations as o
 from kvdepot.wire.operation import Argument, Command, Operation, R
 

@@ -1,5 +1,9 @@
 """`kvdepot serve`: reads the settings, and runs the server's process with its log and HTTP.
 
+A flag overrides the environment (`KVDEPOT_POOL_SIZE`), which overrides the file (`pool_size = "8GiB"`), which overrides
+the default. Lists are replaced as a whole. Each place is checked by the setting's one declaration
+(`kvdepot.config.setting`), and an error names the place of the wrong value.
+
 A child process answers HTTP (`kvdepot.ops.http_app`), off the interpreter lock of the depot's loop. In one process, the
 loop waited up to 12 ms while the metrics of very many tenants were written. If the child exits, another one is started,
 and connections wait.
@@ -7,6 +11,7 @@ and connections wait.
 
 import argparse
 import contextlib
+import difflib
 import logging
 import os
 import secrets
@@ -14,20 +19,25 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+import tomllib
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, cast
 
 import msgspec
 
-from kvdepot.config import HTTP_TOKEN, ServerConfig, is_loopback, plain_settings, setting
-from kvdepot.errors import ConfigError, reason_of
+from kvdepot.config import HTTP_TOKEN, ServerConfig, Setting, is_loopback, plain_settings, setting, settings_in
+from kvdepot.errors import ConfigError, KVDepotError, reason_of
 from kvdepot.logs import set_up_logs
-from kvdepot.ops.settings import add_settings, read_settings
+from kvdepot.ops.commandline import add_settings
 
 logger = logging.getLogger(__name__)
+
+_PREFIX: Final = "KVDEPOT_"
+_TRUE: Final = frozenset({"1", "true", "yes", "on"})
+_FALSE: Final = frozenset({"0", "false", "no", "off", ""})
 
 _SHORTEST_TOKEN: Final = 16  # characters: 64 bits in hexadecimal, too many to guess
 _NEEDED: Final = ("uvicorn", "starlette", "prometheus_client")
@@ -238,7 +248,7 @@ def read_configs(flags: Mapping[str, Any], environment: Mapping[str, str]) -> tu
     Raises:
         ConfigError: a setting is wrong.
     """
-    given = read_settings(flags, (ProcessConfig, ServerConfig), environment)
+    given = _read_settings(flags, (ProcessConfig, ServerConfig), environment)
     process = ProcessConfig(**{each.name: given.pop(each.name) for each in fields(ProcessConfig) if each.name in given})
     return process, ServerConfig(**given)
 
@@ -277,3 +287,88 @@ def run_serve(options: argparse.Namespace) -> int:
         sys.stdout.flush()
         os._exit(0)
     return 0
+
+
+def _read_settings(
+    flags: Mapping[str, Any], kinds: Sequence[type[Any]], environment: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return the settings that flags, environment and file give, by field.
+
+    Args:
+        flags: values of flags by field, and the file's path as "config".
+        kinds: the dataclasses of settings.
+        environment: the environment of the process.
+
+    Raises:
+        ConfigError: the file cannot be read or names an unknown setting, or a value is wrong.
+    """
+    declared = {name: each for kind in kinds for name, each in settings_in(kind).items()}
+    path = flags.get("config") or environment.get(_PREFIX + "CONFIG")
+    given = _from_environment(declared, environment, flags)
+    given = (_from_file(path, declared, {*flags, *given}) if path else {}) | given
+    for name, each in declared.items():
+        if name in flags:
+            given[name] = flags[name] if each.collect is None else each.collect(flags[name])
+    return given
+
+
+def _from_environment(
+    declared: Mapping[str, Setting], environment: Mapping[str, str], hidden: Collection[str]
+) -> dict[str, Any]:
+    """Read all settings except those in `hidden`. Split lists at spaces. Warn of variables that look like settings."""
+    variables = {_PREFIX + setting.name.upper(): name for name, setting in declared.items()}
+    given: dict[str, Any] = {}
+    for variable in sorted(environment):
+        name = variables.get(variable)
+        if name is not None and name not in hidden:
+            text = environment[variable]
+            value = text if declared[name].collect is None else text.split()
+            given[name] = _read(declared[name], value, variable)
+        elif variable.startswith(_PREFIX) and name is None and variable != _PREFIX + "CONFIG":
+            close = difflib.get_close_matches(variable, variables, 1)
+            meant = f" (did you mean {close[0]}?)" if close else ""
+            logger.warning("ignoring the unknown variable %s%s", variable, meant)
+    return given
+
+
+def _from_file(path: Path | str, declared: Mapping[str, Setting], hidden: Collection[str]) -> dict[str, Any]:
+    """Read all settings except those in `hidden`."""
+    try:
+        values = tomllib.loads(Path(path).read_text())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"--config {path}: {reason_of(error)}") from error
+    fields = {setting.name: name for name, setting in declared.items()}
+    given: dict[str, Any] = {}
+    for key, value in values.items():
+        key = key.replace("-", "_")
+        if key not in fields:
+            close = difflib.get_close_matches(key, fields, 1)
+            raise ConfigError(f"{path}: no setting {key!r}" + (f"; {close[0]!r} is one" if close else ""))
+        if fields[key] not in hidden:
+            given[fields[key]] = _read(declared[fields[key]], value, f"{path}: {key}")
+    return given
+
+
+def _read(setting: Setting, value: object, source: str) -> Any:
+    """Convert a value from the environment or the file to the field's type."""
+    if setting.is_switch:
+        text = str(value).lower()
+        if not isinstance(value, bool | str) or text not in _TRUE | _FALSE:
+            raise ConfigError(f"{source}: {value!r} is neither true nor false")
+        return text in _TRUE
+    if setting.collect is None:
+        return _read_one(setting, value, source)
+    if isinstance(value, dict):
+        value = [f"{name}={item}" for name, item in cast("dict[str, object]", value).items()]
+    if not isinstance(value, list):
+        raise ConfigError(f"{source}: {value!r} is not a list")
+    return setting.collect([_read_one(setting, item, source) for item in cast("list[object]", value)])
+
+
+def _read_one(setting: Setting, value: object, source: str) -> Any:
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise ConfigError(f"{source}: {value!r} is neither a text nor a number")
+    try:
+        return setting.parse(str(value))
+    except KVDepotError as error:
+        raise ConfigError(f"{source}: {error}") from error

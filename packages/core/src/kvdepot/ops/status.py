@@ -10,8 +10,7 @@ from kvdepot.config import counted, format_size
 from kvdepot.counting import Counts
 from kvdepot.errors import ConfigError, printable
 from kvdepot.layout import GroupKind
-from kvdepot.ops.settings import count_argument, named_depot, number_argument
-from kvdepot.ops.terminal import show
+from kvdepot.ops.commandline import count_argument, named_depot, number_argument, show
 from kvdepot.wire import operations as o
 from kvdepot.wire.status import ContextStatus, DepotStatus, GenerationStatus, GroupStatus, TierStatus
 

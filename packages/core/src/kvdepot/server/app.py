@@ -30,10 +30,10 @@ from kvdepot.pool.table import Writer, table_size_bytes
 from kvdepot.server.access import Access, make_room, open_lock
 from kvdepot.server.commands import Operators, Sender, add_tier, log_level, settings_of
 from kvdepot.server.connections import ConnectionTable
+from kvdepot.server.contexts import check_version
 from kvdepot.server.depot import Depot, Requests
 from kvdepot.server.hottest import Hottest
 from kvdepot.server.loop import Loop, Sockets, ThreadResults, Waker
-from kvdepot.server.registration import check_version
 from kvdepot.server.restoring import Restoring
 from kvdepot.server.sessions import Session, SessionTable
 from kvdepot.tiers.opening import TierOpener
