@@ -530,7 +530,8 @@ class Life:
             self.depot.end_process(quarantine.worker[0])
         depot = self.depot
         assert not (len(depot.leases) or depot.stores.tickets or depot.stores.late_tickets or depot.quarantine.held)
-        depot.agents.pins.clear()
+        for _ in depot.agents.pins.expire(float("inf")):
+            pass
         if len(self.source.data) % 2:
             sum(commands.clear_pool(self.depot, None))
             check_empty(self.depot.index)

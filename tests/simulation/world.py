@@ -1013,7 +1013,8 @@ class World:
             while self.do(("tier_begin", 0, 0, 0)) or self.do(("tier_end", 0, 0, 0)):
                 pass
         depot = server.depot
-        depot.agents.pins.clear()
+        for _ in depot.agents.pins.expire(float("inf")):
+            pass
         operate(depot, o.Clear())
         for _ in range(10):
             self.do(("turn", 4, 0, 0))

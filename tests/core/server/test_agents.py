@@ -76,7 +76,7 @@ def test_a_session_that_is_retained_again_has_the_new_time_and_0_ends_it() -> No
     bench.drain()
 
 
-def test_very_many_requests_to_retain_one_session_leave_the_last_pin_alone() -> None:
+def test_very_many_requests_to_retain_one_session_leave_one_pin_and_little_behind() -> None:
     bench = Bench()
     worker, run = bench.worker(), prompt(4)
     worker.store(run)
@@ -84,12 +84,10 @@ def test_very_many_requests_to_retain_one_session_leave_the_last_pin_alone() -> 
         remember(worker, run, retain_seconds=86400.0 + number)
     pins = bench.depot.agents.pins
     assert len(pins) == 1
-    bench.now += 86400.0 + 4998
-    bench.depot.state.timers.expire(bench.now)
+    bench.now += 86400.0 + 4000
+    num_steps = sum(1 for _ in pins.expire(bench.now))
+    assert num_steps < 2048, "most of what is over was thrown away"
     assert len(pins) == 1
-    bench.now += 1
-    bench.depot.state.timers.expire(bench.now)
-    assert len(pins) == 0
 
 
 @pytest.mark.promise(71)

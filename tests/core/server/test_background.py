@@ -7,6 +7,7 @@ import pytest
 
 from kvdepot.errors import ErrorCode
 from kvdepot.index.eviction import ENDED
+from kvdepot.index.pins import Pin
 from kvdepot.lab.processes import wait_until
 from kvdepot.layout import GroupKind
 from kvdepot.pool.table import Writer
@@ -291,7 +292,8 @@ def pin_very_often(bench: Bench) -> None:
     bench.store(prompt(0, 8))
     _, nodes = bench.index.visibility.match(bench.index.spaces[0], prompt(0, 8).digests)
     for number in range(20_000):
-        bench.depot.agents.pins.put(("a", str(number)), nodes, 0, 8, bench.now + 10)
+        bench.depot.agents.pins.put(("a", str(number)), Pin(nodes, 0, 8, bench.now + 10))
+    bench.depot.expire()
 
 
 @pytest.mark.promise(61)
@@ -300,7 +302,8 @@ def test_very_many_pins_that_expire() -> None:
     bench = Bench(filled=False)
     pin_very_often(bench)
     bench.now += 10
-    bench.depot.state.timers.expire(bench.now)
+    bench.depot.expire()
+    bench.depot.background.work()
     assert len(bench.depot.agents.pins) == bench.depot.agents.pins.bytes_of(0) == 0
     assert sum(commands.clear_pool(bench.depot, None)) == 8, "nothing holds them any more"
 

@@ -500,7 +500,8 @@ class DepotMachine(RuleBasedStateMachine):
             self.depot.end_process(worker.writer)
         for orphan in self.orphans:
             self.depot.end_process(orphan.writer)
-        self.depot.agents.pins.clear()
+        for _ in self.depot.agents.pins.expire(float("inf")):
+            pass
         sum(commands.clear_pool(self.depot, None))
         assert (self.index.extents.used_bytes, self.index.entries.num_sealed, len(self.index.nodes)) == (0, 0, 0)
         assert (len(self.depot.leases), len(self.depot.stores.tickets), len(self.depot.quarantine.held)) == (0, 0, 0)

@@ -1769,8 +1769,8 @@ def test_a_session_is_brought_up_and_stays_for_a_time(make: Maker) -> None:
     assert bench.lookup(run) == 8
     assert bench.tiers[0].num_calls == before
     bench.now += 61.0
-    bench.depot.state.timers.expire(bench.now)
-    bench.end_leases()
+    bench.depot.expire()
+    bench.depot.background.work()
     sum(commands.clear_pool(bench.depot, None))
     assert bench.found(run) == 0
     assert not bench.depot.agents.pins

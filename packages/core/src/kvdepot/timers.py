@@ -1,4 +1,4 @@
-"""Timers: the deadlines of requests, movers, flights and pins in one heap. Cancelled timers leave nothing behind."""
+"""Timers: the deadlines of requests, movers and flights in one heap. Cancelled timers leave nothing behind."""
 
 import heapq
 import math
@@ -20,14 +20,14 @@ class Timers:
 
     def __init__(self) -> None:
         self.due = math.inf
-        self._calls: dict[int, Callable[[], object]] = {}
+        self._calls: dict[int, Callable[[], None]] = {}
         self._heap: list[tuple[float, int]] = []
         self._numbers = count(1)
 
     def __len__(self) -> int:
         return len(self._calls)
 
-    def call_at(self, when: float, call: Callable[[], object]) -> int:
+    def call_at(self, when: float, call: Callable[[], None]) -> int:
         """Schedule a function. Return the number for `cancel`, which is never 0."""
         number = next(self._numbers)
         self._calls[number] = call

@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterator
 from typing import Final
 
 from kvdepot.errors import ErrorCode, printable
-from kvdepot.index.pins import AgentSession, PinTable
+from kvdepot.index.pins import AgentSession, Pin, PinTable
 from kvdepot.index.tree import Space
 from kvdepot.index.visibility import NO_MATCH, Match
 from kvdepot.keys import slice_digests
@@ -36,7 +36,7 @@ class Agents:
 
     def __init__(self, state: DepotState, contexts: ContextTable, prefixes: PrefixFile) -> None:
         self.prefixes = prefixes
-        self.pins = PinTable(state.index, state.timers)
+        self.pins = PinTable(state.index)
         self._state = state
         self._index = state.index
         self._contexts = contexts
@@ -111,7 +111,7 @@ class Agents:
         match = index.visibility.match(space, slice_digests(digests, 0, min(match.num_chunks, fitting)))
         if match.nodes:
             num_bytes = match.num_chunks * in_each + at_end
-            self.pins.put(named, match.nodes, share, num_bytes, self._state.clock() + seconds)
+            self.pins.put(named, Pin(match.nodes, share, num_bytes, self._state.clock() + seconds))
         return match.num_chunks
 
     def demote(self, named: AgentSession, digests: bytes) -> Counting:

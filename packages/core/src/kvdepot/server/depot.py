@@ -244,7 +244,7 @@ class Depot:
         self.end_process(writer)
 
     def expire(self) -> None:
-        """End expired leases, tickets and hints."""
+        """End expired leases, tickets, pins and hints."""
         now, background = self.state.clock(), self.background
         self.index.nodes.now = int(now)
         if not self._is_expiring and (self.leases.has_expired(now) or self.stores.has_late(now)):
@@ -252,6 +252,8 @@ class Depot:
             background.urgent.add(self._expiring(now))
         if self.index.priorities.has_ended(now):
             background.endings.add(self.index.priorities.expire(now))
+        if self.agents.pins.has_expired(now):
+            background.unpinnings.add(self.agents.pins.expire(now))
 
     def _expiring(self, now: float) -> Task:
         try:

@@ -188,6 +188,7 @@ class Background:
         self.hints = self._other(_MOST_HINTS)  # the rest of long prefixes; a request ranks their ends itself
         self.notes = self._other(_MOST_NOTES)  # contents of chunks, for blends
         self.endings = self._other(1)  # prefixes whose time to live has passed
+        self.unpinnings = self._other(1)  # pins whose time has passed
         self.generations = self._other(1)  # chunks of weights that became outdated
         self.samples = self._other(1)  # counts a very long lookup for the estimates
         self.replays = self._other(1)  # resends events
