@@ -342,7 +342,9 @@ def copies(_seconds: float) -> None:
     """Compare the ways to copy scattered pages with one large copy. The kernel's thresholds come from these ratios."""
     driver, count, sizes = open_driver(), 16 if FAKE else 1024, (4, 8) if FAKE else (4, 8, 16, 32, 64, 256)
     with driver.activated():
-        gather = Gather(driver, (fake_gather if FAKE else compile_gather)(driver.capability), count)
+        gather = None
+        with part("kernel"):
+            gather = Gather(driver, (fake_gather if FAKE else compile_gather)(driver.capability), count)
         host = np.frombuffer(mmap.mmap(-1, count * max(sizes) << 10), np.uint8)
         driver.register_host(host.ctypes.data, host.nbytes)
         device, stream = driver.allocate_device(2 * host.nbytes), driver.create_stream()
@@ -366,8 +368,9 @@ def copies(_seconds: float) -> None:
             ways: dict[str, Callable[[], object]] = {
                 "one": partial(driver.copy, *(host.ctypes.data, device)[order], count * size, kind, stream),
                 "batch": partial(driver.copy_batch, *by_dma, each, kind, stream),
-                "kernel": partial(gather.copy, *by_kernel, each, stream),
             }
+            if gather is not None:
+                ways["kernel"] = partial(gather.copy, *by_kernel, each, stream)
             rounds = [{name: seconds(way) for name, way in ways.items()} for _ in range(6)][
                 1:
             ]  # the first one warms up

@@ -1,6 +1,6 @@
 """Makes a folder with vLLM small enough for a GPU machine without network: `python pack_vllm.py FOLDER [--arch 90]`.
 
-Make the folder with `pip install --target FOLDER --no-deps vllm==0.32.0 ...`, and name the packages that the machine
+Make the folder with `pip install --target FOLDER --no-deps vllm==0.33.0 ...`, and name the packages that the machine
 lacks, apart from torch and triton. vLLM's libraries use torch's stable interface, so an older torch loads them, too:
 every symbol that those of 0.32.0 and 0.33.0 need is in torch 2.11. On the machine, set
 `VLLM_USE_FLASHINFER_SAMPLER=0` if FlashInfer is missing. Then `tar c FOLDER | xz` took 805 MB down to 45 MB for sm_90.

@@ -229,6 +229,25 @@ def test_a_folder_in_which_nothing_can_be_removed_is_told(disk: Disk, monkeypatc
     assert shelf.tier.usage().num_entries == 4
 
 
+def test_an_entry_that_cannot_be_written_costs_no_other_of_its_call(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: an error of one entry failed all entries of a call, also those that had been written."""
+    shelf = disk.open(10 * FILE_BYTES)
+    keep, bad = Folder.keep, {make_key(2)}
+
+    def keep_others(folder: Folder, temporary: str, key: bytes) -> None:
+        if key in bad:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        keep(folder, temporary, key)
+
+    monkeypatch.setattr(Folder, "keep", keep_others)
+    assert shelf.put(0, 1, 2, 3) == [True, True, False, True]
+    assert shelf.has(0, 1, 2, 3) == shelf.get(0, 1, 2, 3) == [True, True, False, True]
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        shelf.put(2)
+
+
 class SlowDrive:
     """A drive whose writes wait until `go_on` is set."""
 

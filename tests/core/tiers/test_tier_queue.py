@@ -307,6 +307,23 @@ def test_numbers_of_a_url_that_no_clock_can_count_are_refused(option: str, value
 
 
 @pytest.mark.promise(61)
+def test_a_call_writes_entries_of_one_tenant_and_model_so_that_no_others_are_dropped_with_them() -> None:
+    bench = Bench(num_threads=2)  # one of them writes
+    bench.tier.hanging = {JobKind.WRITE}
+    assert bench.submit(JobKind.WRITE)
+    wait_until(lambda: bench.tier.num_waiting)
+    keys = [make_key(0, "a"), make_key(1, "a"), make_key(2, "b"), make_key(3, "b", "another model")]
+    job = Job(JobKind.WRITE, keys, extents_of(0, [1] * 4))
+    outcomes: list[tuple[int, Sequence[bool]]] = []
+    job.on_part = lambda part: outcomes.append((part.first, part.outcomes))
+    assert bench.queue.submit(job)
+    assert sum(bench.queue.drop_writes(name_hash("b"), name_hash("a model"))) == 1
+    for part in bench.queue.poll():
+        part.job.on_part(part)
+    assert outcomes == [(2, [False])]
+    assert bench.queue.status().num_waiting_writes == 2
+
+
 def test_writes_are_dropped_in_small_steps_and_others_stay_in_their_order() -> None:
     bench = Bench(num_threads=2)  # one of them writes
     bench.tier.hanging = {JobKind.WRITE}

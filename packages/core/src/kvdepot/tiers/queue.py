@@ -19,7 +19,7 @@ from kvdepot.counting import Counts, tier_counter
 from kvdepot.tiers.base import Tier, TierPool, TierUsage
 from kvdepot.tiers.breaker import ERRORS_TO_SUSPEND, MAXIMUM_HUNG_CALLS, Breaker
 from kvdepot.tiers.jobs import Call, Job, JobKind, JobPart
-from kvdepot.tiers.keys import MOST_CHUNKS_A_RUN, has_names, run_of
+from kvdepot.tiers.keys import MOST_CHUNKS_A_RUN, NAME_HASH_BYTES, has_names, run_of
 from kvdepot.tiers.url import DEADLINE_SECONDS, DEFAULT_THREADS, PATIENCE
 from kvdepot.tiers.workers import TierWorkers
 from kvdepot.wire.status import TierStatus
@@ -145,9 +145,10 @@ class TierQueue:
     def _cuts(self, job: Job) -> list[int]:
         """Return the boundaries of the calls of a job: their starts, and the end of the last.
 
-        A call has at most 16 MiB. For a tier that keeps runs, questions have whole runs, and other calls have one run.
+        A call has at most 16 MiB, all of one tenant and model. For a tier that keeps runs, questions have whole runs,
+        and other calls have one run.
         """
-        keys, cuts, num_bytes, run = job.keys, [0], 0, b""
+        keys, cuts, num_bytes, run, names = job.keys, [0], 0, b"", b""
         is_question = job.operation in (JobKind.CONTAINS, JobKind.TOUCH)
         most = _QUESTIONS_A_CALL if is_question else MOST_CHUNKS_A_RUN if self.keeps_runs else self.tier.batch_entries
         if job.operation is JobKind.READ and self.tier.reads_apart:
@@ -158,6 +159,9 @@ class TierQueue:
             if self.keeps_runs:
                 before, run = run, run_of(key)
                 is_full = run != before and (is_full or not is_question)
+            elif not is_question:  # so that `drop_writes` drops whole calls
+                before, names = names, key[: 2 * NAME_HASH_BYTES]
+                is_full = is_full or names != before
             if is_full and place > cuts[-1]:
                 cuts.append(place)
                 num_bytes = 0

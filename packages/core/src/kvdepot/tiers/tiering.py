@@ -195,7 +195,7 @@ class Tiering:
         yield 0
         for queue in self.queues:
             yield from queue.drop_writes(*hashes)
-        jobs = [job for job in self._demotions.writing if has_names(job.keys[0], *hashes)]
+        jobs = [job for job in self._demotions.writing if any(has_names(key, *hashes) for key in job.keys)]
         self._awaiting.append((jobs, on_done))
         self.due = 0.0
 

@@ -86,10 +86,17 @@ class DiskTier(Tier):
         return self.contains(keys)
 
     def write(self, keys: Sequence[bytes], trailers: Sequence[bytes], extents: Extents) -> list[bool]:
-        """See `Tier`."""
-        return [
-            self._write(key, trailer, *extent) for key, trailer, extent in zip(keys, trailers, extents, strict=True)
-        ]
+        """See `Tier`. An entry that fails does not fail the others. Raise if none could be written."""
+        outcomes, failed = list[bool](), None
+        for key, trailer, extent in zip(keys, trailers, extents, strict=True):
+            try:
+                outcomes.append(self._write(key, trailer, *extent))
+            except OSError as error:
+                outcomes.append(False)
+                failed = error
+        if failed is not None and not any(outcomes):
+            raise failed
+        return outcomes
 
     def read(self, keys: Sequence[bytes], extents: Extents) -> list[bytes | None]:
         """See `Tier`."""
