@@ -222,6 +222,8 @@ def test_calls_of_a_child_that_stands_still_end_when_it_is_dead(
         wait_until(lambda: is_back(tier), 60.0, what="the start of the child")
         pid = tier.writer_pid
         os.kill(pid, signal.SIGSTOP)
+        tasks = Path(f"/proc/{pid}/task")  # each thread stops when it next leaves the kernel
+        wait_until(lambda: all(") T " in (each / "stat").read_text() for each in tasks.iterdir()), what="its stop")
         died: list[bool] = []
 
         def call() -> None:
