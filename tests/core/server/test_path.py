@@ -87,6 +87,10 @@ def test_a_further_chunk_of_a_store_changes_file_at_most_twelve_times(
         wait_until(lambda: sum(server.loop.turns.counts) > turns)
         return sum(one != other for one, other in itertools.pairwise(path.modules[:]))
 
-    least = {number: min(changes(number, f"{number} {each}") for each in range(6)) for number in (1, 9)}
+    one, nine = changes(1, "one"), changes(9, "nine")
+    for each in range(_ROUNDS):  # a busy machine divides the work into more turns
+        if 0 < nine - one <= 8 * 12:
+            break
+        one, nine = min(one, changes(1, f"one {each}")), min(nine, changes(9, f"nine {each}"))
     peer.close()
-    assert 0 < least[9] - least[1] <= 8 * 12
+    assert 0 < nine - one <= 8 * 12
