@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from importlib.metadata import entry_points
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -426,6 +427,36 @@ def test_what_changes_the_bytes_of_kv_changes_the_namespace(name: str, value: An
         return engine_namespace(server_args(**changes), config, "cpu", 1, EngineSettings(weights="w")).digest(PAGE)
 
     assert digest(**{name: value}) != digest() == digest()
+
+
+@pytest.mark.promise(82)
+def test_the_content_of_adapters_that_keep_their_id_over_a_restart_counts(tmp_path: Path) -> None:
+    """SGLang makes the id of an adapter of `--lora-paths` of its name and path, not of its content."""
+    folder = tmp_path / "one"
+    ways: list[Any] = [
+        [SimpleNamespace(lora_name="a", lora_path=str(folder))],
+        [f"a={folder}"],
+        [str(folder)],
+        [{"lora_name": "a", "lora_path": str(folder)}],
+        {"a": str(folder)},
+    ]
+
+    def digests() -> set[bytes]:
+        config = SimpleNamespace(to_dict=lambda: {"hidden_size": 8})
+        settings = EngineSettings(weights="w")
+        return {
+            engine_namespace(server_args(lora_paths=way), config, "cpu", 1, settings).digest(PAGE)
+            for way in [*ways, None]
+        }
+
+    seen: list[set[bytes]] = []
+    folder.mkdir()
+    for content in (b"1", b"2", b"1"):
+        (folder / "adapter_model.bin").write_bytes(content * 64)
+        seen.append(digests())
+    assert [len(each) for each in seen] == [2, 2, 2], "one with the adapter, given in any way, and one without"
+    assert seen[0] == seen[2]
+    assert len(seen[0] & seen[1]) == 1, "the one without"
 
 
 def test_random_weights_are_shared_by_seed_and_number_of_ranks() -> None:

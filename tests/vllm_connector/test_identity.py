@@ -17,7 +17,8 @@ from kvdepot.config import format_size
 from kvdepot.engines.identity import fingerprint
 from kvdepot.keys import PrefixHasher
 from kvdepot.lab.processes import DepotProcess
-from kvdepot_vllm.identity import RequestIdentity, engine_namespace
+from kvdepot_vllm.contents import EngineContents
+from kvdepot_vllm.identity import engine_namespace, extra_keys
 from kvdepot_vllm.params import SharedHead
 from kvdepot_vllm.settings import Settings
 from support.vllm.engines import Engine, MakeModel, cached, connector, prompts, tokens
@@ -272,7 +273,8 @@ def item(identifier: str, offset: int, modality: str = "image") -> Any:
 
 
 def keys_of(weights: Path, head: SharedHead | None = None, **changes: Any) -> bytes:
-    extra = RequestIdentity().extra_keys(request(**changes), head)
+    asked = request(**changes)
+    extra = extra_keys(asked, EngineContents(lambda: None).of(asked).adapter, head)
     hasher = PrefixHasher(engine_namespace(vllm_config(weights), Settings()), 16, extra)
     hasher.extend(range(160))
     return hasher.run().digests
@@ -336,46 +338,28 @@ def make_adapter_files(folder: Path, content: bytes) -> Path:
     return safetensors(folder / "adapter_model.safetensors", {"lora_A": content * 64}).parent
 
 
-def test_an_adapter_is_known_by_its_content_under_any_name_and_path(tmp_path: Path) -> None:
+def test_an_adapter_is_known_by_its_content_under_any_name_and_path(weights: Path, tmp_path: Path) -> None:
     """Two pods with the same adapter share. An adapter that replaced another one does not share with it."""
     first, copy = (make_adapter_files(tmp_path / name, b"1") for name in ("first", "copy"))
-    keys = [
-        RequestIdentity().extra_keys(request(lora_request=each))
-        for each in (adapter(first), adapter(copy), adapter(copy, "b", 7))
-    ]
+    keys = [keys_of(weights, lora_request=each) for each in (adapter(first), adapter(copy), adapter(copy, "b", 7))]
     assert keys[0] == keys[1] == keys[2]
     make_adapter_files(copy, b"2")
-    assert RequestIdentity().extra_keys(request(lora_request=adapter(copy))) != keys[0]
+    assert keys_of(weights, lora_request=adapter(copy)) != keys[0]
 
 
-def test_an_adapter_that_is_loaded_anew_under_its_old_name_is_read_again(tmp_path: Path) -> None:
-    identity = RequestIdentity()
-    folder = make_adapter_files(tmp_path / "adapter", b"1")
-    before = identity.extra_keys(request(lora_request=adapter(folder)))
-    make_adapter_files(folder, b"2")
-    assert identity.extra_keys(request(lora_request=adapter(folder))) == before, "vLLM still has the old one"
-    assert identity.extra_keys(request(lora_request=adapter(folder, number=2))) != before
-
-
-def test_an_adapter_without_a_fingerprint_is_known_by_its_name_and_path(tmp_path: Path) -> None:
+def test_an_adapter_without_a_fingerprint_is_known_by_its_name_and_path(weights: Path, tmp_path: Path) -> None:
     """Adapters passed in memory have a path that does not exist."""
-    keys = [
-        RequestIdentity().extra_keys(request(lora_request=each))
-        for each in (
-            adapter(tmp_path / "gone"),
-            adapter(tmp_path / "gone", "b"),
-            adapter(tmp_path / "away"),
-            adapter(tmp_path / "gone"),
-        )
-    ]
+    gone = tmp_path / "gone"
+    adapters = adapter(gone), adapter(gone, "b"), adapter(tmp_path / "away"), adapter(gone)
+    keys = [keys_of(weights, lora_request=each) for each in adapters]
     assert keys[0] == keys[3]
-    assert len({repr(key) for key in keys}) == 3
+    assert len({*keys}) == 3
 
 
 def test_prompt_embeddings_are_told_by_their_content() -> None:
     torch = pytest.importorskip("torch")
     one, same, other = torch.ones(4, 8), torch.ones(4, 8), torch.ones(4, 8) * 2
-    found = [RequestIdentity().extra_keys(request(prompt_embeds=tensor)) for tensor in (one, same, other)]
+    found = [extra_keys(request(prompt_embeds=tensor)) for tensor in (one, same, other)]
     assert found[0] == found[1] != found[2]
 
 

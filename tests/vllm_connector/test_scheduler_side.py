@@ -123,6 +123,13 @@ class Pool:
     def held(self) -> set[int]:
         return {block.block_id for block in self.blocks if block.ref_cnt}
 
+    @property
+    def cached_block_hash_to_block(self) -> set[str]:
+        return {block.block_hash for block in self.blocks if block.block_hash is not None}
+
+    def get_num_free_blocks(self) -> int:
+        return len(self.blocks) - 1 - len(self.held())
+
 
 @dataclass
 class Scene:

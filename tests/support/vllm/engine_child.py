@@ -107,7 +107,7 @@ class Child:
         *,
         together: bool = True,
         salt: str | None = None,
-        adapter: list[str] | None = None,
+        adapter: list[Any] | None = None,
         params: dict[str, Any] | None = None,
         logprobs: int | None = None,
         images: list[list[int]] | None = None,
@@ -117,12 +117,12 @@ class Child:
         """Serve prompts.
 
         Args:
+            adapter: arguments of a `LoRARequest`, see `lora_request`.
             images: seeds of the random images in each prompt.
             embeddings: seeds of random prompts of embeddings, which are also served.
             alphabet: the only tokens allowed in answers, so that answers repeat themselves.
         """
         from vllm import SamplingParams
-        from vllm.lora.request import LoRARequest
 
         sampling = SamplingParams(
             temperature=0,
@@ -132,7 +132,7 @@ class Child:
             allowed_token_ids=alphabet,
             extra_args={"kv_transfer_params": params} if params else None,
         )
-        lora = LoRARequest(adapter[0], int(adapter[2]), adapter[1]) if adapter else None
+        lora = lora_request(*adapter) if adapter else None
         inputs: list[dict[str, Any]] = [{"prompt_token_ids": tokens} for tokens in prompts]
         for prompt, seeds in zip(inputs, images or (), strict=bool(images)):
             prompt["multi_modal_data"] = {"image": [_random_image(seed) for seed in seeds]}
@@ -374,19 +374,37 @@ class Child:
     def groups_of(context: Any) -> Any:
         return [group.tensors for group in context.copier.keep_alive.groups]
 
-    def submit(self, requests: dict[str, list[int]], max_tokens: int, steps: int = 0) -> Any:
+    def submit(
+        self, requests: dict[str, list[int]], max_tokens: int, steps: int = 0, adapter: list[Any] | None = None
+    ) -> Any:
         """Add requests and make `steps` steps."""
         from vllm import SamplingParams
 
         sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        lora = lora_request(*adapter) if adapter else None
         for request_id, prompt in requests.items():
-            self.llm.llm_engine.add_request(request_id, {"prompt_token_ids": prompt}, sampling)
+            self.llm.llm_engine.add_request(request_id, {"prompt_token_ids": prompt}, sampling, lora_request=lora)
         return self.step(steps)
 
     def step(self, steps: int) -> Any:
-        """Make `steps` steps. Answer with the requests that finished."""
-        finished = [output.request_id for _ in range(steps) for output in self.llm.llm_engine.step() if output.finished]
-        return {"finished": finished}
+        """Make `steps` steps. Answer with the requests that finished, and the tokens of each."""
+        done = [output for _ in range(steps) for output in self.llm.llm_engine.step() if output.finished]
+        return {
+            "finished": [output.request_id for output in done],
+            "tokens": {output.request_id: list(output.outputs[0].token_ids) for output in done},
+        }
+
+    def add_adapter(self, adapter: list[Any]) -> Any:
+        """Load an adapter without a request, as `POST /v1/load_lora_adapter` does."""
+        self.llm.llm_engine.add_lora(lora_request(*adapter))
+        return {}
+
+    def reload(self, path: str, version: str | None = None) -> Any:
+        """Load other weights in place, and give them a version. vLLM keeps its own prefix cache."""
+        self.core.collective_rpc("reload_weights", kwargs={"weights_path": path})
+        if version is not None:
+            self.core.set_weight_version(version)
+        return {}
 
     def abort(self, requests: list[str], steps: int = 0) -> Any:
         self.llm.llm_engine.abort_request(requests)
@@ -422,6 +440,13 @@ class Child:
         scope: dict[str, Any] = {"child": self, "llm": self.llm, "result": None}
         exec(code, scope)  # noqa: S102
         return {"result": scope["result"]}
+
+
+def lora_request(name: str, path: str, number: int | str, in_place: bool = False) -> Any:
+    """Return a request for an adapter that is in the folder `path` and has the id `number`."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(name, int(number), path, load_inplace=in_place)
 
 
 def _random_image(seed: int) -> Any:

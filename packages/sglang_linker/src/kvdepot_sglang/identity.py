@@ -1,7 +1,9 @@
 # pyright: basic
 """The namespace of an SGLang engine: everything besides tokens that determines its KV.
 
-SGLang's names of pages already distinguish tokens, adapters (`extra_key`) and salts (`cache_salt`).
+SGLang's names of pages already distinguish tokens, adapters (`extra_key`) and salts (`cache_salt`). SGLang gives an
+adapter that it loads while it runs a new random id, but one of `--lora-paths` the same id at each start, made of its
+name and path. So the content of these adapters is part of the namespace.
 
 At start, the weight files name the weights, so that replicas with equal weights share. An update of the running engine
 makes the name random, because until SGLang flushes its cache, pages on the device may come from the weights before.
@@ -10,10 +12,12 @@ cold cache, so the name is random.
 """
 
 import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, Final
 
 from kvdepot.engines.generation import digest_of_ranks, of_generation
-from kvdepot.engines.identity import RANDOM, commit_of, config_digest, models_digest, weights_of
+from kvdepot.engines.identity import RANDOM, commit_of, config_digest, digest_of, models_digest, weights_in, weights_of
 from kvdepot.engines.settings import EngineSettings
 from kvdepot.keys import GENERATION, Namespace
 from kvdepot_sglang.ranks import Ranks
@@ -61,6 +65,10 @@ def engine_namespace(
         "device": device,
         **{name: _plain(getattr(server_args, name, "")) for name in _DECIDING},
     }
+    adapters = sorted(_adapter_paths(getattr(server_args, "lora_paths", None) or ()))
+    if adapters:
+        told = [(path, weights_in(Path(path), "weights of an adapter")) for path in adapters]
+        extra["adapters"] = digest_of("adapters", told)
     if load_format == RANDOM:
         extra["seed"] = str(getattr(server_args, "random_seed", ""))
     if load_format == RANDOM or getattr(server_args, "enable_deterministic_inference", False):
@@ -73,6 +81,15 @@ def engine_namespace(
         quantization=str(getattr(server_args, "quantization", None) or ""),
         extra=tuple(sorted(extra.items())),
     )
+
+
+def _adapter_paths(given: Any) -> Iterator[str]:
+    """Yield the paths in `--lora-paths`: a dictionary by name, or a list of texts, dictionaries and `LoRARef`s."""
+    for each in given.values() if isinstance(given, Mapping) else given:
+        if isinstance(each, Mapping):
+            yield str(each["lora_path"])
+        else:
+            yield each.partition("=")[2] or each if isinstance(each, str) else str(each.lora_path)
 
 
 def _plain(value: Any) -> str:

@@ -33,6 +33,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvdepot.counting import engine_counter
 from kvdepot.errors import DepotUnavailable, KVDepotError
 from kvdepot.logs import log_like, never_raises
+from kvdepot_vllm.contents import WorkerContents
 from kvdepot_vllm.events import Announcer
 from kvdepot_vllm.groups import EngineCache
 from kvdepot_vllm.inspection import find_version, name_of_engine
@@ -133,6 +134,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         self._settings = Settings.parse(transfer.kv_connector_extra_config, role=transfer.kv_role)
         self.scheduler_side: SchedulerSide | None = None
         self.worker_side = WorkerSide(None, 1, 0)  # uses no depot: every load fails, every store ends at once
+        self._contents = WorkerContents()  # one for all registrations of the cache
         self._unsaid: WorkerFormat | None = None  # this worker's format until it is sent
         self._block_pool: Any = None
         self._plan = StepPlan()
@@ -234,7 +236,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         if self.cache is None:
             return
         try:
-            self.worker_side, self._unsaid = self._start.register_worker(self.cache, kv_caches)
+            self.worker_side, self._unsaid = self._start.register_worker(self.cache, kv_caches, self._contents)
         except KVDepotError as reason:
             logger.error("kvdepot is not used by this worker: %s", reason)
         except Exception:

@@ -4,7 +4,7 @@ Only `connector`, `setup`, `events` and `blend` import vLLM when they are loaded
 it.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Sized
 from typing import Any, Protocol
 
 BlockTable = Sequence[Sequence[int]]
@@ -61,6 +61,7 @@ class BlockPool(Protocol):
 
     blocks: Sequence[Any]
     null_block: Any
+    cached_block_hash_to_block: Sized  # the blocks in the prefix cache, by their hashes
 
     def get_num_free_blocks(self) -> int:
         """Return the number of free blocks."""

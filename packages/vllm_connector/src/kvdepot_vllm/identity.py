@@ -4,7 +4,6 @@ Everything is computed from content and names without a seed, so equal engines g
 """
 
 import importlib
-from pathlib import Path
 from typing import Any, Final, cast
 
 import msgspec
@@ -16,10 +15,10 @@ from kvdepot.engines.identity import (
     config_digest,
     config_values,
     digest_of,
-    weights_in,
     weights_of,
 )
 from kvdepot.keys import Namespace
+from kvdepot_vllm.contents import Adapter
 from kvdepot_vllm.engine import EngineRequest
 from kvdepot_vllm.params import SharedHead
 from kvdepot_vllm.settings import Settings
@@ -135,42 +134,34 @@ def _drafter(vllm_config: Any, target: str, target_weights: str) -> str:
     return digest_of("drafter", [str(part) for part in parts])
 
 
-class RequestIdentity:
-    """Converts everything besides tokens that determines a request's KV into extra keys for `PrefixHasher`."""
+def extra_keys(
+    request: EngineRequest, adapter: Adapter | None = None, head: SharedHead | None = None
+) -> list[tuple[int, int, bytes]]:
+    """Convert everything besides tokens that determines a request's KV into extra keys for `PrefixHasher`.
 
-    def __init__(self) -> None:
-        self._adapters: dict[tuple[str, str, int], bytes] = {}  # by name, path, and vLLM's id of the loaded adapter
+    Args:
+        request: vLLM's request.
+        adapter: its adapter, which its content alone identifies.
+        head: a shared beginning of the prompt. The cache salt does not cover it. Its own salt does.
 
-    def extra_keys(self, request: EngineRequest, head: SharedHead | None = None) -> list[tuple[int, int, bytes]]:
-        """Return `(first token, end, key)` for the adapter, cache salt, multimodal items and prompt embeddings.
-
-        The cache salt does not cover a shared `head` of the prompt. The head's own salt does.
-        """
-        found: list[tuple[int, int, bytes]] = []
-        if request.lora_request is not None:
-            found.append((0, _WHOLE_PROMPT, self._adapter(request.lora_request)))
-        if request.cache_salt:
-            first = head.num_tokens if head is not None else 0
-            found.append((first, _WHOLE_PROMPT, msgspec.msgpack.encode(("salt", request.cache_salt))))
-            if head is not None and head.salt:
-                found.append((0, first, msgspec.msgpack.encode(("shared salt", head.salt))))
-        if request.prompt_embeds is not None:
-            found.append((0, _WHOLE_PROMPT, msgspec.msgpack.encode(("embeds", _tensor_digest(request.prompt_embeds)))))
-        for item in request.mm_features:
-            place = item.mm_position
-            key = msgspec.msgpack.encode(("item", item.modality, item.identifier))
-            found.append((place.offset, place.offset + place.length, key))
-        return found
-
-    def _adapter(self, adapter: Any) -> bytes:
-        """Return the adapter's key: its content alone if that has a fingerprint, else its name and path."""
-        name, path = str(adapter.lora_name), str(adapter.lora_path)
-        loading = (name, path, int(adapter.lora_int_id))
-        if loading not in self._adapters or getattr(adapter, "load_inplace", False):
-            content = weights_in(Path(path), f"weights of adapter {name}")
-            known = ("adapter content", content) if content else ("adapter", name, path)
-            self._adapters[loading] = msgspec.msgpack.encode(known)
-        return self._adapters[loading]
+    Returns:
+        `(first token, end, key)` for the adapter, cache salt, multimodal items and prompt embeddings.
+    """
+    found: list[tuple[int, int, bytes]] = []
+    if adapter is not None:
+        found.append((0, _WHOLE_PROMPT, msgspec.msgpack.encode(("adapter", adapter.loaded.content))))
+    if request.cache_salt:
+        first = head.num_tokens if head is not None else 0
+        found.append((first, _WHOLE_PROMPT, msgspec.msgpack.encode(("salt", request.cache_salt))))
+        if head is not None and head.salt:
+            found.append((0, first, msgspec.msgpack.encode(("shared salt", head.salt))))
+    if request.prompt_embeds is not None:
+        found.append((0, _WHOLE_PROMPT, msgspec.msgpack.encode(("embeds", _tensor_digest(request.prompt_embeds)))))
+    for item in request.mm_features:
+        place = item.mm_position
+        key = msgspec.msgpack.encode(("item", item.modality, item.identifier))
+        found.append((place.offset, place.offset + place.length, key))
+    return found
 
 
 def _tensor_digest(tensor: Any) -> bytes:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvdepot.engines.identity import models_digest
+from kvdepot_vllm.contents import WRITING_METHODS
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +28,11 @@ _DEFAULT_PORT: Final = "8000"  # of `vllm serve`
 def find_runner() -> Any | None:
     """Return the model runner that is calling `register_kv_caches`, None if none is found."""
     return _find("get_model", "model", "kv_cache_config")
+
+
+def find_worker() -> Any | None:
+    """Return the worker whose runner is calling `register_kv_caches`, None if none is found."""
+    return _find("model_runner", *WRITING_METHODS)
 
 
 def find_version() -> Callable[[], str]:

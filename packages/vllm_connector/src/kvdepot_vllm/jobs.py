@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvdepot.keys import KeyRun
+from kvdepot_vllm.contents import ORIGINAL, Changes, Contents
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,7 @@ class LoadJob:
     key: KeyRun
     block_ids: tuple[list[int], ...]
     skip_tokens: int
+    contents: Contents = ORIGINAL  # a worker that would compute with others fails the load
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +86,14 @@ class StoreJob:
     request_id: str
     key: KeyRun
     block_ids: tuple[list[int], ...]
+    contents: Contents = ORIGINAL  # a worker that computed with others stores nothing
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step's jobs for the workers."""
 
+    step: int = 0  # counts the planned steps from 1 on; 0: this one could not be planned
     loads: tuple[LoadJob, ...] = ()
     stores: tuple[StoreJob, ...] = ()
     is_idle: bool = False  # the step computes nothing
@@ -110,6 +114,7 @@ class WorkerReport:
         blended: figures of blends that ended.
         weights: by worker, the number of the question and a digest of its weights, "" if it has no digest.
         has_slept: whether one of these workers has slept since its last answer.
+        changes: the contents with which the workers compute by now, if these have changed.
     """
 
     ended: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
@@ -118,6 +123,7 @@ class WorkerReport:
     blended: dict[str, BlendFigures] = field(default_factory=dict[str, BlendFigures])
     weights: dict[int, tuple[int, str]] = field(default_factory=dict[int, tuple[int, str]])
     has_slept: bool = False
+    changes: Changes | None = None
 
     def merge(self, other: "WorkerReport") -> "WorkerReport":
         """Return the report of both."""
@@ -129,6 +135,9 @@ class WorkerReport:
         for request_id, (count, is_whole) in other.blends_loaded.items():
             known_count, was_whole = loaded.get(request_id, (0, True))
             loaded[request_id] = (known_count + count, was_whole and is_whole)
+        changes = self.changes or other.changes
+        if self.changes is not None and other.changes is not None:
+            changes = self.changes.merge(other.changes)
         return WorkerReport(
             merged,
             self.formats + other.formats,
@@ -136,4 +145,5 @@ class WorkerReport:
             self.blended | other.blended,
             self.weights | other.weights,
             self.has_slept or other.has_slept,
+            changes,
         )

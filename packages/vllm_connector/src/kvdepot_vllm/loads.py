@@ -6,6 +6,7 @@ step, and reports ended loads here. The lease that keeps a load's chunks belongs
 
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Final
 
 from kvdepot.backends import NO_BLOCK
@@ -75,7 +76,7 @@ class Loads:
         blocks = tuple(list(row) for row in table)
         if exact is None:
             return LoadJob(state.request_id, _NO_CHUNKS, blocks, 0)
-        return LoadJob(state.request_id, exact.key, blocks, exact.skip_tokens)
+        return replace(exact, block_ids=blocks)
 
     def _job(self, state: RequestState, table: BlockTable, end: int) -> LoadJob | None:
         """Return the job that loads up to token `end`; None, with a log line, if vLLM's blocks do not fit the lease."""
@@ -97,7 +98,7 @@ class Loads:
             )
             return None
         state.load_end = end
-        return LoadJob(state.request_id, state.run_to(first, end), block_ids, skip_tokens)
+        return LoadJob(state.request_id, state.run_to(first, end), block_ids, skip_tokens, state.contents)
 
     def take_planned(self) -> tuple[LoadJob, ...]:
         """Return the loads planned since the last call. Blends are not among them."""

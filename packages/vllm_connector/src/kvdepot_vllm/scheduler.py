@@ -21,9 +21,10 @@ from kvdepot.errors import KVDepotError
 from kvdepot.keys import Namespace, PrefixHasher
 from kvdepot.wire.messages import MAXIMUM_CHUNKS
 from kvdepot_vllm.blend.planning import Blends
+from kvdepot_vllm.contents import Changes, EngineContents
 from kvdepot_vllm.engine import BlockPool, BlockTable, EngineRequest, Step
 from kvdepot_vllm.groups import EngineCache
-from kvdepot_vllm.identity import RequestIdentity
+from kvdepot_vllm.identity import extra_keys
 from kvdepot_vllm.jobs import StepPlan, WorkerReport
 from kvdepot_vllm.loads import Loads
 from kvdepot_vllm.lookups import Lookups
@@ -95,7 +96,7 @@ class SchedulerSide:
             digest = generation.namespace.digest(cache.chunk_tokens)
             self._feed = client.follow(digest, announcer.on_news, announcer.on_lost, announcer.wants_all)
         self._clock = clock
-        self._identity = RequestIdentity()
+        self._contents = EngineContents(lambda: self._stores.pool, keeps_names=settings.keep_after_reset)
         self.requests: dict[str, RequestState] = {}
         self._stores = Stores(cache, settings, num_workers, self._store_ended, clock)
         self._prefill_cost = PrefillCost()
@@ -134,11 +135,14 @@ class SchedulerSide:
         chunk_tokens = self.cache.chunk_tokens
         hand_over = HandOver.parse(request.kv_transfer_params)
         hands_over = hand_over is not None or asks_for_hand_over(request.kv_transfer_params)
+        contents = self._contents.of(request)
+        keys = extra_keys(request, contents.adapter, SharedHead.parse(params))
         state = RequestState(
             request,
-            PrefixHasher(self._namespace, chunk_tokens, self._identity.extra_keys(request, SharedHead.parse(params))),
+            PrefixHasher(self._namespace, chunk_tokens, keys),
             chunk_tokens,
             prompt_tail_end=self.cache.tail_end(request.num_prompt_tokens) if hands_over else 0,
+            contents=contents,
             may_load=self._settings.load and params.get("load") is not False and not request.resumable,
             may_store=self._settings.store != "none" and params.get("store") is not False and not request.resumable,
             must_note=self._blends.can_blend,
@@ -162,13 +166,19 @@ class SchedulerSide:
 
         A load is offered once for each admission: after a failed load the request is recomputed.
         """
+        self._look_at_version()  # before this request has blocks, so that those of its step count as new
+        state = self.requests.get(request.request_id)
+        is_outdated = self._contents.admit(state.contents if state is not None else self._contents.of(request))
         if request.request_id in self._unnamed:
             self._needs_name = True
             may_load = self._settings.load and not request.skip_reading_prefix_cache and not request.resumable
             return (None if may_load else 0), False
-        state = self.requests.get(request.request_id)
         if state is None:
             return 0, False
+        if local_tokens and is_outdated:
+            # Other engines would find these blocks, and the KV that is computed after them, under the newer keys.
+            logger.debug("request %s: %d tokens in vLLM's own cache may be outdated", state.request_id, local_tokens)
+            self._end_use(state)
         state.local_tokens, state.num_computed = local_tokens, 0
         if not state.may_load or request.skip_reading_prefix_cache or state.was_loaded:
             self._lookups.drop(state)
@@ -238,6 +248,7 @@ class SchedulerSide:
         self._prefill_cost.planned(self._clock(), sum(step.num_scheduled_tokens.values()))
         self._client.token_seconds = min(self._prefill_cost.token_seconds, _SLOWEST_TOKEN_SECONDS)
         return StepPlan(
+            self._contents.next_step(),
             self._loads.take_planned(),
             self._stores.take_planned(),
             is_idle,
@@ -251,12 +262,14 @@ class SchedulerSide:
         """Take the workers' reports.
 
         Args:
-            report: the ended stores, the progress of blends, and digests of weights.
+            report: the ended stores, the progress of blends, digests of weights, and changes of contents.
             finished: requests whose load ended on all workers.
             failed: those among them whose load failed (several KV cache groups).
             invalid_blocks: blocks that loads, ended or not, left unfilled (one group).
         """
         self._prefill_cost.reported(self._clock())
+        if report.changes is not None:
+            self._take_changes(report.changes)
         if self._generation.tell(report.weights, has_slept=report.has_slept):
             self._named()
         self._stores.report(report.ended)
@@ -403,12 +416,26 @@ class SchedulerSide:
         if self._settings.keep_after_reset:
             return
         self._generation.reset()
+        self._contents.reset()
         for state in self.requests.values():
-            state.may_load = state.may_store = False
-            self._lookups.drop(state)
-            self._lookups.withdraw(state)
-            state.must_note = False  # its chunks belong to the previous generation
-            self._blends.forget(state)
+            self._end_use(state)
+
+    def _take_changes(self, changes: Changes) -> None:
+        """End the loads and stores of requests that compute with other contents by now, and name new weights."""
+        # A worker that is asked in the step after an update answers with that update's digest: it needs no other name.
+        if self._contents.take(changes) and self._generation.is_known:
+            self._generation.reset()
+        for state in self.requests.values():
+            if self._contents.concern(changes, state.contents):
+                self._end_use(state)
+
+    def _end_use(self, state: RequestState) -> None:
+        """Neither load nor store for a request any more, as its keys do not name what it computes with."""
+        state.may_load = state.may_store = False
+        self._lookups.drop(state)
+        self._lookups.withdraw(state)
+        state.must_note = False
+        self._blends.forget(state)
 
     def _look_at_version(self) -> None:
         if self._generation.set_version(self._version()):

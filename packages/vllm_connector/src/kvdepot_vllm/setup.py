@@ -24,10 +24,11 @@ from kvdepot.engines.generation import Generation
 from kvdepot.errors import LayoutError
 from kvdepot.layout import GroupKind
 from kvdepot.wire.messages import GroupShape
+from kvdepot_vllm.contents import WorkerContents
 from kvdepot_vllm.events import Announcer, Describer
 from kvdepot_vllm.groups import EngineCache, Unsupported, engine_cache, named_format, worker_groups
 from kvdepot_vllm.identity import engine_namespace
-from kvdepot_vllm.inspection import digest_of_weights, find_runner, served_model
+from kvdepot_vllm.inspection import digest_of_weights, find_runner, find_worker, served_model
 from kvdepot_vllm.scheduler import SchedulerSide
 from kvdepot_vllm.settings import Settings
 from kvdepot_vllm.worker import WorkerSide
@@ -75,12 +76,15 @@ class Start:
             logger.exception("kvdepot failed and is not used; the engine runs without it")
         return None
 
-    def register_worker(self, cache: EngineCache, kv_caches: dict[str, Any]) -> tuple[WorkerSide, WorkerFormat]:
+    def register_worker(
+        self, cache: EngineCache, kv_caches: dict[str, Any], contents: WorkerContents
+    ) -> tuple[WorkerSide, WorkerFormat]:
         """Register this process's KV cache with the depot.
 
         Args:
             cache: the engine's cache. Its format, which only a worker can find, is added here.
             kv_caches: tensors by layer name, as vLLM passes them.
+            contents: notes from now on with which weights and adapters this process computes.
 
         Returns:
             the worker's side, which the caller closes, and the format under which it registers.
@@ -138,6 +142,7 @@ class Start:
         )
         context = open_context()
         runner = find_runner()
+        contents.watch(find_worker(), runner)
 
         def tell_weights() -> tuple[int, str]:
             return rank, digest_of_weights(runner)
@@ -153,9 +158,8 @@ class Start:
             from kvdepot_vllm.blend.setup import start_blending
 
             blends, text = start_blending(self.vllm_config, self.kv_cache_config, self.settings, context)
-        return WorkerSide(context, cache.chunk_tokens, block_tokens, blends, open_context, tell_weights), WorkerFormat(
-            cache.format, blends is not None, text, context.spec.groups, loaded
-        )
+        side = WorkerSide(context, cache.chunk_tokens, block_tokens, blends, open_context, tell_weights, contents)
+        return side, WorkerFormat(cache.format, blends is not None, text, context.spec.groups, loaded)
 
     def open_scheduler(
         self,

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from kvdepot.client.answers import BlendHit, BlendRun, Lease
 from kvdepot.client.scheduler import PendingBlendLookup, PendingLookup
 from kvdepot.keys import KeyRun, PrefixHasher
+from kvdepot_vllm.contents import Contents
 from kvdepot_vllm.engine import EngineRequest
 from kvdepot_vllm.jobs import BlendFigures, LoadJob
 from kvdepot_vllm.params import BlendParams, HandOver, Hints
@@ -75,6 +76,7 @@ class RequestState:
         hasher: makes the keys of the request's chunks when they are first needed.
         chunk_tokens: tokens of one chunk.
         prompt_tail_end: the end of the prompt's last chunk if it is handed over although it may be incomplete; else 0.
+        contents: the weights and the adapter that the request's keys name.
         may_load: False if nothing is to be loaded.
         may_store: False once its stores are switched off. A request that stores nothing announces nothing.
         hand_over: set while a prefill engine is expected to compute the prompt.
@@ -86,6 +88,7 @@ class RequestState:
     hasher: PrefixHasher
     chunk_tokens: int
     prompt_tail_end: int
+    contents: Contents
     may_load: bool
     may_store: bool
     must_note: bool  # the depot is still to be told the contents of its chunks

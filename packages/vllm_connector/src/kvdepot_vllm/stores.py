@@ -234,7 +234,7 @@ class Stores:
                 return 0
         number, self._next_job = self._next_job, self._next_job + 1
         key = state.run_with_tail(first) if is_tail else state.run(first, stop)
-        job = StoreJob(number, state.request_id, key, block_ids)
+        job = StoreJob(number, state.request_id, key, block_ids, state.contents)
         blocks = [pool.blocks[block_id] for ids in block_ids for block_id in ids]
         span = start_span("kvdepot store", state.request, tokens=(stop - first) * self._cache.chunk_tokens)
         store = _PendingStore(state, first, stop - first, blocks, self._clock(), span, stop - first, is_tail)

@@ -12,6 +12,7 @@ from typing import Any, Final
 from kvdepot.backends import NO_BLOCK, TransferContext, TransferFuture
 from kvdepot.counting import CounterName, engine_counter
 from kvdepot.errors import LayoutError
+from kvdepot_vllm.contents import WorkerContents
 from kvdepot_vllm.jobs import BlendFigures, LoadJob, StepPlan, StoreJob, WorkerReport
 
 logger = logging.getLogger(__name__)
@@ -93,6 +94,7 @@ class WorkerSide:
         blends: this worker's side of blends; None if it does not blend.
         open_context: creates another context after the engine has reallocated the cache's memory.
         tell_weights: returns this worker's number and a digest of its weights, "" if there is none.
+        contents: the weights and adapters with which this worker computes.
     """
 
     def __init__(
@@ -103,8 +105,10 @@ class WorkerSide:
         blends: NoBlends | None = None,
         open_context: Callable[[], TransferContext] | None = None,
         tell_weights: Callable[[], tuple[int, str]] = lambda: (0, ""),
+        contents: WorkerContents | None = None,
     ) -> None:
         self.context = context
+        self._contents = contents or WorkerContents()
         self._open_context = open_context
         self._tell_weights = tell_weights
         self._weights: dict[int, tuple[int, str]] = {}  # to be reported
@@ -124,10 +128,13 @@ class WorkerSide:
 
     def start_loads(self, plan: StepPlan) -> None:
         """Start the step's loads, and compute its slice of a blend. A load that cannot be started counts as failed."""
+        self._contents.begin_step(plan.step)
         for job in plan.loads:
             if job.request_id in self.loads:
                 logger.error("request %s is being loaded already", job.request_id)
-            self.loads[job.request_id] = Load(job, self._submit("the load", job))
+            # The rest of the prompt would be computed with other contents than those of the loaded KV.
+            is_same = self._contents.will_compute_with(job.contents)
+            self.loads[job.request_id] = Load(job, self._submit("the load", job) if is_same else None)
         self._blends.start(plan)
         if plan.asks_for_weights:
             worker, weights = self._tell_weights()
@@ -151,7 +158,9 @@ class WorkerSide:
     def start_stores(self, plan: StepPlan) -> None:
         """Start the step's stores; the device reads their blocks after the work that it has been given by now."""
         for job in plan.stores:
-            future = self._submit(f"store {job.number}", job)
+            # Every engine would find KV of other contents under the key of these, until it is evicted.
+            is_same = self._contents.computed_with(job.contents)
+            future = self._submit(f"store {job.number}", job) if is_same else None
             if future is None:
                 self._ended[job.number] = (1, 0)
             else:
@@ -201,9 +210,10 @@ class WorkerSide:
             self._count(_STORES, future)
             self._ended[number] = (1, future.num_chunks)
         loaded, figures = self._blends.take_reports()
-        if not (self._ended or loaded or figures or self._weights):
+        changes = self._contents.take_changes()
+        if not (self._ended or loaded or figures or self._weights or changes):
             return None
-        report = WorkerReport(self._ended, blends_loaded=loaded, blended=figures)
+        report = WorkerReport(self._ended, blends_loaded=loaded, blended=figures, changes=changes)
         self._ended = {}
         if self._weights:
             report.weights, report.has_slept = self._weights, self._has_slept

@@ -133,6 +133,13 @@ class Fingerprint:
     coarse: tuple[str, ...]
     unseen_bytes: int
 
+    def text(self, path: Path) -> str:
+        """Return a text that identifies the weights in `path`; "" if there are none.
+
+        It contains the path only if the fingerprint covers too little of some file.
+        """
+        return f"{self.digest} {path}" if self.digest and self.coarse else self.digest
+
 
 def fingerprint(path: Path) -> Fingerprint:
     """Return the fingerprint of a model's or adapter's files, given its folder or its only file.
@@ -280,8 +287,7 @@ def weights_in(path: Path, what: str = "weights") -> str:
             path,
             ", ".join(found.coarse),
         )
-        return f"{found.digest} {path}"
-    if found.digest and found.unseen_bytes:
+    elif found.digest and found.unseen_bytes:
         logger.info(
             "the fingerprint of %s in %s has samples of each tensor. It may miss a change in place of up to %s in a"
             " row, for example of some rows of an embedding: after such a change, change kvdepot's setting `weights`.",
@@ -289,7 +295,7 @@ def weights_in(path: Path, what: str = "weights") -> str:
             path,
             format_size(found.unseen_bytes),
         )
-    return found.digest
+    return found.text(path)
 
 
 def _without_volatile(value: Any) -> Any:
