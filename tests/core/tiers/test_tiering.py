@@ -1687,6 +1687,50 @@ def test_chunks_that_leave_between_the_steps_of_a_refresh_are_not_asked_for(
     assert bench.lookup(prompt(120)) == 120, "from the tier"
 
 
+@pytest.mark.parametrize("is_written", [False, True])
+def test_an_answer_about_an_entry_whose_record_was_reused_says_nothing_about_the_new_one(
+    is_written: bool, make: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench, run, other = make(), prompt(4), prompt(4, name=1)
+    storage, is_asked, may_answer = bench.tiers[0].inner, threading.Event(), threading.Event()
+
+    def decline(keys: Sequence[bytes], *_: object) -> list[bool]:
+        return [False] * len(keys)
+
+    def touch_late(keys: Sequence[bytes], *_: object) -> list[bool]:
+        is_asked.set()
+        may_answer.wait(PATIENCE_SECONDS)
+        return [True] * len(keys)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "write", decline)
+        patch.setattr(storage, "touch", touch_late)
+        bench.store(run)
+        bench.settle()
+        records = {record.entry for record in bench.index.table.records()}
+        bench.now += 1.0
+        assert bench.lookup(run) == 4
+        bench.turn_until(is_asked.is_set)
+        sum(commands.clear_pool(bench.depot, None))
+        if is_written:
+            patch.undo()
+        bench.store(other)
+        assert records == {record.entry for record in bench.index.table.records()}
+        bench.turn_until(lambda: not bench.tiering.queues[0].queued_write_bytes)
+        may_answer.set()
+        bench.settle()
+    num_calls = bench.tiers[0].num_calls
+    if is_written:
+        assert bench.lookup(other) == 4
+        bench.settle()
+        assert bench.tiers[0].num_calls == num_calls, "it is still known to be there"
+    remembered(bench, other)
+    assert bench.operate(o.DemoteSession("agent", other.tenant)).count == 4
+    bench.settle()
+    assert bench.found(other) == 0
+    assert bench.lookup(other) == 4, "it was written before it left"
+
+
 def test_a_tier_that_does_not_answer_gets_nothing_again(make: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = make(stored=4)
     monkeypatch.setattr(bench.tiers[0].inner, "touch", Mock(side_effect=OSError("away")))
