@@ -769,23 +769,29 @@ def test_a_clear_says_in_which_tiers_it_was_not_done(how: str, make: Maker, monk
 
 
 class HeldReads:
-    """Holds the results of reads, to release them later and in another order."""
+    """Holds the results of reads, or of jobs of another kind, to release them later and in another order."""
 
-    def __init__(self, queue: TierQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, queue: TierQueue, monkeypatch: pytest.MonkeyPatch, kind: JobKind = JobKind.READ) -> None:
         self.held: list[jobs.JobPart] = []
-        self._ready: list[jobs.JobPart] = []
+        self.ready: list[jobs.JobPart] = []
         self._poll = queue.poll
+        self._kind: JobKind | None = kind
         monkeypatch.setattr(queue, "poll", self.poll)
 
     def poll(self, most: int) -> list[jobs.JobPart]:
         for part in self._poll():
-            (self.held if part.job.operation is JobKind.READ else self._ready).append(part)
-        parts, self._ready = self._ready[:most], self._ready[most:]
+            (self.held if part.job.operation is self._kind else self.ready).append(part)
+        parts, self.ready = self.ready[:most], self.ready[most:]
         return parts
 
     def release(self, parts: Sequence[jobs.JobPart]) -> None:
         last = {id(part.job): part for part in parts}
-        self._ready += [replace(part, is_last=part is last[id(part.job)]) for part in parts]
+        self.ready += [replace(part, is_last=part is last[id(part.job)]) for part in parts]
+
+    def end(self) -> None:
+        """Release all, and hold no more."""
+        self.release(self.held)
+        self.held, self._kind = [], None
 
 
 def test_a_promotion_under_way_brings_nothing_after_a_clear(make: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1901,6 +1907,24 @@ def test_a_session_that_is_being_written_leaves_when_it_is_demoted(make: Maker) 
     bench.settle()
     assert bench.found(run) == 0
     assert bench.lookup(run) == 8
+
+
+def test_a_new_chunk_in_place_of_one_that_was_about_to_leave_stays(
+    make: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make(pages=80, demotion=Demotion.EVICT, gathers_stores=True)
+    writes = HeldReads(bench.tiering.queues[0], monkeypatch, JobKind.WRITE)
+    for name in range(80):
+        bench.store(prompt(1, name))
+    bench.turn_until(lambda: len(writes.held) == 4, "the writes of the four that leave for the reserve")
+    writes.end()
+    bench.tiering.turn(lambda: not writes.ready)  # takes the results, and has no time left to evict all four
+    for name in range(100, 104):  # evicts the rest
+        bench.store(prompt(1, name))
+    for _ in range(4):
+        bench.tiering.turn(lambda: not writes.ready)
+    assert [bench.found(prompt(1, name)) for name in range(4)] == [0] * 4
+    assert [bench.found(prompt(1, name)) for name in range(100, 104)] == [1] * 4
 
 
 def test_without_a_tier_in_use_nothing_is_demoted(make: Maker) -> None:
