@@ -1341,6 +1341,18 @@ def test_clear_reaches_the_tiers(make: Maker) -> None:
     assert bench.lookup(prompt(4, tenant="b")) == 4
 
 
+def test_a_leased_prompt_that_stays_after_a_clear_is_written_again_before_it_leaves(make: Maker) -> None:
+    bench, run = make(stored=4), prompt(4)
+    remembered(bench, run)
+    lease = bench.hold(run)
+    assert bench.operate(o.Clear()).count == 4, "in the tier"
+    bench.release(lease)
+    assert bench.operate(o.DemoteSession("agent", run.tenant)).count == 4
+    bench.settle()
+    assert bench.found(run) == 0
+    assert bench.lookup(run) == 4
+
+
 def test_a_waiting_write_does_not_come_back_after_a_clear(make: Maker) -> None:
     bench = make(pages=64)
     bench.tiers[0].batch_entries = 1
