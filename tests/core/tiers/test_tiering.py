@@ -2126,6 +2126,17 @@ def test_a_tier_is_asked_at_a_bounded_pace_and_only_while_a_lookup_waits(awaited
     assert awaited.num_questions - before - len(asked) <= num_polls + 1
 
 
+def test_many_awaited_prompts_share_the_questions_of_a_second(awaited: OtherNode) -> None:
+    bench, before = awaited.bench, awaited.num_questions
+    asked = [
+        bench.begin_lookup(prompt(8, number), name=str(number), joins=True, awaits=8, wait_seconds=0.5)
+        for number in range(1, 41)
+    ]
+    for each in asked:
+        assert awaited.wait(each).num_chunks == 0
+    assert 100 <= awaited.num_questions - before - len(asked) <= 250, "400 a second; each prompt alone has 50"
+
+
 def test_a_tier_is_asked_as_often_after_many_flights_have_ended(awaited: OtherNode) -> None:
     for number in range(40):
         asked = awaits(awaited, name=str(number))
