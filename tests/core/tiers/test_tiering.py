@@ -346,6 +346,17 @@ def test_a_prompt_that_engines_of_two_sizes_continued_comes_back_whole(make: Mak
     assert bench.lookup(run) == 6
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_chunks_of_which_the_pool_has_only_some_heads_come_back_whole(ranks: int, make: Maker) -> None:
+    bench, run = make(HEADS[:1], pages=64, demoted=4), prompt(4)
+    bench.attach(ranks)
+    contexts, bench.contexts = bench.contexts, bench.contexts[:1]
+    bench.store(run)
+    bench.contexts = contexts
+    assert bench.lookup(run) == 4
+    assert bench.index.entries.num_sealed == 4 + 4
+
+
 def test_of_windows_alone_the_size_whose_prefix_is_longest_comes_back(make: Maker) -> None:
     """No size has the beginning of the prompt in the tier, and the reader's own size has no entry there."""
     bench, run = make(HEADS[1:], pages=64), prompt(12)
