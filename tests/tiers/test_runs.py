@@ -143,6 +143,14 @@ def test_a_prompt_that_grows_by_a_chunk_at_a_time_is_found(nodes: list[Node]) ->
         assert two.find(keys_of(range(25))) == num_chunks
 
 
+def test_chunks_beside_known_ones_of_their_run_are_looked_up_and_arrive(nodes: list[Node]) -> None:
+    (one, two), keys = nodes, keys_of(range(8))
+    one.store(keys[:3])
+    assert two.find(keys[:3]) == 3
+    one.store(keys)
+    assert read_from(two.tier, two.pool, keys, [(number * 4096, SIZE) for number in range(8)]) == [True] * 8
+
+
 def test_two_nodes_that_store_the_same_prompt_at_once_lose_nothing(nodes: list[Node]) -> None:
     keys = [keys_of([*range(20), *range(100 * node, 100 * node + 9)]) for node in range(2)]
     gate = threading.Barrier(2)

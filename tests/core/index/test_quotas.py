@@ -148,6 +148,19 @@ def test_unfinished_stores_of_a_share_are_no_more_than_its_quota() -> None:
     bench.drain()
 
 
+@pytest.mark.promise(71)
+def test_unfinished_stores_of_a_small_quota_are_no_more_than_it() -> None:
+    bench = Bench(pages=256, num_records=512, quotas={"a": 4, "b": 252})
+    small, rest, other = bench.worker(), bench.worker(), bench.worker()
+    assert sum(small.prepare(prompt(1, name, "a")).num_declined for name in range(16)) == 16 - 4
+    assert sum(rest.prepare(prompt(1, name, "c")).num_declined for name in range(20)) == 20 - 16, "a sixteenth"
+    assert fill(other, "b", range(236)) == 0
+    for worker in (small, rest):
+        bench.depot.end_session(worker.session)
+        bench.depot.end_process(worker.writer)
+    bench.drain()
+
+
 @pytest.mark.parametrize("is_gone", [False, True])
 @pytest.mark.promise(71)
 def test_unfinished_stores_keep_nobody_from_its_quota_by_what_is_before_them(is_gone: bool) -> None:

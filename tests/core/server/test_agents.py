@@ -76,6 +76,23 @@ def test_a_session_that_is_retained_again_has_the_new_time_and_0_ends_it() -> No
     bench.drain()
 
 
+def test_a_session_that_is_retained_again_does_not_end_at_its_first_time() -> None:
+    bench = Bench(pages=16)
+    worker, run = bench.worker(), prompt(8)
+    worker.store(run)
+    remember(worker, run)
+    operated(bench, o.RetainSession("agent", 10.0))
+    bench.pass_time(9.0)
+    operated(bench, o.RetainSession("agent", 60.0))
+    bench.pass_time(59.0)
+    fill(worker, range(1, 40))
+    assert bench.found(run) == 8
+    bench.pass_time(1.0)
+    fill(worker, range(40, 80))
+    assert bench.found(run) < 8
+    bench.drain()
+
+
 def test_very_many_requests_to_retain_one_session_leave_one_pin_and_little_behind() -> None:
     bench = Bench()
     worker, run = bench.worker(), prompt(4)

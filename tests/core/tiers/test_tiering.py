@@ -346,6 +346,17 @@ def test_a_prompt_that_engines_of_two_sizes_continued_comes_back_whole(make: Mak
     assert bench.lookup(run) == 6
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_chunks_of_which_the_pool_has_only_some_heads_come_back_whole(ranks: int, make: Maker) -> None:
+    bench, run = make(HEADS[:1], pages=64, demoted=4), prompt(4)
+    bench.attach(ranks)
+    contexts, bench.contexts = bench.contexts, bench.contexts[:1]
+    bench.store(run)
+    bench.contexts = contexts
+    assert bench.lookup(run) == 4
+    assert bench.index.entries.num_sealed == 4 + 4
+
+
 def test_of_windows_alone_the_size_whose_prefix_is_longest_comes_back(make: Maker) -> None:
     """No size has the beginning of the prompt in the tier, and the reader's own size has no entry there."""
     bench, run = make(HEADS[1:], pages=64), prompt(12)
@@ -769,23 +780,29 @@ def test_a_clear_says_in_which_tiers_it_was_not_done(how: str, make: Maker, monk
 
 
 class HeldReads:
-    """Holds the results of reads, to release them later and in another order."""
+    """Holds the results of reads, or of jobs of another kind, to release them later and in another order."""
 
-    def __init__(self, queue: TierQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, queue: TierQueue, monkeypatch: pytest.MonkeyPatch, kind: JobKind = JobKind.READ) -> None:
         self.held: list[jobs.JobPart] = []
-        self._ready: list[jobs.JobPart] = []
+        self.ready: list[jobs.JobPart] = []
         self._poll = queue.poll
+        self._kind: JobKind | None = kind
         monkeypatch.setattr(queue, "poll", self.poll)
 
     def poll(self, most: int) -> list[jobs.JobPart]:
         for part in self._poll():
-            (self.held if part.job.operation is JobKind.READ else self._ready).append(part)
-        parts, self._ready = self._ready[:most], self._ready[most:]
+            (self.held if part.job.operation is self._kind else self.ready).append(part)
+        parts, self.ready = self.ready[:most], self.ready[most:]
         return parts
 
     def release(self, parts: Sequence[jobs.JobPart]) -> None:
         last = {id(part.job): part for part in parts}
-        self._ready += [replace(part, is_last=part is last[id(part.job)]) for part in parts]
+        self.ready += [replace(part, is_last=part is last[id(part.job)]) for part in parts]
+
+    def end(self) -> None:
+        """Release all, and hold no more."""
+        self.release(self.held)
+        self.held, self._kind = [], None
 
 
 def test_a_promotion_under_way_brings_nothing_after_a_clear(make: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1335,6 +1352,18 @@ def test_clear_reaches_the_tiers(make: Maker) -> None:
     assert bench.lookup(prompt(4, tenant="b")) == 4
 
 
+def test_a_leased_prompt_that_stays_after_a_clear_is_written_again_before_it_leaves(make: Maker) -> None:
+    bench, run = make(stored=4), prompt(4)
+    remembered(bench, run)
+    lease = bench.hold(run)
+    assert bench.operate(o.Clear()).count == 4, "in the tier"
+    bench.release(lease)
+    assert bench.operate(o.DemoteSession("agent", run.tenant)).count == 4
+    bench.settle()
+    assert bench.found(run) == 0
+    assert bench.lookup(run) == 4
+
+
 def test_a_waiting_write_does_not_come_back_after_a_clear(make: Maker) -> None:
     bench = make(pages=64)
     bench.tiers[0].batch_entries = 1
@@ -1687,6 +1716,50 @@ def test_chunks_that_leave_between_the_steps_of_a_refresh_are_not_asked_for(
     assert bench.lookup(prompt(120)) == 120, "from the tier"
 
 
+@pytest.mark.parametrize("is_written", [False, True])
+def test_an_answer_about_an_entry_whose_record_was_reused_says_nothing_about_the_new_one(
+    is_written: bool, make: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench, run, other = make(), prompt(4), prompt(4, name=1)
+    storage, is_asked, may_answer = bench.tiers[0].inner, threading.Event(), threading.Event()
+
+    def decline(keys: Sequence[bytes], *_: object) -> list[bool]:
+        return [False] * len(keys)
+
+    def touch_late(keys: Sequence[bytes], *_: object) -> list[bool]:
+        is_asked.set()
+        may_answer.wait(PATIENCE_SECONDS)
+        return [True] * len(keys)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "write", decline)
+        patch.setattr(storage, "touch", touch_late)
+        bench.store(run)
+        bench.settle()
+        records = {record.entry for record in bench.index.table.records()}
+        bench.now += 1.0
+        assert bench.lookup(run) == 4
+        bench.turn_until(is_asked.is_set)
+        sum(commands.clear_pool(bench.depot, None))
+        if is_written:
+            patch.undo()
+        bench.store(other)
+        assert records == {record.entry for record in bench.index.table.records()}
+        bench.turn_until(lambda: not bench.tiering.queues[0].queued_write_bytes)
+        may_answer.set()
+        bench.settle()
+    num_calls = bench.tiers[0].num_calls
+    if is_written:
+        assert bench.lookup(other) == 4
+        bench.settle()
+        assert bench.tiers[0].num_calls == num_calls, "it is still known to be there"
+    remembered(bench, other)
+    assert bench.operate(o.DemoteSession("agent", other.tenant)).count == 4
+    bench.settle()
+    assert bench.found(other) == 0
+    assert bench.lookup(other) == 4, "it was written before it left"
+
+
 def test_a_tier_that_does_not_answer_gets_nothing_again(make: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = make(stored=4)
     monkeypatch.setattr(bench.tiers[0].inner, "touch", Mock(side_effect=OSError("away")))
@@ -1857,6 +1930,24 @@ def test_a_session_that_is_being_written_leaves_when_it_is_demoted(make: Maker) 
     bench.settle()
     assert bench.found(run) == 0
     assert bench.lookup(run) == 8
+
+
+def test_a_new_chunk_in_place_of_one_that_was_about_to_leave_stays(
+    make: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make(pages=80, demotion=Demotion.EVICT, gathers_stores=True)
+    writes = HeldReads(bench.tiering.queues[0], monkeypatch, JobKind.WRITE)
+    for name in range(80):
+        bench.store(prompt(1, name))
+    bench.turn_until(lambda: len(writes.held) == 4, "the writes of the four that leave for the reserve")
+    writes.end()
+    bench.tiering.turn(lambda: not writes.ready)  # takes the results, and has no time left to evict all four
+    for name in range(100, 104):  # evicts the rest
+        bench.store(prompt(1, name))
+    for _ in range(4):
+        bench.tiering.turn(lambda: not writes.ready)
+    assert [bench.found(prompt(1, name)) for name in range(4)] == [0] * 4
+    assert [bench.found(prompt(1, name)) for name in range(100, 104)] == [1] * 4
 
 
 def test_without_a_tier_in_use_nothing_is_demoted(make: Maker) -> None:
@@ -2044,6 +2135,17 @@ def test_a_tier_is_asked_at_a_bounded_pace_and_only_while_a_lookup_waits(awaited
     idle = Answered(None)
     assert awaited.wait(idle, 1.0) is None
     assert awaited.num_questions - before - len(asked) <= num_polls + 1
+
+
+def test_many_awaited_prompts_share_the_questions_of_a_second(awaited: OtherNode) -> None:
+    bench, before = awaited.bench, awaited.num_questions
+    asked = [
+        bench.begin_lookup(prompt(8, number), name=str(number), joins=True, awaits=8, wait_seconds=0.5)
+        for number in range(1, 41)
+    ]
+    for each in asked:
+        assert awaited.wait(each).num_chunks == 0
+    assert 100 <= awaited.num_questions - before - len(asked) <= 250, "400 a second; each prompt alone has 50"
 
 
 def test_a_tier_is_asked_as_often_after_many_flights_have_ended(awaited: OtherNode) -> None:

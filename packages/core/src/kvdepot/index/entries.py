@@ -130,6 +130,7 @@ class Entries:
 
     def has(self, node: int, group: int, part: int) -> bool:
         """Return whether all cells of a part are present or being written, in one entry or several."""
+        # Some of the cells are not enough: the rest would never be promoted, and the chunk stay a miss.
         return self.find(node, group, part) is not None or not self._cells(node, group, part)[1]
 
     def _cells(self, node: int, group: int, part: int) -> tuple[int, int]:

@@ -77,4 +77,5 @@ class PinTable:
         while self.has_expired(now):
             expiry_seconds, session = heappop(self._by_expiry)
             pin = self._pins.get(session)
+            # A session that was retained again has another item: ended by this one, its prefix would be evicted early.
             yield int(pin is not None and pin.expiry_seconds == expiry_seconds and self.end(session))

@@ -104,6 +104,7 @@ class QuotaTable:
         """Return how many bytes a share may add to its unfinished entries. Only quotas limit them."""
         if len(self.quota_bytes) == 1:
             return sys.maxsize
+        # Unfinished entries cannot yield: those beyond a small quota would take what other quotas guarantee.
         most = self.quota_bytes[share] if share else max(self.quota_bytes[0], self._least_writing_bytes)
         return most - self.writing_bytes[share]
 

@@ -227,8 +227,9 @@ class Demotions:
             return  # the end of the refresh calls again
         index, leaving = self._index, self._leaving.pop(node)
         self._release(node, leaving)
+        # A store may have evicted it and given its number to a new chunk, which would leave in its place, unwritten.
         if index.nodes.tree.keys[node] != leaving.key:
-            return  # it was evicted
+            return
         for number in range(_CHUNKS_A_STEP):
             if node == NO_NODE or not (leaving.is_forced or self._has_ended(node)):
                 return

@@ -66,8 +66,8 @@ class Gathering:
         nodes, began = self._index.nodes, now
         for waiting in self._waiting:
             waiting.pop(last, None)  # the same chunk of another rank, or one that was evicted
-            earlier = waiting.pop(before, None)
-            if earlier is not None and nodes.tree.keys[before] == earlier.key:
+            earlier = waiting.pop(before, None)  # perhaps of an evicted chunk: then these only wait for a shorter time
+            if earlier is not None:
                 began, is_first = earlier.began, is_first or earlier.is_first
         depth = nodes.depth[last]
         num_chunks = depth - (nodes.depth[before] if before != NO_NODE else -1)

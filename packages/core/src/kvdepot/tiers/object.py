@@ -216,6 +216,7 @@ class ObjectTier(Tier):
 
     async def _look_up(self, places: Sequence[int], keys: Sequence[bytes]) -> None:
         """Walk for the chunks of a run, unless the places of all are known."""
+        # A chunk whose place is not known counts as missing: its entry would not be read, or a broken one not removed.
         if not all(keys[place] in self._known for place in places):
             await self._walk(places, keys)
 

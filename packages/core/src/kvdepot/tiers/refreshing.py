@@ -218,6 +218,8 @@ class Refresher:
         lost, now = list[_Asked](), self._clock()
         for each, is_there in zip(asked, there, strict=True):
             entry, header, was_marked = each
+            # The answer does not say anything about a later entry of the record: taken for its own, it would let that
+            # entry leave the pool unwritten.
             if table.header(entry) != header or tier.has(entry, header) != was_marked:
                 continue  # it was evicted or written meanwhile
             if is_there:

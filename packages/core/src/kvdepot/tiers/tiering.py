@@ -213,6 +213,7 @@ class Tiering:
             job.on_late = partial(_hangs, clearing, tier.queue.name, job)
             if tier.queue.submit(job):
                 clearing.num_left += 1
+                # Chunks that leases keep in the pool would pass for written, and leave it unwritten.
                 tier.forget_entries()
             else:
                 clearing.problems.append(f"{tier.queue.name} is suspended ({tier.queue.breaker.why_suspended})")
