@@ -162,6 +162,23 @@ def test_a_session_is_forgotten_first_or_at_once_as_far_as_no_other_needs_it() -
     bench.drain()
 
 
+def test_chunks_that_a_request_holds_while_their_session_is_forgotten_are_evicted_first_afterwards() -> None:
+    # Regression: they kept their priority, and nobody could end them, as the name was gone.
+    bench = Bench(pages=16)
+    worker, run, other = bench.worker(), prompt(4), prompt(4, 1)
+    worker.store(run)
+    worker.store(other)
+    remember(worker, run)
+    lease = worker.lookup(run).lease
+    assert operated(bench, o.ForgetSession("agent", at_once=True)) == 0
+    assert bench.found(run) == 4
+    assert ranks_of(bench.index).count(ENDED) == 4
+    worker.ask(m.Release(worker.context, (lease,)))
+    fill(worker, range(2, 14))
+    assert (bench.found(run), bench.found(other)) == (0, 4)
+    bench.drain()
+
+
 @pytest.mark.slow
 def test_sessions_of_one_tenant_too_many_are_counted_and_the_answer_says_why() -> None:
     # Regression: nothing said that they were not remembered.

@@ -148,12 +148,14 @@ class Agents:
     def forget(self, named: AgentSession, digests: bytes, *, at_once: bool) -> Counting:
         """Forget a session. Evict the chunks that only its prefix needs: now if `at_once`, else before all others.
 
-        Return the number of entries evicted, or of chunks that will be.
+        Chunks that a request holds are evicted before all others when it ends. Return the number of entries evicted, or
+        of chunks that will be.
         """
         self.prefixes.forget(*named)
+        # First, also if at once: what a request holds stays, and its name, by which it could be ended later, is gone.
+        num_ended = yield from self._end(named, digests, self._index.priorities.end_session)
         if not at_once:
-            return (yield from self._end(named, digests, self._index.priorities.end_session))
-        self.pins.end(named)
+            return num_ended
         count = 0
         for space in list(self._index.spaces):
             yield self._turns.again
