@@ -1,6 +1,8 @@
 """A router's view of events, engines that describe their stores, and prompts with ids and tokens."""
 
 import random
+import re
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -26,6 +28,12 @@ def events_of(payload: bytes) -> list[dict[str, Any]]:
     _, events, rank = msgspec.msgpack.decode(payload)
     assert rank == 0
     return events
+
+
+def anonymous_bytes(pid: int) -> int:
+    """Return the resident bytes of a process that belong to no file."""
+    (found,) = re.findall(r"RssAnon:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    return int(found) * 1024
 
 
 def block_id(digest: bytes) -> int:

@@ -31,6 +31,7 @@ from support.events import (
     Engine,
     Router,
     View,
+    anonymous_bytes,
     block_id,
     description,
     events_of,
@@ -180,6 +181,19 @@ def test_a_description_that_contradicts_itself_is_refused(engine: Engine, change
     code = engine.scheduler.refusal(msgspec.structs.replace(request, **change))
     assert code in (ErrorCode.MALFORMED, ErrorCode.BAD_KEY)
     assert engine.describe(run) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.promise(74)
+def test_descriptions_of_chunks_that_are_not_here_leave_nothing_behind(depot: DepotProcess, engine: Engine) -> None:
+    # Regression: each namespace and each list of groups that an engine ever sent was kept, here 46 MB.
+    run, groups = prompt(1, "a"), [(m.DescribedGroup(number, "x" * 200),) * 64 for number in range(2000)]
+    engine.describe(run, groups=groups[0])
+    before = anonymous_bytes(depot.pid)
+    for each in groups:
+        assert engine.describe(run, groups=each) == 0
+    assert anonymous_bytes(depot.pid) - before < 8 << 20
+    assert engine.store(run) == 1
 
 
 def test_without_events_no_engine_is_asked_for_tokens() -> None:

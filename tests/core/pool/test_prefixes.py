@@ -83,11 +83,11 @@ def test_a_prefix_that_finds_no_room_loses_its_end() -> None:
 def test_more_tenants_than_may_be_are_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefixes, "MAXIMUM_TENANTS", 2)
     file = PrefixFile.in_memory()
-    for tenant in "abc":
-        file.remember(tenant, "agent", digests(1))
+    assert [file.remember(tenant, "agent", digests(1)) for tenant in "abc"] == [True, True, False]
+    assert [file.has_room(tenant) for tenant in "abc"] == [True, True, False]
     assert [bool(file.find(tenant, "agent")) for tenant in "abc"] == [True, True, False]
     file.forget("a", "agent")
-    file.remember("c", "agent", digests(1))
+    assert file.remember("c", "agent", digests(1))
     assert file.find("c", "agent")
 
 

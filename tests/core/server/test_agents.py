@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from kvdepot.errors import ErrorCode
+from kvdepot.client.operator import ask_depot
+from kvdepot.errors import ErrorCode, RemoteError
 from kvdepot.index.eviction import ENDED
 from kvdepot.index.priorities import Priorities
 from kvdepot.keys import KeyRun, Namespace, hash_prefix
-from kvdepot.pool.prefixes import PrefixFile
+from kvdepot.lab.processes import DepotProcess
+from kvdepot.pool.prefixes import MAXIMUM_TENANTS, PrefixFile
 from kvdepot.server.depot import Depot
 from kvdepot.server.turns import Refused
 from kvdepot.wire import messages as m
@@ -22,6 +24,8 @@ from kvdepot.wire import operations as o
 from support.index import HYBRID, PAGE, Bench, Worker, bench_and_worker, prompt
 from support.integrity import ranks_of
 from support.operate import operate
+from support.peer import Peer
+from support.peer import prompt as peers_prompt
 
 
 def remember(worker: Worker, run: KeyRun, session: str = "agent", **hints: float) -> None:
@@ -173,6 +177,55 @@ def test_a_session_is_forgotten_first_or_at_once_as_far_as_no_other_needs_it() -
     assert (bench.found(run), bench.found(branch)) == (5, 8)
     assert not len(bench.depot.agents.prefixes)
     bench.drain()
+
+
+def test_chunks_that_a_request_holds_while_their_session_is_forgotten_are_evicted_first_afterwards() -> None:
+    # Regression: they kept their priority, and nobody could end them, as the name was gone.
+    bench = Bench(pages=16)
+    worker, run, other = bench.worker(), prompt(4), prompt(4, 1)
+    worker.store(run)
+    worker.store(other)
+    remember(worker, run)
+    lease = worker.lookup(run).lease
+    assert operated(bench, o.ForgetSession("agent", at_once=True)) == 0
+    assert bench.found(run) == 4
+    assert ranks_of(bench.index).count(ENDED) == 4
+    worker.ask(m.Release(worker.context, (lease,)))
+    fill(worker, range(2, 14))
+    assert (bench.found(run), bench.found(other)) == (0, 4)
+    bench.drain()
+
+
+@pytest.mark.slow
+def test_sessions_of_one_tenant_too_many_are_counted_and_the_answer_says_why() -> None:
+    # Regression: nothing said that they were not remembered.
+    run = peers_prompt(2)
+    with DepotProcess(pool_size="1MiB") as depot:
+        worker = Peer(depot)
+        worker.store(run)
+        for number in range(MAXIMUM_TENANTS + 2):
+            worker.ask(m.Hint(worker.context, f"tenant-{number}", run.digests, session="agent"))
+        last = f"tenant-{MAXIMUM_TENANTS + 1}"
+        with pytest.raises(RemoteError, match=f"tenant {last} has no session agent: 1,024 other tenants have sessions"):
+            ask_depot(o.RetainSession("agent", 60.0, last), depot.url, 10)
+        with pytest.raises(RemoteError, match="no engine named it"):
+            ask_depot(o.RetainSession("another", 60.0, "tenant-0"), depot.url, 10)
+        assert depot.status().counters["sessions_not_remembered"] == 2
+        worker.close()
+
+
+def test_one_line_says_whose_sessions_are_not_remembered(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("kvdepot.pool.prefixes.MAXIMUM_TENANTS", 1)
+    bench, worker = bench_and_worker()
+    for tenant in "abb":
+        remember(worker, prompt(1, tenant=tenant))
+    worker.ask(m.Hint(worker.context, "b", b"", session="agent"))
+    assert [record.getMessage() for record in caplog.records] == [
+        "sessions of tenant b are not remembered, as 1,024 other tenants have some; further ones are only counted"
+    ]
+    assert bench.depot.counters["sessions_not_remembered"] == 2
 
 
 def test_a_hint_that_ends_a_session_forgets_it() -> None:

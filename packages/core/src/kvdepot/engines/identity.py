@@ -23,6 +23,7 @@ import os
 import zipfile
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -43,6 +44,23 @@ _SEED: Final = 20261125  # arbitrary, but equal in all processes that compare di
 _WEIGHTS: Final = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
 _SETTINGS: Final = frozenset({"adapter_config.json", "quantize_config.json", "hf_quant_config.json"})
 _PICKLES: Final = frozenset({".bin", ".pt", ".pth"})
+# Rules of vLLM 0.32 and SGLang 0.5 (`DefaultModelLoader._prepare_weights`). A model may name further files to load.
+_OF_TRAINERS: Final = (
+    "training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state*.pth",
+)  # fmt: skip
+"""Files that no engine loads."""
+_COPIES: Final = (
+    ("*.safetensors", ("pytorch_model*.bin",)),
+    ("adapter_model.safetensors", ("adapter_model.bin", "adapter_model.pt")),
+)
+"""Pickles that engines load only if there is no file of the kind before them."""
+_LOADS_PICKLES: Final = frozenset({"pt", "npcache"})
+"""Load formats that load pickles even if there are safetensors."""
+_FOLLOWS_INDEX: Final = frozenset({"auto", "hf", "safetensors", "fastsafetensors", "instanttensor"})
+"""Load formats that load no file with a name of `_SPLITS` that is not in the index."""
+_INDEX: Final = "model.safetensors.index.json"
+_SPLITS: Final = ("model.safetensors", "model-*-of-*.safetensors")
+_CONSOLIDATED: Final = "consolidated*.safetensors"
 _SAMPLES_A_FILE: Final = 64  # spread over the tensors by size, in addition to one for each
 _SAMPLE_BYTES: Final = 1024  # lies in one page or two, which a cold file reads as a whole anyway
 _WHOLE_BYTES: Final = 32 * 1024  # tensors up to this size are read whole: norms, biases, scales
@@ -141,36 +159,95 @@ class Fingerprint:
         return f"{self.digest} {path}" if self.digest and self.coarse else self.digest
 
 
-def fingerprint(path: Path) -> Fingerprint:
+def fingerprint(path: Path, load_format: str = "") -> Fingerprint:
     """Return the fingerprint of a model's or adapter's files, given its folder or its only file.
+
+    Files that the engine does not load do not count, nor do the names of a model's shards.
+
+    Args:
+        path: the folder or file.
+        load_format: the engine's name for its way to load a model; "" for an adapter.
 
     Raises:
         OSError: a file cannot be read.
     """
-    digest = blake3(derive_key_context="kvdepot 2026-11 weights by tensor")
-    inside = [path] if path.is_file() else path.iterdir()
-    files = sorted(file for file in inside if file.suffix in _WEIGHTS or file.name in _SETTINGS)
+    files, shards = ([path], set[str]()) if path.is_file() else _loaded(path, load_format)
     coarse: list[str] = []
+    found: list[tuple[str, bytes]] = []  # the role and the digest of each file
+    names: list[str] = []  # of the tensors in shards
     unseen_bytes = 0
     for file in files:
         with file.open("rb", buffering=0) as stream:
             place, size = stream.fileno(), os.fstat(stream.fileno()).st_size
             directory = _directory(file, place, size)
-            listing, tensors = directory or (b"", [(0, size)])
-            digest.update(msgspec.msgpack.encode((file.name, size, listing)))
+            listing, tensors = (b"", [(0, size)]) if directory is None else (directory.listing, directory.tensors)
+            digest = blake3(msgspec.msgpack.encode((size, listing)))
             samples = [[*_samples(tensor, size)] for tensor in tensors]
             for piece in _read(place, [span for spans in samples for span in spans]):
                 digest.update(piece)
+        is_shard = file.name in shards and directory is not None
+        found.append(("" if is_shard else file.name, digest.digest()))
+        if is_shard and directory is not None:
+            names += directory.names
         if directory is None and size > _WHOLE_BYTES:
             coarse.append(file.name)
         elif file.suffix == ".safetensors":
             unseen_bytes = max(unseen_bytes, *map(_longest_gap, tensors, samples), 0)
-    has_weights = any(file.suffix in _WEIGHTS for file in files)
-    return Fingerprint(digest.hexdigest()[:32] if has_weights else "", tuple(coarse), unseen_bytes)
+    if len(set(names)) < len(names):  # the name of a shard decides which tensor is loaded last
+        found = [(file.name, digest) for file, (_, digest) in zip(files, found, strict=True)]
+    if not any(file.suffix in _WEIGHTS for file in files):
+        return Fingerprint("", tuple(coarse), unseen_bytes)
+    whole = blake3(msgspec.msgpack.encode(sorted(found)), derive_key_context="kvdepot 2026-11 weights by tensor")
+    return Fingerprint(whole.hexdigest()[:32], tuple(coarse), unseen_bytes)
 
 
-def _directory(file: Path, place: int, size: int) -> tuple[bytes, list[Span]] | None:
-    """Return the listing of a file's tensors and their spans; None if the file has no readable listing."""
+def _loaded(folder: Path, load_format: str) -> tuple[list[Path], set[str]]:
+    """Return the files of a folder that an engine may load weights from, and the names of those that are shards.
+
+    A file of another name may have a role of its own in a model, so it counts with its name.
+    """
+    files = {file.name: file for file in folder.iterdir() if file.suffix in _WEIGHTS or file.name in _SETTINGS}
+    safetensors = {name for name in files if name.endswith(".safetensors")}
+    splits = {name for name in safetensors if _is_like(name, *_SPLITS)}
+    unused = {name for name in files if _is_like(name, *_OF_TRAINERS)}
+    for kind, copies in _COPIES:
+        if load_format not in _LOADS_PICKLES and any(_is_like(name, kind) for name in files):
+            unused |= {name for name in files if _is_like(name, *copies)}
+    shards = _index_of(folder)
+    if load_format in _FOLLOWS_INDEX and shards and shards <= safetensors:
+        unused |= splits - shards
+        # With "auto", vLLM loads the consolidated file, and SGLang the shards.
+        if load_format != "auto":
+            unused |= {name for name in safetensors - shards if _is_like(name, _CONSOLIDATED)}
+    else:
+        shards = splits
+    return [file for name, file in sorted(files.items()) if name not in unused], shards
+
+
+def _is_like(name: str, *patterns: str) -> bool:
+    return any(fnmatch(name, pattern) for pattern in patterns)
+
+
+def _index_of(folder: Path) -> set[str]:
+    """Return the files that the index of a folder lists; none without a readable index."""
+    try:
+        index = msgspec.json.decode((folder / _INDEX).read_bytes(), type=dict[str, Any])
+        return set(msgspec.convert(index.get("weight_map"), dict[str, str]).values())
+    except (OSError, msgspec.MsgspecError, RecursionError, ValueError):
+        return set()
+
+
+@dataclass(frozen=True, slots=True)
+class _Directory:
+    """The tensors in a file: a listing with all that identifies them, their places in order, and their names."""
+
+    listing: bytes
+    tensors: list[Span]
+    names: Collection[str] = ()
+
+
+def _directory(file: Path, place: int, size: int) -> _Directory | None:
+    """Return the directory of a file; None if it has none, or one that does not fit the file."""
     if file.suffix == ".safetensors":
         length = int.from_bytes(os.pread(place, 8, 0), "little")
         if length > min(size - 8, _LARGEST_HEADER_BYTES):
@@ -180,9 +257,10 @@ def _directory(file: Path, place: int, size: int) -> tuple[bytes, list[Span]] | 
             tensors = msgspec.json.decode(header, type=dict[str, Any])
             tensors.pop("__metadata__", None)
             found = [tuple(tensor["data_offsets"]) for tensor in tensors.values()]
-            return header, sorted((8 + length + int(start), 8 + length + int(stop)) for start, stop in found)
-        except (msgspec.DecodeError, LookupError, TypeError, ValueError):
+            spans = sorted((8 + length + int(start), 8 + length + int(stop)) for start, stop in found)
+        except (msgspec.DecodeError, LookupError, TypeError, ValueError, ArithmeticError, RecursionError):
             return None
+        return _Directory(header, spans, tensors.keys()) if _is_sound(spans, 8 + length, size) else None
     if file.suffix in _PICKLES:
         try:
             with zipfile.ZipFile(file) as archive:
@@ -191,8 +269,18 @@ def _directory(file: Path, place: int, size: int) -> tuple[bytes, list[Span]] | 
             return None
         listing = msgspec.msgpack.encode([(member.filename, member.file_size, member.CRC) for member in members])
         starts = [member.header_offset for member in members]
-        return listing, list(zip(starts, [*starts[1:], size], strict=True))
+        spans = list(zip(starts, [*starts[1:], size], strict=True))
+        return _Directory(listing, spans) if _is_sound(spans, 0, size) else None
     return None
+
+
+def _is_sound(spans: list[Span], first: int, size: int) -> bool:
+    """Return whether spans lie in a file one after the other. Others would take samples without bound."""
+    for start, stop in spans:
+        if not first <= start <= stop <= size:
+            return False
+        first = stop
+    return True
 
 
 def _samples(span: Span, file_size: int) -> Iterator[Span]:
@@ -253,7 +341,7 @@ def weights_of(model: str, load_format: str, from_files: Collection[str], hf_con
     if load_format == RANDOM:
         return ""
     if load_format in from_files and Path(model).exists():
-        return weights_in(Path(model))
+        return weights_in(Path(model), load_format=load_format)
     commit = commit_of(hf_config)
     logger.log(
         logging.INFO if commit else logging.WARNING,
@@ -266,14 +354,14 @@ def weights_of(model: str, load_format: str, from_files: Collection[str], hf_con
     return ""
 
 
-def weights_in(path: Path, what: str = "weights") -> str:
+def weights_in(path: Path, what: str = "weights", load_format: str = "") -> str:
     """Return a text that identifies the weights in a folder; "", with a log line, if there are none.
 
     The text does not depend on the path, unless the fingerprint covers too little of some file. `what` names the
-    weights in log lines.
+    weights in log lines. `load_format` is that of `fingerprint`.
     """
     try:
-        found = fingerprint(path)
+        found = fingerprint(path, load_format)
     except OSError as error:
         logger.warning("%s in %s cannot be read for their fingerprint: %s", what, path, error)
         return ""

@@ -13,7 +13,7 @@ from kvdepot.errors import require
 from kvdepot.index.columns import make_column
 from kvdepot.index.quotas import QuotaTable
 from kvdepot.index.tree import NO_NODE, Nodes, Space
-from kvdepot.layout import Part, fewest, mask_of
+from kvdepot.layout import Part, fewest, layers_of_both, mask_of
 from kvdepot.pool.extents import ExtentAllocator, extent_size
 from kvdepot.pool.table import OWNER_BYTES, PARENT_BYTES, SEALED, Entry, IndexTable, Record, Writer
 from kvdepot.wire.messages import EXTENT
@@ -35,6 +35,10 @@ class PartPlace:
     def num_cells(self) -> int:
         """The number of cells: layers times heads."""
         return Part.of(self.part).num_cells
+
+    def differs(self, part: int, check: int) -> bool:
+        """Return whether an entry of this group has layers of this place, but other page sizes."""
+        return check != self.check and bool(layers_of_both(Part.of(self.part), Part.of(part)))
 
 
 Extent: TypeAlias = tuple[Entry, int, int, int]  # an entry, its header once sealed, offset and payload bytes

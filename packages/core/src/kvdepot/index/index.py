@@ -6,11 +6,12 @@ the parts directly for everything else: `index.nodes`, `index.visibility`, `inde
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Final
 
 from kvdepot.counting import depot_counter
-from kvdepot.index.entries import Begun, Entries, NewRun, Room, Wanted
+from kvdepot.index.entries import Begun, Entries, NewRun, PartPlace, Room, Wanted
 from kvdepot.index.eviction import AUTO, POLICIES, EvictionPolicy
 from kvdepot.index.evictor import EndStore, Evictor, cannot_end
 from kvdepot.index.hit_rate_curve import HitRateCurve
@@ -34,6 +35,10 @@ ENTRIES_OVERLAPPING: Final = depot_counter(
 )
 
 MOST_EVICTED: Final = 80  # chunks per request: that takes two milliseconds, four with ARC
+# Nodes sampled for entries with other page sizes, in 1 ms if each has entries of eight ranks. Engines with such pages
+# come one after the other, so usually all or none of a space's entries have them.
+_SAMPLED: Final = 256
+_SCANNED_AT_ONCE: Final = 64  # nodes per step when such entries are removed
 SPARE_NODES: Final = 1024  # in addition to twice the records, for tombstones
 
 
@@ -199,6 +204,38 @@ class ChunkIndex:
             self.evictor.settle(node)
         else:
             self.shares.policy_of(node).removed(node)  # `added` when it is stored again
+
+    def remove_unreadable(self, space: Space, places: Sequence[PartPlace]) -> Iterator[int]:
+        """Remove the sealed entries with layers of a worker that it cannot read, as it would write other page sizes.
+
+        Otherwise lookups would find their chunks, retrieves would miss them, and stores would call them present. Does
+        nothing if a sample has no such entry. Yields the number of removed entries after each step. Between steps, the
+        index may be used freely, except that it must not be restored.
+
+        Args:
+            space: the space of the entries.
+            places: the worker's place in each group.
+        """
+        nodes, entries, table = self.nodes, self.entries, self.table
+
+        def is_unreadable(entry: Entry) -> bool:
+            group, part = table.place_of(entry)
+            return places[group].differs(part, table.check_of(entry))
+
+        def unreadable(node: int) -> list[Entry]:
+            return [entry for entry in entries.sealed(node) if is_unreadable(entry)]
+
+        if not any(map(unreadable, islice(space.nodes.values(), _SAMPLED))):
+            return
+        count = 0
+        for node in reversed(range(len(nodes.tree.keys))):  # mostly deepest first, so that few tombstones remain
+            if nodes.tree.keys[node] is not None and nodes.space_number[node] == space.number:
+                for entry in unreadable(node):
+                    self.remove_entry(entry)
+                    count += 1
+            if node % _SCANNED_AT_ONCE == 0:
+                yield count
+                count = 0
 
     def begin_reading(self, entries: Sequence[Entry]) -> list[int]:
         """Hold sealed entries and their extents while they are copied to a tier. Return their nodes."""

@@ -13,6 +13,7 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
+from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -73,7 +74,7 @@ class AllBlocksCleared(msgspec.Struct, tag=True):
 Event = BlockStored | BlockRemoved | AllBlocksCleared
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Family:
     """Engines that share chunks, and their division of chunks into blocks."""
 
@@ -199,7 +200,8 @@ class Holdings(Watcher):
         self._in_tier: dict[tuple[int, bytes], Described] = {}  # chunks that are only in a tier, first evicted first
         self._num_tier_bytes = 0
         self._broken: set[int] = set()  # hidden nodes with children
-        self._families: dict[Family, Family] = {}
+        # By hash, as long as a chunk has them: engines invent namespaces and groups.
+        self._families = WeakValueDictionary[int, Family]()
         if _MODEL not in topic:
             self.shelf_of("")
 
@@ -237,7 +239,11 @@ class Holdings(Watcher):
         if shelf is None or not count:
             return 0
         family = Family(space.number, request.namespace, per_chunk, chunk_tokens // per_chunk, request.groups)
-        family = self._families.setdefault(family, family)
+        known = self._families.get(hash(family))
+        if known is not None and known == family:
+            family = known
+        else:
+            self._families[hash(family)] = family
         parent, num_new, size = request.parent_id, 0, _ID_BYTES * per_chunk
         for chunk in range(count):
             ids = request.block_ids[chunk * size : (chunk + 1) * size]

@@ -121,17 +121,20 @@ class PrefixFile:
 
     # --- sessions -------------------------------------------------------------------------------------------------
 
-    def remember(self, tenant: str, session: str, digests: bytes) -> None:
+    def has_room(self, tenant: str) -> bool:
+        """Return whether sessions of a tenant are remembered: it has some, or fewer than `MAXIMUM_TENANTS` have."""
+        return _names_of(tenant, "")[0] in self._tenants or len(self._tenants) < MAXIMUM_TENANTS
+
+    def remember(self, tenant: str, session: str, digests: bytes) -> bool:
         """Replace the prefix of a session by packed digests, `(num_chunks, 32)`, from chunk 0 on.
 
-        If there is no room, the prefix loses its end. Beyond `MAXIMUM_TENANTS` tenants, nothing is remembered.
+        If there is no room, the prefix loses its end. Return False if nothing is remembered, as for a tenant beyond
+        `MAXIMUM_TENANTS`.
         """
+        if not self.has_room(tenant):
+            return False
         owner, name = _names_of(tenant, session)
-        of_tenant = self._tenants.get(owner)
-        if of_tenant is None:
-            if len(self._tenants) >= MAXIMUM_TENANTS:
-                return
-            of_tenant = self._tenants[owner] = _Tenant()
+        of_tenant = self._tenants.setdefault(owner, _Tenant())
         blocks = of_tenant.sessions.pop(name, None) or array("I")
         chunk, place, before = 0, 0, _NO_DIGEST
         num_chunks = min(MAXIMUM_CHUNKS, len(digests) // DIGEST_BYTES)
@@ -149,6 +152,7 @@ class PrefixFile:
         if place:
             of_tenant.sessions[name] = blocks[:place]
         self._drop_if_empty(owner)
+        return bool(place)
 
     def find(self, tenant: str, session: str) -> bytes:
         """Return the packed digests of a session's last prefix; empty if the tenant has no such session."""

@@ -81,7 +81,8 @@ class TokensFile:
     def rewrite(self, is_wanted: Callable[[bytes], bool]) -> Iterator[int]:
         """Rewrite the file with the wanted messages and those that are appended meanwhile, one per step.
 
-        If the server is killed before the end, the file stays as it was.
+        If the server is killed before the end, the file stays as it was. Without room for a new file it stays, too, but
+        `is_wanted` learns of all its messages.
         """
         old_fd, old_bytes, name = self._fd, self.size_bytes, self._path
         unfinished = name.with_name(f".tokens-{os.urandom(8).hex()}")
@@ -89,6 +90,9 @@ class TokensFile:
             self._fd, self.size_bytes = _create(unfinished), len(MAGIC)
         except OSError as error:
             logger.warning("cannot rewrite the tokens of %s: %s", name, error)
+            for body in _bodies(old_fd, old_bytes):
+                is_wanted(body)
+                yield 0
             return
         try:
             for body in _bodies(old_fd, old_bytes):

@@ -5,20 +5,27 @@ enough to pin, promote, demote or forget the prefix: no keys and no running requ
 (`kvdepot.pool.prefixes`). Pins do not.
 """
 
+import logging
 from collections.abc import Callable, Generator, Iterator
 from typing import Final
 
+from kvdepot.counting import depot_counter
 from kvdepot.errors import ErrorCode, printable
 from kvdepot.index.pins import AgentSession, Pin, PinTable
 from kvdepot.index.tree import Space
 from kvdepot.index.visibility import NO_MATCH, Match
 from kvdepot.keys import slice_digests
-from kvdepot.pool.prefixes import PrefixFile
+from kvdepot.pool.prefixes import MAXIMUM_TENANTS, PrefixFile
 from kvdepot.server.contexts import ContextTable
 from kvdepot.server.state import DepotState
 from kvdepot.server.turns import Refused, Wait
 from kvdepot.wire import messages as m
 
+logger = logging.getLogger(__name__)
+
+_SESSIONS_NOT_REMEMBERED: Final = depot_counter(
+    "sessions_not_remembered", "Prefixes of sessions not remembered: too many tenants have sessions, or memory is full"
+)
 _MOST_RETAINED: Final = 0.5  # share of a tenant's quota; the rest is left for its stores
 
 Counting = Generator[Wait, bool, int]
@@ -51,9 +58,20 @@ class Agents:
             self.prefixes.forget(*named)
             self.pins.end(named)
             return
-        self.prefixes.remember(*named, hint.digests)
+        if not self.prefixes.remember(*named, hint.digests) and hint.digests:
+            self._not_remembered(named)
         if hint.retain_seconds:
             self._pin(space, named, hint.digests, hint.retain_seconds)
+
+    def _not_remembered(self, named: AgentSession) -> None:
+        counters = self._state.counters
+        if not counters[_SESSIONS_NOT_REMEMBERED]:
+            why = (
+                "memory is full" if self.prefixes.has_room(named[0]) else f"{MAXIMUM_TENANTS:,} other tenants have some"
+            )
+            text = "sessions of tenant %s are not remembered, as %s; further ones are only counted"
+            logger.warning(text, printable(named[0]), why)
+        counters[_SESSIONS_NOT_REMEMBERED] += 1
 
     def prefix_of(self, named: AgentSession) -> bytes:
         """Return the digests of a session's last prefix.
@@ -64,10 +82,12 @@ class Agents:
         digests = self.prefixes.find(*named)
         if not digests:
             tenant, session = map(printable, named)
-            raise Refused(
-                ErrorCode.OUT_OF_RANGE,
-                f"tenant {tenant} has no session {session}: no engine named it, or it was forgotten",
-            )
+            why = "no engine named it, or it was forgotten"
+            if not self.prefixes.has_room(named[0]):
+                why = (
+                    f"{MAXIMUM_TENANTS:,} other tenants have sessions, and those of further tenants are not remembered"
+                )
+            raise Refused(ErrorCode.OUT_OF_RANGE, f"tenant {tenant} has no session {session}: {why}")
         return digests
 
     def retain(self, named: AgentSession, digests: bytes, seconds: float) -> Counting:
@@ -128,12 +148,14 @@ class Agents:
     def forget(self, named: AgentSession, digests: bytes, *, at_once: bool) -> Counting:
         """Forget a session. Evict the chunks that only its prefix needs: now if `at_once`, else before all others.
 
-        Return the number of entries evicted, or of chunks that will be.
+        Chunks that a request holds are evicted before all others when it ends. Return the number of entries evicted, or
+        of chunks that will be.
         """
         self.prefixes.forget(*named)
+        # First, also if at once: what a request holds stays, and its name, by which it could be ended later, is gone.
+        num_ended = yield from self._end(named, digests, self._index.priorities.end_session)
         if not at_once:
-            return (yield from self._end(named, digests, self._index.priorities.end_session))
-        self.pins.end(named)
+            return num_ended
         count = 0
         for space in list(self._index.spaces):
             yield self._turns.again

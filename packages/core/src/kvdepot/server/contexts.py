@@ -11,16 +11,19 @@ from kvdepot.errors import ErrorCode
 from kvdepot.index.entries import PartPlace
 from kvdepot.index.tree import Space, digest_of
 from kvdepot.keys import num_digests
-from kvdepot.layout import MAXIMUM_CELLS, GroupKind, Part, Plane, layers_of_both, mask_of
+from kvdepot.layout import MAXIMUM_CELLS, GroupKind, Part, Plane, mask_of
 from kvdepot.pool.table import MAXIMUM_ENTRY_BYTES, OWNER_BYTES, Writer
 from kvdepot.server.generations import Generations
 from kvdepot.server.state import DepotState
-from kvdepot.server.turns import Refused
+from kvdepot.server.turns import Refused, Task
 from kvdepot.wire import messages as m
 from kvdepot.wire.status import ContextStatus
 
 logger = logging.getLogger(__name__)
 
+_ENTRIES_UNREADABLE: Final = depot_counter(
+    "entries_unreadable", "Entries removed because a new engine with an equal cache spec has other page sizes"
+)
 _WORKERS_FALLEN_BACK: Final = depot_counter("workers_fallen_back", "Workers that fell back to copying by themselves")
 
 WorkerKey = tuple[Writer, bytes]  # a process, and the owner field of one of its workers
@@ -149,11 +152,10 @@ class Workers:
         Raises:
             Refused: the text names the other worker's instance.
         """
-        parts = [Part.of(mine.part) for mine in groups]
         for (group, layers), alike in self._alike.items():
             mine, other = groups[group], next(iter(alike.values()))
             theirs = other.groups[group]
-            if theirs.check != mine.check and layers_of_both(parts[group], Part.of(layers << 16)):
+            if mine.differs(layers << 16, theirs.check):
                 raise Refused(
                     ErrorCode.BAD_LAYOUT,
                     f"group {mine.group}, {Part.of(mine.part)}: {mine.num_bytes} bytes a chunk, but {other.instance}"
@@ -194,6 +196,8 @@ class ContextTable:
         context = Context(number, session, writer, request.instance, request.model, space, request, groups)
         self._add(context)
         workers.add(context)
+        if not self._state.is_restoring:
+            self._remove_unreadable(context)
         logger.info(
             "registered %s rank %d of %d on %s (%s, model %s) as context %d",
             request.instance,
@@ -238,6 +242,30 @@ class ContextTable:
             "registered scheduler of %s (model %s) as context %d", request.instance, request.model, context.number
         )
         return context
+
+    def restored(self) -> None:
+        """Note that the entries of an earlier server are known now."""
+        self.generations.restored()
+        for context in self.by_number.values():
+            if context.registration is not None:
+                self._remove_unreadable(context)
+
+    def _remove_unreadable(self, worker: Context) -> None:
+        self._state.background.unreadable.add(self._removing(worker))
+
+    def _removing(self, worker: Context) -> Task:
+        removed = 0
+        for count in self._state.index.remove_unreadable(worker.space, worker.groups):
+            removed += count
+            self._state.counters[_ENTRIES_UNREADABLE] += count
+            yield
+        if removed:
+            logger.warning(
+                "removed %d entries that an earlier engine had written with other pages than %s under the same spec:"
+                " tell the two apart by CacheSpec.format",
+                removed,
+                worker.instance,
+            )
 
     def _add(self, context: Context) -> None:
         self.by_number[context.number] = context

@@ -166,7 +166,7 @@ class Lookups:
         try:
             weights = self._contexts.generations.weights_of(context.instance)
             label = self._state.labels.number_of(request.tenant, model, weights)
-        except (Refused, OSError):  # too many tenants, or no room for the name
+        except Refused:  # too many tenants, or no room for the name
             self._counters[_LOOKUPS_WITHOUT_NAME] += 1
             query.why_not_promoted = "as the name of its tenant or model found no room"
             return False

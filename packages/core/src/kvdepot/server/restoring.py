@@ -66,7 +66,7 @@ class Restoring:
             counters[CHORES_FAILED] += 1
             state.note("restoring an earlier server's table failed: stores are declined until a start with --fresh")
         state.is_restoring = False
-        self._depot.contexts.generations.restored()
+        self._depot.contexts.restored()
 
 
 def take_over(depot: Depot, restored: Iterator[Entry | None], await_death: Callable[[Writer], bool]) -> Iterator[None]:

@@ -61,6 +61,7 @@ class LabelTable:
         self._save_names = save
         self._numbers: dict[tuple[str, str, str], int] = {}
         self._num_saved_spaces = self._num_saved_labels = 0
+        self._is_full = False  # whether the last name found no room
 
     def restore(self, names: list[Label]) -> None:
         """Take over the labels of an earlier server. The spaces of the index count as saved."""
@@ -72,18 +73,15 @@ class LabelTable:
         """Return the label of a tenant, a model and its weights.
 
         Raises:
-            Refused: there are too many.
-            OSError: a new name cannot be saved.
+            Refused: there are too many, or a new name cannot be saved.
         """
         number = self._numbers.get((tenant, model, weights))
         if number is None:
             if weights and len(self.names) >= MOST_WITH_WEIGHTS:
                 return self.number_of(tenant, model)
             if len(self.names) >= MAXIMUM_LABELS:
-                raise Refused(
-                    ErrorCode.MALFORMED,
-                    f"the depot has {MAXIMUM_LABELS} tenants and models already: no room for {tenant!r}",
-                )
+                text = f"the depot has {MAXIMUM_LABELS} tenants and models already: no room for {tenant!r}"
+                raise self._refusal(ErrorCode.MALFORMED, text)
             number = self._add(Label(tenant, model, weights))
         if number >= self._num_saved_labels:
             self._save()
@@ -99,8 +97,7 @@ class LabelTable:
         """Return the space of a cache.
 
         Raises:
-            Refused: there are too many.
-            OSError: a new space cannot be saved.
+            Refused: there are too many, or a new one cannot be saved.
         """
         spaces = self._index.spaces
         if len(spaces) >= MAXIMUM_SPACES and all(space.spec != spec for space in spaces):
@@ -110,9 +107,21 @@ class LabelTable:
             self._save()
         return space
 
+    def _refusal(self, code: ErrorCode, text: str) -> Refused:
+        """Return the refusal of a name, and log the first one: each request that needs the name is refused."""
+        if not self._is_full:
+            logger.warning("%s; stores that need it are declined", text)
+        self._is_full = True
+        return Refused(code, text)
+
     def _save(self) -> None:
         new_spaces = [space.spec for space in self._index.spaces[self._num_saved_spaces :]]
-        self._save_names(Names(new_spaces, self.names[self._num_saved_labels :]))
+        try:
+            self._save_names(Names(new_spaces, self.names[self._num_saved_labels :]))
+        except OSError as error:
+            text = f"no room for the name of a new tenant, model or cache beside the pool ({error}): free memory there"
+            raise self._refusal(ErrorCode.OUT_OF_RANGE, text) from error
+        self._is_full = False
         self._num_saved_spaces, self._num_saved_labels = len(self._index.spaces), len(self.names)
 
 

@@ -29,6 +29,9 @@ _STORE_CHUNKS: Final = depot_counter("store_chunks", "Chunks in prepared stores"
 _STORES_WITHOUT_COMMIT: Final = depot_counter(
     "stores_without_commit", "Stores declined because their worker already holds half of the pool in unfinished stores"
 )
+_STORES_WITHOUT_NAME: Final = depot_counter(
+    "stores_without_name", "Stores declined because the name of their tenant or model found no room"
+)
 _STORE_ENTRIES_PRESENT: Final = depot_counter(
     "store_entries_present", "Entries of stores that were already in the pool"
 )
@@ -177,7 +180,11 @@ class Stores:
                 return self._decline(context, request, "the chunk before it was evicted")
             parent = NO_NODE if above is None else above
         weights = self._contexts.generations.weights_of(context.instance)
-        label = state.labels.number_of(request.tenant, context.model, weights)
+        try:
+            label = state.labels.number_of(request.tenant, context.model, weights)
+        except Refused as error:
+            counters[_STORES_WITHOUT_NAME] += 1
+            return self._decline(context, request, str(error))
         run = NewRun(
             space, request.digests, request.first_chunk, parent, label, writer, context.owner, request.request_id
         )

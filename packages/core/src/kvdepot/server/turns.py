@@ -32,6 +32,7 @@ CHORES_FAILED: Final = depot_counter("chores_failed", "Background tasks that fai
 MAXIMUM_OPERATIONS: Final = 64  # operators' requests that wait for their turn: people and scripts send few at a time
 _MOST_HINTS: Final = 1024  # each holds the rest of one prefix; without room for it, only the end is ranked
 _MOST_NOTES: Final = 16  # each holds the names of a prompt's segments, 192 KiB at most
+_MOST_REMOVALS: Final = 1024  # one for each worker that has just registered: many times those of a node
 _DONE_AT_ONCE: Final = 64  # steps, each one lease: an end of more takes turns
 
 
@@ -190,6 +191,7 @@ class Background:
         self.endings = self._other(1)  # prefixes whose time to live has passed
         self.unpinnings = self._other(1)  # pins whose time has passed
         self.generations = self._other(1)  # chunks of weights that became outdated
+        self.unreadable = self._other(_MOST_REMOVALS)  # entries with other page sizes than those of a new worker
         self.samples = self._other(1)  # counts a very long lookup for the estimates
         self.replays = self._other(1)  # resends events
         self.hottest = self._other(1)  # lists the most used prefixes
