@@ -70,6 +70,34 @@ def test_leases_of_a_killed_scheduler_end_at_once(depot: DepotProcess, spawn: Sp
 
 
 @pytest.mark.slow
+@pytest.mark.promise(10, 24)
+def test_a_forked_child_that_lives_on_does_not_keep_what_a_killed_engine_held(
+    depot: DepotProcess, spawn: Spawn
+) -> None:
+    before = os.listdir(f"/proc/{depot.pid}/fd")
+    victim = spawn("victim")
+    victim.expect("3", "store 1 3")
+    child = int(victim.ask("fork"))
+    try:
+        victim.expect("3", "lookup 1 3")
+        victim.expect("armed", "gate store half")
+        victim.expect("reached", "store 2 3")
+        status = depot.status()
+        assert (status.num_leases, status.num_tickets) == (1, 1)
+        victim.kill()
+        wait_until(lambda: depot.status().num_leases == depot.status().num_tickets == 0, 1.0)
+        wait_until(lambda: depot.status().pool_used_bytes == 3 * CHUNK, 1.0)
+        assert depot.status().num_sessions == 0
+        wait_until(lambda: len(os.listdir(f"/proc/{depot.pid}/fd")) <= len(before))
+        os.kill(child, 0)  # it lives
+    finally:
+        os.kill(child, signal.SIGKILL)
+    other = spawn("other")
+    other.expect("3", "retrieve 1 3")
+    other.expect("0", "lookup 2 3")
+
+
+@pytest.mark.slow
 def test_two_engines_that_store_the_same_at_once_make_one_copy(depot: DepotProcess, spawn: Spawn) -> None:
     engines = [spawn("one"), spawn("two")]
     for engine in engines:

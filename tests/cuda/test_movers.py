@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -249,6 +250,29 @@ def test_a_mover_of_an_earlier_depot_that_lives_on_is_dead_when_its_worker_is_cl
     assert has_memory(movers[0])
     worker.context.close()
     assert not any(map(has_memory, movers))
+
+
+@pytest.mark.promise(85)
+def test_a_forked_child_that_closes_its_copy_of_a_context_leaves_the_mover_to_its_parent(
+    depot: DepotProcess, cache: MakeCache
+) -> None:
+    worker = cache()
+    assert worker.store(prompt(3))
+    before = wait_for_mover(depot)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of Python, for a process with threads
+        child = os.fork()
+    if child == 0:
+        signal.alarm(int(WAIT_SECONDS))
+        try:
+            worker.context.close()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert has_memory(before)
+    assert worker.retrieve(prompt(3)) == 3
+    assert wait_for_mover(depot) == before
 
 
 def test_operators_see_who_copies_and_why(device: FakeDevice, depot: DepotProcess, cache: MakeCache) -> None:

@@ -108,6 +108,20 @@ def test_a_process_that_is_waited_for_costs_one_descriptor_however_many_sessions
     wait_until(lambda: num_descriptors(depot.pid) <= before, what="one pidfd for this process")
 
 
+def test_unfinished_stores_of_a_worker_that_has_renewed_its_session_do_not_wait_for_its_process(
+    depot: DepotProcess,
+) -> None:
+    """The worker registers again before the depot sees the end of its earlier session."""
+    earlier = Peer(depot)
+    assert earlier.prepare(prompt(2)).ticket
+    renewed = Peer(depot)
+    earlier.close()
+    wait_until(lambda: depot.status().num_tickets == depot.status().pool_used_bytes == 0)
+    assert depot.status().quarantined_bytes == 0
+    assert renewed.store(prompt(2)) == 2
+    renewed.close()
+
+
 @pytest.mark.promise(74)
 def test_a_session_has_a_bounded_number_of_contexts() -> None:
     index = ChunkIndex(ExtentAllocator(1 << 20), IndexTable.in_memory(16))

@@ -154,7 +154,8 @@ class CudaTransferContext(WorkerTransfers):
         Afterwards no other process has the device's memory open. Freeing it before that would be undefined behaviour.
         """
         super().close()
-        self.copy_route.end_movers()
+        if not self.connection.is_inherited:  # in a forked child, the movers are the parent's
+            self.copy_route.end_movers()
 
 
 def _open(ordinal: int, cache: KVCache, layout: CacheLayout, options: CudaOptions) -> tuple[Driver, CopyEngine]:

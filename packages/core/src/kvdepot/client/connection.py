@@ -7,6 +7,10 @@ starting, hung or slow, there is no session, and callers answer "miss" without w
 A call that exceeds its deadline suspends the session. So do several calls that wait for an eighth of the deadline. The
 thread then sends pings on its socket, and resumes the session when the server answers quickly. So a hung server costs
 one deadline, a slow one a bounded wait, and a dead one less.
+
+A process that is forked from a client's process gets a copy of each connection. Both processes would write to one
+socket, and each would read the other's replies. So the copies in the child have no session and no socket; their end
+changes nothing for the parent.
 """
 
 import contextlib
@@ -17,6 +21,7 @@ import select
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -56,6 +61,10 @@ class Connection:
         on_open: called on the connection's thread with a session that became usable: new, or no longer suspended.
         reap_late_replies: reads replies to abandoned requests. After `reap_soon`, the connection's thread calls it
             until it returns True.
+        on_fork: called in a child that was forked from this process. It must not wait for a lock.
+
+    Attributes:
+        is_inherited: whether this process was forked from the one that made the connection.
     """
 
     def __init__(
@@ -69,12 +78,14 @@ class Connection:
         barrier: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
         on_open: Callable[[Session], None] = lambda _session: None,
         reap_late_replies: Callable[[], bool] = lambda: True,
+        on_fork: Callable[[], None] = lambda: None,
     ) -> None:
         if deadline_seconds <= 0:
             raise KVDepotError(f"the deadline is {deadline_seconds} s: give a number above 0")
         self.directory = directory_of_url(url)
         self.deadline_seconds = deadline_seconds
-        self.why_away = "not connected yet"
+        self.why_away: str = "not connected yet"
+        self.is_inherited = False
         self._is_away = False  # whether the log has reported that the depot is away
         self._slow_seconds = deadline_seconds * _SLOW_SHARE
         self._name = name
@@ -83,12 +94,15 @@ class Connection:
         self._barrier = barrier
         self._on_open = on_open
         self._reap_late_replies = reap_late_replies
+        self._on_fork = on_fork
         self._is_renewing = False
         self._reap_seconds = 0.0  # pause until late replies are read; 0: do not read them
         self._session: Session | None = None
         self._changed = threading.Condition()
         self._closing = threading.Event()
         self._wake_reader, self._wake_writer = socket.socketpair()
+        self._sockets: Final = weakref.WeakSet((self._wake_reader, self._wake_writer))  # which a forked child closes
+        _connections.add(self)
         self._thread = threading.Thread(target=self._run, name="kvdepot-connection", daemon=True)
         self._thread.start()
 
@@ -96,7 +110,12 @@ class Connection:
     def session(self) -> Session | None:
         """The usable session. None while the depot is away, hung or slow; callers then answer "miss"."""
         session = self._session
-        return None if session is None or session.suspended or self._is_renewing or self._closing.is_set() else session
+        if session is None or session.suspended or self._is_renewing or self._closing.is_set():
+            if self.is_inherited and not self._is_away:
+                self._is_away = True
+                logger.warning("no depot in %s: %s", self.directory, self.why_away)
+            return None
+        return session
 
     def wait_until_open(self, timeout_seconds: float) -> Session:
         """Return the session. Wait for it at most `timeout_seconds`.
@@ -105,15 +124,15 @@ class Connection:
             DepotUnavailable: there was no usable session in time; the text gives the reason.
         """
         with self._changed:
-            if not self._changed.wait_for(lambda: self.session is not None, timeout_seconds):
-                raise DepotUnavailable(f"no depot in {self.directory}: {self.why_away}")
+            self._changed.wait_for(lambda: self.is_inherited or self.session is not None, timeout_seconds)
             session = self.session
-            assert session is not None
+            if session is None:
+                raise DepotUnavailable(f"no depot in {self.directory}: {self.why_away}")
             return session
 
     def channel(self, session: Session) -> Channel:
         """Return a new channel over a session for the calling thread."""
-        return Channel(session)
+        return Channel(session, self._make_socket())
 
     def suspend(self, session: Session) -> None:
         """Suspend a session after a call exceeded its deadline, until the server answers a ping."""
@@ -168,6 +187,30 @@ class Connection:
         self._wake_reader.close()
         self._wake_writer.close()
 
+    def become_inert(self) -> None:
+        """Give up the session in a forked child, which has no thread of the connection, without touching the parent's.
+
+        Another thread of the parent may have held any lock at the fork, so take none and make new ones.
+        """
+        self.is_inherited, self._is_away = True, False
+        self.why_away = (
+            "this process was forked from the one that made this client, so every lookup, store and retrieve is a miss;"
+            " make another client in this process"
+        )
+        self._changed, self._closing = threading.Condition(), threading.Event()
+        self._closing.set()
+        for each in list(self._sockets):
+            each.close()  # never `shutdown`, which would end the parent's connection
+        session, self._session = self._session, None
+        if session is not None:
+            session.mark_lost()
+        self._on_fork()
+
+    def _make_socket(self) -> socket.socket:
+        made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._sockets.add(made)
+        return made
+
     def _wake(self) -> None:
         with contextlib.suppress(OSError):
             self._wake_writer.send(b"w")
@@ -218,7 +261,7 @@ class Connection:
         self._is_away, self.why_away = True, why
 
     def _open(self) -> tuple[socket.socket, Session]:
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection = self._make_socket()
         session: Session | None = None
         self._is_renewing = False  # before reading the registration: a later change sets it again
         try:
@@ -299,6 +342,18 @@ class Connection:
         if self._reap_seconds:
             self._reap_seconds = _FIRST_REAP_SECONDS
         self._on_open(session)
+
+
+# Python keeps a hook of `register_at_fork` for ever, so there is one for all connections.
+_connections: Final = weakref.WeakSet[Connection]()
+
+
+def _leave_to_parent() -> None:
+    for connection in list(_connections):
+        connection.become_inert()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def open_session(

@@ -137,6 +137,7 @@ class SchedulerClient:
             maps_pool=False,
             deadline_seconds=deadline_seconds,
             reap_late_replies=self._reap_late_replies,
+            on_fork=self._on_fork,
         )
 
     @property
@@ -410,6 +411,9 @@ class SchedulerClient:
             return not channel.num_owed
         finally:
             self._lock.release()
+
+    def _on_fork(self) -> None:
+        self._lock, self._channel = threading.RLock(), None
 
     def _current(self) -> Channel | None:
         session = self._connection.session

@@ -115,11 +115,12 @@ class Channel:
 
     Args:
         session: the session that the connection joins.
+        connection: a new Unix socket. The channel closes it.
     """
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, connection: socket.socket) -> None:
         self.session = session
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket = connection
         self._close = weakref.finalize(self, self._socket.close)
         self._is_connected = False
         self._poller = select.poll()

@@ -132,7 +132,8 @@ class WorkerTransfers:
 
     def close(self) -> None:
         """See `TransferContext`."""
-        if self._closed:
+        # In a forked child, the session, the copies under way and the device are the parent's.
+        if self._closed or self.connection.is_inherited:
             return
         self._closed = True
         for each in self._queues:

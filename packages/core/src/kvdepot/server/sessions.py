@@ -2,10 +2,10 @@
 
 A client that greets the depot with `OpenSession` gets a token and the descriptors of the pool and the table. Its
 further connections begin with the token, which proves that their messages come from that process. Later bytes on the
-first connection are pings, which the depot echoes. When that connection closes, the session ends. A killed process can
-live on for up to 150 ms after that (measured), so its unfinished extents are freed only once its pidfd reports its
-death. A later server recognises a living process of another PID namespace by the lock that its mapping keeps on the
-pool.
+first connection are pings, which the depot echoes. The session ends when that connection closes or the process dies,
+since a forked child can keep the connection of a dead process open. A killed process can live on for up to 150 ms after
+its connection closed (measured), so its unfinished extents are freed only once its pidfd reports its death. A later
+server recognises a living process of another PID namespace by the lock that its mapping keeps on the pool.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ class SessionTable:
 
     Args:
         welcome: makes the answer to a greeting, with the descriptors to send. The table closes them.
-        on_end: called with a session whose connection closed.
+        on_end: called with a session whose connection closed or whose process died.
         on_death: called with an awaited process that has died.
         is_awaited: returns whether anything waits for the death of a process.
         is_mapping: returns whether a process without a pid here still maps the pool.
@@ -71,8 +71,8 @@ class SessionTable:
         self._is_awaited = is_awaited
         self.is_mapping = is_mapping
         self._epoch = epoch
-        self._sessions: dict[int, Session] = {}  # by the connection's descriptor
         self.by_token: dict[bytes, Session] = {}  # the open sessions
+        self._by_fd: dict[int, Session] = {}  # the open sessions by their connection's descriptor, and by their pidfd
         self._dying: dict[int, Writer] = {}  # by pidfd, each process once
         self._watched: set[Writer] = set()  # the values of `_dying`
         self._unnumbered: set[Writer] = set()  # processes without a pid here, polled by `find_dead`
@@ -84,7 +84,7 @@ class SessionTable:
         return self._epoll.fileno()
 
     def __len__(self) -> int:
-        return len(self._sessions)
+        return len(self.by_token)
 
     def open(self, connection: socket.socket, request: frames.OpenSession) -> None:
         """Open a session over a connection that greeted with `request`, or refuse it. Take over the connection."""
@@ -93,7 +93,7 @@ class SessionTable:
         if reason:
             self._refuse(connection, pid, ErrorCode.VERSION_MISMATCH, reason)
             return
-        if len(self._sessions) >= MAXIMUM_SESSIONS:
+        if len(self.by_token) >= MAXIMUM_SESSIONS:
             self._refuse(connection, pid, ErrorCode.OUT_OF_RANGE, f"there are {MAXIMUM_SESSIONS} sessions")
             return
         try:
@@ -106,8 +106,12 @@ class SessionTable:
         token = secrets.token_bytes(frames.TOKEN_BYTES)
         session = Session(self._next, connection, Writer(max(pid, 0), started_at), pidfd, token)
         self._next += 1
-        self._sessions[connection.fileno()] = self.by_token[token] = session
+        self._by_fd[connection.fileno()] = self.by_token[token] = session
         self._epoll.register(connection.fileno(), select.EPOLLIN | select.EPOLLRDHUP)
+        if pidfd is not None:
+            # Without it, a forked child that keeps a copy of the connection would hide the death of the process.
+            self._by_fd[pidfd] = session
+            self._epoll.register(pidfd, select.EPOLLIN)
         descriptors: list[int] = []
         try:
             opened, descriptors = self._welcome(token, session.writer)
@@ -129,7 +133,7 @@ class SessionTable:
 
     def hand_over(self, number: int, fd: int) -> bool:
         """Send a session a mover's pidfd. Return False if it cannot be sent."""
-        for session in self._sessions.values():
+        for session in self.by_token.values():
             if session.number == number:
                 try:
                     socket.send_fds(session.socket, [frames.MOVER_NOTE], [fd])
@@ -148,8 +152,10 @@ class SessionTable:
             fd, _ = events[0]
             if fd in self._dying:
                 self._bury(fd)
-            elif fd in self._sessions:
-                self._read(self._sessions[fd])
+            elif fd == self._by_fd[fd].pidfd:
+                self._end(self._by_fd[fd])
+            else:
+                self._read(self._by_fd[fd])
             if is_over():
                 return
 
@@ -187,7 +193,7 @@ class SessionTable:
 
     def close(self) -> None:
         """Close all connections, which clients notice at once."""
-        for session in list(self._sessions.values()):
+        for session in self.by_token.values():
             session.socket.close()
             if session.pidfd is not None:
                 os.close(session.pidfd)
@@ -217,8 +223,10 @@ class SessionTable:
         connection.close()
 
     def _end(self, session: Session) -> None:
-        self._epoll.unregister(session.socket.fileno())
-        del self._sessions[session.socket.fileno()]
+        for fd in (session.socket.fileno(), session.pidfd):
+            if fd is not None:
+                self._epoll.unregister(fd)
+                del self._by_fd[fd]
         session.socket.close()
         del self.by_token[session.token]
         self._on_end(session)

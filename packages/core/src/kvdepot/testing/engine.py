@@ -5,9 +5,11 @@ of output. `store SALT N` and `retrieve SALT N` move the first N chunks of a pro
 retrieve reports "wrong" if a byte differs from the stored one). `lookup SALT N` leases chunks and reports their number;
 `await SALT N` does so for chunks that another engine hands over, and `hand_over SALT N` stores for such a lookup.
 `gate store|retrieve before|half|after` stops the next copy in that direction at that place: the child says `reached`
-and continues after the line `go`. The worker's context must be built on `WorkerTransfers`.
+and continues after the line `go`. `fork` leaves a child that keeps all descriptors and does nothing, and reports its
+process number; the parent of the engine kills that child. The worker's context must be built on `WorkerTransfers`.
 """
 
+import ctypes
 import os
 import select
 import signal
@@ -43,6 +45,8 @@ def obey(make_worker: MakeWorker, url: str, instance: str, plan: WorkerPlan = PL
         if command == "gate":
             _Gate(worker.context, *words)
             _say("armed")
+        elif command == "fork":
+            _say(_fork())
         else:
             salt, num_chunks = map(int, words)
             _say(_answer(command, prompt(num_chunks, salt=salt), cache, scheduler))
@@ -53,6 +57,14 @@ def obey(make_worker: MakeWorker, url: str, instance: str, plan: WorkerPlan = PL
 def _say(word: object) -> None:
     sys.stdout.write(f"{word}\n")
     sys.stdout.flush()
+
+
+def _fork() -> int:
+    """Fork a child as a C library would, so that Python's hooks do not run in it."""
+    pid = ctypes.PyDLL(None).fork()
+    while pid == 0:
+        signal.pause()
+    return pid
 
 
 def _answer(command: str, run: Any, cache: Cache, scheduler: SchedulerClient) -> object:
