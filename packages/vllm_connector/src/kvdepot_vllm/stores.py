@@ -148,6 +148,8 @@ class Stores:
         stop = self._ready_tokens(state, num_ready) // self._cache.chunk_tokens
         if self.pool is None or stop <= state.num_stored or len(self._put_off) >= _MOST_PUT_OFF:
             return
+        if state.request.prompt_embeds is not None:  # prompts that differ may have equal hashes: see `matched_tokens`
+            return
         ids = {block_id for group in self._cache.groups for block_id in table[group.number]}
         hashes = {block_id: self.pool.blocks[block_id].block_hash for block_id in ids}
         self._put_off.append(_PutOff(state, table, stop, hashes))
