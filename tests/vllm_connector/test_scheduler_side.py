@@ -379,6 +379,17 @@ def test_chunks_that_fill_up_last_are_stored_at_the_end() -> None:
     assert (job.key.first_chunk, job.block_ids) == (1, ([2],))
 
 
+def test_a_vllm_that_gives_no_block_pool_is_one_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    it = scene()
+    it.side.bind_block_pool(None)  # type: ignore[arg-type]
+    for name in "ab":
+        request = it.asks(40, name)
+        assert (it.step(request, 8, (blocks(1, 3),)).stores, len(caplog.records)) == ((), name == "b")
+        assert it.step(request, 32, (blocks(1, 3),)).stores == ()
+    (record,) = caplog.records
+    assert (record.levelname, "bind_gpu_block_pool" in record.getMessage()) == ("WARNING", True)
+
+
 def test_no_more_blocks_are_held_than_allowed() -> None:
     it = scene(max_pinned_share=0.1)  # of 64 blocks
     request = it.request(200)
