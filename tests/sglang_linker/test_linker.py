@@ -516,9 +516,19 @@ def test_small_pages_are_refused_with_the_way_out(engine: MakeEngine, monkeypatc
         engine()
 
 
-def test_a_wrong_setting_stops_the_engine_at_start(engine: MakeEngine) -> None:
-    with pytest.raises(ConfigError, match="linker_extra_config has 'ulr'"):
-        engine(ulr="typo")
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({"ulr": "typo"}, "linker_extra_config has 'ulr'"),
+        ({"kvdepot.tenant_salt": "s"}, "linker_extra_config has 'kvdepot.tenant_salt'; known are url, "),
+        ({"tenant": "x" * 300}, "tenant: 300 characters"),
+        ({"url": "http://x"}, "url: 'http://x'"),
+    ],
+    ids=["typo", "prefix", "tenant", "url"],
+)
+def test_a_wrong_setting_stops_the_engine_at_start(wrong: dict[str, Any], text: str, engine: MakeEngine) -> None:
+    with pytest.raises(ConfigError, match=text):
+        engine(**wrong)
 
 
 def test_without_its_hooks_the_linker_does_not_start(depot: DepotProcess) -> None:

@@ -55,6 +55,31 @@ def test_engine_first_depot_later(model: MakeModel, tmp_path: Any) -> None:
             assert (tokens(outputs), cached(outputs)) == (engine.reference, [640])
 
 
+WITHOUT_POOL = """
+from kvdepot_vllm.connector import KVDepotConnector
+KVDepotConnector.bind_gpu_block_pool = lambda _connector, _pool: None
+"""
+
+
+@pytest.mark.slow
+def test_an_engine_whose_vllm_gives_no_block_pool_loads_and_says_that_it_does_not_store(
+    depot: DepotProcess, model: MakeModel
+) -> None:
+    """Regression: a vLLM without this hook would have made an engine that stores nothing, without a word."""
+    config = connector(depot.url, namespace="no pool")
+    given = prompts(2, 300, seed=23)
+    with Engine(model("gqa"), config, max_tokens=4) as engine:
+        answers = tokens(engine.generate(given[:1]))
+    with Engine(model("gqa"), config, max_tokens=4, first=WITHOUT_POOL) as engine:
+        outputs = engine.generate(given[:1])
+        assert (tokens(outputs), cached(outputs)) == (answers, [256])
+        num_chunks = depot.status().num_chunks
+        engine.generate(given[1:])
+        engine.generate(prompts(1, 300, seed=24))
+        assert depot.status().num_chunks == num_chunks
+        assert engine.log().count("nothing is stored: this vLLM did not call") == 1
+
+
 @pytest.mark.promise(23)
 def test_a_killed_depot(warm: Engine, depot: DepotProcess) -> None:
     before = at_rest(warm)

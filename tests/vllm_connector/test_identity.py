@@ -258,7 +258,13 @@ def test_processes_agree_without_a_hash_seed(seed: str, weights: Path) -> None:
 
 
 def request(**changes: Any) -> Any:
-    nothing: dict[str, Any] = {"lora_request": None, "cache_salt": None, "prompt_embeds": None, "mm_features": []}
+    nothing: dict[str, Any] = {
+        "lora_request": None,
+        "cache_salt": None,
+        "prompt_embeds": None,
+        "prompt_is_token_ids": None,
+        "mm_features": [],
+    }
     return SimpleNamespace(**{**nothing, **changes})
 
 
@@ -361,6 +367,28 @@ def test_prompt_embeddings_are_told_by_their_content() -> None:
     one, same, other = torch.ones(4, 8), torch.ones(4, 8), torch.ones(4, 8) * 2
     found = [extra_keys(request(prompt_embeds=tensor)) for tensor in (one, same, other)]
     assert found[0] == found[1] != found[2]
+
+
+@pytest.mark.promise(84)
+def test_prompts_of_the_same_embeddings_are_told_by_the_places_of_their_tokens() -> None:
+    """Regression: vLLM sets the ids of embedded places to 0, so that token 0 and an embedding had one key."""
+    torch = pytest.importorskip("torch")
+    embeddings = torch.ones(4, 8)
+    none, first, same, last, all_embedded = (
+        extra_keys(request(prompt_embeds=embeddings, prompt_is_token_ids=mask))
+        for mask in (None, [True, *[False] * 3], [True, *[False] * 3], [*[False] * 3, True], [False] * 4)
+    )
+    assert first == same
+    assert len({repr(each) for each in (none, first, last, all_embedded)}) == 4
+
+
+KEY_OF_ONES = "92a6656d62656473c42059c83c031a1231bc30d55dc07e24a57c4ef75c6f139fe57b11b107653d50bb70"
+
+
+def test_a_prompt_of_embeddings_alone_keeps_its_key_over_releases() -> None:
+    torch = pytest.importorskip("torch")
+    ((first, end, key),) = extra_keys(request(prompt_embeds=torch.ones(4, 8)))
+    assert (first, end, key.hex()) == (0, 1 << 40, KEY_OF_ONES)
 
 
 def test_real_multimodal_requests_have_what_is_read(weights: Path) -> None:

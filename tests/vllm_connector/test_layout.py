@@ -288,6 +288,33 @@ def test_ranks_that_schedule_for_themselves_use_no_depot() -> None:
         engine_cache(SimpleNamespace(parallel_config=parallel), None, str, None)
 
 
+@pytest.mark.parametrize(
+    ("device", "is_latent", "prefix_caching", "chunked_prefill", "refused"),
+    [
+        ("cpu", True, False, False, True),
+        ("cpu", True, False, True, False),  # the user's own choice
+        ("cpu", True, True, False, False),
+        ("cpu", False, False, False, False),
+        ("cuda", True, False, False, False),
+    ],
+)
+@pytest.mark.promise(86)
+def test_only_latent_attention_on_a_cpu_for_which_vllm_reuses_nothing_is_refused(
+    device: str, is_latent: bool, prefix_caching: bool, chunked_prefill: bool, refused: bool
+) -> None:
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(
+            distributed_executor_backend=None, tensor_parallel_size=1, pipeline_parallel_size=1
+        ),
+        device_config=SimpleNamespace(device_type=device),
+        model_config=SimpleNamespace(use_mla=is_latent),
+        cache_config=SimpleNamespace(enable_prefix_caching=prefix_caching),
+        scheduler_config=SimpleNamespace(enable_chunked_prefill=chunked_prefill),
+    )
+    with pytest.raises(Unsupported, match="leave chunked prefill on" if refused else "no KV cache group"):
+        engine_cache(config, SimpleNamespace(kv_cache_groups=[]), str, None)
+
+
 FULL = EngineGroup(0, GroupKind.FULL_ATTENTION, 16, 0, ("a", "b"), False, False)
 WINDOW = EngineGroup(1, GroupKind.SLIDING_WINDOW, 16, 64, ("c",), False, False)
 LATENT = EngineGroup(0, GroupKind.FULL_ATTENTION, 16, 0, ("a", "b"), True, False)

@@ -94,9 +94,23 @@ def test_settings_of_other_connectors_are_left_alone() -> None:
     assert Settings.parse({"other.thing": 1, "kvdepot.deadline_seconds": 1}) == Settings(deadline_seconds=1.0)
 
 
-def test_a_wrong_setting_stops_the_engine_at_start(depot: DepotProcess, model: MakeModel) -> None:
-    with pytest.raises(AssertionError, match=r"kvdepot\.ulr"):
-        Engine(model("gqa"), connector(depot.url, ulr="typo"))
+@pytest.mark.parametrize(
+    ("extra", "text"),
+    [
+        ({"kvdepot.ulr": "typo"}, r"kvdepot\.ulr"),
+        ({"tenant_salt": "secret"}, r"for example 'kvdepot\.tenant_salt'"),
+        ({"kvdepot.tenant": "x" * 300}, "300 characters: a tenant's name has 1 to 256"),
+        ({"kvdepot.url": "http://x"}, "'http://x': name a depot of this machine by its directory"),
+    ],
+    ids=["typo", "no prefix", "tenant", "url"],
+)
+def test_a_wrong_setting_stops_the_engine_at_start(
+    extra: dict[str, Any], text: str, depot: DepotProcess, model: MakeModel
+) -> None:
+    config = connector(depot.url)
+    config["kv_connector_extra_config"] |= extra
+    with pytest.raises(AssertionError, match=text):
+        Engine(model("gqa"), config)
 
 
 @pytest.mark.promise(34)

@@ -154,6 +154,7 @@ class Scene:
             "lora_request": None,
             "mm_features": [],
             "prompt_embeds": None,
+            "prompt_is_token_ids": None,
             "trace_headers": None,
             "num_tokens": num_tokens,
             "all_token_ids": list(range(num_tokens)),
@@ -385,6 +386,17 @@ def test_chunks_that_fill_up_last_are_stored_at_the_end() -> None:
     assert (job.key.first_chunk, job.block_ids) == (1, ([2],))
 
 
+def test_a_vllm_that_gives_no_block_pool_is_one_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    it = scene()
+    it.side.bind_block_pool(None)  # type: ignore[arg-type]
+    for name in "ab":
+        request = it.asks(40, name)
+        assert (it.step(request, 8, (blocks(1, 3),)).stores, len(caplog.records)) == ((), name == "b")
+        assert it.step(request, 32, (blocks(1, 3),)).stores == ()
+    (record,) = caplog.records
+    assert (record.levelname, "bind_gpu_block_pool" in record.getMessage()) == ("WARNING", True)
+
+
 def test_no_more_blocks_are_held_than_allowed() -> None:
     it = scene(max_pinned_share=0.1)  # of 64 blocks
     request = it.request(200)
@@ -423,6 +435,35 @@ def test_chunks_whose_blocks_were_taken_are_not_stored_and_nobody_waits_for_them
     it.report(plan)
     assert (it.idle().stores, it.client.ended, it.side.has_pending_stores) == ((), ["r"], False)
     assert it.pool.held() == set()
+
+
+def mixed_prompt() -> dict[str, Any]:
+    """Return what makes a request of 200 tokens a mix of tokens and embeddings."""
+    torch = pytest.importorskip("torch")
+    return {"prompt_embeds": torch.ones(200, 2), "prompt_is_token_ids": [True] * 100 + [False] * 100}
+
+
+@pytest.mark.promise(84)
+def test_a_mixed_prompt_that_vllm_hit_in_its_own_cache_is_not_stored_and_nobody_waits_for_it() -> None:
+    it = scene()
+    hit, cold = it.asks(200, "hit", **mixed_prompt()), it.asks(200, "cold", **mixed_prompt())
+    it.side.matched_tokens(hit, 16)
+    assert it.client.ended == ["hit"]
+    assert it.step(hit, 184, (blocks(1, 13),)).stores == ()
+    assert [job.key.num_chunks for job in it.step(cold, 200, (blocks(14, 13),)).stores] == [12]
+    plain = it.request(200, "plain")
+    it.side.matched_tokens(plain, 16)
+    assert [job.key.num_chunks for job in it.step(plain, 200, (blocks(27, 13),)).stores] == [12]
+
+
+@pytest.mark.promise(84)
+def test_chunks_of_a_mixed_prompt_are_not_stored_after_its_end_on_the_word_of_vllm_s_hashes() -> None:
+    it = scene(max_pinned_share=0.1)
+    request = it.asks(200, **mixed_prompt())
+    plan = it.step(request, 200, (blocks(1, 13),))
+    it.side.finished(request, (blocks(1, 13),))
+    it.report(plan)
+    assert (len(plan.stores), it.idle().stores, it.side.has_pending_stores) == (1, (), False)
 
 
 @pytest.mark.parametrize("wishes", [{"load": False}, {"store": False}, "nonsense", {"load": "no"}])

@@ -42,6 +42,11 @@ def trace(tmp_path: Path) -> str:
         (["serve", "--demote-min-tokens", "-5"], "is not a whole number from 0 to"),
         (["serve", "--promote-min-tokens", "1e9"], "is not a whole number from 0 to"),
         (["serve", "--events", "tcp://127.0.0.1:9", "--events-topic", "a\nb"], "characters that cannot be printed"),
+        (["serve", "--quota", "x" * 257 + "=1MiB"], "257 characters: a tenant's name has 1 to 256"),
+        (["quota", "x" * 257, "1MiB"], "257 characters: a tenant's name has 1 to 256"),
+        (["quota", "", "1MiB"], "0 characters: a tenant's name has 1 to 256"),
+        (["clear", "--tenant", ""], "0 characters: a tenant's name has 1 to 256"),
+        (["session", "forget", "s", "--tenant", "x" * 257], "257 characters: a tenant's name has 1 to 256"),
     ],
 )
 def test_a_value_out_of_bounds_is_refused_in_one_line(arguments: list[str], reason: str, trace: str) -> None:

@@ -92,6 +92,16 @@ def test_a_file_that_is_damaged_clears_nothing(run: Run, peer: Peer, tmp_path: P
     assert depot.status().num_entries == 3
 
 
+@pytest.mark.parametrize("tenant", ["", "x" * 257], ids=["empty", "long"])
+def test_a_prefix_of_a_tenant_that_no_engine_can_have_is_refused(
+    tenant: str, run: Run, depot: DepotProcess, tmp_path: Path
+) -> None:
+    file = tmp_path / "prompts"
+    file.write_text(json.dumps({"digests": ["00" * 32], "tenant": tenant}))
+    code, _, said = run("warm", str(file))
+    assert (code, "Expected `str` of length" in said) == (1, True)
+
+
 def test_a_quota_comes_and_goes(run: Run, peer: Peer, depot: DepotProcess) -> None:
     peer.store(prompt(3, "a"))
     assert run("quota", "acme", "1MiB")[0] == 0

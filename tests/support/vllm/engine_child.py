@@ -112,6 +112,7 @@ class Child:
         logprobs: int | None = None,
         images: list[list[int]] | None = None,
         embeddings: list[int] | None = None,
+        mixed: list[list[int]] | None = None,
         alphabet: list[int] | None = None,
     ) -> Any:
         """Serve prompts.
@@ -120,6 +121,7 @@ class Child:
             adapter: arguments of a `LoRARequest`, see `lora_request`.
             images: seeds of the random images in each prompt.
             embeddings: seeds of random prompts of embeddings, which are also served.
+            mixed: the places of token 0 in a prompt of embeddings, of which each list gives one, with equal embeddings.
             alphabet: the only tokens allowed in answers, so that answers repeat themselves.
         """
         from vllm import SamplingParams
@@ -137,6 +139,7 @@ class Child:
         for prompt, seeds in zip(inputs, images or (), strict=bool(images)):
             prompt["multi_modal_data"] = {"image": [_random_image(seed) for seed in seeds]}
         inputs += [{"prompt_embeds": _random_embeddings(seed, self._hidden_size())} for seed in embeddings or ()]
+        inputs += [_mixed_prompt(places, self._hidden_size()) for places in mixed or ()]
         inputs = [{**prompt, **({"cache_salt": salt} if salt else {})} for prompt in inputs]
         batches = [inputs] if together else [[one] for one in inputs]
         started = time.perf_counter()
@@ -459,6 +462,15 @@ def _random_embeddings(seed: int, width: int) -> Any:
     import torch
 
     return torch.randn(400, width, generator=torch.Generator().manual_seed(seed)) * 0.06
+
+
+def _mixed_prompt(places: list[int], width: int) -> Any:
+    embeddings = _random_embeddings(0, width)
+    return {
+        "prompt_embeds": embeddings,
+        "prompt_token_ids": [0] * len(embeddings),
+        "prompt_is_token_ids": [place in places for place in range(len(embeddings))],
+    }
 
 
 def main() -> None:

@@ -29,6 +29,8 @@ DEFAULT_TOPIC: Final = "kv@{node}@{model}"  # as llm-d expects it
 # `--promote-seconds` (1 s). For machines that stall, docs/tuning.md has a longer one.
 DEADLINE_SECONDS: Final = 2.0
 
+LONGEST_TENANT: Final = 256  # characters of a tenant's name: the depot refuses requests with a longer one
+
 MAXIMUM_NUMBER: Final = 1e9  # bound for plain numbers, e.g. seconds; larger ones overflow timers
 
 _SIZE: Final = re.compile(r"^\s*(\d{1,20}(?:\.\d{1,20})?)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
@@ -92,6 +94,17 @@ def parse_duration(text: str) -> float:
     return float(match[1]) * _SECONDS[match[2]]
 
 
+def parse_tenant(text: str) -> str:
+    """Return the name of a tenant.
+
+    Raises:
+        ConfigError: it is empty, or longer than a depot accepts.
+    """
+    if not 1 <= len(text) <= LONGEST_TENANT:
+        raise ConfigError(f"{len(text)} characters: a tenant's name has 1 to {LONGEST_TENANT}")
+    return text
+
+
 def parse_quota(text: str) -> tuple[str, int]:
     """Parse `TENANT=SIZE`. Return the tenant and the size in bytes.
 
@@ -101,7 +114,7 @@ def parse_quota(text: str) -> tuple[str, int]:
     tenant, _, size = text.rpartition("=")
     if not tenant:
         raise ConfigError(f"{text!r}: give TENANT=SIZE")
-    return tenant, parse_size(size)
+    return parse_tenant(tenant), parse_size(size)
 
 
 def format_size(num_bytes: float) -> str:

@@ -31,6 +31,7 @@ class EngineRequest(Protocol):
     lora_request: Any
     mm_features: Sequence[Any]
     prompt_embeds: Any
+    prompt_is_token_ids: Sequence[bool] | None  # by place of the prompt; None unless it mixes tokens and embeddings
     trace_headers: Mapping[str, str] | None
 
     @property

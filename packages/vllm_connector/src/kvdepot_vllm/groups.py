@@ -125,6 +125,12 @@ def engine_cache(
             f"each of {num_ranks * num_stages} ranks of an external_launcher schedules for itself: a load that ends"
             " later on one of them would put them out of step"
         )
+    if _reuses_nothing(vllm_config):
+        raise Unsupported(
+            "vLLM has switched prefix caching and chunked prefill off, because its latent attention on this CPU"
+            " computes the rest of a prompt differently after a hit: use a CPU with AMX, or a GPU. If you switched both"
+            " off, leave chunked prefill on"
+        )
     groups = [
         _engine_group(vllm_config, kv_cache_config, number, group, kind_of)
         for number, group in enumerate(kv_cache_config.kv_cache_groups)
@@ -148,6 +154,19 @@ def engine_cache(
         state_step=state_step,
         num_stages=num_stages,
         layout=str(kv_cache_config.kv_cache_layout),
+    )
+
+
+def _reuses_nothing(vllm_config: Any) -> bool:
+    """Return whether vLLM computes only whole prompts, as its latent attention does on a CPU without AMX.
+
+    A user who switches prefix caching off keeps chunked prefill, and may use a depot instead of vLLM's own cache.
+    """
+    return (
+        vllm_config.device_config.device_type == "cpu"
+        and vllm_config.model_config.use_mla
+        and not vllm_config.cache_config.enable_prefix_caching
+        and not vllm_config.scheduler_config.enable_chunked_prefill
     )
 
 

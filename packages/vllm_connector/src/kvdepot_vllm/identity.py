@@ -156,7 +156,10 @@ def extra_keys(
         if head is not None and head.salt:
             found.append((0, first, msgspec.msgpack.encode(("shared salt", head.salt))))
     if request.prompt_embeds is not None:
-        found.append((0, _WHOLE_PROMPT, msgspec.msgpack.encode(("embeds", _tensor_digest(request.prompt_embeds)))))
+        known = ["embeds", _tensor_digest(request.prompt_embeds)]
+        if request.prompt_is_token_ids is not None:  # vLLM gives embedded places the id 0, which is a token
+            known.append(blake3(bytes(request.prompt_is_token_ids)).digest())
+        found.append((0, _WHOLE_PROMPT, msgspec.msgpack.encode(known)))
     for item in request.mm_features:
         place = item.mm_position
         key = msgspec.msgpack.encode(("item", item.modality, item.identifier))

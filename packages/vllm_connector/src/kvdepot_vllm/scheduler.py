@@ -180,6 +180,10 @@ class SchedulerSide:
             logger.debug("request %s: %d tokens in vLLM's own cache may be outdated", state.request_id, local_tokens)
             self._end_use(state)
         state.local_tokens, state.num_computed = local_tokens, 0
+        if local_tokens and request.prompt_embeds is not None:
+            # vLLM's names of blocks do not tell token 0 from an embedding, so this hit may be another prompt's KV.
+            state.may_store = False
+            self._lookups.withdraw(state)
         if not state.may_load or request.skip_reading_prefix_cache or state.was_loaded:
             self._lookups.drop(state)
             return 0, False

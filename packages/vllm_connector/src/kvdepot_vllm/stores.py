@@ -84,6 +84,7 @@ class Stores:
         self._put_off: deque[_PutOff] = deque()  # the oldest first
         self.num_held_blocks = 0
         self._next_job = 1
+        self._has_warned = False  # of a missing pool
 
     def plan(
         self,
@@ -119,7 +120,10 @@ class Stores:
         if stop <= state.num_stored and not states and not has_tail:
             return
         table = table_of()
-        if table is None or self.pool is None:
+        if table is None:
+            return
+        if self.pool is None:
+            self._warn_of_no_pool()
             return
         ends = {*states, stop} if stop > state.num_stored else {*states}
         for end in sorted(ends):
@@ -135,6 +139,14 @@ class Stores:
             planned = self._plan_one(self.pool, state, table, last, last + 1, tail_states, is_tail=True)
             state.is_tail_stored = planned > 0
 
+    def _warn_of_no_pool(self) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "nothing is stored: this vLLM did not call the connector's hook bind_gpu_block_pool, so no store can"
+                " hold its blocks. Loads work. Use a release of vLLM that kvdepot-vllm was tested with: docs/vllm.md"
+            )
+
     def _ready_tokens(self, state: RequestState, num_ready: int) -> int:
         """Return how many leading tokens of a request can be stored, `num_ready` of which are computed."""
         ready = max(0, min(num_ready, state.request.num_tokens) - self._cache.volatile_tokens)
@@ -147,6 +159,8 @@ class Stores:
         self.plan(state, lambda: table, (), num_ready)
         stop = self._ready_tokens(state, num_ready) // self._cache.chunk_tokens
         if self.pool is None or stop <= state.num_stored or len(self._put_off) >= _MOST_PUT_OFF:
+            return
+        if state.request.prompt_embeds is not None:  # prompts that differ may have equal hashes: see `matched_tokens`
             return
         ids = {block_id for group in self._cache.groups for block_id in table[group.number]}
         hashes = {block_id: self.pool.blocks[block_id].block_hash for block_id in ids}

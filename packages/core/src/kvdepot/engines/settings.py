@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Final, Self, get_args
 
 from kvdepot.backends import Backend
-from kvdepot.config import DEADLINE_SECONDS
+from kvdepot.config import DEADLINE_SECONDS, directory_of_url, parse_tenant
 from kvdepot.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ class EngineSettings:
     """The settings that connectors share. Each connector extends this class by its own settings."""
 
     SOURCE: ClassVar[str]  # the option of the engine that holds the settings
-    PREFIX: ClassVar[str] = ""  # begins their keys in that option; other keys are ignored
+    PREFIX: ClassVar[str] = ""  # begins their keys in that option; keys of others are ignored
 
     url: str | None = None  # None: the depot in the default directory
     namespace: str = ""  # engines share only within a namespace, for differences that the identity does not contain
@@ -38,6 +38,14 @@ class EngineSettings:
     def __post_init__(self) -> None:
         if self.mode not in (None, "direct", "ipc"):
             raise ConfigError(f'{self.PREFIX}mode is "direct" or "ipc", not {self.mode!r}')
+        for name, check in (
+            ("tenant", lambda: parse_tenant(self.tenant)),
+            ("url", lambda: directory_of_url(self.url)),
+        ):
+            try:
+                check()
+            except ConfigError as error:
+                raise ConfigError(f"{self.PREFIX}{name}: {error}") from error
         self.check_seconds("deadline_seconds")
         self.check_at_least_one("copy_threads", "batch_runs")
 
@@ -71,15 +79,22 @@ class EngineSettings:
 
     @classmethod
     def read(cls, extra: Mapping[str, Any], **defaults: Any) -> Self:
-        """Return the settings in an engine's configuration. Keys without our prefix are ignored.
+        """Return the settings in an engine's configuration. Keys without our prefix are ignored if they are not ours.
 
         Raises:
-            ConfigError: an unknown key of ours, or a value of the wrong type.
+            ConfigError: an unknown key of ours, one without the prefix, or a wrong value.
         """
         types: dict[str, Any] = {field.name: field.type for field in fields(cls)}
         values = defaults
         for key, value in extra.items():
             if not key.startswith(cls.PREFIX):
+                # Ignoring it would, for example, leave a tenant with a salt unseparated.
+                if key in types or key.lower().startswith(cls.PREFIX.rstrip(".")):
+                    right = cls.PREFIX + (key if key in types else "url")
+                    raise ConfigError(
+                        f"{cls.SOURCE} has {key!r}, which has no effect: names of settings begin with {cls.PREFIX!r},"
+                        f" for example {right!r}"
+                    )
                 continue
             name = key.removeprefix(cls.PREFIX)
             if name not in types:

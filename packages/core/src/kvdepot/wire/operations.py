@@ -9,12 +9,13 @@ from typing import Annotated, Any, Final, Literal, cast
 
 from msgspec import Meta, Struct, field
 
-from kvdepot.config import counted, format_size, parse_number, parse_size
+from kvdepot.config import LONGEST_TENANT, counted, format_size, parse_number, parse_size, parse_tenant
 from kvdepot.errors import printable
-from kvdepot.wire.messages import Digests, Done, Identifier, Name, RetainSeconds, Text
+from kvdepot.wire.messages import Digests, Done, Identifier, RetainSeconds, Text
 from kvdepot.wire.operation import Argument, Command, Endpoint, Operation, Reply
 from kvdepot.wire.status import DepotStatus
 
+TenantName = Annotated[str, Meta(min_length=1, max_length=LONGEST_TENANT)]
 _PATIENT_SECONDS: Final = 30.0  # for requests with many steps
 _FILE: Final = "KEYS|TRACE"
 _FILE_HELP: Final = "file of prefixes, or - for standard input"
@@ -135,7 +136,7 @@ class Clear(Operation[Done], tag="clear", frozen=True):
     may_mean_all = True
     needs_entries = True
 
-    tenant: Annotated[Name | None, Argument("remove only entries of this tenant")] = None
+    tenant: Annotated[TenantName | None, Argument("remove only entries of this tenant", read=parse_tenant)] = None
     model: Annotated[
         Text | None, Argument("remove only entries of this model, by the name that engines registered")
     ] = None
@@ -152,13 +153,13 @@ class Warm(Operation[Done], tag="warm", frozen=True, kw_only=True):
     endpoints = (Endpoint("POST", "/cache/warm", "Load a prefix from the tiers"),)
     needs_entries = True
 
-    tenant: Name = "default"
+    tenant: TenantName = "default"
     digests: Annotated[Digests, Argument(_FILE_HELP, _FILE)]
 
 
 SessionName = Annotated[str, Meta(min_length=1, max_length=256)]
 _SESSION: Final = Argument("name of the session, as in requests", "SESSION")
-_TENANT: Final = Argument("tenant of the session (default: default)")
+_TENANT: Final = Argument("tenant of the session (default: default)", read=parse_tenant)
 
 
 def _say_kept(request: "RetainSession | PrefetchSession", reply: Done) -> str:
@@ -186,7 +187,7 @@ class RetainSession(Operation[Done], tag="retain_session", frozen=True):
     retain_seconds: Annotated[
         RetainSeconds, Argument("how long; 0 ends an earlier request", "SECONDS", read=parse_number)
     ]
-    tenant: Annotated[Name, _TENANT] = "default"
+    tenant: Annotated[TenantName, _TENANT] = "default"
 
 
 class PrefetchSession(Operation[Done], tag="prefetch_session", frozen=True):
@@ -207,7 +208,7 @@ class PrefetchSession(Operation[Done], tag="prefetch_session", frozen=True):
     needs_entries = True
 
     session: Annotated[SessionName, _SESSION]
-    tenant: Annotated[Name, _TENANT] = "default"
+    tenant: Annotated[TenantName, _TENANT] = "default"
     retain_seconds: Annotated[
         RetainSeconds, Argument("keep it in the pool for this long (default 60)", "SECONDS", "--retain", parse_number)
     ] = 60.0
@@ -227,7 +228,7 @@ class DemoteSession(Operation[Done], tag="demote_session", frozen=True):
     needs_entries = True
 
     session: Annotated[SessionName, _SESSION]
-    tenant: Annotated[Name, _TENANT] = "default"
+    tenant: Annotated[TenantName, _TENANT] = "default"
 
 
 class ForgetSession(Operation[Done], tag="forget_session", frozen=True):
@@ -254,7 +255,7 @@ class ForgetSession(Operation[Done], tag="forget_session", frozen=True):
     needs_entries = True
 
     session: Annotated[SessionName, _SESSION]
-    tenant: Annotated[Name, _TENANT] = "default"
+    tenant: Annotated[TenantName, _TENANT] = "default"
     at_once: Annotated[bool, Argument("remove them now", flag="--now")] = False
 
 
@@ -279,7 +280,7 @@ class SetQuota(Operation[Done], tag="set_quota", frozen=True):
     )
     needs_entries = True
 
-    tenant: Annotated[str, Meta(min_length=1, max_length=256), Argument(metavar="TENANT")]
+    tenant: Annotated[TenantName, Argument(metavar="TENANT", read=parse_tenant)]
     quota_bytes: Annotated[Identifier, Argument("for example 8GiB", "SIZE|none", read=_parse_quota)]
 
 
