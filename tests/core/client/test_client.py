@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -223,6 +224,27 @@ def test_a_session_that_cannot_be_used_is_lost_and_another_one_follows(
     assert connection.wait_until_open(5) is opened[1]
     assert not opened[0].mark_lost.alive
     assert "can't start new thread" in caplog.text
+    connection.close()
+
+
+@pytest.mark.promise(85)
+def test_a_child_that_is_forked_on_the_thread_of_a_connection_opens_no_session(depot: DepotProcess) -> None:
+    """That thread goes on in the child, where it would connect again."""
+    children: list[int] = []
+
+    def fork(_session: Session) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of Python, for a process with threads
+            child = os.fork()
+        if child:
+            children.append(child)
+        else:
+            signal.alarm(5)
+
+    connection = Connection(depot.url, "engine", registration(), maps_pool=False, on_open=fork)
+    wait_until(lambda: children)
+    assert os.waitpid(children[0], 0)[1] == 0, "the child has ended with its only thread"
+    assert depot.status().num_sessions == 1
     connection.close()
 
 
