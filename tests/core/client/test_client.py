@@ -208,6 +208,24 @@ def test_a_depot_that_restarts_while_one_connects_is_tried_again_at_once(
     assert not refusals
 
 
+def test_weights_that_change_while_the_client_connects_are_told_with_the_next_request(
+    tmp_path: Path, make_client: MakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, call = make_client(str(tmp_path)), Channel.call
+
+    def call_and_change(channel: Channel, request: Any, deadline_seconds: float) -> Any:
+        reply = call(channel, request, deadline_seconds)
+        if isinstance(request, m.RegisterScheduler):
+            client.change_weights("lineage 8 def")  # the depot has the registration, the client has no session yet
+        return reply
+
+    monkeypatch.setattr(Channel, "call", call_and_change)
+    with DepotProcess(directory=tmp_path) as depot:
+        client.wait_until_connected(5)
+        client.lookup("r", prompt(3))
+        assert [context.weights for context in depot.status().contexts] == ["8 def"]
+
+
 def test_a_session_that_cannot_be_used_is_lost_and_another_one_follows(
     depot: DepotProcess, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,4 +1,4 @@
-"""Copies of entries from workers with other heads, compared byte for byte with a transposition of the model's heads."""
+"""Copies of entries from workers with other layers and heads, compared with a transposition of the model."""
 
 import itertools
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvdepot.copying.moves import StagedGroup, moves
 from kvdepot.copying.runs import BatchRuns
 from kvdepot.kvcache import NO_BLOCK, CopyBatch
-from kvdepot.layout import CacheLayout, GroupKind, LayerGroup, PageLayout, Part, Plane, heads_of_both
+from kvdepot.layout import CacheLayout, GroupKind, LayerGroup, PageLayout, Part, Plane, heads_of_both, layers_of_both
 from kvdepot.wire.messages import EXTENT
 
 Bytes = npt.NDArray[np.uint8]
@@ -21,26 +21,34 @@ BLOCK_TOKENS: Final = 4
 NUM_CHUNKS: Final = 3
 
 
-def split(heads: int, num_ranks: int) -> list[Part]:
-    """Return the parts of an engine's ranks. If there are more ranks than heads, ranks have replicas."""
-    firsts = [rank * heads // num_ranks for rank in range(num_ranks + 1)]
-    return [Part(0, 1, first, max(1, end - first)) for first, end in itertools.pairwise(firsts)]
+def split(plane: Plane, num_stages: int, num_ranks: int) -> list[Part]:
+    """Return the parts of an engine's ranks, stage by stage. More ranks than heads have replicas."""
+    layers = [stage * plane.layers // num_stages for stage in range(num_stages + 1)]
+    heads = [rank * plane.heads // num_ranks for rank in range(num_ranks + 1)]
+    return [
+        Part(first_layer, end_layer - first_layer, first, max(1, end - first))
+        for first_layer, end_layer in itertools.pairwise(layers)
+        for first, end in itertools.pairwise(heads)
+    ]
 
 
 class Model:
-    """Bytes of every token, head and tensor. K and V may have different sizes."""
+    """Bytes of every layer, token, head and tensor. K and V may have different sizes."""
 
-    def __init__(self, heads: int, sizes: tuple[int, ...], blocks_per_chunk: int, *, heads_first: bool) -> None:
-        rng = np.random.default_rng(heads)
-        self.plane, self.sizes, self.per_chunk = Plane(1, heads), sizes, blocks_per_chunk
+    def __init__(self, plane: Plane, sizes: tuple[int, ...], blocks_per_chunk: int, *, heads_first: bool) -> None:
+        rng = np.random.default_rng(plane.heads)
+        self.plane, self.sizes, self.per_chunk = plane, sizes, blocks_per_chunk
         self.rows = 1 if heads_first else BLOCK_TOKENS
-        shape = NUM_CHUNKS, blocks_per_chunk, BLOCK_TOKENS, heads
-        self._bytes: list[Bytes] = [rng.integers(0, 256, (*shape, size), np.uint8) for size in sizes]
+        shape = NUM_CHUNKS, blocks_per_chunk, BLOCK_TOKENS, plane.heads
+        self._bytes: list[list[Bytes]] = [
+            [rng.integers(0, 256, (*shape, size), np.uint8) for size in sizes] for _ in range(plane.layers)
+        ]
 
     def pages(self, part: Part) -> list[Bytes]:
-        """Return the pages of a worker with this part, `(chunks, blocks, bytes of a page)` for each tensor."""
+        """Return the pages of a worker with this part, `(chunks, blocks, bytes of a page)` per layer and tensor."""
+        layers = self._bytes[part.first_layer : part.first_layer + part.num_layers]
         stop = part.first_head + part.num_heads
-        cut = [each[:, :, :, part.first_head : stop] for each in self._bytes]
+        cut = [each[:, :, :, part.first_head : stop] for layer in layers for each in layer]
         ordered = [each.transpose(0, 1, 3, 2, 4) if self.rows == 1 else each for each in cut]
         return [each.reshape(NUM_CHUNKS, self.per_chunk, -1) for each in ordered]
 
@@ -54,7 +62,7 @@ class Reader:
 
     def __init__(self, model: Model, part: Part, *, is_staged: bool) -> None:
         num_blocks = NUM_CHUNKS * model.per_chunk + 2
-        sizes = [BLOCK_TOKENS * part.num_heads * size for size in model.sizes]
+        sizes = [BLOCK_TOKENS * part.num_heads * size for size in model.sizes] * part.num_layers
         self.memory = [np.zeros((num_blocks, size + 8), np.uint8) for size in sizes]  # blocks are padded
         pages = tuple(
             PageLayout(each.ctypes.data, num_blocks, size, size + 8)
@@ -99,23 +107,25 @@ class Reader:
 
 @given(
     st.data(),
+    st.sampled_from([1, 2, 3, 5]),
     st.sampled_from([1, 2, 3, 4, 8]),
     st.sampled_from([(16,), (16, 16), (24, 8), (5, 16, 5, 16)]),
     st.booleans(),
     st.booleans(),
 )
-def test_a_reader_finds_its_heads_in_the_entries_of_any_other_split(
-    data: st.DataObject, heads: int, sizes: tuple[int, ...], heads_first: bool, is_staged: bool
+def test_a_reader_finds_its_layers_and_heads_in_the_entries_of_any_other_split(
+    data: st.DataObject, layers: int, heads: int, sizes: tuple[int, ...], heads_first: bool, is_staged: bool
 ) -> None:
-    model = Model(heads, sizes, data.draw(st.sampled_from([1, 2])), heads_first=heads_first)
-    writers = split(heads, data.draw(st.sampled_from([1, 2, 4, 8, 16])))
-    mine = data.draw(st.sampled_from(split(heads, data.draw(st.sampled_from([1, 2, 4, 8, 16])))))
+    model = Model(Plane(layers, heads), sizes, data.draw(st.sampled_from([1, 2])), heads_first=heads_first)
+    stages, ranks = st.integers(1, layers), st.sampled_from([1, 2, 4, 8, 16])
+    writers = split(model.plane, data.draw(stages), data.draw(ranks))
+    mine = data.draw(st.sampled_from(split(model.plane, data.draw(stages), data.draw(ranks))))
     reader = Reader(model, mine, is_staged=is_staged)
     order = data.draw(st.permutations(range(NUM_CHUNKS * model.per_chunk + 2)))[: NUM_CHUNKS * model.per_chunk]
     skip = data.draw(st.integers(0, model.per_chunk))
     left_out = data.draw(st.sets(st.integers(0, len(order) - 1), max_size=2))
     blocks = [NO_BLOCK if place in left_out else block for place, block in enumerate(order)]
-    needed = [part for part in dict.fromkeys(writers) if heads_of_both(mine, part)]
+    needed = [part for part in dict.fromkeys(writers) if heads_of_both(mine, part) and layers_of_both(mine, part)]
     entries = [(chunk, part) for chunk in range(NUM_CHUNKS) for part in needed]
     reader.retrieve(entries, blocks, skip)
     for expected, memory in zip(model.pages(mine), reader.memory, strict=True):

@@ -423,6 +423,7 @@ class SchedulerClient:
             if self._channel is not None:
                 self._channel.close()
             self._channel = self._connection.channel(session)
+            # They may have changed since the session registered: untold, the KV in use would be ranked as outdated.
             self._tell_weights(self._channel)
         return self._channel
 

@@ -81,6 +81,7 @@ class PageRun:
             theirs: the other part, which has the layers of these pages.
         """
         page_bytes = self.rows * self.num_heads * self.head_bytes
+        # Between pipeline stages, the same layer begins elsewhere in a block: else another layer's bytes were read.
         start = self.start + pages.start * page_bytes + (mine.first_layer - theirs.first_layer) * layer_bytes
         start = start // self.num_heads * theirs.num_heads
         return PageRun(start, len(pages), self.rows, theirs.num_heads, self.head_bytes)
