@@ -234,7 +234,9 @@ def test_neither_an_engine_nor_an_operator_talks_to_a_depot_of_a_stranger(place:
 
 
 @pytest.mark.promise(87)
-def test_a_stranger_who_takes_the_socket_s_name_gets_no_request(place: Path) -> None:
+def test_a_stranger_who_takes_the_socket_s_name_gets_no_request_and_the_depot_takes_it_back(
+    place: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     with DepotProcess(directory=place / "depot") as depot:
         peer = Peer(depot)
         peer.store(prompt(1))
@@ -247,6 +249,7 @@ def test_a_stranger_who_takes_the_socket_s_name_gets_no_request(place: Path) -> 
             depot.directory / CONTROL_SOCKET,
         )
         assert log_until(thief, "bound") == ["bound"]
+        # He keeps the name until its folder is closed: the depot makes nothing in a folder of everybody's.
         said = f"user {STRANGER} answers at {depot.directory / CONTROL_SOCKET}, and the folder belongs to user 0"
         for ask in (
             lambda: ask_depot(o.Status(), depot.url),
@@ -254,7 +257,12 @@ def test_a_stranger_who_takes_the_socket_s_name_gets_no_request(place: Path) -> 
         ):
             with pytest.raises(DepotForeign, match=said):
                 ask()
+        wait_until(lambda: "cannot be made again" in "".join(capfd.readouterr()))
         assert peer.find(prompt(1)).num_chunks == 1, "an attached engine is served"
+
+        depot.directory.chmod(0o700)
+        wait_until(lambda: (depot.directory / CONTROL_SOCKET).stat().st_uid == 0)
+        Peer(depot).close()
         peer.close()
         end(thief)
 

@@ -23,8 +23,6 @@ from kvdepot.processes import is_reserve_touched
 
 logger = logging.getLogger(__name__)
 
-PRIVATE_UMASK: Final = 0o177  # sockets are bound under this umask, and opened to a group afterwards
-
 _SO_PEERGROUPS: Final = 59  # Linux 4.13
 _LONGEST_SOCKET_PATH: Final = 107  # bytes; the kernel's limit
 _MAXIMUM_GROUPS: Final = 65_536  # the kernel's limit
@@ -238,18 +236,34 @@ class Listener:
         self._epoll = epoll
         self._warnings = warnings
         self._is_listening = True
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        umask = os.umask(PRIVATE_UMASK)
+        self._socket = self._listen()
+
+    def _listen(self) -> socket.socket:
+        listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
-            self._socket.bind(str(path))
-        except OSError as error:
-            self._socket.close()
-            raise ConfigError(f"cannot listen on {path}: {error}") from error
-        finally:
-            os.umask(umask)
-        access.open_socket(path)
-        self._socket.listen(_BACKLOG)
-        self._epoll.register(self._socket.fileno(), select.EPOLLIN)
+            # The file gets this mode: no umask, which threads of tiers that make folders would have meanwhile, too.
+            os.fchmod(listening.fileno(), 0o600)
+            listening.bind(str(self._path))
+            self._access.open_socket(self._path)
+            listening.listen(_BACKLOG)
+        except BaseException as error:
+            listening.close()
+            if isinstance(error, OSError):
+                raise ConfigError(f"cannot listen on {self._path}: {error}") from error
+            raise
+        self._epoll.register(listening.fileno(), select.EPOLLIN)
+        return listening
+
+    def listen_again(self) -> None:
+        """Make the socket again after its file was removed. Accepted connections stay.
+
+        Raises:
+            ConfigError: the socket cannot be created.
+        """
+        make_room(self._path)
+        listening = self._listen()
+        self._socket.close()  # its clients in the queue connect again
+        self._socket, self._is_listening = listening, True
 
     def accept(self) -> socket.socket | None:
         """Accept a connection. Return None if no permitted process waits."""
@@ -294,4 +308,5 @@ class Listener:
         """Stop listening and remove the socket. Idempotent."""
         if self._socket.fileno() >= 0:
             self._socket.close()
-            self._path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # its folder may be gone, or a stranger's by now
+                self._path.unlink()
