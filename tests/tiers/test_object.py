@@ -317,6 +317,22 @@ def test_closing_waits_for_a_put_that_is_under_way_and_nothing_begins_afterwards
             tier.probe()
 
 
+@pytest.mark.parametrize(("mode", "warns"), [(None, False), (0o700, False), (0o750, True), (0o1777, True)])
+def test_a_folder_that_other_users_reach_is_named_and_a_new_one_is_private(
+    tmp_path: Path, shelve: Shelve, caplog: pytest.LogCaptureFixture, mode: int | None, warns: bool
+) -> None:
+    folder = tmp_path / "tier"
+    if mode is not None:
+        folder.mkdir()
+        folder.chmod(mode)
+    shelf = shelve(f"file://{folder}")
+    assert (shelf.put(1), shelf.get(1)) == ([True], [True])
+    assert folder.stat().st_mode & 0o7777 == (0o700 if mode is None else mode)
+    said = [line for line in caplog.messages if f"--tier file://{folder}: the folder" in line]
+    assert len(said) == warns
+    assert all(f"has mode {mode:04o}" in line for line in said if mode is not None)
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

@@ -2,6 +2,7 @@
 
 import ast
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -91,11 +92,13 @@ def test_neither_server_nor_client_has_a_socket_that_leaves_the_machine(busy: De
 def test_a_second_depot_on_a_living_depot_s_pool_says_who_has_it(
     same_directory: bool, depot: DepotProcess, tmp_path: Path
 ) -> None:
-    """Also with the same directory, if the lock file was removed or the two are in different containers."""
+    """Also with the same directory, if the lock was removed a moment ago or the two are in different containers."""
     directory = depot.directory if same_directory else tmp_path
+    depot.signal(signal.SIGSTOP)  # otherwise it makes its lock again
     (depot.directory / "lock").unlink(missing_ok=same_directory)
     pool = str(depot.pool_directory)
     result = run_kvdepot("serve", "--dir", str(directory), "--pool-dir", pool, "--pool-size", "64MiB")
+    depot.signal(signal.SIGCONT)
     assert result.returncode == 1
     assert f"--dir {depot.directory}" in result.stderr
     assert "--pool-dir" in result.stderr

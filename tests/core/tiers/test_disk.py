@@ -36,6 +36,7 @@ from kvdepot.tiers.keys import mark_of, name_hash
 from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.trailer import TRAILER_BYTES
 from kvdepot.tiers.url import TierUrl, open_tier
+from support.other_users import STRANGER, as_root
 from support.tiers.direct import read_from, write_to
 from support.tiers.kept import KEPT_KEY, KEPT_TRAILER
 from support.tiers.shelf import Shelf
@@ -386,7 +387,7 @@ def small_disk(disk: Disk) -> Iterator[Disk]:
     """A file system of 256 KiB."""
     disk.folder /= "small"
     disk.folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk.folder)]
+    command = ["mount", "-t", "tmpfs", "-o", "size=256k,mode=700", "tmpfs", str(disk.folder)]
     mounted = subprocess.run(command, check=False, capture_output=True, text=True)
     if mounted.returncode:
         pytest.skip(f"cannot mount a small file system: {mounted.stderr.strip()}")
@@ -628,6 +629,21 @@ def test_two_depots_do_not_share_a_folder(disk: Disk) -> None:
 def test_a_folder_that_cannot_be_says_why(url: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         open_tier(TierUrl.parse(url), make_pool())
+
+
+@as_root
+@pytest.mark.promise(87)
+def test_an_entry_that_another_user_left_is_a_miss_and_removed(disk: Disk) -> None:
+    """He made it while the folder was open to all; its checksum fits, as he can compute it."""
+    with disk.open() as shelf:
+        shelf.put(0, 1, 2)
+        his, writable = (file_of(disk.folder, make_key(number)) for number in (0, 1))
+    os.chown(his, STRANGER, STRANGER)
+    writable.chmod(0o666)
+    with disk.open() as shelf:
+        assert [shelf.get(number) for number in (0, 1, 2)] == [[False], [False], [True]]
+    assert not his.exists()
+    assert not writable.exists()
 
 
 def test_foreign_files_are_left_alone(disk: Disk) -> None:

@@ -48,6 +48,10 @@ class DepotTimeout(DepotUnavailable):
     """The depot did not answer within a deadline."""
 
 
+class DepotForeign(DepotUnavailable):
+    """A process of another user answers in the depot's place."""
+
+
 class DepotBusy(KVDepotError):
     """Another server already uses this directory."""
 

@@ -29,7 +29,8 @@ from typing import Final
 
 from kvdepot.client.session import Channel, Session
 from kvdepot.config import CONTROL_SOCKET, DEADLINE_SECONDS, directory_of_url
-from kvdepot.errors import DepotUnavailable, ErrorCode, KVDepotError, RemoteError
+from kvdepot.errors import DepotForeign, DepotUnavailable, ErrorCode, KVDepotError, RemoteError
+from kvdepot.ownership import refuse_foreign_server
 from kvdepot.pool.files import PoolMapping
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
@@ -227,7 +228,9 @@ class Connection:
                     self._say_why(f"it refused: {error}", logging.ERROR)
                     self._closing.wait(REFUSED_RETRY_SECONDS)
                     continue
-                self._say_why(str(error), logging.WARNING)  # an unknown session: the depot was restarted meanwhile
+                # An unknown session means that the depot was restarted meanwhile. A stranger in its place must show in
+                # the log, even if the log has already reported that the depot is away.
+                self._say_why(str(error), logging.ERROR if isinstance(error, DepotForeign) else logging.WARNING)
                 self._closing.wait(retry * random.uniform(0.5, 1.0))
                 retry = min(retry * 2, _LAST_RETRY_SECONDS)
                 continue
@@ -363,10 +366,12 @@ def open_session(
 
     Raises:
         RemoteError: the server refused.
+        DepotForeign: another user listens there.
         DepotUnavailable: the server closed the connection or sent an invalid answer.
         OSError: no server answers within the socket's timeout.
     """
     connection.connect(str(path))
+    refuse_foreign_server(connection, path)
     connection.sendall(frames.encode_greeting(frames.OpenSession(m.PROTOCOL_VERSION, name)))
     descriptors: list[int] = []
     received = bytearray()

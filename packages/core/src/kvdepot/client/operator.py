@@ -8,6 +8,7 @@ from typing import Final
 
 from kvdepot.config import CONTROL_SOCKET, DEADLINE_SECONDS, directory_of_url
 from kvdepot.errors import DepotUnavailable, RemoteError
+from kvdepot.ownership import refuse_foreign_server
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 from kvdepot.wire.operation import Operation, R
@@ -21,7 +22,7 @@ def ask_depot(request: Operation[R], url: str | None = None, deadline_seconds: f
 
     Raises:
         ConfigError: the URL is malformed.
-        DepotUnavailable: no depot runs there, or it does not answer; the text tells which.
+        DepotUnavailable: no depot runs there, it does not answer, or another user does; the text tells which.
         RemoteError: the depot refused the request.
     """
     control, frame = _control_socket(url), frames.encode_frame(1, request)
@@ -32,6 +33,7 @@ def ask_depot(request: Operation[R], url: str | None = None, deadline_seconds: f
             for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
                 connection.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(int(seconds), int(rest * 1e6)))
             connection.connect(str(control))
+            refuse_foreign_server(connection, control)
             connection.sendall(frames.encode_greeting(None) + frames.LENGTH.pack(len(frame)) + frame)
             (length,) = frames.LENGTH.unpack(_receive(connection, frames.LENGTH.size))
             if length > _MOST_REPLY_BYTES:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from kvdepot.errors import DepotTimeout, DepotUnavailable, RemoteError
+from kvdepot.ownership import refuse_foreign_server
 from kvdepot.pool.files import PoolMapping
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
@@ -239,6 +240,7 @@ class Channel:
         try:
             self._socket.setblocking(False)
             self._socket.connect(str(self.session.control))
+            refuse_foreign_server(self._socket, self.session.control)
         except OSError as error:
             raise DepotUnavailable(f"cannot connect to it: {error}") from error
         self._is_connected = True

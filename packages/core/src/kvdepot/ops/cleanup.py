@@ -6,6 +6,7 @@ is a miss. If a depot has its chunks in the pool, it writes them again when they
 
 import argparse
 import contextlib
+import os
 import pwd
 import sys
 import time
@@ -53,7 +54,8 @@ def add_pools(commands: Any, common: argparse.ArgumentParser, json_output: argpa
         parents=[common, json_output],
         help="list the pools on this machine and free their memory",
         description="List the pools on this machine: their memory, their depot, and whether it is running. A pool"
-        " outlives its depot, so that the next one finds the cache; 'kvdepot pools --remove' gives the memory back.",
+        " outlives its depot, so that the next one finds the cache; 'kvdepot pools --remove' gives the memory back."
+        " Other users' pools are removed only by name.",
     )
     pools.set_defaults(run=_pools)
     pools.add_argument(
@@ -78,17 +80,35 @@ def _pools(options: argparse.Namespace) -> int:
     found = [look_at(path) for path in options.paths] or find_pools()
     if "directory" in options:
         server = f"the depot of --dir {options.directory.absolute()} "
-        found = [pool for pool in found if pool.server.startswith(server)]
+        owner = _owner_of(options.directory)  # anybody can make a pool that names this depot
+        found = [pool for pool in found if pool.server.startswith(server) and pool.uid == owner]
     if options.stopped:
         found = [pool for pool in found if not pool.is_served]
     if options.remove:
         if not options.paths:
-            found = _without_recent(found, time.time())
+            found = _without_recent(_without_foreign(found), time.time())
         return _remove_pools(found)
     nothing = f"no pools{' without a depot' if options.stopped else ''} in {SHARED_MEMORY}"
     described = "\n".join(_describe(pool, time.time()) for pool in found)
     show(options, [_as_dict(pool) for pool in found], lambda: described or nothing)
     return 0
+
+
+def _owner_of(directory: Path) -> int:
+    try:
+        return directory.stat().st_uid
+    except OSError:
+        return os.geteuid()
+
+
+def _without_foreign(pools: list[FoundPool]) -> list[FoundPool]:
+    """Return the pools that only this user and root can have written. Print the others."""
+    for pool in pools:
+        if not pool.is_own:
+            print(
+                printable(f"kept {pool.directory}: it is another user's, or others may write to it; name it to remove")
+            )
+    return [pool for pool in pools if pool.is_own]
 
 
 def _without_recent(pools: list[FoundPool], now: float) -> list[FoundPool]:
@@ -123,6 +143,8 @@ def _describe(pool: FoundPool, now: float) -> str:
     except KeyError:
         owner = str(pool.uid)
     state = "served by" if pool.is_served else f"stopped, last used {_ago(now - pool.used_at)} ago, by"
+    if not pool.is_own:
+        owner, state = f"{owner}, not yours", f"says: {state}"
     title = f"{pool.directory}: {format_size(pool.allocated_bytes)} of {owner}"
     return f"{printable(title)}\n  {printable(f'{state} {pool.server}')}"
 

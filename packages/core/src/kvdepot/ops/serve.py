@@ -22,6 +22,7 @@ import threading
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, Literal, cast
@@ -268,7 +269,9 @@ def run_serve(options: argparse.Namespace) -> int:
     try:
         if http_settings is not None:
             if process.http_token is None:
-                http_settings.write_token(config.directory / HTTP_TOKEN)
+                token = config.directory / HTTP_TOKEN
+                http_settings.write_token(token)
+                server.folder.keep(token, partial(http_settings.write_token, token))
             http = HttpServer(str(config.directory), http_settings)
     except ConfigError:
         server.close()

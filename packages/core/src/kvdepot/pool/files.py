@@ -20,7 +20,7 @@ from pathlib import Path
 from blake3 import blake3
 
 from kvdepot.config import format_size
-from kvdepot.errors import DepotBusy, PoolError
+from kvdepot.errors import DepotBusy, KVDepotError, PoolError
 from kvdepot.pool.folder import (
     NAMES_FILE,
     POOL_FILE,
@@ -145,6 +145,7 @@ def open_pool(directory: Path, size_bytes: int, num_records: int, *, server: str
 
     Raises:
         DepotBusy: another server uses this pool.
+        ConfigError: another user owns the folder or a file in it, or may write to it.
         PoolError: the files cannot be created, or are not a pool's.
     """
     try:
@@ -194,8 +195,9 @@ def size_of_pool(directory: Path) -> int | None:
     """Return the size of the pool in a folder in bytes, None without a pool."""
     try:
         with PoolFolder(directory, through_links=True) as folder:
+            folder.refuse_foreign()  # a stranger's pool decides nothing, and `open_pool` refuses it
             return folder.status(POOL_FILE).st_size - TRAILER_BYTES if POOL_FILE in folder.pool_files() else None
-    except OSError:
+    except (OSError, KVDepotError):
         return None
 
 
@@ -203,8 +205,9 @@ def allocated_bytes(directory: Path) -> int:
     """Return the bytes of memory allocated to the pool's files in a folder, 0 without a pool."""
     try:
         with PoolFolder(directory, through_links=True) as folder:
+            folder.refuse_foreign()
             return sum(folder.status(name).st_blocks * 512 for name in folder.pool_files())
-    except OSError:
+    except (OSError, KVDepotError):
         return 0
 
 
@@ -295,20 +298,21 @@ def _reopen(folder: PoolFolder, size_bytes: int, lock_fd: int) -> PoolFiles:
     with contextlib.ExitStack() as undo:
         fd = os.open(f"/proc/self/fd/{lock_fd}", os.O_RDWR | os.O_CLOEXEC)
         undo.callback(os.close, fd)
-        table = IndexTable.open(folder.path / TABLE_FILE, size_bytes, _pool_id(fd, size_bytes))
+        table = IndexTable.open(folder.place_of(TABLE_FILE), size_bytes, _pool_id(fd, size_bytes))
         undo.callback(table.close)
         if table.generation - generation not in (0, 1):  # `advance` writes the table's generation first
             raise PoolError(
                 f"the index has generation {table.generation}, and the pool {generation}: one of them is an older copy"
             )
-        names = NamesFile.open(folder.path / NAMES_FILE)
+        names = NamesFile.open(folder.place_of(NAMES_FILE))
         undo.callback(names.close)
-        prefixes = PrefixFile.open(folder.path / PREFIXES_FILE)
+        prefixes = PrefixFile.open(folder.place_of(PREFIXES_FILE))
         undo.callback(prefixes.close)
         table_fd = folder.open(TABLE_FILE, os.O_RDONLY)
         undo.callback(os.close, table_fd)
-        tokens = TokensFile.open(folder.path / TOKENS_FILE)
+        tokens = TokensFile.open(folder.place_of(TOKENS_FILE))
         undo.callback(tokens.close)
+        tokens.moved(folder.path / TOKENS_FILE)  # `folder` is closed by the time that the file is rewritten
         files = PoolFiles(folder.path, size_bytes, fd, lock_fd, table, table_fd, names, tokens, prefixes, is_new=False)
         undo.pop_all()
     return files

@@ -1,7 +1,7 @@
 """The folder of a pool, opened by descriptor: recognises a depot's files by their magic, and never follows links.
 
 `--pool-dir` may hold other files, and anybody can write to /dev/shm. So a file counts as a depot's only if it is a
-regular file with the magic of its kind.
+regular file with the magic of its kind. A depot uses it only if no other user can have written it (`refuse_foreign`).
 """
 
 import contextlib
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final, Self
 
 from kvdepot.errors import PoolError
+from kvdepot.ownership import open_folder, refuse_foreign
 from kvdepot.pool.names import MAGIC as NAMES_MAGIC
 from kvdepot.pool.prefixes import MAGIC as PREFIXES_MAGIC
 from kvdepot.pool.table import MAGIC as TABLE_MAGIC
@@ -42,13 +43,14 @@ class PoolFolder:
     """The open folder of a present or future pool. A context manager."""
 
     def __init__(self, path: Path, *, through_links: bool = False) -> None:
-        """Open the folder. `through_links`: an operator named it, so follow a link.
+        """Open the folder. `through_links`: an operator named it, so follow a link that this user or root made.
 
         Raises:
             OSError: it cannot be read, or is a link or not a folder.
         """
         self.path = path
-        self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (0 if through_links else os.O_NOFOLLOW))
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._fd = open_folder(path) if through_links else os.open(path, flags)
 
     def __enter__(self) -> Self:
         return self
@@ -75,6 +77,10 @@ class PoolFolder:
             OSError: it cannot be opened.
         """
         return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600, dir_fd=self._fd)
+
+    def place_of(self, name: str) -> Path:
+        """Return a path to a file in this very folder, even if another one gets its name meanwhile."""
+        return Path(f"/proc/self/fd/{self._fd}") / name
 
     def pool_files(self) -> list[str]:
         """Return the files that a depot created, including unfinished ones of a killed start.
@@ -105,22 +111,28 @@ class PoolFolder:
             os.close(fd)
 
     def refuse_foreign(self) -> None:
-        """Refuse a folder in which another file has the name of a depot's file.
+        """Refuse a folder of another user, or in which another file has the name of a depot's file.
+
+        Another user's pool looks like an earlier server's, and that user could read and change all KV in it. Once the
+        folder has passed, only this user and root can put files there.
 
         Raises:
-            PoolError: there is such a file; the text names it.
+            ConfigError: another user owns the folder or such a file, or may write to it.
+            PoolError: there is another file with such a name; the text names it.
             OSError: a file cannot be read.
         """
+        refuse_foreign(self.status(), self.path, "--pool-dir")
         for name in KINDS:
             try:
-                mode = self.status(name).st_mode
+                status = self.status(name)
             except FileNotFoundError:
                 continue
-            if not stat.S_ISREG(mode):
+            if not stat.S_ISREG(status.st_mode):
                 raise PoolError(
                     f"{self.path / name} is not a regular file, so not a depot's: remove it, or choose another"
                     " --pool-dir"
                 )
+            refuse_foreign(status, self.path / name, "--pool-dir")
             if not self._is_ours(name, name):
                 raise PoolError(
                     f"{self.path} holds a file {name!r} that is not a depot's: choose another --pool-dir, or move it"

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvdepot.errors import PoolError
+from kvdepot.ownership import is_own
 from kvdepot.pool.files import busy, holder_of_pool, is_pool_served, lock_earlier
 from kvdepot.pool.folder import PoolFolder
 
@@ -21,6 +22,7 @@ class FoundPool:
     used_at: float  # Unix time in whole seconds: when a depot last used it
     server: str  # the depot that uses it, or used it last
     is_served: bool
+    is_own: bool  # whether only this user and root can have written it; if not, its `server` is a stranger's claim
 
 
 def find_pools(parent: Path = SHARED_MEMORY) -> list[FoundPool]:
@@ -61,14 +63,15 @@ def _look_at(folder: PoolFolder) -> FoundPool:
     names = folder.pool_files()
     if not names:
         raise PoolError(f"{folder.path} holds no pool of a depot")
-    statuses = [folder.status(name) for name in names]
+    status, statuses = folder.status(), [folder.status(name) for name in names]
     return FoundPool(
         folder.path,
         sum(status.st_blocks * 512 for status in statuses),
-        folder.status().st_uid,
+        status.st_uid,
         max(status.st_mtime for status in statuses),
         holder_of_pool(folder),
         is_pool_served(folder),
+        all(map(is_own, (status, *statuses))),
     )
 
 

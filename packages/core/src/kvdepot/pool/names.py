@@ -112,7 +112,7 @@ class NamesFile:
             names, size_bytes = decode_names(raw)
             if size_bytes < len(raw):
                 logger.warning(
-                    "cutting off the last %d bytes of %s: an incomplete frame of names", len(raw) - size_bytes, path
+                    "cutting off the last %d bytes of the file of names: an incomplete frame", len(raw) - size_bytes
                 )
                 os.ftruncate(fd, size_bytes)
         except BaseException:

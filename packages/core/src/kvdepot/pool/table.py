@@ -198,16 +198,16 @@ class IndexTable:
             size = os.fstat(fd).st_size
             fields = os.pread(fd, _FILE_HEADER.size, 0)
             if len(fields) < _FILE_HEADER.size or fields[:8] != MAGIC:
-                raise PoolError(f"{path} is not an index table")
+                raise PoolError(f"{path.name} is not an index table")
             _, version, record_bytes, num_records, pool_bytes, table_pool_id, crc = _FILE_HEADER.unpack(fields)
             if crc != zlib.crc32(fields[:-4]):
-                raise PoolError(f"{path}: its header is damaged")
+                raise PoolError(f"{path.name}: its header is damaged")
             if (version, record_bytes) != (TABLE_VERSION, RECORD_BYTES):
-                raise PoolError(f"{path} has table format {version}, this version writes {TABLE_VERSION}")
+                raise PoolError(f"{path.name} has table format {version}, this version writes {TABLE_VERSION}")
             if size != table_size_bytes(num_records):
-                raise PoolError(f"{path} has {size} bytes instead of {table_size_bytes(num_records)}")
+                raise PoolError(f"{path.name} has {size} bytes instead of {table_size_bytes(num_records)}")
             if (pool_bytes, table_pool_id) != (pool_size_bytes, pool_id):
-                raise PoolError(f"{path} belongs to another pool (of {pool_bytes} bytes)")
+                raise PoolError(f"{path.name} belongs to another pool (of {pool_bytes} bytes)")
             return cls(mmap.mmap(fd, size), num_records)
         finally:
             os.close(fd)

@@ -12,20 +12,17 @@ import os
 import select
 import socket
 import stat
-import struct
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
 
 from kvdepot.errors import ConfigError
+from kvdepot.ownership import open_folder, own_users, peer_credentials, refuse_foreign
 from kvdepot.processes import is_reserve_touched
 
 logger = logging.getLogger(__name__)
 
-PRIVATE_UMASK: Final = 0o177  # sockets are bound under this umask, and opened to a group afterwards
-
-_PEER_CREDENTIALS: Final = struct.Struct("iII")
 _SO_PEERGROUPS: Final = 59  # Linux 4.13
 _LONGEST_SOCKET_PATH: Final = 107  # bytes; the kernel's limit
 _MAXIMUM_GROUPS: Final = 65_536  # the kernel's limit
@@ -62,16 +59,24 @@ class Access:
         everybody may pass, and refuse it if it was shared in any other way.
 
         Raises:
-            ConfigError: it cannot be created, or opened to the group.
+            ConfigError: it cannot be created, or opened to the group, or another user owns it or may write to it.
         """
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            fd = open_folder(directory)
         except (OSError, ValueError) as error:
             why = "it is there and no directory" if isinstance(error, FileExistsError) else _reason(error)
             raise ConfigError(f"cannot make the directory {directory}: {why}; choose another --dir") from error
+        try:
+            self._prepare(fd, directory)
+        finally:
+            os.close(fd)
+
+    def _prepare(self, fd: int, directory: Path) -> None:
+        status = os.fstat(fd)
+        refuse_foreign(status, directory, "--dir")
         if self.group is None:
             return
-        status = directory.stat()
         mode = status.st_mode & 0o777
         if mode & 0o001:
             return
@@ -81,22 +86,28 @@ class Access:
                 f" or chmod 700 {directory}"
             )
         if mode in (0o700, 0o710):
-            self._open(directory, 0o710)
+            self._open(fd, directory, 0o710)
 
     def open_socket(self, path: Path) -> None:
-        """Let the group use a socket that was bound under `PRIVATE_UMASK`.
+        """Let the group use a socket that only this user can connect to so far.
 
         Raises:
             ConfigError: the socket cannot be given to the group.
+            OSError: the socket is gone.
         """
         if self.group is not None:
-            self._open(path, 0o660)
+            fd = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)  # `chmod` would follow a link
+            try:
+                self._open(fd, path, 0o660)
+            finally:
+                os.close(fd)
 
-    def _open(self, path: Path, mode: int) -> None:
+    def _open(self, fd: int, path: Path, mode: int) -> None:
         assert self.group is not None
+        this = f"/proc/self/fd/{fd}"
         try:
-            os.chown(path, -1, self.group)  # before the mode, so that no other group can connect in between
-            path.chmod(mode)
+            os.chown(this, -1, self.group)  # before the mode, so that no other group can connect in between
+            os.chmod(this, mode)
         except PermissionError as error:
             raise ConfigError(
                 f"cannot give {path} to --socket-group {self.group}: user {os.geteuid()} has to own it and be a member"
@@ -109,7 +120,7 @@ class Access:
         The kernel reports the peer's user and groups as of the time of its connect.
         """
         _, uid, gid = peer_credentials(connection)
-        if uid in (0, os.getuid()):
+        if uid in own_users():
             return None
         if self.group is None:
             return f"user {uid} is neither the server's nor root (--socket-group lets a group in)"
@@ -145,27 +156,25 @@ def open_lock(path: Path) -> int:
     """Open the file that a server locks. Create it if needed.
 
     Raises:
-        ConfigError: the file cannot be opened, or is not a regular file.
+        ConfigError: the file cannot be opened, is not a regular file, or belongs to another user.
     """
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW, 0o600)
     except OSError as error:
         raise ConfigError(f"cannot open {path}: {_reason(error)}; choose another --dir") from error
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise ConfigError(f"{path} is not a file: move it away, or choose another --dir")
+        refuse_foreign(status, path, "--dir")
+    except BaseException:
         os.close(fd)
-        raise ConfigError(f"{path} is not a file: move it away, or choose another --dir")
+        raise
     return fd
 
 
 def _reason(error: Exception) -> str:
     return (isinstance(error, OSError) and error.strerror) or str(error)
-
-
-def peer_credentials(connection: socket.socket) -> tuple[int, int, int]:
-    """Return pid, uid and gid of the peer of a Unix socket. The pid is 0 for a peer in another PID namespace."""
-    return _PEER_CREDENTIALS.unpack(
-        connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
-    )
 
 
 def describe_peer(connection: socket.socket) -> str:
@@ -227,18 +236,34 @@ class Listener:
         self._epoll = epoll
         self._warnings = warnings
         self._is_listening = True
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        umask = os.umask(PRIVATE_UMASK)
+        self._socket = self._listen()
+
+    def _listen(self) -> socket.socket:
+        listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
-            self._socket.bind(str(path))
-        except OSError as error:
-            self._socket.close()
-            raise ConfigError(f"cannot listen on {path}: {error}") from error
-        finally:
-            os.umask(umask)
-        access.open_socket(path)
-        self._socket.listen(_BACKLOG)
-        self._epoll.register(self._socket.fileno(), select.EPOLLIN)
+            # The file gets this mode: no umask, which threads of tiers that make folders would have meanwhile, too.
+            os.fchmod(listening.fileno(), 0o600)
+            listening.bind(str(self._path))
+            self._access.open_socket(self._path)
+            listening.listen(_BACKLOG)
+        except BaseException as error:
+            listening.close()
+            if isinstance(error, OSError):
+                raise ConfigError(f"cannot listen on {self._path}: {error}") from error
+            raise
+        self._epoll.register(listening.fileno(), select.EPOLLIN)
+        return listening
+
+    def listen_again(self) -> None:
+        """Make the socket again after its file was removed. Accepted connections stay.
+
+        Raises:
+            ConfigError: the socket cannot be created.
+        """
+        make_room(self._path)
+        listening = self._listen()
+        self._socket.close()  # its clients in the queue connect again
+        self._socket, self._is_listening = listening, True
 
     def accept(self) -> socket.socket | None:
         """Accept a connection. Return None if no permitted process waits."""
@@ -283,4 +308,5 @@ class Listener:
         """Stop listening and remove the socket. Idempotent."""
         if self._socket.fileno() >= 0:
             self._socket.close()
-            self._path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # its folder may be gone, or a stranger's by now
+                self._path.unlink()

@@ -1,7 +1,6 @@
 """Assembles a depot and its sockets, runs them, and closes them."""
 
 import contextlib
-import fcntl
 import logging
 import os
 import secrets
@@ -9,14 +8,12 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
 import zmq
 
-from kvdepot.config import CONTROL_SOCKET, ServerConfig, format_size
-from kvdepot.errors import DepotBusy
+from kvdepot.config import ServerConfig, format_size
 from kvdepot.index.index import ChunkIndex
 from kvdepot.index.quotas import QuotaTable
 from kvdepot.movers.table import MoverTable
@@ -27,7 +24,7 @@ from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.files import PoolFiles, allocate_first, is_locked, open_pool, open_with_lock
 from kvdepot.pool.size import resolve_pool_size
 from kvdepot.pool.table import Writer, table_size_bytes
-from kvdepot.server.access import Access, make_room, open_lock
+from kvdepot.server.access import Access, make_room
 from kvdepot.server.commands import Operators, Sender, add_tier, log_level, settings_of
 from kvdepot.server.connections import ConnectionTable
 from kvdepot.server.contexts import check_version
@@ -35,6 +32,7 @@ from kvdepot.server.depot import Depot, Requests
 from kvdepot.server.hottest import Hottest
 from kvdepot.server.loop import Loop, Sockets, ThreadResults, Waker
 from kvdepot.server.restoring import Restoring
+from kvdepot.server.run_folder import RunFolder
 from kvdepot.server.sessions import Session, SessionTable
 from kvdepot.tiers.opening import TierOpener
 from kvdepot.tiers.queue import TierQueue
@@ -68,11 +66,9 @@ class DepotServer:
         self._version = version("kvdepot")  # slow: importlib reads it from a file
         self._started_at = time.monotonic()
         self._stopping_at: float | None = None
-        self._access = Access.of_group(config.socket_group)
-        self._access.prepare_directory(config.directory)
-        self._lock = _take_lock(config.directory)
+        self.folder = RunFolder(config.directory, Access.of_group(config.socket_group))
         with contextlib.ExitStack() as undo:  # if the start fails, close and remove everything
-            undo.callback(os.close, self._lock)
+            undo.callback(self.folder.close)
             self._files = self._open_files()
             undo.callback(self._files.close, remove=False)
             self.depot = self._make_depot()
@@ -105,7 +101,7 @@ class DepotServer:
         config, files = self.config, self._files
         size = files.size_bytes
         quotas = QuotaTable(size, config.quotas)
-        make_room(config.directory / CONTROL_SOCKET)  # no living depot uses it, as the lock is ours
+        make_room(self.folder.control)  # no living depot uses it, as the lock is ours
         ready = allocate_first(files.pool_fd, size)
         holdings = Holdings(config.topic, self._is_in_tier) if config.events else None
         index = ChunkIndex(ExtentAllocator(size, ready), files.table, config.policy, quotas, holdings)
@@ -125,7 +121,7 @@ class DepotServer:
         return tiering is not None and tiering.holds(node)
 
     def _open_sockets(self, operators: Operators, undo: contextlib.ExitStack) -> Sockets:
-        config, depot = self.config, self.depot
+        depot = self.depot
 
         def end_session(session: Session) -> None:
             connections.close_owner(session.token)  # first, so that no request follows the end of its contexts
@@ -142,19 +138,20 @@ class DepotServer:
         undo.callback(sessions.close)
         self.requests = Requests(depot, sessions, operators.answer)
         connections = ConnectionTable(
-            config.directory / CONTROL_SOCKET,
-            self._access,
+            self.folder.control,
+            self.folder.access,
             is_owner=sessions.by_token.__contains__,
             end_owner=sessions.end,
             open_session=sessions.open,
             handle=self.requests.serve,
         )
         undo.callback(connections.close)
+        self.folder.keep(self.folder.control, connections.listen_again)
         events = self._open_events()
         listeners = Listeners([] if events is None else events.listeners)
         undo.callback(listeners.close)
 
-        return Sockets(connections, sessions, events, listeners)
+        return Sockets(self.folder, connections, sessions, events, listeners)
 
     def _open_events(self) -> EventPublisher | None:
         config, holdings = self.config, self.depot.state.holdings
@@ -283,7 +280,7 @@ class DepotServer:
         is_removed = self.config.ephemeral or bool(self._files.unnamed)
         self._files.close(remove=is_removed)
         self._waker.close()
-        os.close(self._lock)  # last: the next server of this directory may start now
+        self.folder.close()  # last: the next server of this directory may start now
         if is_removed:
             logger.info("stopped")
         else:
@@ -334,16 +331,3 @@ class DepotServer:
         except OSError:
             os.close(pool_fd)
             raise
-
-
-def _take_lock(directory: Path) -> int:
-    fd = open_lock(directory / "lock")
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        pid = os.pread(fd, 32, 0).decode(errors="replace").strip()
-        os.close(fd)
-        raise DepotBusy(f"process {pid} already serves {directory}: stop it, or choose another --dir") from None
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, str(os.getpid()).encode(), 0)
-    return fd

@@ -204,6 +204,14 @@ class ConnectionTable:
                 break
         self._listener.resume()
 
+    def listen_again(self) -> None:
+        """Make the control socket again after its file was removed. Connections stay.
+
+        Raises:
+            ConfigError: the socket cannot be created.
+        """
+        self._listener.listen_again()
+
     def check_integrity(self) -> None:
         """Check that sums and lists agree with the open connections.
 

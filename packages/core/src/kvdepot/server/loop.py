@@ -27,6 +27,7 @@ from kvdepot.pool.files import PoolFiles, allocate_in_background
 from kvdepot.server.connections import ConnectionTable
 from kvdepot.server.depot import Depot
 from kvdepot.server.restoring import Restoring
+from kvdepot.server.run_folder import RunFolder
 from kvdepot.server.sessions import SessionTable
 from kvdepot.server.turns import CHORES_FAILED
 from kvdepot.tiers.opening import TierOpener
@@ -146,6 +147,7 @@ class ThreadResults:
 class Sockets:
     """The sockets that peers connect to."""
 
+    folder: RunFolder
     connections: ConnectionTable
     sessions: SessionTable
     events: EventPublisher | None
@@ -259,6 +261,7 @@ class Loop:
         self._files.advance()
         sockets.connections.sweep(_after(_TASK_SECONDS))
         sockets.sessions.find_dead(_after(_TASK_SECONDS))
+        sockets.folder.restore()
         if sockets.events is not None:
             # ZeroMQ's descriptor is edge-triggered, and another call may have consumed the edge.
             sockets.events.has_work = True

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvdepot.errors import ErrorCode
+from kvdepot.ownership import peer_credentials
 from kvdepot.pool.table import Writer
 from kvdepot.processes import EXHAUSTED, process_start_time, raise_if_exhausted
-from kvdepot.server.access import peer_credentials
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 

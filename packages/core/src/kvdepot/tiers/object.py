@@ -23,6 +23,7 @@ signature would protect only writes, not reads, so it is off as well. `sign_payl
 
 import asyncio
 import contextlib
+import logging
 import re
 import threading
 import time
@@ -38,10 +39,13 @@ from obstore.store import AzureStore, GCSStore, LocalStore, ObjectStore, S3Store
 
 from kvdepot.counting import Counts, tier_counter
 from kvdepot.errors import ConfigError
+from kvdepot.ownership import is_own
 from kvdepot.tiers.base import Extents, Tier, TierPool, TierUsage
 from kvdepot.tiers.keys import MOST_BYTES_A_RUN, MOST_CHUNKS_A_RUN, RUN_BYTES, begins_run, digest_of, run_of
 from kvdepot.tiers.runs import HEAD_BYTES, NO_CHUNK, RunHead, make_head, object_name
 from kvdepot.tiers.url import PATIENCE, TierUrl
+
+logger = logging.getLogger(__name__)
 
 _REQUEST_ERRORS: Final = tier_counter("request_errors", "Failed requests to the store")
 
@@ -467,7 +471,19 @@ def open_tier(url: TierUrl, pool: TierPool) -> ObjectTier:
 def _open_file(url: TierUrl) -> ObjectStore:
     if url.host or url.path in ("", "/"):
         raise ConfigError(f"--tier {url.name}: write file:///FOLDER, with three slashes")
-    return LocalStore(Path(url.path), mkdir=True)
+    folder = Path(url.path)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # obstore would let every user read it
+    status = folder.stat()
+    # No error as in `disk://`: nodes share the folder, and a server of files may show another owner, or need a group.
+    if not is_own(status) or status.st_mode & 0o077:
+        logger.warning(
+            "--tier %s: the folder belongs to user %d and has mode %04o, so others can read or change the KV in it, if"
+            " its path is open to them: chmod 700 it, or see that only depots reach it",
+            url.name,
+            status.st_uid,
+            status.st_mode & 0o7777,
+        )
+    return LocalStore(folder)
 
 
 def _opener_of(url: TierUrl) -> Callable[[float], ObjectStore]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from kvdepot.errors import ConfigError
+from kvdepot.ownership import is_own, open_folder, refuse_foreign
 from kvdepot.pool.extents import EXTENT_ALIGNMENT_BYTES
 from kvdepot.tiers.keys import KEY_BYTES, NAME_HASH_BYTES, PLACE_BYTES
 
@@ -78,12 +79,14 @@ class Folder:
         """Create, open and lock the folder. Return its descriptor, and the error if it cannot be written now.
 
         Raises:
-            ConfigError: another depot uses it, or it can be neither locked nor written.
+            ConfigError: another depot uses it, it can be neither locked nor written, or another user owns it or may
+                write to it.
             OSError: it cannot be created or opened.
         """
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        root = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        root = open_folder(self.path)
         try:
+            refuse_foreign(os.fstat(root), self.path, "--tier")
             self._lock(root)
             try:
                 self.find_direct(root)
@@ -146,6 +149,8 @@ class Folder:
     def read(self, key: bytes, payload: memoryview) -> tuple[int, memoryview]:
         """Fill a payload. Return the number of bytes read, including the page after it, and that page.
 
+        Read nothing of a file that another user may have written, before this folder was private.
+
         Raises:
             FileNotFoundError: the entry does not exist.
             OSError: it cannot be read.
@@ -153,6 +158,8 @@ class Folder:
         page, done = memoryview(self._page()), 0
         fd = os.open(name_of(key), os.O_RDONLY | os.O_CLOEXEC | self._direct, dir_fd=self.root)
         try:
+            if not is_own(os.fstat(fd)):  # its checksum proves nothing
+                return 0, page
             while done < payload.nbytes + PAGE:
                 num_bytes = os.preadv(fd, _rest(payload, page, done), done)
                 done += num_bytes
