@@ -3,14 +3,16 @@
 `python -m fuzz` searches for more inputs, guided by coverage: see docs/reliability.md.
 """
 
+import gc
 import random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fuzz.depot import Life
 from fuzz.mutate import mutate_message
-from fuzz.targets import TARGETS, kept_inputs
+from fuzz.targets import CORPUS, TARGETS, kept_inputs
 
 SEEDS = {name: target.seeds() for name, target in TARGETS.items()}  # some come from a depot that is filled for them
 MESSAGES = [name for name, target in TARGETS.items() if target.is_message]
@@ -64,3 +66,15 @@ def test_messages_with_changed_values_pass(name: str, number: int) -> None:
         body = mutate_message(data[target.prefix :], rng)
         data = data if body is None else data[: target.prefix] + body
         target.run(data)
+
+
+def test_a_killed_depot_changes_nothing_of_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The garbage collector ends its handlers at any moment, for example right after the restart."""
+    restart = Life.restart
+
+    def restart_and_collect(life: Life) -> None:
+        restart(life)
+        gc.collect()
+
+    monkeypatch.setattr(Life, "restart", restart_and_collect)
+    TARGETS["movers"].run((CORPUS / "movers" / "restart-under-a-copy").read_bytes())

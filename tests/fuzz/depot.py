@@ -471,6 +471,9 @@ class Life:
             {key for key, node in space.nodes.items() if self.depot.index.visibility.is_reachable(node)}
             for space in self.depot.index.spaces
         ]
+        # The next server has a copy: handlers of the killed one end when the garbage collector finds them, and would
+        # then free records that the next one holds.
+        self.memory = bytearray(self.memory)
         self.start()
         self.waiting.clear()  # their connections broke
         self.depot.labels.restore(labels)

@@ -19,7 +19,7 @@ import msgspec
 
 from fuzz import control, tiers
 from fuzz.depot import PAGE, PROMPTS, SPECS, Bytes, Life, live, spec_of
-from fuzz.movers import OFFER, REGISTRATION, live_with_movers
+from fuzz.movers import OFFER, REGISTRATION, LifeWithMovers, live_with_movers
 from kvdepot.config import directory_of_url, parse_quota, parse_size
 from kvdepot.errors import ConfigError, ErrorCode, PoolError, TraceError
 from kvdepot.index.entries import PartPlace
@@ -390,7 +390,8 @@ def _depot_seeds() -> list[bytes]:
 
 
 def _movers_seeds() -> list[bytes]:
-    rng = random.Random(4)
+    rng, steps_of = random.Random(4), [step.__name__ for step in LifeWithMovers(Bytes(b"")).steps()]
+    move, *_, last = range(steps_of.index("move"), len(steps_of))
     seeds: list[bytes] = []
     for setting in range(32):
         steps = [bytes([setting, 20 + rng.randrange(12)])]
@@ -399,11 +400,11 @@ def _movers_seeds() -> list[bytes]:
             covered = bytes(len(SPECS[spec_of(setting)].groups))
             steps += [
                 bytes([6, who, 0, prompt, 8 * rng.randrange(8), *covered, request_id]),
-                bytes([20, who, 0, 0, rng.randrange(256)]),
-                bytes([rng.randrange(20, 23)]) + rng.randbytes(3),
+                bytes([move, who, 0, rng.randrange(256)]),
+                bytes([rng.randint(move, last)]) + rng.randbytes(3),
                 bytes([rng.choice((7, 8)), who, 0, 0, 0]),
                 bytes([9, who, 0, prompt, 56, *covered, request_id]),
-                bytes([rng.randrange(23)]) + rng.randbytes(rng.randrange(6)),
+                bytes([rng.randint(0, last)]) + rng.randbytes(rng.randrange(6)),
             ]
         seeds.append(b"".join(steps))
     return seeds
