@@ -75,7 +75,8 @@ def world(tmp_path: Path, model: MakeModel, make_adapter: MakeAdapter) -> Iterat
     for seed in range(3):
         made = make_adapter(path, seed + 1)
         contents.append(Path(shutil.move(made, tmp_path / f"content-{seed}")))
-    with Engine(path, None, enable_prefix_caching=False, **{**LORA, "max_cpu_loras": 3}) as oracle:
+    options: dict[str, Any] = {**LORA, "max_cpu_loras": 3}
+    with Engine(path, None, enable_prefix_caching=False, **options) as oracle:
         yield World(tmp_path, path, contents, oracle)
 
 
