@@ -1798,6 +1798,55 @@ def test_a_session_that_is_demoted_leaves_the_pool_and_comes_back(
     bench.index.check_integrity()
 
 
+@pytest.mark.parametrize("lost", [range(70), [0], [40], [69]], ids=["all", "root", "middle", "last"])
+@pytest.mark.promise(88)
+def test_a_tier_is_asked_for_a_session_before_it_leaves_and_gets_what_it_lost(lost: Sequence[int], make: Maker) -> None:
+    bench, agent = make(pages=80, stored=70), prompt(70)
+    remembered(bench, agent)
+    lose(bench, agent, lost)
+    bench.now += 1.0
+    assert bench.operate(o.DemoteSession("agent", agent.tenant)).count == 70
+    bench.settle()
+    assert bench.tiering.queues[0].counters["written_entries"] == 70 + len(lost)
+    assert bench.found(agent) == 0
+    assert bench.lookup(agent) == 70
+
+
+def test_a_session_leaves_without_a_question_if_the_tier_had_it_within_the_last_second(make: Maker) -> None:
+    bench, agent = make(stored=8), prompt(8)
+    remembered(bench, agent)
+    bench.now += 0.5
+    before = bench.tiers[0].num_calls
+    assert bench.operate(o.DemoteSession("agent", agent.tenant)).count == 8
+    assert (bench.found(agent), bench.tiers[0].num_calls) == (0, before)
+
+
+def test_a_session_that_leaves_slowly_is_asked_for_again_and_again(make: Maker) -> None:
+    bench, agent = make(pages=80, stored=70), prompt(70)
+    remembered(bench, agent)
+    bench.now += 1.0
+    bench.operate(o.DemoteSession("agent", agent.tenant))
+
+    def turn_slowly() -> bool:
+        bench.now += 1.0
+        bench.tiering.turn(lambda: True)
+        return bench.found(agent) == 0
+
+    wait_until(turn_slowly, what="the end of the session")
+    assert bench.lookup(agent) == 70
+
+
+def test_a_session_that_a_tier_without_room_for_writes_has_lost_stays(make: Maker) -> None:
+    bench, agent = make(stored=8), prompt(8)
+    remembered(bench, agent)
+    lose(bench, agent, [3])
+    bench.tiering.queues[0].write_bytes = 0
+    bench.now += 1.0
+    bench.operate(o.DemoteSession("agent", agent.tenant))
+    bench.settle()
+    assert bench.found(agent) == 4, "the chunks after the lost one left, as the tier has them"
+
+
 def test_the_beginning_that_others_need_is_not_demoted(make: Maker) -> None:
     bench = make(pages=32)
     agent = prompt(8)

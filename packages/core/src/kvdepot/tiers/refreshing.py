@@ -35,7 +35,10 @@ class Reason(Enum):
     STORED = 1  # its end is new: ask only for entries that the tier was never known to have
     HANDED_OVER = 2  # like STORED, and an engine of another node waits for it
     LEAVING = 3  # like STORED, and the pool evicts its end afterwards
+    DEMOTED = 4  # like LEAVING, and the pool may evict all of it: ask for every entry, as for a used prefix
 
+
+LEAVES: Final = (Reason.LEAVING, Reason.DEMOTED)
 
 Steps: TypeAlias = Generator[Pause, None, None]
 Write: TypeAlias = Callable[[TierState, Sequence[Entry], Reason], bool]
@@ -103,7 +106,7 @@ class Refresher:
 
         The number of prefixes that leave is not limited here.
         """
-        key, is_refused = (tier, node), self.is_full and reason is not Reason.LEAVING
+        key, is_refused = (tier, node), self.is_full and reason not in LEAVES
         if tier.queue.is_suspended or is_refused or not self._is_stale(tier, node, reason):
             return
         if reason is not Reason.USED:
@@ -142,6 +145,8 @@ class Refresher:
         is_there = tier.has(entry, header)
         if reason is Reason.USED:
             return (is_there or self._writes_used) and tier.is_stale(entry, header, self._clock())
+        if reason is Reason.DEMOTED and is_there:  # the tier may have lost it since
+            return tier.is_stale(entry, header, self._clock())
         return not is_there and tier.takes_writes
 
     def _steps(self, key: tuple[TierState, int], reason: Reason) -> Steps:
