@@ -28,6 +28,7 @@ from support.tiers.direct import read_from, write_to
 from support.tiers.kept import KEPT_KEY, KEPT_TRAILER
 from support.tiers.servers import (
     ValkeyServer,
+    far_in_front_of,
     is_written,
     listening,
     make_certificate,
@@ -436,3 +437,19 @@ def test_a_full_server_keeps_what_a_pool_is_asked_for_and_evicts_the_ends_of_oth
             assert find(second, hot) == 64
     finally:
         server.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.promise(89)
+def test_all_of_many_new_prompts_reach_a_server_that_is_far_away(own_server: ValkeyServer) -> None:
+    """600 prompts become due at about the same time, and each request takes 20 ms."""
+    with (
+        listening(far_in_front_of(own_server.port, 0.02)) as port,
+        DepotProcess("--tier", f"valkey://:{own_server.quoted_password}@127.0.0.1:{port}") as depot,
+        contextlib.closing(Peer(depot)) as peer,
+    ):
+        for number in range(600):
+            peer.store(prompt(2, f"{number}"))
+        settle(depot)
+        assert depot.status().counters["prefixes_dropped"] == 0
+        assert ask(own_server, b"DBSIZE") == 2 * 2 * 600, "a head and a payload of each chunk"

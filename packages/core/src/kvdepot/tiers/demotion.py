@@ -85,10 +85,10 @@ class Demotions:
         self._clock = clock
         self.lacks_victims = False  # whether the reserve needs room but no chunk can be evicted
         self._is_cut = False  # whether the last turn ended before the reserve had enough room
-        self._gathering = Gathering(index)
+        self._gathering = Gathering(index, counters)
         self._kept = index.kept  # gathered chunks, until tiers have been asked for them
         self.refresher = Refresher(
-            index, keys, self._write_lost, self._go_on, clock, writes_used=rule is not Demotion.EVICT
+            index, keys, self._write_lost, self._go_on, counters, clock, writes_used=rule is not Demotion.EVICT
         )
         self.writing: set[Job] = set()  # jobs with outcomes to come
         self._leaving: dict[int, _Leaving] = {}  # by node
