@@ -154,10 +154,18 @@ def make_certificate(directory: Path) -> tuple[Path, Path]:
     return certificate, key
 
 
-def tls_in_front_of(port: int, certificate: Path, key: Path) -> Callable[[socket.socket], None]:
-    """Return a handler that terminates TLS and forwards the connection to a port."""
+def tls_in_front_of(
+    port: int, certificate: Path, key: Path, *, asks_for: Path | None = None
+) -> Callable[[socket.socket], None]:
+    """Return a handler that terminates TLS and forwards the connection to a port.
+
+    With `asks_for`, clients need a certificate of that authority.
+    """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate, key)
+    if asks_for is not None:
+        context.load_verify_locations(asks_for)
+        context.verify_mode = ssl.CERT_REQUIRED
 
     def handle(connection: socket.socket) -> None:
         with (
