@@ -18,6 +18,7 @@ import obstore
 import pytest
 from obstore.store import LocalStore, ObjectStore
 
+from kvdepot.errors import ConfigError
 from kvdepot.keys import DIGEST_BYTES, KeyRun, Namespace, digest_at, hash_prefix
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.layout import GroupKind
@@ -397,6 +398,34 @@ def test_gc_removes_what_no_depot_has_written_for_long(
     assert [nodes[1].find(keys) for keys in (old, new, more)] == [8, 8, 8]
     collect_there(tmp_path, "--unwritten-for", "3d")
     assert [nodes[1].find(keys) for keys in (old, new, more)] == [0, 8, 8]
+
+
+@pytest.mark.parametrize("option", ["--older-than=7d", "--unwritten-for=3d", "--capacity=14KiB"])
+@pytest.mark.parametrize("days", [365, 0.9])
+def test_gc_takes_objects_of_a_clock_that_ran_ahead_for_the_oldest(
+    days: float, option: str, nodes: list[Node], tmp_path: Path
+) -> None:
+    early, new = keys_of(range(8), spec=b"early"), keys_of(range(8), spec=b"new")
+    nodes[0].store(early)
+    for name in nodes[0].names():
+        os.utime(tmp_path / name, (0, time.time() + 86400 * days))
+    nodes[0].store(new)
+    collect_there(tmp_path, option)
+    found = [nodes[1].find(keys) for keys in (early, new)]
+    if days > 1:
+        assert found == [0, 8]
+    else:
+        assert found == ([8, 0] if "capacity" in option else [8, 8]), "clocks of two machines may differ so much"
+
+
+def test_gc_on_a_machine_whose_clock_is_behind_removes_nothing_by_age(nodes: list[Node], tmp_path: Path) -> None:
+    nodes[0].store(keys_of(range(8)))
+    store, before = LocalStore(tmp_path), time.time() - 2 * 86400
+    for older, unwritten in ((1.0, 0.0), (0.0, 1.0)):
+        with pytest.raises(ConfigError, match="all 1 objects are from the future: this machine's clock is behind"):
+            collect(store, before, older_than_seconds=older, unwritten_seconds=unwritten)
+    assert collect(store, before).num_removed == 0
+    assert nodes[1].find(keys_of(range(8))) == 8
 
 
 RUN_SPEC = m.CacheSpec(16, (m.GroupShape(GroupKind.FULL_ATTENTION, 16),), "bytes")

@@ -1,6 +1,8 @@
 """The tier in Valkey passes the suite on a real server, and copes with one that is away, full, or misbehaving."""
 
 import contextlib
+import re
+import shutil
 import socket
 import threading
 import time
@@ -28,6 +30,8 @@ from support.tiers.direct import read_from, write_to
 from support.tiers.kept import KEPT_KEY, KEPT_TRAILER
 from support.tiers.servers import (
     ValkeyServer,
+    far_in_front_of,
+    free_port,
     is_written,
     listening,
     make_certificate,
@@ -259,6 +263,87 @@ def test_tls_is_spoken_and_only_with_trusted_peers(server: ValkeyServer, tmp_pat
             stranger.tier.probe()
 
 
+def test_a_password_that_is_replaced_is_read_again(own_server: ValkeyServer, tmp_path: Path, shelve: Shelve) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text(own_server.password)
+    shelf = shelve(f"valkey://127.0.0.1:{own_server.port}?password_file={secret}")
+    assert shelf.put(1) == [True]
+    own_server.ask(b"CONFIG SET requirepass another\r\nCLIENT KILL TYPE normal\r\n")
+    with pytest.raises(OSError, match="WRONGPASS"):
+        shelf.get(1)
+    secret.unlink()
+    with pytest.raises(FileNotFoundError, match="secret"):
+        shelf.get(1)
+    secret.write_text("another\n")
+    assert shelf.get(1) == [True]
+
+
+def test_certificates_that_are_replaced_are_read_again(server: ValkeyServer, tmp_path: Path, shelve: Shelve) -> None:
+    (tmp_path / "earlier").mkdir()
+    authority, (certificate, key_file) = tmp_path / "ca.pem", make_certificate(tmp_path)
+    earlier, earlier_key = make_certificate(tmp_path / "earlier")
+    own, own_key = tmp_path / "own.pem", tmp_path / "own-key.pem"
+    for source, target in ((earlier, authority), (earlier, own), (earlier_key, own_key)):
+        shutil.copy(source, target)
+    with listening(tls_in_front_of(server.port, certificate, key_file, asks_for=certificate)) as port:
+        where = f"valkeys://:{server.quoted_password}@localhost:{port}/0?deadline=20"
+        with shelve(f"{where}&ca={authority}&cert={own}&key={own_key}", BIG) as shelf:
+            with pytest.raises(OSError, match="certificate verify failed"):
+                shelf.tier.probe()
+            shutil.copy(certificate, authority)
+            with pytest.raises(OSError):  # the server does not know the earlier one
+                shelf.tier.probe()
+            shutil.copy(certificate, own)
+            shutil.copy(key_file, own_key)
+            assert shelf.put(1) == shelf.get(1) == [True]
+
+
+@pytest.mark.parametrize("options", ["", "&ttl=1h"])
+def test_a_user_with_the_documented_permissions_is_enough(
+    options: str, own_server: ValkeyServer, tmp_path: Path, shelve: Shelve
+) -> None:
+    """The user has other commands neither of its own nor by default, and no other names."""
+    page = (Path(__file__).parents[2] / "docs" / "tiers.md").read_text()
+    (rule,) = [line.strip() for line in page.splitlines() if line.strip().startswith("ACL SETUSER kvdepot ")]
+    assert ask(own_server, *rule.replace("PASSWORD", "guess").encode().split()) == b"OK"
+    (tmp_path / "secret").write_text("guess")
+    shelf = shelve(f"valkey://kvdepot@127.0.0.1:{own_server.port}/2?password_file={tmp_path}/secret{options}")
+    shelf.tier.probe()
+    assert shelf.put(1, 2) == shelf.get(1, 2) == shelf.has(1, 2) == [True] * 2
+    assert shelf.tier.touch([make_key(1)], [EXTENT_BYTES]) == [True]
+    shelf.tier.remove([make_key(1)])
+    assert shelf.clear() == 1
+
+
+@pytest.mark.slow
+def test_a_server_in_cluster_mode_is_refused_in_one_line_and_asked_for_nothing_else(tmp_path: Path) -> None:
+    port = free_port()
+    server = ValkeyServer(tmp_path, "--cluster-enabled", "yes", "--cluster-port", str(port))
+    try:
+        ask(server, b"CLUSTER", b"ADDSLOTSRANGE", b"0", b"16383")
+        wait_until(lambda: b"cluster_state:ok" in server.ask(b"CLUSTER INFO\r\n"))
+        with DepotProcess("--tier", server.url()) as depot, contextlib.closing(Peer(depot)) as peer:
+
+            def why() -> str:
+                return depot.status().tiers[0].why_open
+
+            def num_refused(command: str) -> int:
+                stats = ask(server, b"INFO", b"commandstats")
+                assert isinstance(stats, bytes)
+                found = re.search(f"cmdstat_{command}:.*rejected_calls=(\\d+)".encode(), stats)
+                return int(found[1]) if found else 0
+
+            wait_until(lambda: "cluster mode is not supported, so give kvdepot a server without it" in why())
+            for number in range(4):
+                peer.store(prompt(4, f"{number}"))
+            wait_until(lambda: num_refused("exists") >= 3, what="two more probes")
+            assert "CROSSSLOT" in why()
+            assert depot.status().tiers[0].counters["breaker_opened"] == 1
+            assert num_refused("touch") == 0
+    finally:
+        server.kill()
+
+
 @pytest.mark.parametrize(
     "answer",
     [
@@ -436,3 +521,19 @@ def test_a_full_server_keeps_what_a_pool_is_asked_for_and_evicts_the_ends_of_oth
             assert find(second, hot) == 64
     finally:
         server.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.promise(89)
+def test_all_of_many_new_prompts_reach_a_server_that_is_far_away(own_server: ValkeyServer) -> None:
+    """600 prompts become due at about the same time, and each request takes 20 ms."""
+    with (
+        listening(far_in_front_of(own_server.port, 0.02)) as port,
+        DepotProcess("--tier", f"valkey://:{own_server.quoted_password}@127.0.0.1:{port}") as depot,
+        contextlib.closing(Peer(depot)) as peer,
+    ):
+        for number in range(600):
+            peer.store(prompt(2, f"{number}"))
+        settle(depot)
+        assert depot.status().counters["prefixes_dropped"] == 0
+        assert ask(own_server, b"DBSIZE") == 2 * 2 * 600, "a head and a payload of each chunk"

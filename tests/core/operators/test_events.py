@@ -619,6 +619,33 @@ def test_chunks_that_only_a_tier_has_are_announced_there(tmp_path: Path, context
         engine.close()
 
 
+@pytest.mark.slow
+def test_a_corrupt_chunk_that_a_tier_brought_back_is_described_again(tmp_path: Path, context: Context) -> None:
+    tier = f"disk://{tmp_path}/tier?capacity=64MiB"
+    with DepotProcess(*FLAGS, "--tier", tier, "--promote-seconds", "10", pool_size="1MiB") as depot:
+        engine, router, run, other = Engine(depot), Router(depot, context), prompt(5, "a"), prompt(4, "b")
+        engine.store(run)
+        engine.store(other)
+        wait_until(lambda: depot.status().tiers[0].counters.get("written_entries", 0) >= 9)
+        wait_until(lambda: router.knows(run))
+        plan = engine.worker.ask(m.PrepareRetrieve(engine.worker.context, "r", run.digests, 0, (5,)))
+        assert isinstance(plan, m.RetrievePlan)
+        (wrong,) = [(extent[3], extent[5]) for extent in m.EXTENT.iter_unpack(plan.extents) if extent[0] == 2]
+        engine.worker.ask(m.Release(engine.worker.context, (plan.lease,)))
+        assert engine.worker.ask(m.ReportCorrupt(engine.worker.context, (wrong,))) == m.Done(depot.status().epoch, 1)
+        request = m.Lookup(engine.scheduler.context, "r", run.digests, run.tenant, wait_seconds=10.0)
+        reply = engine.scheduler.channel.call(request, 20)
+        assert isinstance(reply, m.LookupReply)
+        assert (reply.num_chunks, reply.wants_tokens) == (5, True)
+        assert not engine.scheduler.find(run.slice(0, 2)).wants_tokens, "the chunks before it are described"
+        assert not engine.scheduler.find(other).wants_tokens
+        assert engine.describe(run) == 1
+        assert not engine.scheduler.find(run).wants_tokens
+        late = Router(depot, context)
+        wait_until(lambda: router.knows(run) and late.knows(run))
+        engine.close()
+
+
 def test_promoted_chunks_are_announced_as_far_as_their_descriptions_were_kept() -> None:
     described = Described(holdings=Holdings(is_in_tier=lambda _node: True, most_bytes=20 * 8))
     view, run, bench, reader = View(), chunks(3, 1), described.bench, described.reader()

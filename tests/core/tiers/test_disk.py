@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -328,6 +329,22 @@ KEPT_NAME = (
     "86d97ba414bf826f/7fcccec0361f0442/00/"
     "616f187d46f5724f328844808b151a410000000000000000000000000000000000000000000000000000000000000007"
 )
+
+
+def test_files_of_a_clock_that_ran_ahead_leave_first(disk: Disk) -> None:
+    with disk.open(10 * FILE_BYTES) as shelf:
+        shelf.put(0, 1, 2)
+        for number in (0, 1, 2):
+            ahead = time.time() + 365 * 86400 + (3 - number)
+            os.utime(file_of(disk.folder, make_key(number)), (ahead, ahead))
+        shelf.put(3, 4, 5)
+    shelf = disk.open(10 * FILE_BYTES)
+    for number in range(6, 10):
+        shelf.put(number)
+    assert [number for number in range(10) if disk.has_file(shelf, number)] == list(range(10))
+    shelf.put(10)  # evicts two entries
+    left = [number for number in range(11) if disk.has_file(shelf, number)]
+    assert left == [0, *range(3, 11)], "the latest by that clock stays longest"
 
 
 def test_the_format_of_files_is_kept(disk: Disk) -> None:

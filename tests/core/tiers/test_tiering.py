@@ -1644,10 +1644,10 @@ def test_lookups_leave_the_questions_to_the_next_turn_which_asks_once(
         assert bench.lookup(prompt(4, name)) == 4
     assert bench.tiering.due > bench.clock(), "an idle turn is soon enough"
     bench.settle()
-    assert bench.tiers[0].num_calls == num_calls + 2, "one for each of the first two"
+    assert bench.tiers[0].num_calls == num_calls + 1, "one for the first two"
     assert bench.lookup(prompt(4, 2)) == 4
     bench.settle()
-    assert bench.tiers[0].num_calls == num_calls + 3, "the third was noted when it was found again"
+    assert bench.tiers[0].num_calls == num_calls + 2, "the third was noted when it was found again"
 
 
 def test_used_prefixes_wait_while_too_many_are_asked_for(make: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1664,7 +1664,120 @@ def test_used_prefixes_wait_while_too_many_are_asked_for(make: Maker, monkeypatc
     bench.turn_until(lambda: bench.tiering.due > bench.clock(), "nothing can be done until the tier answers")
     assert (bench.tiering.num_refreshing, len(bench.tiering.used)) == (2, 2)
     bench.tiers[0].hang = False
-    bench.turn_until(lambda: bench.tiers[0].num_calls == num_calls + 4)
+    bench.turn_until(lambda: bench.tiers[0].num_calls == num_calls + 2, "a question about two prefixes each time")
+
+
+def store_many(bench: Bench, names: range) -> None:
+    """Store prompts that wait for more, and let their wait end."""
+    for name in names:
+        bench.store(prompt(2, name))
+    bench.now += 3.0
+
+
+@pytest.mark.promise(89)
+def test_stored_prefixes_wait_while_too_many_are_asked_for_and_are_asked_for_together(
+    make: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvdepot.tiers.refreshing.MOST_PREFIXES", 4)
+    bench = make(pages=64, gathers_stores=True)
+    bench.tiers[0].hang = True
+    store_many(bench, range(10))
+    bench.tiering.turn()
+    assert bench.tiering.num_unwritten == 10
+    assert bench.tiering.due > bench.clock(), "nothing can be done until the tier answers"
+    bench.tiers[0].hang = False
+    bench.settle()
+    assert (bench.tiering.num_unwritten, bench.tiering.counters["prefixes_dropped"]) == (0, 0)
+    assert bench.tiers[0].num_calls == 6, "three times a question and a write"
+    bench.forget()
+    assert [bench.lookup(prompt(2, name)) for name in range(10)] == [2] * 10
+
+
+def test_handed_over_prefixes_do_not_wait_behind_others(make: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvdepot.tiers.refreshing.MOST_PREFIXES", 1)
+    bench = make(pages=64, gathers_stores=True)
+    write = Mock(side_effect=bench.tiers[0].inner.write)
+    monkeypatch.setattr(bench.tiers[0].inner, "write", write)
+    bench.tiers[0].hang = True
+    store_many(bench, range(3))
+    bench.tiering.turn()
+    reply = bench.begin_lookup(prompt(2, 3), hands_over=True)
+    store_many(bench, range(3, 4))
+    bench.tiering.turn()
+    bench.tiers[0].hang = False
+    bench.wait(reply)
+    bench.settle()
+    firsts = [digest_of(call.args[0][0]) for call in write.call_args_list]
+    assert firsts == [digest_at(prompt(2, name).digests, 0) for name in (0, 3, 1, 2)]
+
+
+@pytest.mark.promise(89)
+@pytest.mark.parametrize("most", [4, 16], ids=["some wait", "all are asked for"])
+def test_stored_prefixes_that_leave_before_they_are_written_are_counted(
+    most: int, make: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvdepot.tiers.refreshing.MOST_PREFIXES", most)
+    bench = make(pages=64, gathers_stores=True)
+    bench.tiers[0].hang = True
+    store_many(bench, range(10))
+    bench.tiering.turn()
+    sum(commands.clear_pool(bench.depot, None))
+    for node in [*bench.index.kept]:
+        bench.index.kept.let_go(node)
+    sum(commands.clear_pool(bench.depot, None))
+    assert not len(bench.index.nodes)
+    store_many(bench, range(10, 13))  # reuses their nodes
+    bench.tiering.turn()
+    bench.tiers[0].hang = False
+    bench.settle()
+    assert (bench.tiering.num_unwritten, bench.tiering.counters["prefixes_dropped"]) == (0, 10)
+    bench.forget()
+    assert [bench.lookup(prompt(2, name)) for name in range(13)] == [0] * 10 + [2] * 3
+
+
+def test_a_prefix_that_leaves_while_it_waits_for_more_is_counted(make: Maker) -> None:
+    bench = make(pages=64, gathers_stores=True)
+    for name in range(2):
+        bench.store(prompt(2, name))
+        for node in [*bench.index.kept]:
+            bench.index.kept.let_go(node)
+        sum(commands.clear_pool(bench.depot, None))
+    bench.now += 3.0
+    bench.settle()
+    assert bench.tiering.counters["prefixes_dropped"] == 2
+
+
+def test_a_question_that_fails_for_one_of_several_prefixes_is_asked_for_each(
+    make: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make(pages=64, gathers_stores=True)
+    storage, touch = bench.tiers[0].inner, bench.tiers[0].inner.touch
+    broken = digest_at(prompt(2, 1).digests, 0)
+
+    def fail(keys: Sequence[bytes], sizes: Sequence[int]) -> Sequence[bool]:
+        if broken in map(digest_of, keys):
+            raise OSError("one entry is broken")
+        return touch(keys, sizes)
+
+    monkeypatch.setattr(storage, "touch", fail)
+    store_many(bench, range(4))
+    bench.settle()
+    assert bench.tiering.counters["prefixes_dropped"] == 1
+    bench.forget()
+    assert [bench.lookup(prompt(2, name)) for name in range(4)] == [2, 0, 2, 2]
+
+
+def test_a_tier_with_runs_is_not_asked_for_two_branches_of_a_run_together(make: Maker) -> None:
+    bench = make(pages=64, gathers_stores=True)
+    bench.tiers[0].keeps_runs = bench.tiers[0].wants_places = True
+    branch = hash_prefix(Namespace("model", tenant="default"), 1, [0, 1, 95, 96])
+    for run in (prompt(4), branch, prompt(4, 1)):
+        bench.store(run)
+    bench.now += 3.0
+    touch = Mock(side_effect=bench.tiers[0].inner.touch)
+    bench.tiers[0].inner.touch = touch  # type: ignore[method-assign]
+    bench.settle()
+    assert [len({key[KEY_BYTES:][:RUN_BYTES] for key in call.args[0]}) for call in touch.call_args_list] == [1, 2]
 
 
 def test_a_turn_with_many_used_prefixes_ends_in_time_and_another_one_follows(make: Maker) -> None:
@@ -1869,6 +1982,55 @@ def test_a_session_that_is_demoted_leaves_the_pool_and_comes_back(
     assert not sum(bench.index.evictor.eviction_ages.counts), "the pool was not too small"
     assert bench.lookup(agent) == num_chunks
     bench.index.check_integrity()
+
+
+@pytest.mark.parametrize("lost", [range(70), [0], [40], [69]], ids=["all", "root", "middle", "last"])
+@pytest.mark.promise(88)
+def test_a_tier_is_asked_for_a_session_before_it_leaves_and_gets_what_it_lost(lost: Sequence[int], make: Maker) -> None:
+    bench, agent = make(pages=80, stored=70), prompt(70)
+    remembered(bench, agent)
+    lose(bench, agent, lost)
+    bench.now += 1.0
+    assert bench.operate(o.DemoteSession("agent", agent.tenant)).count == 70
+    bench.settle()
+    assert bench.tiering.queues[0].counters["written_entries"] == 70 + len(lost)
+    assert bench.found(agent) == 0
+    assert bench.lookup(agent) == 70
+
+
+def test_a_session_leaves_without_a_question_if_the_tier_had_it_within_the_last_second(make: Maker) -> None:
+    bench, agent = make(stored=8), prompt(8)
+    remembered(bench, agent)
+    bench.now += 0.5
+    before = bench.tiers[0].num_calls
+    assert bench.operate(o.DemoteSession("agent", agent.tenant)).count == 8
+    assert (bench.found(agent), bench.tiers[0].num_calls) == (0, before)
+
+
+def test_a_session_that_leaves_slowly_is_asked_for_again_and_again(make: Maker) -> None:
+    bench, agent = make(pages=80, stored=70), prompt(70)
+    remembered(bench, agent)
+    bench.now += 1.0
+    bench.operate(o.DemoteSession("agent", agent.tenant))
+
+    def turn_slowly() -> bool:
+        bench.now += 1.0
+        bench.tiering.turn(lambda: True)
+        return bench.found(agent) == 0
+
+    wait_until(turn_slowly, what="the end of the session")
+    assert bench.lookup(agent) == 70
+
+
+def test_a_session_that_a_tier_without_room_for_writes_has_lost_stays(make: Maker) -> None:
+    bench, agent = make(stored=8), prompt(8)
+    remembered(bench, agent)
+    lose(bench, agent, [3])
+    bench.tiering.queues[0].write_bytes = 0
+    bench.now += 1.0
+    bench.operate(o.DemoteSession("agent", agent.tenant))
+    bench.settle()
+    assert bench.found(agent) == 4, "the chunks after the lost one left, as the tier has them"
 
 
 def test_the_beginning_that_others_need_is_not_demoted(make: Maker) -> None:

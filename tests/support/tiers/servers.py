@@ -2,11 +2,13 @@
 
 import contextlib
 import importlib.util
+import queue
 import socket
 import ssl
 import subprocess
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Generator, Sequence
@@ -152,10 +154,18 @@ def make_certificate(directory: Path) -> tuple[Path, Path]:
     return certificate, key
 
 
-def tls_in_front_of(port: int, certificate: Path, key: Path) -> Callable[[socket.socket], None]:
-    """Return a handler that terminates TLS and forwards the connection to a port."""
+def tls_in_front_of(
+    port: int, certificate: Path, key: Path, *, asks_for: Path | None = None
+) -> Callable[[socket.socket], None]:
+    """Return a handler that terminates TLS and forwards the connection to a port.
+
+    With `asks_for`, clients need a certificate of that authority.
+    """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate, key)
+    if asks_for is not None:
+        context.load_verify_locations(asks_for)
+        context.verify_mode = ssl.CERT_REQUIRED
 
     def handle(connection: socket.socket) -> None:
         with (
@@ -171,6 +181,48 @@ def tls_in_front_of(port: int, certificate: Path, key: Path) -> Callable[[socket
     def pump(source: socket.socket, target: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(65536):
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+
+    return handle
+
+
+def far_in_front_of(port: int, seconds: float) -> Callable[[socket.socket], None]:
+    """Return a handler that forwards the connection to a port, as if a round trip took `seconds`."""
+
+    def handle(outer: socket.socket) -> None:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)) as inner:
+            coming = queue.SimpleQueue[tuple[float, bytes]]()
+            threads = [
+                threading.Thread(target=work, daemon=True)
+                for work in (lambda: receive(inner, coming), lambda: deliver(coming, outer))
+            ]
+            for thread in threads:
+                thread.start()
+            with contextlib.suppress(OSError):
+                while data := outer.recv(65536):
+                    inner.sendall(data)
+                inner.shutdown(socket.SHUT_RDWR)
+            for thread in threads:
+                thread.join()
+
+    def receive(source: socket.socket, coming: "queue.SimpleQueue[tuple[float, bytes]]") -> None:
+        data = b"-"
+        while data:
+            try:
+                data = source.recv(65536)
+            except OSError:
+                data = b""
+            coming.put((time.monotonic() + seconds, data))
+
+    def deliver(coming: "queue.SimpleQueue[tuple[float, bytes]]", target: socket.socket) -> None:
+        passing = threading.Event()  # never set: its wait is the rest of the way
+        with contextlib.suppress(OSError):
+            while True:
+                due, data = coming.get()
+                passing.wait(max(0.0, due - time.monotonic()))
+                if not data:
+                    break
                 target.sendall(data)
             target.shutdown(socket.SHUT_WR)
 

@@ -10,7 +10,7 @@ reporting a change twice does no harm.
 
 import logging
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 from weakref import WeakValueDictionary
@@ -216,6 +216,11 @@ class Holdings(Watcher):
     def is_described(self, node: int) -> bool:
         """Return whether a node is described, and so reported to routers."""
         return node < len(self._by_node) and self._by_node[node] is not None
+
+    @property
+    def broken(self) -> Collection[int]:
+        """The nodes whose description was removed although others follow, and was not given again."""
+        return self._broken
 
     def await_change(self, on_change: Callable[[], None]) -> None:
         """Set a function to be called once, at the next change. It replaces an earlier one."""

@@ -41,6 +41,8 @@ _FORMATS: Final = {64: "runs", 94: "entries"}
 _PLACE_END: Final = 4 * NAME_HASH_BYTES + 5 + 2 * PLACE_BYTES
 _PLACE_IN_NAME: Final = slice(_PLACE_END - 2 * PLACE_BYTES, _PLACE_END)
 _MARK_IN_NAME: Final = slice(_PLACE_END - 2 * MARK_BYTES, _PLACE_END)
+_MOST_SKEW_SECONDS: Final = 86_400.0  # by which clocks of machines may differ; one that is further ahead is wrong
+_BEFORE_ALL_SECONDS: Final = 1e10  # more than any time since 1970
 _LISTED_AT_ONCE: Final = 1000  # S3 returns this many per request
 _DELETED_AT_ONCE: Final = 250  # Azure deletes up to 256 per request, S3 1,000
 _ENOUGH: Final = 1.05  # share of the capacity at which the command ends: depots go on writing
@@ -297,7 +299,11 @@ def collect(
         model: remove this model's objects of all weights except `kept_generations`; "" for none.
         kept_generations: names as shown by `kvdepot status`.
 
+    Objects with times more than a day after now count as the oldest: a clock ran ahead when they were written. As the
+    newest, they would stay for ever.
+
     Raises:
+        ConfigError: by their times all objects were written later, and age decides. This machine's clock is behind.
         obstore.exceptions.BaseError: the store does not answer, or refuses to list or to delete.
     """
     import obstore  # an extra; `open_tier` says how to get it
@@ -312,8 +318,12 @@ def collect(
                 kind = _FORMATS[len(meta["path"].rpartition("/")[2])]
                 collected.num_objects[kind] += 1
                 collected.num_bytes[kind] += meta["size"]
-                found.append((meta["last_modified"].timestamp(), meta["size"], meta["path"], kind))
+                at = meta["last_modified"].timestamp()
+                is_ahead = at > now + _MOST_SKEW_SECONDS
+                found.append((at - _BEFORE_ALL_SECONDS * is_ahead, meta["size"], meta["path"], kind))
     found.sort()
+    if found and found[-1][0] < 0 and (older_than_seconds or unwritten_seconds):
+        raise ConfigError(f"all {len(found):,} objects are from the future: this machine's clock is behind, so set it")
     written_at = {path[_PLACE_IN_NAME]: at for at, _, path, _ in found}  # the newest object's
     folder, marks = f"/{name_hash(model).hex()}/", {mark_of(f" {name}").hex() for name in kept_generations}
     excess = collected.num_bytes.total() - capacity_bytes if capacity_bytes else 0

@@ -22,7 +22,7 @@ from kvdepot.tiers.jobs import Job, JobKind, JobPart
 from kvdepot.tiers.keys import chunks_a_run
 from kvdepot.tiers.names import EntryKeys, by_run
 from kvdepot.tiers.queue import TierQueue
-from kvdepot.tiers.refreshing import Reason, Refresher
+from kvdepot.tiers.refreshing import LEAVES, Reason, Refresher
 from kvdepot.tiers.tier_state import TierState
 
 _DEMOTIONS_DROPPED: Final = depot_counter(
@@ -46,6 +46,7 @@ class _Leaving:
     is_forced: bool  # whether to evict it even if no tier takes it; otherwise only while it has ENDED
     num_bytes: int = 0  # that its eviction makes free
     held: Sequence[Entry] = ()  # to hold until the tiers have been asked for the prefix
+    may_ask: bool = False  # whether chunks were evicted since the tiers were asked
 
 
 class Demotions:
@@ -84,10 +85,10 @@ class Demotions:
         self._clock = clock
         self.lacks_victims = False  # whether the reserve needs room but no chunk can be evicted
         self._is_cut = False  # whether the last turn ended before the reserve had enough room
-        self._gathering = Gathering(index)
+        self._gathering = Gathering(index, counters)
         self._kept = index.kept  # gathered chunks, until tiers have been asked for them
         self.refresher = Refresher(
-            index, keys, self._write_lost, self._go_on, clock, writes_used=rule is not Demotion.EVICT
+            index, keys, self._write_lost, self._go_on, counters, clock, writes_used=rule is not Demotion.EVICT
         )
         self.writing: set[Job] = set()  # jobs with outcomes to come
         self._leaving: dict[int, _Leaving] = {}  # by node
@@ -159,15 +160,15 @@ class Demotions:
     def leave(self, node: int, is_own: Callable[[int], bool]) -> Iterator[int]:
         """Evict the chunks that only this prefix needs and whose label `is_own`, from its end on.
 
-        Evict chunks that a tier has already at once: ranking them first (`Priorities.end_session`) would take a third
-        more time. From the first chunk that no tier has, rank the chunks, write them, and evict them once a tier has
-        them. A chunk that no tier takes stays, and so do those before it. Yield the number of changed chunks after each
-        step. Between steps, the index may be used freely.
+        Evict chunks that a tier had within the last second at once: ranking them first (`Priorities.end_session`) would
+        take a third more time. From the first other chunk on, rank the chunks, ask the tiers for them, write those that
+        are missing, and evict them once a tier has them. A chunk that no tier takes stays, and so do those before it.
+        Yield the number of changed chunks after each step. Between steps, the index may be used freely.
         """
         index, nodes, keys, count = self._index, self._index.nodes, self._index.nodes.tree.keys, 0
 
         def may_leave(each: int) -> bool:
-            return is_own(nodes.label[each]) and self.holds(each)
+            return is_own(nodes.label[each]) and self.holds(each, is_fresh=True)
 
         while leaving := index.evictor.end_of(node, _CHUNKS_A_STEP, may_leave):
             node = nodes.tree.parent[leaving[-1]]
@@ -196,7 +197,8 @@ class Demotions:
     def _let_leave(self, node: int, tiers: Sequence[TierState], *, is_forced: bool = False, num_bytes: int = 0) -> None:
         """Write the prefix that ends here to the tiers that lack its end, then evict that end.
 
-        All of the prefix that a tier lacks is written, as runs are found only by the chunks before them.
+        All of the prefix that a tier lacks is written, as runs are found only by the chunks before them. Unless it
+        `is_forced`, the tiers are also asked for chunks that they had more than a second ago.
         """
         index = self._index
         earlier = self._leaving.pop(node, None)
@@ -205,7 +207,7 @@ class Demotions:
         self._leaving[node] = _Leaving(index.nodes.key_of(node), is_forced, num_bytes, held)
         if earlier is not None:
             self._release(node, earlier)
-        self._refresh(node, tiers, Reason.LEAVING)
+        self._refresh(node, tiers, Reason.LEAVING if is_forced else Reason.DEMOTED)
         self._go_on(node)
 
     def _release(self, node: int, leaving: _Leaving) -> None:
@@ -233,8 +235,9 @@ class Demotions:
         for number in range(_CHUNKS_A_STEP):
             if node == NO_NODE or not (leaving.is_forced or self._has_ended(node)):
                 return
-            if not (leaving.is_forced or self.holds(node)):
-                if number:  # a gap: each question follows an eviction, so a tier that takes nothing is asked once
+            if not (leaving.is_forced or self.holds(node, is_fresh=True)):
+                # A gap: each question follows an eviction, so a tier that takes nothing is asked once.
+                if number or leaving.may_ask:
                     self._let_leave(node, self._tiers)
                 return
             above, key = index.nodes.tree.parent[node], index.nodes.key_of(node)
@@ -245,7 +248,7 @@ class Demotions:
                 return
             node = above
         if node != NO_NODE and not leaving.is_forced:
-            self._leaving[node] = _Leaving(index.nodes.key_of(node), is_forced=False)
+            self._leaving[node] = _Leaving(index.nodes.key_of(node), is_forced=False, may_ask=True)
             self._go_on(node)
 
     def turn(self, is_over: Callable[[], bool]) -> None:
@@ -284,15 +287,16 @@ class Demotions:
     def _is_missing(self, node: int, tiers: Sequence[TierState]) -> bool:
         return any(not self._is_written(entry, tiers) for entry in self._index.entries.sealed(node))
 
-    def holds(self, node: int) -> bool:
+    def holds(self, node: int, *, is_fresh: bool = False) -> bool:
         """Return whether a working tier has all sealed entries of a chunk, or they are on their way there.
 
-        False for a chunk without entries.
+        False for a chunk without entries. With `is_fresh`, the depot must have learnt it within the last second.
         """
-        entries = self._index.entries.sealed(node)
+        entries, now = self._index.entries.sealed(node), self._clock()
         headers = list(map(self._index.table.header, entries))
         for tier in self._tiers:
-            if entries and all(map(tier.has, entries, headers)) and not tier.queue.is_suspended:
+            is_old = is_fresh and any(map(tier.is_stale, entries, headers, itertools.repeat(now)))
+            if entries and all(map(tier.has, entries, headers)) and not is_old and not tier.queue.is_suspended:
                 return True
         return False
 
@@ -324,7 +328,7 @@ class Demotions:
             if not tier.takes_writes:
                 continue
             missing = tier.lacks(entries, table.headers_of(entries))
-            takes_all = reason in (Reason.HANDED_OVER, Reason.LEAVING)
+            takes_all = reason is Reason.HANDED_OVER or reason in LEAVES
             num_kept = len(missing) if takes_all else _num_taken(tier.queue, len(missing))
             self._counters[_DEMOTIONS_DROPPED] += len(missing) - num_kept
             missing = missing[:num_kept]

@@ -11,8 +11,10 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
+from kvdepot.counting import Counts
 from kvdepot.index.index import ChunkIndex
 from kvdepot.index.tree import NO_NODE
+from kvdepot.tiers.refreshing import PREFIXES_DROPPED
 
 _FEW_CHUNKS: Final = 8  # fewer chunks wait longest: later chunks of the prompt make the request worthwhile
 _IDLE_SECONDS: Final = (0.05, 0.25, 2.0)  # if another node waits; otherwise; for few chunks
@@ -34,9 +36,10 @@ class Gathered:
 class Gathering:
     """The waiting stores, by the node of their last chunk."""
 
-    def __init__(self, index: ChunkIndex) -> None:
+    def __init__(self, index: ChunkIndex, counters: Counts) -> None:
         self.waits = True  # if False, all stores are over
         self._index = index  # not its nodes, which a failed restore replaces
+        self._counters = counters
         # Ordered by the end of the wait.
         self._waiting: tuple[dict[int, Gathered], ...] = tuple({} for _ in _IDLE_SECONDS)
 
@@ -65,7 +68,9 @@ class Gathering:
         """
         nodes, began = self._index.nodes, now
         for waiting in self._waiting:
-            waiting.pop(last, None)  # the same chunk of another rank, or one that was evicted
+            same = waiting.pop(last, None)  # the same chunk of another rank, or one that was evicted
+            if same is not None and nodes.tree.keys[last] != same.key:
+                self._counters[PREFIXES_DROPPED] += 1
             earlier = waiting.pop(before, None)  # perhaps of an evicted chunk: then these only wait for a shorter time
             if earlier is not None:
                 began, is_first = earlier.began, is_first or earlier.is_first
@@ -93,4 +98,5 @@ class Gathering:
                 del waiting[last]
                 if self._index.nodes.tree.keys[last] == gathered.key:
                     return gathered
+                self._counters[PREFIXES_DROPPED] += 1
         return None

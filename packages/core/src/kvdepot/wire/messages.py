@@ -443,7 +443,7 @@ class LookupReply(Reply, tag="lookup_reply", frozen=True):
 
     The depot waited `waited_seconds` for tiers and other engines. Another engine is still computing the next
     `num_pending` chunks: ask again to wait for them. Tiers brought `num_promoted` of the chunks meanwhile.
-    `wants_tokens`: the depot has no description of the last chunk.
+    `wants_tokens`: the depot has no description of some of the chunks.
     """
 
     num_chunks: int

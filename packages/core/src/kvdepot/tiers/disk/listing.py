@@ -7,6 +7,7 @@ import heapq
 import logging
 import os
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from itertools import chain, islice
@@ -17,9 +18,10 @@ from kvdepot.tiers.keys import has_names
 
 logger = logging.getLogger(__name__)
 
+_BEFORE_ALL_SECONDS: Final = 1e10  # more than any time since 1970; smaller times keep their order below 0
 _SORTED_AT_ONCE: Final = 1000  # other threads wait meanwhile
 
-File: TypeAlias = tuple[float, bytes, int]  # mtime, key, size
+File: TypeAlias = tuple[float, bytes, int]  # mtime, see `found_files`, key, size
 
 
 class FileIndex:
@@ -135,13 +137,18 @@ def _outdate(sizes: OrderedDict[bytes, int], is_meant: Callable[[bytes], bool]) 
 
 
 def found_files(folder: Folder, is_over: Callable[[], bool]) -> Iterator[File]:
-    """Yield all files of entries. Remove temporary files that a killed writer left."""
+    """Yield all files of entries. Remove temporary files that a killed writer left.
+
+    Files with times after now count as the oldest, in their order: the clock ran ahead when they were written, before
+    something set it right. As the newest, they would outlast all files that are used.
+    """
+    now = time.time()
     try:
         for name in ["", *_found_folders(folder)]:
             for item in items_in(folder, name):
                 if is_over():
                     return
-                file = _entry_of(folder, _joined(name, item.name), item)
+                file = _entry_of(folder, _joined(name, item.name), item, now)
                 if file is not None:
                     yield file
     except OSError as error:
@@ -160,7 +167,7 @@ def items_in(folder: Folder, name: str) -> list[os.DirEntry[str]]:
         return []
 
 
-def _entry_of(folder: Folder, name: str, item: os.DirEntry[str]) -> File | None:
+def _entry_of(folder: Folder, name: str, item: os.DirEntry[str], now: float) -> File | None:
     key = key_of(name)
     if key is None:
         if folder.token not in name and is_temporary(name):
@@ -173,7 +180,7 @@ def _entry_of(folder: Folder, name: str, item: os.DirEntry[str]) -> File | None:
     except OSError as error:
         logger.error("%s cannot be examined, so it is missing: %s", folder.path / name, error)
         return None
-    return stat.st_mtime, key, stat.st_size
+    return stat.st_mtime - (_BEFORE_ALL_SECONDS if stat.st_mtime > now else 0.0), key, stat.st_size
 
 
 def _found_folders(folder: Folder) -> list[str]:

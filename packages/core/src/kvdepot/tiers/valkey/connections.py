@@ -11,25 +11,58 @@ import threading
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from io import BufferedReader
+from pathlib import Path
 
 from kvdepot.tiers.valkey.resp import Command, Reply, ReplyError, receive, send
 
 
 @dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """Names of PEM files, "" for none: the trusted authority (otherwise the system's), the own certificate, its key."""
+
+    authority: str = ""
+    certificate: str = ""
+    key: str = ""
+
+    def read(self) -> ssl.SSLContext:
+        """Read the files.
+
+        Raises:
+            OSError: a file is missing or malformed.
+        """
+        context = ssl.create_default_context(cafile=self.authority or None)
+        if self.certificate:
+            context.load_cert_chain(self.certificate, self.key or None)
+        return context
+
+
+@dataclass(frozen=True, slots=True)
 class Server:
-    """The address and credentials of a server."""
+    """The address and credentials of a server.
+
+    Files are read for each connection: passwords and certificates are replaced while the depot runs.
+    """
 
     host: str
     port: int = 6379
     unix_path: str = ""  # replaces host and port
     user: str = ""
     password: str = ""
+    password_file: str = ""  # replaces the password
     database: int = 0
-    tls: ssl.SSLContext | None = None
+    tls: TlsFiles | None = None
     timeout_seconds: float = 0.75  # limit to connect, to send a command, and for each wait for bytes
 
     def __repr__(self) -> str:  # keeps the password out of tracebacks
         return f"Server({self.unix_path or f'{self.host}:{self.port}'})"
+
+    def read_password(self) -> str:
+        """Return the password, "" for none.
+
+        Raises:
+            OSError: its file cannot be read.
+        """
+        return Path(self.password_file).read_text().strip() if self.password_file else self.password
 
 
 class ValkeyConnection:
@@ -44,9 +77,10 @@ class ValkeyConnection:
         self._reader = BufferedReader(self._socket.makefile("rb", buffering=0), 4096)
         try:
             commands: list[Command] = []
-            if server.password:
+            password = server.read_password()
+            if password:
                 user = [server.user.encode()] if server.user else []
-                commands.append([b"AUTH", *user, server.password.encode()])
+                commands.append([b"AUTH", *user, password.encode()])
             if server.database:
                 commands.append([b"SELECT", b"%d" % server.database])
             for reply in self.call(commands):
@@ -161,7 +195,9 @@ def connect(server: Server) -> socket.socket:
         else:
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        return connected if server.tls is None else server.tls.wrap_socket(connected, server_hostname=server.host)
+        if server.tls is not None:
+            connected = server.tls.read().wrap_socket(connected, server_hostname=server.host)
+        return connected
     except BaseException:
         connected.close()
         raise

@@ -11,15 +11,13 @@ predecessor, so prefixes lose their ends first. With `allkeys-lru`, the server c
 the chunks of a prompt that was stored within one second in any order.
 
 If a full server refuses a write, only that write fails. A batch of entries is one round trip on one connection. Cluster
-mode is not supported: redirections are errors.
+mode is not supported: the probe fails.
 """
 
 import math
-import ssl
 import threading
 from collections.abc import Iterator, Sequence
 from operator import is_
-from pathlib import Path
 from typing import Final
 from urllib.parse import unquote, urlsplit
 
@@ -30,7 +28,7 @@ from kvdepot.tiers.base import Extents, Tier, TierPool, TierUsage
 from kvdepot.tiers.keys import KEY_BYTES, NAME_HASH_BYTES, depth_of
 from kvdepot.tiers.trailer import TRAILER_BYTES
 from kvdepot.tiers.url import TierUrl
-from kvdepot.tiers.valkey.connections import Connections, Server
+from kvdepot.tiers.valkey.connections import Connections, Server, TlsFiles
 from kvdepot.tiers.valkey.resp import Command, Reply, ReplyError
 
 _REFUSED: Final = tier_counter("refused", "Entries that the server refused for lack of memory")
@@ -43,7 +41,9 @@ _PREFIX: Final = b"kvdepot:"
 _HEAD_BYTES: Final = TRAILER_BYTES + 4  # and the number of parts
 _MOST_PARTS: Final = 1024  # parts removed with an entry: 4 GiB, as much as an entry can have
 _SCANNED_AT_ONCE: Final = b"1000"  # names per SCAN, during which the server answers nobody else
-_PROBE: Final = b"kvdepot-probe"
+_PROBE: Final = b"kvdepot:probe"  # below the prefix, as a user of the server may be limited to it
+_OTHER_SLOT: Final = b"kvdepot:probe2"  # in another slot of a cluster than `_PROBE`
+_CLUSTER: Final = ("MOVED ", "ASK ", "CROSSSLOT ", "CLUSTERDOWN ")  # words of refusals of a server in cluster mode
 
 
 def head_name(key: bytes) -> bytes:
@@ -181,8 +181,12 @@ class ValkeyTier(Tier):
                 return
 
     def probe(self) -> None:
-        """See `Tier`. Writes, because a read-only replica would answer everything else. A full server passes, too."""
-        self._call([[b"SET", _PROBE, b"", b"PX", b"1000"]], may_be_full=True)
+        """See `Tier`. Writes, because a read-only replica would answer everything else. A full server passes, too.
+
+        A server in cluster mode refuses each command with keys of two slots. Without this question, it would pass if it
+        has the slot of the probe, and then refuse the commands of most entries.
+        """
+        self._call([[b"EXISTS", _PROBE, _OTHER_SLOT], [b"SET", _PROBE, b"", b"PX", b"1000"]], may_be_full=True)
 
     def usage(self) -> TierUsage:
         """See `Tier`. The contents of the server are unknown."""
@@ -222,7 +226,9 @@ class ValkeyTier(Tier):
             replies = connection.call(commands, targets)
         for reply in replies:
             if isinstance(reply, ReplyError) and not (may_be_full and reply.text.startswith("OOM ")):
-                raise OSError(f"the server says: {reply.text}")
+                is_cluster = reply.text.startswith(_CLUSTER)
+                hint = "cluster mode is not supported, so give kvdepot a server without it; " if is_cluster else ""
+                raise OSError(f"{hint}the server says: {reply.text}")
         return replies
 
 
@@ -249,19 +255,11 @@ def open_tier(url: TierUrl, pool: TierPool) -> ValkeyTier:
         raise ConfigError(f"--tier {url.name}: write {url.scheme}://HOST:PORT/DATABASE") from error
     if not url.host and len(url.path) < 2:
         raise ConfigError(f"--tier {url.name}: write {url.scheme}://HOST:PORT/DATABASE or {url.scheme}:///SOCKET")
-    password, password_file = unquote(parts.password or ""), url.take("password_file", "")
-    if password_file:
-        try:
-            password = Path(password_file).read_text().strip()
-        except OSError as error:
-            raise ConfigError(f"--tier {url.name}: password_file: {error}") from error
     tls = None
     if url.scheme in ("valkeys", "rediss"):
-        authority, certificate, key = url.take("ca", ""), url.take("cert", ""), url.take("key", "")
+        tls = TlsFiles(url.take("ca", ""), url.take("cert", ""), url.take("key", ""))
         try:
-            tls = ssl.create_default_context(cafile=authority or None)
-            if certificate:
-                tls.load_cert_chain(certificate, key or None)
+            tls.read()
         except OSError as error:
             raise ConfigError(f"--tier {url.name}: its certificates: {error}") from error
     server = Server(
@@ -269,9 +267,14 @@ def open_tier(url: TierUrl, pool: TierPool) -> ValkeyTier:
         port=port,
         unix_path="" if url.host else url.path,
         user=unquote(parts.username or ""),
-        password=password,
+        password=unquote(parts.password or ""),
+        password_file=url.take("password_file", ""),
         database=database,
         tls=tls,
         timeout_seconds=timeout,
     )
+    try:
+        server.read_password()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--tier {url.name}: password_file: {error}") from error
     return ValkeyTier(pool, server, ttl_seconds)
