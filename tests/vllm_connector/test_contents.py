@@ -6,11 +6,13 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvdepot.lab.processes import DepotProcess
+from kvdepot_vllm.contents import Changes, Contents, EngineContents, Loaded, WorkerContents
 from support.vllm.engines import Engine, MakeModel, Prompt, cached, connector, prompts, tokens
 
 MakeAdapter = Callable[[Path, int], Path]
@@ -270,3 +272,334 @@ def test_random_changes_of_adapters_and_weights_among_requests(
             outputs, expected = replica.generate(plain), world.oracle.generate(plain)
             assert tokens(outputs) == tokens(expected), f"after change {change}: {way} {cached(outputs)}"
     assert num_found, "nothing was found: the test shows nothing"
+
+
+# --- without an engine ----------------------------------------------------------------------------------------------
+
+
+class Manager:
+    """vLLM's manager of adapters in a worker, which has read what the files contained."""
+
+    def __init__(self) -> None:
+        self.loaded: dict[int, bytes] = {}
+        self.while_loading: Callable[[], None] = lambda: None
+
+    def _load_adapter(self, request: Any) -> None:
+        file = Path(request.lora_path) / "adapter_model.bin"
+        self.loaded[request.lora_int_id] = file.read_bytes() if file.exists() else b""
+        self.while_loading()
+
+    def use(self, request: Any) -> None:
+        """Load an adapter as vLLM does when a step needs it."""
+        if request.lora_int_id not in self.loaded or request.load_inplace:
+            self._load_adapter(request)
+
+    def list_adapters(self) -> set[int]:
+        return {*self.loaded}
+
+
+class Writer:
+    """vLLM's worker."""
+
+    def reload_weights(self, path: str) -> str:
+        if path == "broken":
+            raise OSError(path)
+        return path
+
+    def update_weights(self) -> None:
+        pass
+
+
+@dataclass
+class Blocks:
+    """vLLM's pool of blocks."""
+
+    num_free: int = 9
+    cached_block_hash_to_block: set[str] = field(default_factory=set[str])
+    blocks: range = range(10)
+
+    def get_num_free_blocks(self) -> int:
+        return self.num_free
+
+
+@dataclass
+class Both:
+    """Both sides of one engine with one worker, and adapters in a folder."""
+
+    folder: Path
+    manager: Manager = field(default_factory=Manager)
+    writer: Writer = field(default_factory=Writer)
+    pool: Blocks = field(default_factory=Blocks)
+    keeps_names: bool = False
+
+    def __post_init__(self) -> None:
+        self.worker = WorkerContents()
+        self.worker.watch(self.writer, SimpleNamespace(lora_manager=self.manager))
+        pool: Any = self.pool
+        self.engine = EngineContents(lambda: pool, keeps_names=self.keeps_names)
+
+    def write(self, content: bytes, name: str = "m") -> None:
+        (self.folder / name).mkdir(exist_ok=True)
+        (self.folder / name / "adapter_model.bin").write_bytes(content * 64)
+
+    def request(self, number: int = 1, name: str = "m", *, in_place: bool = False) -> Any:
+        lora = SimpleNamespace(
+            lora_name=name, lora_int_id=number, lora_path=str(self.folder / name), load_inplace=in_place
+        )
+        return SimpleNamespace(lora_request=lora)
+
+    def step(self, *requests: Any) -> Changes | None:
+        """Compute a step with some requests. Return the worker's report."""
+        number = self.engine.next_step()
+        for request in requests:
+            self.manager.use(request.lora_request)
+            self.pool.cached_block_hash_to_block.add("some block")
+        self.worker.begin_step(number)
+        return self.worker.take_changes()
+
+    def take(self, changes: Changes | None) -> bool:
+        assert changes is not None
+        return self.engine.take(changes)
+
+    def run(self, request: Any) -> Contents:
+        """Serve a request to its end."""
+        contents = self.engine.of(request)
+        self.engine.admit(contents)
+        changes = self.step(request)
+        if changes is not None:
+            self.engine.take(changes)
+        return contents
+
+    def reset(self) -> None:
+        self.pool.cached_block_hash_to_block.clear()
+        self.engine.reset()
+
+
+@pytest.fixture
+def both(tmp_path: Path) -> Both:
+    both = Both(tmp_path)
+    both.write(b"1")
+    return both
+
+
+def name_of(contents: Contents) -> str:
+    assert contents.adapter is not None
+    return contents.adapter.loaded.content
+
+
+def test_a_worker_confirms_what_it_has_loaded_and_nothing_before(both: Both) -> None:
+    request = both.request()
+    contents = both.engine.of(request)
+    assert both.worker.will_compute_with(contents), "it would read these files"
+    assert not both.worker.computed_with(contents)
+    changes = both.step(request)
+    assert changes == Changes(1, 0, {1: Loaded(name_of(contents), 1)})
+    assert both.worker.computed_with(contents)
+    assert both.worker.will_compute_with(contents)
+    assert not both.take(changes), "no new weights"
+    assert both.step(request) is None, "reported once"
+    assert both.engine.of(request) == contents
+    assert not both.worker.computed_with(Contents(1, contents.adapter)), "of other weights"
+    assert not both.worker.will_compute_with(Contents(1, contents.adapter))
+
+
+def test_a_loaded_adapter_counts_and_not_the_files_that_came_later(both: Both) -> None:
+    contents = both.run(both.request())
+    both.write(b"2")
+    assert both.engine.of(both.request()) == contents
+    assert both.worker.will_compute_with(contents)
+    again = both.engine.of(both.request(in_place=True))
+    assert name_of(again) != name_of(contents)
+    assert again.adapter is not None
+    assert again.adapter.loaded.number == 2
+    assert both.worker.will_compute_with(again)
+    assert not both.worker.computed_with(again)
+    both.step(both.request(in_place=True))
+    assert both.worker.computed_with(again)
+    assert not both.worker.computed_with(contents)
+    assert not both.worker.will_compute_with(contents)
+
+
+def test_an_adapter_that_changed_and_changed_back_is_another_one(both: Both) -> None:
+    first = both.run(both.request())
+    for content in (b"2", b"1"):
+        both.write(content)
+        both.run(both.request(in_place=True))
+    assert name_of(both.engine.of(both.request())) == name_of(first)
+    assert both.engine.of(both.request()) != first
+    assert not both.worker.computed_with(first)
+
+
+def test_an_adapter_that_is_read_again_without_a_change_is_the_same(both: Both) -> None:
+    first = both.run(both.request())
+    assert both.step(both.request(in_place=True)) is None
+    assert both.worker.computed_with(first)
+
+
+def test_an_adapter_that_was_pushed_out_is_looked_at_again(both: Both) -> None:
+    first = both.run(both.request())
+    del both.manager.loaded[1]
+    assert both.worker.will_compute_with(first)
+    both.write(b"2")
+    assert not both.worker.will_compute_with(first)
+    changes = both.step(both.request())
+    both.take(changes)
+    assert changes is not None
+    assert both.engine.concern(changes, first)
+    second = both.engine.of(both.request())
+    assert not both.engine.concern(changes, second)
+    assert not both.engine.concern(changes, both.engine.of(SimpleNamespace(lora_request=None)))
+    assert name_of(second) != name_of(first)
+    assert both.worker.computed_with(second)
+
+
+def test_files_that_change_while_they_are_read_have_a_name_of_their_own(both: Both) -> None:
+    request = both.request()
+    both.manager.while_loading = lambda: both.write(b"2")
+    expected = both.engine.of(request)
+    both.take(both.step(request))
+    assert not both.worker.computed_with(expected)
+    assert name_of(both.engine.of(request)) not in (name_of(expected), name_of(Both(both.folder).engine.of(request)))
+    assert both.worker.computed_with(both.engine.of(request)), "this engine alone may share it with itself"
+
+
+def test_adapters_without_files_are_new_whenever_they_are_told_to_be(tmp_path: Path) -> None:
+    both = Both(tmp_path)
+    first = both.run(both.request())
+    assert both.worker.computed_with(first)
+    del both.manager.loaded[1]
+    assert both.step(both.request()) is None, "read again, as far as anybody can tell the same"
+    both.take(both.step(both.request(in_place=True)))
+    assert not both.worker.computed_with(first)
+    assert name_of(both.engine.of(both.request())) != name_of(first)
+
+
+def test_a_worker_that_cannot_see_loads_confirms_no_adapter(both: Both) -> None:
+    blind = WorkerContents()
+    blind.watch(None, SimpleNamespace())
+    contents = both.run(both.request())
+    assert not blind.computed_with(contents)
+    assert not blind.will_compute_with(contents)
+    assert blind.computed_with(Contents())
+    assert blind.will_compute_with(Contents())
+
+
+def test_workers_that_loaded_different_contents_leave_the_adapter_without_a_name(both: Both) -> None:
+    first = both.run(both.request())
+    one, two = Changes(3, 1, {1: Loaded("a", 2), 2: Loaded("c", 1)}), Changes(2, 2, {1: Loaded("b", 2)})
+    merged = one.merge(two)
+    assert merged == two.merge(one) == Changes(3, 2, {1: Loaded("", 0), 2: Loaded("c", 1)})
+    assert one.merge(one) == one
+    both.take(merged)
+    names = {name_of(both.engine.of(both.request())) for _ in range(3)}
+    assert len(names | {"", name_of(first)}) == 5, "nobody has these names, not even this engine a second time"
+    assert name_of(both.engine.of(both.request(2, "n"))) == "c"
+
+
+def test_what_vllm_has_of_an_earlier_content_is_outdated_until_its_cache_was_empty(both: Both) -> None:
+    first, other = both.run(both.request()), both.engine.of(both.request(2, "n"))
+    both.write(b"2")
+    changes = both.step(both.request(in_place=True))
+    both.take(changes)
+    second = both.engine.of(both.request())
+    assert both.engine.admit(second)
+    assert both.engine.admit(first)
+    assert not both.engine.admit(other), "another adapter"
+    assert not both.engine.admit(Contents()), "no adapter"
+    both.engine.look_at_pool()
+    assert both.engine.admit(second)
+    both.pool.cached_block_hash_to_block.clear()
+    both.pool.num_free = 8  # a block that is in use may get its hash later
+    both.engine.look_at_pool()
+    assert both.engine.admit(second)
+    both.pool.num_free = 9
+    both.engine.of(both.request())
+    assert not both.engine.admit(second)
+
+
+def test_a_new_id_of_the_same_name_and_path_finds_blocks_of_the_old_one(both: Both) -> None:
+    both.run(both.request(1))
+    both.write(b"2")
+    assert both.engine.admit(both.engine.of(both.request(2)))
+
+
+def test_the_same_content_under_a_new_id_outdates_nothing(both: Both) -> None:
+    both.run(both.request(1))
+    assert not both.engine.admit(both.engine.of(both.request(2)))
+
+
+def test_a_change_before_the_first_step_of_an_adapter_outdates_nothing(both: Both) -> None:
+    """Its files changed between the request and the step in which vLLM read them: all its blocks are newer."""
+    both.step()
+    contents = both.engine.of(both.request())
+    both.engine.admit(contents)
+    both.write(b"2")
+    changes = both.step(both.request())
+    assert changes is not None
+    assert changes.since == 2
+    both.take(changes)
+    second = both.engine.of(both.request())
+    assert second != contents
+    assert not both.engine.admit(second)
+
+
+def test_each_write_of_weights_is_reported_with_the_first_step_that_may_use_it(both: Both) -> None:
+    both.worker.watch(both.writer, SimpleNamespace(lora_manager=both.manager))  # the cache is registered again
+    both.step()
+    assert both.writer.reload_weights("other") == "other"
+    assert not both.worker.computed_with(Contents())
+    both.worker.begin_step(0)  # a step that could not be planned
+    assert both.worker.take_changes() is None
+    changes = both.step()
+    assert changes == Changes(2, 1)
+    assert both.take(changes)
+    assert both.engine.of(SimpleNamespace(lora_request=None)) == Contents(1)
+    assert both.worker.computed_with(Contents(1))
+    assert changes is not None
+    assert both.engine.concern(changes, Contents())
+    assert not both.engine.concern(changes, Contents(1))
+    both.writer.update_weights()
+    with pytest.raises(OSError, match="broken"):
+        both.writer.reload_weights("broken")
+    both.worker.begin_step(7)
+    both.writer.update_weights()
+    both.worker.begin_step(8)
+    assert both.worker.take_changes() == Changes(8, 4)
+
+
+@pytest.mark.parametrize("keeps_names", [False, True])
+def test_blocks_of_earlier_weights_are_outdated_unless_the_user_says_that_they_never_change(
+    tmp_path: Path, *, keeps_names: bool
+) -> None:
+    both = Both(tmp_path, keeps_names=keeps_names)
+    both.run(both.request())
+    both.writer.update_weights()
+    changes = both.step()
+    assert both.take(changes) is not keeps_names
+    assert both.engine.admit(Contents(1)) is not keeps_names
+    assert changes is not None
+    assert both.engine.concern(changes, Contents()) is not keeps_names
+
+
+def test_weights_that_are_written_right_after_a_reset_outdate_nothing(both: Both) -> None:
+    both.run(both.request())
+    both.reset()
+    both.writer.update_weights()
+    request = both.request()
+    both.engine.admit(both.engine.of(request))
+    assert both.take(both.step(request))
+    assert not both.engine.admit(Contents(1)), "all blocks were computed after the update"
+
+
+def test_a_reset_that_vllm_could_not_make_outdates_its_blocks(both: Both) -> None:
+    both.run(both.request())
+    both.engine.reset()
+    assert both.engine.admit(Contents())
+    both.reset()
+    assert not both.engine.admit(Contents())
+
+
+def test_without_a_pool_nobody_knows_that_vllm_has_no_blocks(both: Both) -> None:
+    engine = EngineContents(lambda: None)
+    engine.reset()
+    assert engine.admit(engine.of(both.request()))
