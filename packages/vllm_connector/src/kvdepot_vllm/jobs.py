@@ -93,7 +93,6 @@ class StoreJob:
 class StepPlan:
     """One step's jobs for the workers."""
 
-    step: int = 0  # counts the planned steps from 1 on; 0: this one could not be planned
     loads: tuple[LoadJob, ...] = ()
     stores: tuple[StoreJob, ...] = ()
     is_idle: bool = False  # the step computes nothing
@@ -101,6 +100,7 @@ class StepPlan:
     slice_of: str | None = None  # the request whose blend computes its next slice, on all workers in this step
     given_up: tuple[str, ...] = ()  # requests whose blends end as failed
     asks_for_weights: int = 0  # number of a question that all workers answer with digests of their weights; 0: none
+    step: int = 0  # counts the planned steps from 1 on; 0: this one could not be planned
 
 
 @dataclass(slots=True)

@@ -252,12 +252,12 @@ class SchedulerSide:
         self._prefill_cost.planned(self._clock(), sum(step.num_scheduled_tokens.values()))
         self._client.token_seconds = min(self._prefill_cost.token_seconds, _SLOWEST_TOKEN_SECONDS)
         return StepPlan(
-            self._contents.next_step(),
             self._loads.take_planned(),
             self._stores.take_planned(),
             is_idle,
             *self._blends.take_planned(),
             asks_for_weights=asks_for_weights,
+            step=self._contents.next_step(),
         )
 
     def workers_reported(
