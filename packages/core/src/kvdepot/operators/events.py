@@ -14,6 +14,7 @@ published, even if all subscribers leave: ZeroMQ does not tell who unsubscribes,
 others.
 """
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -29,15 +30,23 @@ from kvdepot.errors import ConfigError
 from kvdepot.operators.holdings import Event, Holdings, Reader
 from kvdepot.operators.zeromq import BoundEndpoint, MessageReader
 
+logger = logging.getLogger(__name__)
+
 END: Final = (-1).to_bytes(8, "big", signed=True)
 
 EVENT_BATCHES: Final = depot_counter("event_batches", "Batches of KV events published")
+EVENT_FLOODS: Final = depot_counter(
+    "event_floods", "Times that all subscribers of KV events were disconnected, as one subscribed to too much"
+)
 _KEPT_BATCHES: Final = 4095  # of all topics: a whole replay and its end fit into one queue of 4,096
 KEPT_BYTES: Final = 32 << 20  # long prompts reach this limit with fewer batches
 BATCH_TOKENS: Final = 8192  # 0.4 ms to encode
 _QUEUED_MESSAGES: Final = _KEPT_BATCHES + 1  # per subscriber before messages are lost: a whole replay and its end
 _MOST_QUESTIONS: Final = 16  # unread requests per subscriber, of which only the last is answered
 _MOST_NOTICES: Final = 64  # subscriptions read per turn: the rest of a flood waits for the next one
+# ZeroMQ keeps up to 48 bytes for each byte of each topic, without a bound: a million topics of 60 bytes, which somebody
+# sent in 15 s, took 2.9 GB. Routers subscribe to one topic or two, so these are many times those of a fleet.
+_MOST_TOPICS: Final = 4096
 _HANDSHAKE_MILLISECONDS: Final = 2000  # then a silent connection is closed; until then, it takes a descriptor
 _REPLAY_STEP: Final = 64  # batches per step; they are sent as they were encoded
 _MOST_WAITING: Final = 1024  # subscribers waiting for a replay: many times the routers of a node
@@ -108,6 +117,9 @@ class EventPublisher:
         self._encoder = msgspec.msgpack.Encoder()
         self.socket, heard = _listen(context, zmq.XPUB, endpoint, "--events")
         self.endpoint = heard.endpoint
+        self._heard = heard
+        self._topics = set[bytes]()  # in subscriptions since the last time that all connections were ended
+        self.num_floods = 0
         self.listeners = [heard]
         self.replay: zmq.Socket[bytes] | None = None
         self.replay_endpoint = ""
@@ -132,9 +144,12 @@ class EventPublisher:
             the steps that answer the request and later ones; None without a request, or while such steps run.
         """
         self._take_subscriptions()
+        is_bound = self._heard.listen_again()
         replay = self._take_replay() if self.replay is not None else None
         self._publish()
-        self.has_work |= bool(self.socket.poll(0)) or (self.replay is not None and bool(self.replay.poll(0)))
+        self.has_work |= (
+            not is_bound or bool(self.socket.poll(0)) or (self.replay is not None and bool(self.replay.poll(0)))
+        )
         return replay
 
     @property
@@ -150,6 +165,14 @@ class EventPublisher:
                 return
             if notice[:1] == _SUBSCRIBED:
                 self._has_listeners = self._wants_snapshot = True
+                self._topics.add(notice)
+            if len(self._topics) > _MOST_TOPICS:
+                logger.warning(
+                    "%s has more than %d topics: all subscribers must connect again", self.endpoint, _MOST_TOPICS
+                )
+                self._topics.clear()
+                self.num_floods += 1
+                self._heard.end_connections()
 
     def _publish(self) -> None:
         """Publish one batch of each topic that has one, once somebody has subscribed."""

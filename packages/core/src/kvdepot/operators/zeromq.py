@@ -44,27 +44,58 @@ class BoundEndpoint:
     """
 
     def __init__(self, bound: "zmq.Socket[bytes]", endpoint: str) -> None:
-        monitor = bound.get_monitor_socket(zmq.EVENT_LISTENING)
+        self._socket = bound
+        self._is_bound = self._is_paused = False
         bound.setsockopt(zmq.IPV6, int("[" in endpoint))
+        self._bind(endpoint)
+        self.endpoint = bound.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def _bind(self, endpoint: str) -> None:
+        monitor = self._socket.get_monitor_socket(zmq.EVENT_LISTENING)
         try:
-            bound.bind(endpoint)
+            self._socket.bind(endpoint)
             # ZeroMQ's descriptor, after the event's number. `zmq.utils.monitor` would import asyncio: 8 % of a start.
             _, self._fd = struct.unpack("=Hi", monitor.recv_multipart()[0])
+            self._is_bound = True
         finally:
-            bound.disable_monitor()
+            self._socket.disable_monitor()
             monitor.close()
-        self.endpoint = bound.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def end_connections(self) -> None:
+        """End all connections, so that ZeroMQ frees what it keeps for their peers, who connect again by themselves.
+
+        Does nothing while paused, as those who left could not come back.
+        """
+        if self._is_bound and not self._is_paused:
+            self._socket.unbind(self.endpoint)
+            self._is_bound = False
+
+    def listen_again(self) -> bool:
+        """Listen after `end_connections`. Return False if ZeroMQ has not closed the old descriptor yet."""
+        if not self._is_bound:
+            try:
+                self._bind(self.endpoint)
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EADDRINUSE:
+                    raise
+        return self._is_bound
 
     def pause(self) -> None:
         """Keep new connections out. Existing ones remain."""
+        if not self._is_bound:  # its descriptor may be another file's by now
+            return
         if self.endpoint.startswith(_IPC):
             self._path.rename(self._hidden)
         else:
             program = ctypes.create_string_buffer(_DROP_ALL, len(_DROP_ALL))
             self._set(_SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(program)))
+        self._is_paused = True
 
     def resume(self) -> None:
         """Let new connections in."""
+        if not self._is_paused:
+            return
+        self._is_paused = False
         if self.endpoint.startswith(_IPC):
             self._hidden.rename(self._path)
         else:

@@ -17,7 +17,7 @@ from kvdepot.config import ServerConfig, format_size
 from kvdepot.index.index import ChunkIndex
 from kvdepot.index.quotas import QuotaTable
 from kvdepot.movers.table import MoverTable
-from kvdepot.operators.events import EVENT_BATCHES, EventPublisher, check_endpoint
+from kvdepot.operators.events import EVENT_BATCHES, EVENT_FLOODS, EventPublisher, check_endpoint
 from kvdepot.operators.holdings import Holdings
 from kvdepot.operators.zeromq import Listeners
 from kvdepot.pool.extents import ExtentAllocator
@@ -294,6 +294,7 @@ class DepotServer:
         fields = depot.status.fields()
         if events is not None:
             fields["counters"][EVENT_BATCHES] = events.num_batches
+            fields["counters"][EVENT_FLOODS] = events.num_floods
         return DepotStatus(
             server_version=self._version,
             protocol_version=m.PROTOCOL_VERSION,
