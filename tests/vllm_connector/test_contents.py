@@ -545,7 +545,7 @@ def test_a_change_before_the_first_step_of_an_adapter_outdates_nothing(both: Bot
 
 def test_each_write_of_weights_is_reported_with_the_first_step_that_may_use_it(both: Both) -> None:
     both.worker.watch(both.writer, SimpleNamespace(lora_manager=both.manager))  # the cache is registered again
-    both.step()
+    assert both.step() is None
     assert both.writer.reload_weights("other") == "other"
     assert not both.worker.computed_with(Contents())
     both.worker.begin_step(0)  # a step that could not be planned
@@ -600,6 +600,29 @@ def test_a_reset_that_vllm_could_not_make_outdates_its_blocks(both: Both) -> Non
 
 
 def test_without_a_pool_nobody_knows_that_vllm_has_no_blocks(both: Both) -> None:
-    engine = EngineContents(lambda: None)
+    engine = EngineContents(lambda: None, keeps_names=False)
     engine.reset()
     assert engine.admit(engine.of(both.request()))
+
+
+def test_blocks_of_the_first_step_are_outdated_by_an_update_after_it(both: Both) -> None:
+    both.pool.num_free = 8
+    both.run(both.request())
+    both.writer.update_weights()
+    both.take(both.step())
+    assert both.engine.admit(Contents(1))
+
+
+def test_a_change_that_no_request_uses_outdates_the_blocks_of_its_adapter(both: Both) -> None:
+    first = both.run(both.request())
+    both.write(b"2")
+    both.take(both.step(both.request(in_place=True)))
+    assert both.engine.admit(first), "its content is the one of the old blocks, but newer ones may be among them"
+
+
+def test_an_adapter_that_changed_back_between_two_requests_finds_outdated_blocks(both: Both) -> None:
+    both.run(both.request(1))
+    both.write(b"2")
+    assert both.engine.admit(both.engine.of(both.request(2)))
+    both.write(b"1")
+    assert both.engine.admit(both.engine.of(both.request(3)))

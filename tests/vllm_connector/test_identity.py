@@ -280,7 +280,7 @@ def item(identifier: str, offset: int, modality: str = "image") -> Any:
 
 def keys_of(weights: Path, head: SharedHead | None = None, **changes: Any) -> bytes:
     asked = request(**changes)
-    extra = extra_keys(asked, EngineContents(lambda: None).of(asked).adapter, head)
+    extra = extra_keys(asked, EngineContents(lambda: None, keeps_names=False).of(asked).adapter, head)
     hasher = PrefixHasher(engine_namespace(vllm_config(weights), Settings()), 16, extra)
     hasher.extend(range(160))
     return hasher.run().digests

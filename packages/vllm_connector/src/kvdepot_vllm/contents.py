@@ -199,7 +199,7 @@ class EngineContents:
         keeps_names: whether the user promises that the weights never change, so that their updates do not count.
     """
 
-    def __init__(self, get_pool: Callable[[], BlockPool | None], *, keeps_names: bool = False) -> None:
+    def __init__(self, get_pool: Callable[[], BlockPool | None], *, keeps_names: bool) -> None:
         self._get_pool = get_pool
         self._keeps_names = keeps_names
         self._step = 0
@@ -225,11 +225,11 @@ class EngineContents:
             return Contents(self._updates)
         adapter_id, name, path = int(lora.lora_int_id), str(lora.lora_name), str(lora.lora_path)
         known, is_reloaded = self._loaded.get(adapter_id), bool(getattr(lora, "load_inplace", False))
-        if known is None and (adapter_id, path) not in self._in_files:
-            self._in_files[adapter_id, path] = content_of_adapter(name, path)
         if is_reloaded:
             known = _following(known, _content_now(name, path).text)
         elif known is None:
+            if (adapter_id, path) not in self._in_files:
+                self._in_files[adapter_id, path] = content_of_adapter(name, path)
             known = Loaded(self._in_files[adapter_id, path], 1)
         if not known.content:  # the workers disagree: a name that nobody else has, and that no worker confirms
             known = Loaded(uuid.uuid4().hex, 0)
