@@ -4,9 +4,10 @@ import hashlib
 import os
 import re
 import sys
+import threading
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 from fuzz.targets import CORPUS, TARGETS
 
@@ -34,10 +35,12 @@ def steps_of(target: str, data: bytes) -> set[Step]:
         return trace
 
     sys.settrace(trace)
+    threading.settrace(trace)  # of the threads that a target starts
     try:
         TARGETS[target].run(data)
     finally:
         sys.settrace(None)
+        threading.settrace(cast("Any", None))
     return found
 
 

@@ -7,17 +7,18 @@ import io
 import mmap
 import os
 import random
+import struct
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
-from fuzz import control, tiers
+from fuzz import control, events, tiers, tokens, weights
 from fuzz.depot import PAGE, PROMPTS, SPECS, Bytes, Life, live, spec_of
 from fuzz.movers import OFFER, REGISTRATION, LifeWithMovers, live_with_movers
 from kvdepot.config import directory_of_url, parse_quota, parse_size
@@ -25,6 +26,7 @@ from kvdepot.errors import ConfigError, ErrorCode, PoolError, TraceError
 from kvdepot.index.entries import PartPlace
 from kvdepot.index.index import ChunkIndex
 from kvdepot.index.restore import restore
+from kvdepot.keys import DIGEST_BYTES
 from kvdepot.lab.trace import MAXIMUM_LINE_BYTES, requests_of
 from kvdepot.layout import GroupKind
 from kvdepot.movers.protocol import (
@@ -43,6 +45,7 @@ from kvdepot.pool.names import MAGIC, Label, Names, decode_names, encode_names
 from kvdepot.pool.prefixes import PrefixFile
 from kvdepot.pool.table import HEADER_PAGE_BYTES, RECORD_BYTES, SEALED, WRITING, IndexTable, table_size_bytes
 from kvdepot.server.depot import Depot
+from kvdepot.server.hottest import parse_list
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
@@ -57,6 +60,7 @@ _POOL_ID: Final = bytes(range(16))
 _CRC: Final = 116  # offset in a record
 _NUM_RECORDS: Final = 32
 _NUM_LABELS: Final = 2
+_NO_PARENT: Final = 0xFFFF_FFFF  # in a list of hottest prefixes, before the first chunk of a prompt
 _SEGMENTS: Final = m.SEGMENT.pack(bytes(16), 0, 20) + m.SEGMENT.pack(bytes(range(16)), 20, 1)
 
 
@@ -314,6 +318,29 @@ def _records_seeds() -> list[bytes]:
     return seeds
 
 
+def hottest(data: bytes) -> None:
+    """A list of hottest prefixes from a tier, whose length is made right: None, or chunks after their parents."""
+    listing = parse_list(len(data).to_bytes(4, "little") + data)
+    if listing is None:
+        return
+    for chunk in range(len(listing.digests) // DIGEST_BYTES):
+        parent = int.from_bytes(listing.parents[4 * chunk : 4 * chunk + 4], "little")
+        assert parent < chunk or parent == _NO_PARENT
+        assert int.from_bytes(listing.label_of[2 * chunk : 2 * chunk + 2], "little") < len(listing.labels)
+
+
+def _hottest_seeds() -> list[bytes]:
+    """Return lists of a prompt and its fork, then one whose second chunk has a later parent and one that nests."""
+    labels = [("tenant", "model", ""), ("other", "model", "7")]
+    lists: list[list[Any]] = [
+        [labels, struct.pack("<3H", 0, 1, label), struct.pack("<3I", _NO_PARENT, parent, 0), bytes(3 * DIGEST_BYTES)]
+        for label, parent in ((0, 0), (2, 0), (1, 2))
+    ]
+    whole = msgspec.msgpack.encode(lists[0])
+    nested = b"\x95" + whole[1:] + b"\x91" * 3000 + b"\xc0"  # as if a later version had added a field
+    return [*map(msgspec.msgpack.encode, lists), msgspec.msgpack.encode([[], b"", b"", b""]), nested]
+
+
 # --- files and settings of users ------------------------------------------------------------------------------------
 
 
@@ -430,19 +457,29 @@ TARGETS: Final[dict[str, Target]] = {
     "sessions": Target(sessions, _sessions_seeds, 8000),
     "header": Target(header, _header_seeds, 55),
     "records": Target(records, _records_seeds, 1 + _NUM_RECORDS * RECORD_BYTES),
+    "hottest": Target(hottest, _hottest_seeds, 4000, is_message=True),
     "trace": Target(trace, _trace_seeds, 20_000),
     "settings": Target(settings, _settings_seeds, 6000),
     "depot": Target(live, _depot_seeds, 400),
     "movers": Target(live_with_movers, _movers_seeds, 400),
     "control": Target(control.talk, control.seeds, 400),
+    "events": Target(events.talk, events.seeds, 1000, is_message=True),
     "disk": Target(tiers.disk, tiers.disk_seeds, 200),
     "resp": Target(tiers.resp, tiers.resp_seeds, 10_000),
     "valkey": Target(tiers.valkey, tiers.valkey_seeds, 12_000),
     "mooncake": Target(tiers.mooncake_replies, tiers.mooncake_seeds, 3000, is_message=True),
+    "runs": Target(tiers.runs, tiers.runs_seeds, 12_000),
+    "tokens": Target(tokens.restore, tokens.seeds, 2000, is_message=True, prefix=1),
+    "weights": Target(weights.parse, weights.seeds, 3000),
 }
-if find_spec("kvdepot_vllm"):
-    from fuzz import wishes
+if find_spec("obstore"):  # kvdepot[object]
+    from fuzz import objects
 
+    TARGETS["objects"] = Target(objects.objects, objects.seeds, 200)
+if find_spec("kvdepot_vllm"):
+    from fuzz import news, wishes
+
+    TARGETS["news"] = Target(news.follow, news.seeds, 2000, is_message=True)
     TARGETS["wishes"] = Target(wishes.parse, wishes.seeds, 2000)
 if find_spec("starlette") and find_spec("prometheus_client") and find_spec("uvicorn"):  # kvdepot[http]
     from fuzz import http

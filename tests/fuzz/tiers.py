@@ -8,7 +8,9 @@ import contextlib
 import os
 import shutil
 import socket
+import struct
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from io import BufferedReader, BytesIO
 from itertools import islice
@@ -19,14 +21,17 @@ from unittest.mock import patch
 import msgspec
 
 from fuzz.depot import Bytes
+from kvdepot.keys import DIGEST_BYTES
 from kvdepot.testing.tier_traffic import EXTENT_BYTES, content, extents_of, fill, make_key, make_pool
 from kvdepot.tiers.base import TierPool
 from kvdepot.tiers.disk.files import name_of
 from kvdepot.tiers.disk.tier import DiskTier
+from kvdepot.tiers.keys import MOST_CHUNKS_A_RUN
 from kvdepot.tiers.mooncake import messages as mooncake
 from kvdepot.tiers.mooncake.options import MooncakeUnavailable
 from kvdepot.tiers.mooncake.process import ChildProcess
 from kvdepot.tiers.mooncake.tier import MooncakeTier
+from kvdepot.tiers.runs import HEAD_BYTES, RunHead, make_head
 from kvdepot.tiers.trailer import TRAILER_BYTES, checksum_of, make_trailer
 from kvdepot.tiers.valkey.connections import Server
 from kvdepot.tiers.valkey.resp import ReplyError, receive
@@ -67,13 +72,14 @@ def disk(data: bytes) -> None:
     tier = DiskTier(pool, folder, 1 << 20, num_threads=2)
     fill(pool, 0, _KEYS, _SIZES)
     assert write_to(tier, pool, _KEYS, extents_of(0, _SIZES)) == [True] * len(_KEYS)
+    paths = [folder / name_of(key) for key in _KEYS]
     if source.byte() & 1:  # another depot opens the folder
         tier.close()
-        foreign = _change(source, folder)
+        foreign = change(source, folder, paths)
         tier = DiskTier(pool, folder, 1 << 20, num_threads=2)
         list(tier.clear(b"nobody's", None))  # waits for the list
     else:
-        foreign = _change(source, folder)
+        foreign = change(source, folder, paths)
     try:
         for number, (key, size) in enumerate(zip(_KEYS, _SIZES, strict=True)):
             extents = extents_of(len(_SIZES) + number, [size])
@@ -90,10 +96,9 @@ def disk(data: bytes) -> None:
         tier.close()
 
 
-def _change(source: Bytes, folder: Path) -> list[Path]:
-    """Change files as the input says. Return the foreign files, which are not entries."""
+def change(source: Bytes, folder: Path, paths: Sequence[Path]) -> list[Path]:
+    """Change a tier's files as the input says. Return the foreign files, which are not entries."""
     foreign: list[Path] = []
-    paths = [folder / name_of(key) for key in _KEYS]
     while not source.is_over:
         choice, path = source.byte(), paths[source.below(len(paths))]
         with contextlib.suppress(OSError):
@@ -145,6 +150,24 @@ def disk_seeds() -> list[bytes]:
         bytes([5, 0, 16]) + b"0123456789abcdef",
     ]
     return [bytes([again]) + change for again in (0, 1) for change in [*changes, b"".join(changes)]]
+
+
+def runs(data: bytes) -> None:
+    """The beginning of an object: None, or a head whose chunks are in it."""
+    head = RunHead.parse(data)
+    assert head is None or 0 < len(head.chunks) <= MOST_CHUNKS_A_RUN
+    if head is not None:
+        for digest, (offset, size, trailer) in head.chunks.items():
+            assert digest + struct.pack("<QQ", offset, size) + trailer in data[:HEAD_BYTES]
+
+
+def runs_seeds() -> list[bytes]:
+    """Return heads of one and of most chunks, and one that is cut and one with a wrong count."""
+    trailer = make_trailer(_KEYS[0], _SIZES[0], checksum_of(b"something"))
+    digests = [number.to_bytes(DIGEST_BYTES, "big") for number in range(MOST_CHUNKS_A_RUN)]
+    one, most = (make_head(some, [5] * len(some), [trailer] * len(some)) for some in (digests[:1], digests))
+    twice = make_head(digests[:1] * 2, [5, 6], [trailer] * 2)
+    return [one + b"12345", most, twice, one[:-1], one[:8] + bytes(8) + one[16:], one[:8] + b"\xff" * 8 + one[16:]]
 
 
 def resp(data: bytes) -> None:

@@ -359,8 +359,9 @@ def test_a_depot_with_a_read_only_tier_writes_no_list_and_takes_those_of_others(
         ([("a", "model", "")], b"\0\0", b"\xff\xff\xff\xff", b"k" * 64),
         ([("a" * 2000, "model", "")], b"\0\0", b"\xff\xff\xff\xff", b"k" * 32),
         "nonsense",
+        ([], b"", b"", b"", msgspec.Raw(b"\x91" * 3000 + b"\xc0")),
     ],
-    ids=["labels", "its own parent", "unknown label", "too few parents", "a long name", "no list"],
+    ids=["labels", "its own parent", "unknown label", "too few parents", "a long name", "no list", "a nested field"],
 )
 def test_a_list_that_contradicts_itself_is_passed_over(
     listing: object, fleet: Fleet, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch

@@ -92,6 +92,25 @@ def test_an_archive_whose_listing_does_not_fit_it_is_sampled_evenly(tmp_path: Pa
     assert fingerprint(tmp_path / "model").coarse == ("model.bin",)
 
 
+@pytest.mark.parametrize(
+    ("place", "field"),
+    [(6, b"\xff\xff"), (46, b"\xff\xff\xff"), (0, b"PK\5\6" + bytes(18))],
+    ids=["later format", "a name that is no text", "no members"],
+)
+def test_an_archive_that_cannot_be_listed_is_sampled_evenly(place: int, field: bytes, tmp_path: Path) -> None:
+    # Regression: each of them stopped an engine at its start.
+    data = bytearray(archive(tmp_path / "model" / "model.bin", model_tensors()).read_bytes())
+    entry = data.index(b"PK\1\2")
+    data[entry + 8 : entry + 10] = (1 << 11).to_bytes(2, "little")  # names are UTF-8
+    data[entry + place : len(data) if place == 0 else entry + place + len(field)] = field
+    (tmp_path / "model" / "model.bin").write_bytes(data)
+    found = fingerprint(tmp_path / "model")
+    assert found.coarse == ("model.bin",)
+    data[:100] = bytes(100)
+    (tmp_path / "model" / "model.bin").write_bytes(data)
+    assert fingerprint(tmp_path / "model").digest != found.digest
+
+
 SHARDS = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
 ADAPTER = "adapter_model.safetensors"
 

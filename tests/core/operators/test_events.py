@@ -568,6 +568,26 @@ def test_tokens_survive_a_killed_depot(num_kills: int, depot: DepotProcess, cont
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("space", "missing"), [(-1, 0), (0, 1)], ids=["space", "digests"])
+def test_tokens_that_no_depot_keeps_describe_nothing(space: int, missing: int, depot: DepotProcess) -> None:
+    """Regression: the space -1 was taken for the last one, and a part of a digest ended the reading of the file."""
+    engine, run = Engine(depot), prompt(2, "a")
+    engine.store(run)
+    (request,) = description(run).requests(1, run)
+    engine.close()
+    depot.kill()
+    file = TokensFile.create(depot.pool_directory / TOKENS_FILE)
+    request = msgspec.structs.replace(request, digests=request.digests[: len(request.digests) - missing])
+    file.append(msgspec.msgpack.encode((space, MODEL, request)))
+    file.close()
+    depot.start()
+    engine = Engine(depot)
+    wait_until(lambda: (depot.pool_directory / TOKENS_FILE).stat().st_size < 100, what="a file without that message")
+    assert engine.scheduler.find(run).wants_tokens
+    engine.close()
+
+
+@pytest.mark.slow
 def test_damaged_tokens_end_the_file_and_nothing_else(depot: DepotProcess, context: Context) -> None:
     engine, runs = Engine(depot), [prompt(2, name) for name in "abc"]
     for run in runs:

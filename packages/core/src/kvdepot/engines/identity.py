@@ -265,7 +265,9 @@ def _directory(file: Path, place: int, size: int) -> _Directory | None:
         try:
             with zipfile.ZipFile(file) as archive:
                 members = sorted(archive.infolist(), key=lambda member: member.header_offset)
-        except zipfile.BadZipFile:
+        except (zipfile.BadZipFile, NotImplementedError, ValueError):  # as of a later format, or a name that is no text
+            return None
+        if not members:
             return None
         listing = msgspec.msgpack.encode([(member.filename, member.file_size, member.CRC) for member in members])
         starts = [member.header_offset for member in members]

@@ -277,13 +277,7 @@ class Hottest:
         yield from self._turns.total(index.priorities.end_session(nodes[-1], label.__eq__))
         index.evictor.evict(nodes[-1])
         index.evictor.log_evicted("as a list of hot prefixes was read")
-        try:
-            listing = _decoder.decode(data[4 : 4 + int.from_bytes(data[:4], "little")])
-            _check(listing)
-        except (msgspec.MsgspecError, UnicodeDecodeError, ValueError, KeyFormatError) as error:
-            logger.warning("ignoring a list of hot prefixes from a tier: %s", error)
-            return None
-        return listing
+        return parse_list(data)
 
     def _promote_list(self, space: Space, listing: _List) -> Generator[Wait, bool, None]:
         """Promote the prefixes of a list, the hottest first, until a quarter of the pool is in use."""
@@ -331,6 +325,17 @@ class Hottest:
 
     def _digest(self, space: Space, period: int) -> bytes:
         return digest_of(("hottest", space.digest, period))
+
+
+def parse_list(data: bytes) -> _List | None:
+    """Return the list in an entry of a tier, None if it is invalid."""
+    try:
+        listing = _decoder.decode(data[4 : 4 + int.from_bytes(data[:4], "little")])
+        _check(listing)
+    except (msgspec.MsgspecError, RecursionError, ValueError, KeyFormatError) as error:
+        logger.warning("ignoring a list of hot prefixes from a tier: %s", error)
+        return None
+    return listing
 
 
 def _check(listing: _List) -> None:

@@ -9,7 +9,7 @@ from typing import Final
 import msgspec
 
 from kvdepot.counting import depot_counter
-from kvdepot.errors import ErrorCode
+from kvdepot.errors import ErrorCode, KeyFormatError
 from kvdepot.index.tree import Space
 from kvdepot.keys import num_digests
 from kvdepot.operators.holdings import Holdings, Reader, Shelf
@@ -21,7 +21,7 @@ from kvdepot.wire import messages as m
 
 logger = logging.getLogger(__name__)
 
-_decoder: Final = msgspec.msgpack.Decoder(tuple[int, str, m.DescribeChunks])
+_decoder: Final = msgspec.msgpack.Decoder(tuple[m.Count, str, m.DescribeChunks])
 
 _CHUNKS_DESCRIBED: Final = depot_counter("chunks_described", "Chunks that engines described for routers")
 _DESCRIPTIONS_DECLINED: Final = depot_counter(
@@ -110,7 +110,7 @@ class NewsDesk:
             space = self._state.index.spaces[number]
             nodes = self._find(space, request)
             holdings.describe(space, model, request, nodes)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, LookupError, ValueError) as error:
+        except (msgspec.MsgspecError, RecursionError, LookupError, ValueError, KeyFormatError) as error:
             logger.warning("ignoring tokens of an earlier server: %s", error)
             return False
         return any(holdings.is_described(node) for node, _ in nodes)
