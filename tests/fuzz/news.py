@@ -93,7 +93,7 @@ class _Depot:
 
     def run(self) -> None:
         """Serve a feed until the input is over."""
-        with patch.object(module, "_PAUSE_SECONDS", 0.0):
+        with patch.object(module, "PAUSE_SECONDS", 0.0):
             connection = cast("Connection", self)
             self.feed = NewsFeed(connection, _NAMESPACE, self.announcer.on_news, self.lose, self.announcer.wants_all)
             self.has_feed.set()

@@ -58,7 +58,7 @@ def objects(data: bytes) -> None:
     source, pool, folder = Bytes(data), _pool(), FOLDER / "objects"
     shutil.rmtree(folder, ignore_errors=True)
     fill(pool, 0, _KEYS, _SIZES)
-    with patch.object(module, "_LAST_STEPS_SECONDS", 0.0):
+    with patch.object(module, "LAST_STEPS_SECONDS", 0.0):
         with contextlib.closing(ObjectTier(pool, LocalStore(folder, mkdir=True))) as tier:
             for number, keys in enumerate(_PROMPTS):
                 for start, stop in pairwise(_CUTS):

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 _ID_BYTES = 8  # as `operators.holdings` keeps ids
 _LARGEST_ID = (1 << 64) - 1
 _WAIT_SECONDS: Final = 5.0  # per request, so that a new namespace is followed soon
-_PAUSE_SECONDS: Final = 0.5  # between two attempts: asking a depot without events twice a second is cheap
+PAUSE_SECONDS: Final = 0.5  # between two attempts: asking a depot without events twice a second is cheap
 _AWAY_SECONDS: Final = 10.0  # a restarting depot keeps its chunks, but one that stays away counts as empty
 
 
@@ -114,7 +114,7 @@ class NewsFeed:
         lost_at: float | None = None  # when the depot went away; None while it is there, infinity after `on_lost`
         while not self._closing.is_set():
             try:
-                session = self._connection.wait_until_open(_PAUSE_SECONDS)
+                session = self._connection.wait_until_open(PAUSE_SECONDS)
                 if session.wants_tokens:
                     lost_at = None
                     self._follow(session)
@@ -127,7 +127,7 @@ class NewsFeed:
             elif time.monotonic() >= lost_at + _AWAY_SECONDS:
                 lost_at = float("inf")
                 self._on_lost()
-            self._closing.wait(_PAUSE_SECONDS)
+            self._closing.wait(PAUSE_SECONDS)
 
     def _follow(self, session: Session) -> None:
         """Request news until the session is lost."""

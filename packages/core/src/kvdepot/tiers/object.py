@@ -66,7 +66,7 @@ _MOST_KNOWN: Final = 1 << 15  # cached places of chunks, 15 MB: eight of the lar
 _COPIED_AT_ONCE: Final = 1 << 20  # bytes: about a tenth of a millisecond
 _DELETES_A_REQUEST: Final = 250  # Azure allows 256 per request, S3 1,000
 _CLOSE_SECONDS: Final = 1.8  # below the limit of TierQueue
-_LAST_STEPS_SECONDS: Final = 0.1  # time that the client's threads spend in Python after a request
+LAST_STEPS_SECONDS: Final = 0.1  # time that the client's threads spend in Python after a request
 _BEYOND_END: Final = re.compile("status code: 416|InvalidRange")  # the client has no exception class for it
 _QUERY: Final = re.compile(r"\?[\w.-]+=[^\s\"')]*")
 
@@ -156,7 +156,7 @@ class ObjectTier(Tier):
             was_closed, self.is_closed = self.is_closed, True
             is_idle = self._changed.wait_for(lambda: not self._num_calls, _CLOSE_SECONDS)
         if is_idle and not was_closed:
-            time.sleep(_LAST_STEPS_SECONDS)
+            time.sleep(LAST_STEPS_SECONDS)
             self._loop.call_soon_threadsafe(self._loop.stop)
 
     def _payloads(self, extents: Extents) -> list[memoryview]:
