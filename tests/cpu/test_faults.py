@@ -221,6 +221,7 @@ def test_a_copy_that_fails_is_a_miss_and_gives_its_space_back(
         {"offset": (1 << 64) - 4096},
         {"offset": (1 << 64) - 1},
         {"offset": (64 << 20) - 4096},  # the last page of the pool
+        {"offset": (64 << 20) - CHUNK + 1},
         {"num_bytes": (1 << 64) - 4096},
         {"num_bytes": 4096},
         {"chunk": 4},

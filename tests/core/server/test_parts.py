@@ -109,6 +109,18 @@ def test_stages_with_other_pages_for_the_same_layers_are_refused() -> None:
         bench.worker(0, page=2 * PAGE)
 
 
+def test_states_with_more_of_the_same_rows_are_refused() -> None:
+    bench = Bench((m.GroupShape(GroupKind.RECURRENT, 1),))
+    worker = bench.worker()
+    for rows in (1, 2):
+        detail = m.GroupDetail((rows * PAGE,), 8, rows=rows)
+        request = m.RegisterKVCache(m.PROTOCOL_VERSION, "e", 0, 1, "none", "none", "model", bench.spec, (detail,))
+        if rows == 1:
+            worker.ask(request)
+        else:
+            assert worker.refusal(request) is ErrorCode.BAD_LAYOUT
+
+
 def test_writers_of_different_sizes_that_race_store_a_head_twice_at_most() -> None:
     bench, run = Bench(HEADS), prompt(2)
     (whole,), (left, right) = engine(bench, 1), engine(bench, 2)

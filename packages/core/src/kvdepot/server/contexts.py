@@ -424,7 +424,9 @@ def _groups_of(request: m.RegisterKVCache) -> tuple[PartPlace, ...]:
         size = blocks * sum(detail.page_sizes_bytes)
         if size > MAXIMUM_ENTRY_BYTES:
             raise Refused(ErrorCode.BAD_LAYOUT, f"group {number}: a chunk has {size} bytes")
-        cell = blocks * detail.rows, _sizes_of_cell(number, part, detail)  # independent of the number of rows per block
+        # Independent of the number of rows per block. Without the rows, entries of recurrent states of two sizes would
+        # pass for each other: every lookup would find them, and no retrieve could use them.
+        cell = blocks * detail.rows, _sizes_of_cell(number, part, detail)
         check = int.from_bytes(digest_of(cell)[:4], "little")
         groups.append(PartPlace(number, detail.part, size, check))
     return tuple(groups)
