@@ -208,7 +208,7 @@ def test_weights_that_change_without_a_reset(
         assert tokens(fresh.generate([*WANTED, running])) == fresh.reference
 
 
-CHANGES = int(os.environ.get("KVDEPOT_TEST_CHANGES", "8"))
+CHANGES = int(os.environ.get("KVDEPOT_TEST_CHANGES", "10"))
 
 
 @pytest.mark.slow
