@@ -278,6 +278,9 @@ def test_random_changes_of_adapters_and_weights_among_requests(
 # --- without an engine ----------------------------------------------------------------------------------------------
 
 
+PLAIN: Any = SimpleNamespace(lora_request=None)  # a request without an adapter
+
+
 class Manager:
     """vLLM's manager of adapters in a worker, which has read what the files contained."""
 
@@ -449,7 +452,7 @@ def test_an_adapter_that_was_pushed_out_is_looked_at_again(both: Both) -> None:
     assert both.engine.concern(changes, first)
     second = both.engine.of(both.request())
     assert not both.engine.concern(changes, second)
-    assert not both.engine.concern(changes, both.engine.of(SimpleNamespace(lora_request=None)))
+    assert not both.engine.concern(changes, both.engine.of(PLAIN))
     assert name_of(second) != name_of(first)
     assert both.worker.computed_with(second)
 
@@ -554,7 +557,7 @@ def test_each_write_of_weights_is_reported_with_the_first_step_that_may_use_it(b
     changes = both.step()
     assert changes == Changes(2, 1)
     assert both.take(changes)
-    assert both.engine.of(SimpleNamespace(lora_request=None)) == Contents(1)
+    assert both.engine.of(PLAIN) == Contents(1)
     assert both.worker.computed_with(Contents(1))
     assert changes is not None
     assert both.engine.concern(changes, Contents())
