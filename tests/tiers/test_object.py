@@ -1,7 +1,9 @@
 """The tier in object stores passes the suite on files and on a real S3 server, and survives its absence."""
 
 import contextlib
+import math
 import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -24,10 +26,10 @@ from kvdepot.tiers.runs import RunHead, make_head, object_name
 from kvdepot.tiers.trailer import TRAILER_BYTES
 from kvdepot.tiers.url import TierUrl, open_tier
 from kvdepot.wire import messages as m
-from support.peer import Peer, prompt
+from support.peer import Peer, find, prompt
 from support.tiers.direct import read_from, write_to
 from support.tiers.kept import KEPT_KEY, KEPT_TRAILER
-from support.tiers.servers import S3Server, listening
+from support.tiers.servers import PuttingNothing, S3Server, is_written, listening
 from support.tiers.shelf import Shelf, Shelve
 
 KEPT_NAME = "86d97ba414bf826f/7fcccec0361f0442/00/616f187d46f5724f328844808b151a4100000000000000070000000000000000"
@@ -380,3 +382,107 @@ def test_a_lookup_waits_for_what_another_depot_writes_to_shared_files(tmp_path: 
             assert isinstance(reply, m.LookupReply)
             assert (reply.num_chunks, reply.num_pending) == (16, 0)
             assert two.status().num_flights == 0
+
+
+@pytest.fixture
+def putting_nothing(server: S3Server, answers: int | str) -> Iterator[PuttingNothing]:
+    with PuttingNothing(server.endpoint, answers) as front:
+        yield front
+        front.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("answers", "words"),
+    [
+        (501, "the store refuses to put an object with If-None-Match: * (GenericError"),
+        (403, "the store refuses to put an object with If-None-Match: * (PermissionDeniedError"),
+        (409, "the store refuses to put an object that does not exist with If-None-Match: *"),
+        ("overwrites", "the store does not support If-None-Match: *, so depots would overwrite"),
+    ],
+)
+def test_a_store_that_cannot_create_objects_is_read_and_nothing_is_written(
+    words: str, server: S3Server, putting_nothing: PuttingNothing, capfd: pytest.CaptureFixture[str]
+) -> None:
+    prefix = uuid4().hex
+    urls = server.url(prefix, "&deadline=20"), f"s3://bucket/{prefix}?endpoint={putting_nothing.endpoint}&deadline=20"
+    seconds = "--promote-seconds", "20"
+    with DepotProcess("--tier", urls[1], *seconds) as reading, contextlib.closing(Peer(reading)) as reader:
+        for number in range(8):
+            reader.store(prompt(2, f"{number}"))
+        wait_until(lambda: reading.status().tiers[0].counters.get("writes_stopped") == 1, what="the end of the check")
+        with DepotProcess("--tier", urls[0], *seconds) as writing, contextlib.closing(Peer(writing)) as writer:
+            writer.store(prompt(4, "shared"))
+            wait_until(lambda: is_written(writing) and is_written(reading), what="the end of writes")
+        assert find(reader, prompt(4, "shared")) == 4
+        (tier,) = reading.status().tiers
+        assert (tier.state, tier.counters.get("breaker_opened", 0)) == ("closed", 0)
+        assert tier.counters.get("written_entries", 0) == 0
+        assert putting_nothing.put_bytes < 64, "the object of the check, perhaps twice"
+    logged = [line for line in capfd.readouterr().err.splitlines() if "WARNING" in line or "ERROR" in line]
+    assert len(logged) == 1
+    assert words in logged[0]
+    assert "writing nothing, still reading" in logged[0]
+
+
+@pytest.mark.parametrize("answers", [""])
+def test_writes_stop_when_a_permission_is_taken_and_go_on_when_it_is_given(
+    putting_nothing: PuttingNothing, shelve: Shelve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvdepot.tiers.object.RECHECK_SECONDS", math.inf)
+    shelf = shelve(f"s3://bucket/{uuid4().hex}?endpoint={putting_nothing.endpoint}&deadline=20")
+    shelf.tier.probe()
+    assert (shelf.put(1), shelf.tier.declines_writes) == ([True], False)
+    putting_nothing.answers = 403
+    monkeypatch.setattr("kvdepot.tiers.object.RECHECK_SECONDS", 0.0)
+    assert shelf.put(2) == [False]
+    assert shelf.get(1) == [True]
+    before = putting_nothing.put_bytes
+    assert shelf.put(3) == [False]
+    assert putting_nothing.put_bytes - before < 64, "a check, and not the entry"
+    monkeypatch.setattr("kvdepot.tiers.object.RECHECK_SECONDS", math.inf)
+    assert shelf.put(3) == [False]
+    assert shelf.tier.declines_writes
+    before = putting_nothing.put_bytes
+    assert shelf.put(3) == [False]
+    shelf.tier.probe()
+    assert putting_nothing.put_bytes == before, "it is not time for another check"
+
+
+@pytest.mark.parametrize("answers", [403])
+def test_writes_go_on_once_a_check_succeeds(
+    putting_nothing: PuttingNothing, shelve: Shelve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvdepot.tiers.object.RECHECK_SECONDS", 0.0)
+    shelf = shelve(f"s3://bucket/{uuid4().hex}?endpoint={putting_nothing.endpoint}&deadline=20")
+    shelf.tier.probe()
+    assert shelf.put(1) == [False]
+    putting_nothing.answers = ""
+    assert shelf.put(1) == shelf.get(1) == [True]
+    assert shelf.tier.usage().counters["writes_stopped"] == 1
+
+
+@pytest.mark.parametrize("answers", [403])
+def test_a_tier_that_is_only_read_is_not_checked(putting_nothing: PuttingNothing) -> None:
+    url = TierUrl.parse(f"s3://bucket?endpoint={putting_nothing.endpoint}")
+    url.takes_writes = False
+    tier = open_tier(url, make_pool())
+    tier.probe()
+    tier.close()
+    assert putting_nothing.put_bytes == 0
+
+
+def test_a_share_that_is_mounted_read_only_is_read_and_nothing_is_written(tmp_path: Path, shelve: Shelve) -> None:
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(tmp_path)], check=False, capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a file system: {mounted.stderr.decode().strip()}")
+    try:
+        shelf = shelve(f"file://{tmp_path}")
+        assert shelf.put(1) == [True]
+        subprocess.run(["mount", "-o", "remount,ro", str(tmp_path)], check=True)
+        shelf.tier.probe()
+        assert shelf.put(2) == [False]
+        assert shelf.tier.declines_writes
+        assert shelf.get(1) == [True]
+    finally:
+        subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)

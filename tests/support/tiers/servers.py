@@ -1,6 +1,7 @@
 """Servers on loopback or a Unix socket that tests start, kill and restart: real ones where possible."""
 
 import contextlib
+import http.client
 import importlib.util
 import queue
 import socket
@@ -10,9 +11,12 @@ import sys
 import threading
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Callable, Generator, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import cast
 
 from kvdepot.lab.processes import DepotProcess, wait_until
 
@@ -74,6 +78,70 @@ class S3Server(Server):
 
     def url(self, prefix: str = "", options: str = "") -> str:
         return f"s3://bucket/{prefix}?endpoint={self.endpoint}{options}"
+
+
+class PuttingNothing(ThreadingHTTPServer):
+    """Forwards requests to an S3 server, but handles puts that must not overwrite as the attribute `answers` says.
+
+    A number is the status of the refusal; "overwrites" removes the condition; "" forwards.
+    """
+
+    def __init__(self, endpoint: str, answers: int | str) -> None:
+        super().__init__(("127.0.0.1", 0), _Forwarding)
+        self.inner = urllib.parse.urlsplit(endpoint)
+        self.answers = answers
+        self.put_bytes = 0  # of refused puts
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class _Forwarding(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002
+        pass
+
+    def do_GET(self) -> None:
+        front = cast("PuttingNothing", self.server)
+        body = self.rfile.read(int(self.headers.get("content-length") or 0))
+        headers = dict(self.headers.items())
+        answers = front.answers if self.command == "PUT" and self.headers.get("if-none-match") else ""
+        if isinstance(answers, int):
+            front.put_bytes += len(body)
+            self._answer(answers, {}, b"<Error><Code>Refused</Code></Error>")
+            return
+        if answers == "overwrites":
+            headers = {name: value for name, value in headers.items() if name.lower() != "if-none-match"}
+        connection = http.client.HTTPConnection(front.inner.hostname or "", front.inner.port)
+        with contextlib.closing(connection):
+            connection.request(self.command, self.path, body, headers)
+            reply = connection.getresponse()
+            self._answer(reply.status, dict(reply.getheaders()), reply.read())
+
+    def do_PUT(self) -> None:
+        self.do_GET()
+
+    def do_POST(self) -> None:
+        self.do_GET()
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_DELETE(self) -> None:
+        self.do_GET()
+
+    def _answer(self, status: int, headers: dict[str, str], body: bytes) -> None:
+        self.send_response(status)
+        length = headers.get("Content-Length", str(len(body))) if self.command == "HEAD" else str(len(body))
+        for name, value in headers.items():
+            if name.lower() not in ("content-length", "transfer-encoding", "connection", "date", "server"):
+                self.send_header(name, value)
+        self.send_header("Content-Length", length)
+        self.end_headers()
+        self.wfile.write(body)
 
 
 def valkey_program() -> Path | None:

@@ -48,6 +48,7 @@ class FaultyTier:
         self.keeps_runs = inner.keeps_runs
         self.gathers_stores = inner.gathers_stores
         self.wants_places = inner.wants_places
+        self.declines_writes = inner.declines_writes
         self.error: Exception | None = None
         self.lie = False
         self.forget = False

@@ -78,6 +78,11 @@ class Tier(Protocol):
     """Whether the entry's run and the depth of its chunk follow each key (`keys.run_of`, `keys.depth_of`)."""
 
     @property
+    def declines_writes(self) -> bool:
+        """Whether the storage refuses all writes now, while reads go on. Then the depot writes nothing there."""
+        return False
+
+    @property
     def writer_pid(self) -> int:
         """The pid of the process that accesses the pool for this tier; 0 for the depot's own."""
         return 0

@@ -5,6 +5,10 @@ Stores cost money and time per request, so an object has many chunks: see `kvdep
 below a few prefixes, which a clear lists. Objects are never overwritten with other bytes. Lifecycle rules of the store
 or `kvdepot tier gc` limit the size of the store.
 
+Two depots may add an object at one time. So puts must fail if the object exists (`If-None-Match: *`). The first probe
+begins to check that, without waiting. If the store refuses such puts, or overwrites, writes stop and reads go on. The
+check is repeated every ten minutes.
+
 The requests of a call run concurrently in one event loop on its own thread. The client's time limit ends each request:
 before the call's deadline if a lookup waits for it, after ten times as long for writes and clears. Files have no such
 limit: a hung file system hangs the call, which `TierQueue` expects.
@@ -24,6 +28,7 @@ signature would protect only writes, not reads, so it is off as well. `sign_payl
 import asyncio
 import contextlib
 import logging
+import math
 import re
 import threading
 import time
@@ -34,7 +39,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 import obstore
-from obstore.exceptions import AlreadyExistsError
+from obstore.exceptions import AlreadyExistsError, PermissionDeniedError, UnauthenticatedError
 from obstore.store import AzureStore, GCSStore, LocalStore, ObjectStore, S3Store
 
 from kvdepot.counting import Counts, tier_counter
@@ -48,6 +53,9 @@ from kvdepot.tiers.url import PATIENCE, TierUrl
 logger = logging.getLogger(__name__)
 
 _REQUEST_ERRORS: Final = tier_counter("request_errors", "Failed requests to the store")
+_WRITES_STOPPED: Final = tier_counter(
+    "writes_stopped", "Times that writes stopped because the store refuses to create objects, or overwrites them"
+)
 
 if TYPE_CHECKING:
     from obstore import ListResult, ObjectMeta
@@ -59,6 +67,9 @@ _Found: TypeAlias = tuple[str, tuple[int, int, bytes]]  # an object; offset, siz
 NAME: Final = re.compile(r"[0-9a-f]{16}/[0-9a-f]{16}/[0-9a-f]{2}/(?:[0-9a-f]{64}|[0-9a-f]{94})")
 """The name of an object of this format, or of the first format, which had one object per chunk."""
 _NOTHING: Final = "kvdepot-probe"  # a prefix without objects
+_MARK: Final = "kvdepot-writable"  # the object that checks put; it stays, so that no depot removes that of another one
+RECHECK_SECONDS: Final = 600.0  # after a refused put: an operator may have granted the permission
+_CONFLICT_SECONDS: Final = 0.5  # more than another depot's put of a few bytes takes
 _QUESTIONS_AT_ONCE: Final = 64  # concurrent requests per call: one after the other, each would cost a round trip
 _MOST_STEPS: Final = 32  # objects per walk, each a round trip: enough for 128 chunks that were stored four at a time
 _MOST_TRIES: Final = 4  # attempts to add an object at the end of a walk while others add there
@@ -68,6 +79,8 @@ _DELETES_A_REQUEST: Final = 250  # Azure allows 256 per request, S3 1,000
 _CLOSE_SECONDS: Final = 1.8  # below the limit of TierQueue
 LAST_STEPS_SECONDS: Final = 0.1  # time that the client's threads spend in Python after a request
 _BEYOND_END: Final = re.compile("status code: 416|InvalidRange")  # the client has no exception class for it
+# Refusals that another attempt does not change. For all others, the tier is suspended as usual.
+_REFUSED: Final = re.compile(r"status code: (?:400|405|411|501)\b|\(os error (?:1|13|30)\)")
 _QUERY: Final = re.compile(r"\?[\w.-]+=[^\s\"')]*")
 
 
@@ -91,6 +104,8 @@ class ObjectTier(Tier):
         pool: contains the extents.
         store: ends requests by its own time limits.
         patient: the same store with longer time limits, for writes and clears.
+        name: the tier's name in logs.
+        takes_writes: whether the depot writes to it.
     """
 
     batch_entries = MOST_CHUNKS_A_RUN
@@ -98,13 +113,26 @@ class ObjectTier(Tier):
     gathers_stores = True
     wants_places = True
 
-    def __init__(self, pool: TierPool, store: ObjectStore, patient: ObjectStore | None = None) -> None:
+    def __init__(
+        self,
+        pool: TierPool,
+        store: ObjectStore,
+        patient: ObjectStore | None = None,
+        *,
+        name: str = "",
+        takes_writes: bool = True,
+    ) -> None:
         self._pool = pool
         # The places of chunks, by key, as the last questions found them; used on the loop's thread. A walk with only
         # the last chunks of a run, which a read or a removal has, may not find them again.
         self._known: dict[bytes, _Found] = {}
         self.store = store
         self.patient = patient or store
+        self._name = name
+        self._is_unchecked = takes_writes  # until the first probe begins to check puts
+        self._check_at = math.inf  # when a write checks them again
+        self._one_check = asyncio.Lock()
+        self._why_no_puts = ""
         self._counters = Counts()
         self._changed = threading.Condition()
         self._num_calls = 0
@@ -112,14 +140,18 @@ class ObjectTier(Tier):
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._serve, name="kvdepot-object", daemon=True).start()
 
+    @property
+    def declines_writes(self) -> bool:
+        """See `Tier`. False when it is time for another check, which the next write makes."""
+        return bool(self._why_no_puts) and time.monotonic() < self._check_at
+
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """See `Tier`."""
         return self._run(lambda: self._contains(keys))
 
     def write(self, keys: Sequence[bytes], trailers: Sequence[bytes], extents: Extents) -> list[bool]:
-        """See `Tier`. Raises only if no entry was written."""
-        runs = _by_run(keys)
-        done = self._run(lambda: self._each([self._put_run(places, keys, trailers, extents) for places in runs]))
+        """See `Tier`. Raises only if no entry was written, unless the store takes none."""
+        done = self._run(lambda: self._write(keys, trailers, extents))
         here = set[int]().union(*(some for some in done if some is not None))
         return [place in here for place in range(len(keys))]
 
@@ -143,8 +175,11 @@ class ObjectTier(Tier):
             yield count
 
     def probe(self) -> None:
-        """See `Tier`. Lists an empty prefix, which fails if the bucket or the permission to list is missing."""
-        self._run(lambda: _list_folders(self.store, _NOTHING))
+        """See `Tier`. Lists an empty prefix, which fails if the bucket or the permission to list is missing.
+
+        The first one also begins to check puts. Only writes wait for that, as it may take longer than a probe may.
+        """
+        self._run(self._probe)
 
     def usage(self) -> TierUsage:
         """See `Tier`. The contents of the store are unknown."""
@@ -167,6 +202,80 @@ class ObjectTier(Tier):
         self._loop.close()
 
     # --- in the loop ----------------------------------------------------------------------------------------------
+
+    async def _probe(self) -> None:
+        await _list_folders(self.store, _NOTHING)
+        if self._is_unchecked:
+            self._is_unchecked, self._check_at = False, 0.0
+            self._first_check = asyncio.create_task(self._check())  # the loop itself keeps no reference
+
+    async def _check(self) -> None:
+        """Find out whether puts create objects and never overwrite them, if it is time to. Others wait meanwhile."""
+        with self._changed:
+            self._num_calls += 1  # `close` waits for the first check, which no call waits for
+        try:
+            async with self._one_check:
+                if time.monotonic() >= self._check_at:
+                    self._note(await self._refusal())
+        except Exception as error:  # the store is away; the next write checks again
+            logger.debug("tier %s: cannot check puts: %s", self._name, _in_one_line(error))
+        finally:
+            with self._changed:
+                self._num_calls -= 1
+                self._changed.notify_all()
+
+    def _note(self, why: str) -> None:
+        before, self._why_no_puts = self._why_no_puts, why
+        self._check_at = time.monotonic() + RECHECK_SECONDS if why else math.inf
+        if why and not before:
+            self._counters[_WRITES_STOPPED] += 1
+            logger.warning("tier %s: writing nothing, still reading: %s", self._name, why)
+        elif before and not why:
+            logger.warning("tier %s: writing again", self._name)
+
+    async def _refusal(self) -> str:
+        """Return why objects cannot be created, "" if they can.
+
+        Raises:
+            Exception: the store does not answer.
+        """
+        why = ""
+        for _ in range(3):  # the second put finds the object of the first one
+            try:
+                await obstore.put_async(self.patient, _MARK, b"kvdepot", mode="create", use_multipart=False)
+            except AlreadyExistsError:
+                with contextlib.suppress(FileNotFoundError):
+                    await obstore.head_async(self.patient, _MARK)
+                    return ""
+                # S3 answers the same 409 while another depot puts it, so this one would stop its writes in vain.
+                await asyncio.sleep(_CONFLICT_SECONDS)
+                why = "the store refuses to put an object that does not exist with If-None-Match: *"
+            except Exception as error:
+                if not _is_refusal(error):
+                    raise
+                return f"the store refuses to put an object with If-None-Match: * ({_in_one_line(error)})"
+            else:
+                why = "the store does not support If-None-Match: *, so depots would overwrite objects of each other"
+        return why
+
+    async def _write(
+        self, keys: Sequence[bytes], trailers: Sequence[bytes], extents: Extents
+    ) -> Sequence[set[int] | None]:
+        await self._check()
+        if self._why_no_puts:
+            return ()
+        try:
+            return await self._each([self._put_run(places, keys, trailers, extents) for places in _by_run(keys)])
+        except Exception as error:
+            # A slow upload, too, may be answered with 400, so only the check decides.
+            if not _is_refusal(error):
+                raise
+            if not self._why_no_puts:
+                self._check_at = 0.0
+            await self._check()
+            if not self._why_no_puts:
+                raise
+            return ()
 
     async def _contains(self, keys: Sequence[bytes]) -> list[bool]:
         """Walk all runs. Stop after an error, as the rest would fail just as slowly."""
@@ -420,6 +529,12 @@ async def _released(view: memoryview) -> None:
             return
 
 
+def _is_refusal(error: Exception) -> bool:
+    """Return whether a store that answers refuses a put for good."""
+    is_denied = isinstance(error, (PermissionDeniedError, UnauthenticatedError))
+    return is_denied or _REFUSED.search(str(error)) is not None
+
+
 def _in_one_line(error: BaseException) -> str:
     """Return an error's first line, without the queries of URLs, which may contain signatures."""
     first = str(error).strip().partition("\n")[0]
@@ -465,7 +580,7 @@ def open_tier(url: TierUrl, pool: TierPool) -> ObjectTier:
         raise
     except Exception as error:
         raise ConfigError(f"--tier {url.name}: {_in_one_line(error)}") from None
-    return ObjectTier(pool, store, patient)
+    return ObjectTier(pool, store, patient, name=url.name, takes_writes=url.takes_writes)
 
 
 def _open_file(url: TierUrl) -> ObjectStore:

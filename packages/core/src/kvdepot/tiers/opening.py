@@ -82,6 +82,7 @@ class TierOpener:
     def _open(self, text: str) -> TierQueue:
         url = TierUrl.parse(text)
         waiting = url.take_size("queue", min(1 << 30, self._size_bytes // 2))
+        url.takes_writes = waiting > 0
         if self._memory is None:
             self._memory = mmap.mmap(self._pool_fd, self._size_bytes)
         pool = TierPool(self._pool_fd, memoryview(self._memory))

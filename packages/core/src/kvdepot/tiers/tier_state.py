@@ -42,7 +42,7 @@ class TierState:
     @property
     def takes_writes(self) -> bool:
         """Whether the tier takes entries now."""
-        return self.queue.write_bytes > 0 and not self.queue.is_suspended
+        return self.queue.write_bytes > 0 and not self.queue.is_suspended and not self.queue.tier.declines_writes
 
     def has(self, entry: Entry, header: int) -> bool:
         """Return whether the tier is known to have an entry, or the entry is on its way there."""

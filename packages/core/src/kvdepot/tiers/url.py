@@ -38,6 +38,7 @@ class TierUrl:
     options: dict[str, str] = field(default_factory=dict[str, str])
     deadline_seconds: float = DEADLINE_SECONDS  # limit of a call that a lookup waits for; set before the tier is opened
     num_threads: int = DEFAULT_THREADS  # concurrent calls; set before the tier is opened
+    takes_writes: bool = True  # whether the depot writes to the tier; set before the tier is opened
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -161,6 +162,7 @@ def check_shape(tier: object, name: str) -> None:
         "gathers_stores",
         "contains_is_instant",
         "wants_places",
+        "declines_writes",
     )
     missing += [each for each in values if not isinstance(getattr(tier, each, None), int)]
     if missing:
