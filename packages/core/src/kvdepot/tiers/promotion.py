@@ -1,14 +1,15 @@
 """Promotes prefixes from tiers into the pool, for lookups that the pool can answer only in part.
 
-`Promotion.run` promotes one prefix. It is a generator that submits jobs and pauses until their parts arrive. `Reading`,
-its second half, reads the entries. `Promotions` resumes the generators whose parts have arrived.
+`Promotion.run` promotes one prefix. It is a move (`moves`) that submits jobs and waits until their parts arrive.
+`Reading`, its second half, reads the entries.
 """
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, replace
-from typing import Final
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Final, TypeAlias
 
 from kvdepot.counting import depot_counter
 from kvdepot.index.entries import PartPlace, Wanted
@@ -16,9 +17,10 @@ from kvdepot.index.visibility import Match, usable_prefix
 from kvdepot.layout import GroupKind
 from kvdepot.tiers.jobs import Job, JobKind, JobPart
 from kvdepot.tiers.keys import MOST_CHUNKS_A_RUN
+from kvdepot.tiers.moves import Moves, Pause, Steps
 from kvdepot.tiers.names import by_run
 from kvdepot.tiers.queue import TierQueue
-from kvdepot.tiers.reading import QUESTIONS_A_STEP, IsOver, Pause, Prefix, PromotionContext, Reading, log_decision
+from kvdepot.tiers.reading import QUESTIONS_A_STEP, Prefix, PromotionContext, Reading, log_decision
 from kvdepot.tiers.splits import other_splits
 from kvdepot.tiers.tier_state import TierState
 
@@ -30,33 +32,21 @@ _PROMOTIONS_LATE: Final = depot_counter("promotions_late", "Lookups that the tie
 MAXIMUM_QUESTIONS: Final = (
     4096  # keys per question: eight calls of `queue._QUESTIONS_A_CALL`, two for each of 4 threads
 )
-MAXIMUM_PROMOTIONS: Final = 4096  # at a time: each turn checks all deadlines
+MAXIMUM_PROMOTIONS: Final = 4096  # at a time: each keeps its prefix in memory, 32 bytes a chunk
 
-
-@dataclass(slots=True, eq=False)
-class Waiter:
-    """The lookup that waits for a promotion."""
-
-    seconds: float  # the longest wait
-    deadline: float
-    on_answer: Callable[[], None] | None  # None once the lookup is answered
-
-    def answer(self) -> None:
-        """Answer the lookup, unless it was answered already."""
-        on_answer, self.on_answer = self.on_answer, None
-        if on_answer is not None:
-            on_answer()
+_Claims: TypeAlias = set[tuple[int, int, int]]  # entries that a tier claims to have: chunk, group, part
 
 
 class Promotion:
-    """The promotion of one prefix.
+    """The promotion of one prefix, and the lookup that waits for it.
 
     Args:
         context: shared by all promotions.
         tiers: fastest first; the list may grow.
         prefix: the chunks to promote.
         found: the number of leading chunks that the pool has.
-        waiter: the lookup. It is answered when `run` ends or its time is up.
+        wait_seconds: the longest wait of the lookup.
+        on_answer: answers the lookup.
         wake: called when `run` can continue.
     """
 
@@ -66,17 +56,21 @@ class Promotion:
         tiers: Sequence[TierState],
         prefix: Prefix,
         found: int,
-        waiter: Waiter,
-        wake: "Callable[[Promotion], object]",
+        wait_seconds: float,
+        on_answer: Callable[[], None],
+        wake: "Callable[[Promotion], None]",
     ) -> None:
         self.prefix = prefix
-        self.waiter = waiter
-        self.steps = self.run()
+        self.wait_seconds = wait_seconds
+        self.began = context.clock()
+        self.deadline = self.began + wait_seconds
+        self.pins: tuple[int, ...] = ()
+        self.on_answer: Callable[[], None] | None = on_answer  # None once the lookup is answered
         self._context = context
         self._index = context.index
         self._tiers = tiers
         self._found = found
-        self._wake = wake
+        self._wake = partial(wake, self)
         self._is_stopped = False
         self._asked: TierQueue | None = None  # the tier with the current question
         self._reading: Reading | None = None
@@ -92,89 +86,91 @@ class Promotion:
         """The tier that is processing its question or its reads."""
         return self._asked or (None if self._reading is None else self._reading.waits_for)
 
+    def answer(self) -> None:
+        """Answer the lookup, unless it was answered already."""
+        on_answer, self.on_answer = self.on_answer, None
+        if on_answer is not None:
+            on_answer()
+
     def stop(self) -> None:
         """Begin no further reads, and seal no more entries."""
         self._is_stopped = True
         if self._reading is not None:
             self._reading.is_stopped = True
 
-    def run(self) -> Generator[Pause, IsOver, None]:
-        """Ask one tier after the other until the prefix is in the pool, the lookup is answered, or no tier is left.
-
-        If a tier had all chunks of a question, or an engine of another size may have stored the chunks that follow, ask
-        the tier again for those.
-        """
-        tiers, num_chunks, number, is_end = self._tiers, self.prefix.num_chunks, 0, False
-        while number < len(tiers) and not self._is_stopped:
+    def run(self) -> Steps[None]:
+        """Ask one tier after the other until the prefix is in the pool, the lookup is answered, or no tier is left."""
+        number, num_chunks = 0, self.prefix.num_chunks
+        while number < len(self._tiers) and not self._is_stopped:
             before = self._found
-            limit = yield from self._bring_from(tiers[number], is_end=is_end)
-            if limit and (self._found == num_chunks or self.waiter.on_answer is None):
+            limit = yield from self._bring_from(self._tiers[number])
+            if limit and (self._found == num_chunks or self.on_answer is None):
                 return
-            is_end = limit == num_chunks and self._found > before and bool(self._other_splits())
-            if not limit or self._found == before or (limit == num_chunks and not is_end):
+            # It may have more: chunks after those it was asked for, or the next ones in the parts of an engine of
+            # another size. Without asking again, a long prompt would end at the limit of one question.
+            if self._found == before or (limit == num_chunks and not self._other_splits()):
                 number += 1
 
-    def _bring_from(self, tier: TierState, *, is_end: bool) -> Generator[Pause, IsOver, int]:
-        """Read from one tier. Return the number of leading chunks it was asked for, 0 if it read nothing.
-
-        First ask only for the first missing chunk, so that a new prompt costs one small question, however long it is.
-        If the tier lacks it, or is known to lack it (`is_end`), ask for it in the parts of engines of other sizes. If
-        all groups have windows, no chunk needs the one before it, so both questions cover the whole prompt.
-        """
-        space = self.prefix.space
+    def _bring_from(self, tier: TierState) -> Steps[int]:
+        """Read from one tier. Return the number of leading chunks it was asked for, 0 if it read nothing."""
+        prefix, space = self.prefix, self.prefix.space
         if tier.queue.is_suspended:
             self._log(tier, "it is suspended")
             return 0
-        entries = self._missing_of(self._found) if space.full_mask else []
-        entries = [(chunk, place) for chunk, place in entries if space.full_mask & 1 << place.group]
-        limit, is_first = self._found + 1, bool(entries)
-        there: list[bool] | None = []
-        if is_first:
-            there = None if is_end else (yield from self._ask(tier, entries))
-            if there is None or not all(there):
-                if there is None and not is_end:
-                    self._log(tier, "it did not answer in time")
-                    return 0
-                if not (yield from self._find_split(tier, entries)):
-                    self._log(tier, "it does not have chunk %d", self._found)
-                    return 0
-                is_first, there = False, []
-        elif is_end and space.full_mask:
+        if space.full_mask:
+            # A new prompt costs one small question, however long it is. Asked for all its chunks at once, a tier that
+            # has none of them would be busy with thousands of keys.
+            first = self._missing_of(self._found, space.full_mask)
+            claims = yield from self._ask(tier, first)
+            is_there = claims is not None and len(claims) == len(first)
+        else:
+            # No chunk needs the one before it, so a tier without the first one may still have the end.
+            first = yield from self._missing_before(self._limit)
+            claims = yield from self._ask(tier, first)
+            is_there = claims is not None and (yield from self._usable_prefix(self._limit, claims)) > self._found
+        if claims is None:
+            self._log(tier, "it did not answer in time")
             return 0
-        prefix = self.prefix
-        if not is_first or space.windows or limit < prefix.num_chunks:
-            limit = min(prefix.num_chunks, self._found + max(1, MAXIMUM_QUESTIONS // len(prefix.places)))
-            entries = yield from self._missing_before(limit)
-            there = [False] * len(entries) if is_end and not space.full_mask else (yield from self._ask(tier, entries))
-            if there is None:
+        if not is_there:
+            if not (yield from self._find_split(tier, first)):
+                self._log(tier, "it does not have chunk %d", self._found)
+                return 0
+            first = []  # these were of another split
+        limit = self._limit
+        missing = yield from self._missing_before(limit)
+        if len(missing) > len(first):
+            claims = yield from self._ask(tier, missing)
+            if claims is None:
                 self._log(tier, "it did not answer in time")
                 return 0
-        length = yield from self._usable_prefix(limit, entries, there)
-        if length <= self._found and not space.full_mask and (yield from self._find_split(tier, entries)):
-            entries = yield from self._missing_before(limit)
-            there = yield from self._ask(tier, entries)
-            length = yield from self._usable_prefix(limit, entries, there or [False] * len(entries))
+        length = yield from self._usable_prefix(limit, claims)
         if length <= self._found or self._is_stopped:
             self._log(tier, "it has no longer prefix, or the promotion was stopped")
             return 0
         wanted, num_bytes = yield from self._wanted(length)
         num_tokens = (length - self._found) * space.spec.chunk_tokens
-        is_coming = not entries  # another promotion reads all of it: wait for that one
-        if not is_coming and not tier.is_worth_reading(num_bytes, num_tokens * prefix.token_seconds):
+        if not missing:
+            # Another promotion reads all of it already: to decline would save no read.
+            self._log(tier, "waits for chunks %d to %d, which another promotion reads", self._found, length)
+        elif tier.is_worth_reading(num_bytes, num_tokens * prefix.token_seconds):
+            self._log(tier, "reads chunks %d to %d, %d bytes", self._found, length, num_bytes)
+        else:
             self._context.counters[_PROMOTIONS_NOT_WORTH_IT] += 1
             why = "declined: the engine computes %d tokens faster than %d bytes are read"
             self._log(tier, why, num_tokens, num_bytes)
             return 0
-        if is_coming:
-            self._log(tier, "waits for chunks %d to %d, which another promotion reads", self._found, length)
-        else:
-            self._log(tier, "reads chunks %d to %d, %d bytes", self._found, length, num_bytes)
         yield from self._read(tier, wanted)
         if self._found < length:
             self._log(tier, "brought no chunk from chunk %d on", self._found)
         return limit
 
-    def _find_split(self, tier: TierState, missing: Sequence[Wanted]) -> Generator[Pause, IsOver, bool]:
+    @property
+    def _limit(self) -> int:
+        """The number of leading chunks of which one question can ask for all entries that are not found."""
+        prefix = self.prefix
+        return min(prefix.num_chunks, self._found + max(1, MAXIMUM_QUESTIONS // len(prefix.places)))
+
+    def _find_split(self, tier: TierState, missing: Sequence[Wanted]) -> Steps[bool]:
         """Switch to the split in which the tier has the deepest of some missing chunks. Return False if it has none.
 
         One part stands for its whole split; the other parts are asked for with the chunks that follow. Of many chunks,
@@ -187,9 +183,9 @@ class Promotion:
         firsts = [(split, next(place for place in split if place.group == group)) for split in splits]
         step = -(-len(splits) * len(chunks) // len(missing))
         asked = [(chunk, *first) for chunk in chunks[::-step] for first in firsts]
-        there = yield from self._ask(tier, [(chunk, place) for chunk, _, place in asked])
-        for (_, split, _), is_there in zip(asked, there or [], strict=False):
-            if is_there:
+        claims = yield from self._ask(tier, [(chunk, place) for chunk, _, place in asked])
+        for chunk, split, place in asked:
+            if claims and (chunk, place.group, place.part) in claims:
                 self.prefix = replace(self.prefix, places=split)
                 return True
         return False
@@ -201,11 +197,11 @@ class Promotion:
     def _log(self, tier: TierState, decision: str, *numbers: int) -> None:
         log_decision(self.prefix, tier.queue, decision, *numbers)
 
-    def _ask(self, tier: TierState, entries: Sequence[Wanted]) -> Generator[Pause, IsOver, list[bool] | None]:
-        """Return which entries the tier claims to have. None if it is suspended or late."""
-        prefix, there = self.prefix, [False] * len(entries)
+    def _ask(self, tier: TierState, entries: Sequence[Wanted]) -> Steps[_Claims | None]:
+        """Return the entries that the tier claims to have. None if it is suspended or late."""
+        prefix, claims = self.prefix, _Claims()
         if not entries:
-            return there
+            return claims
         # A run's entries can be found only with the entries before them, which may be in the pool already.
         before = [] if not tier.queue.keeps_runs else self._before(entries)
         asked = [*before, *entries]
@@ -219,13 +215,14 @@ class Promotion:
 
         def on_part(part: JobPart) -> None:
             for number, is_there in zip(order[part.first :], part.outcomes, strict=False):
-                if number >= num_before:
-                    there[number - num_before] = is_there
+                if is_there and number >= num_before:
+                    chunk, place = asked[number]
+                    claims.add((chunk, place.group, place.part))
             if part.is_last:
-                self._wake(self)
+                self._wake()
 
         keys = [keys[number] for number in order]
-        job = Job(JobKind.CONTAINS, keys, on_part=on_part, on_late=lambda: self._wake(self))
+        job = Job(JobKind.CONTAINS, keys, on_part=on_part, on_late=self._wake)
         if not tier.queue.submit(job):
             return None
         self._asked = tier.queue
@@ -233,9 +230,10 @@ class Promotion:
             yield Pause.WAIT
         self._asked = None
         if job.is_late:
-            self._is_stopped |= self.waiter.on_answer is None
+            # Nobody waits for the promotion any more: the next tier would be asked in vain.
+            self._is_stopped |= self.on_answer is None
             return None
-        return there
+        return claims
 
     def _before(self, entries: Sequence[Wanted]) -> list[Wanted]:
         """Return the earlier entries of a question's runs that are not in the question."""
@@ -247,18 +245,19 @@ class Promotion:
 
     # --- the choice -----------------------------------------------------------------------------------------------
 
-    def _missing_of(self, chunk: int) -> list[Wanted]:
-        """Return the entries of a chunk that the pool lacks and a longer prefix may need."""
-        index, space = self._index, self.prefix.space
-        node = index.nodes.find(space, self.prefix.digest(chunk), chunk)
-        known = space.full_mask if chunk < self._found else 0
+    def _missing_of(self, chunk: int, groups: int = -1) -> list[Wanted]:
+        """Return the entries of a chunk that the pool lacks and a longer prefix may need. `groups`: only of these."""
+        index, space, key = self._index, self.prefix.space, self.prefix.digest(chunk)
+        node = index.nodes.find(space, key, chunk)
+        if chunk < self._found:
+            groups &= ~space.full_mask
         return [
             (chunk, place)
             for place in self.prefix.places
-            if not known & 1 << place.group and (node is None or not index.entries.has(node, place.group, place.part))
+            if groups & 1 << place.group and (node is None or not index.entries.has(node, place.group, place.part))
         ]
 
-    def _missing_before(self, limit: int) -> Generator[Pause, IsOver, list[Wanted]]:
+    def _missing_before(self, limit: int) -> Steps[list[Wanted]]:
         windows = max((chunks for _, chunks in self.prefix.space.windows), default=0)
         first = max(0, self._found + 1 - windows) if windows else self._found
         chunks_a_step = max(1, QUESTIONS_A_STEP // len(self.prefix.places))
@@ -270,17 +269,9 @@ class Promotion:
                 entries += self._missing_of(chunk)
         return entries
 
-    def _usable_prefix(
-        self, limit: int, entries: Sequence[Wanted], there: Sequence[bool]
-    ) -> Generator[Pause, IsOver, int]:
+    def _usable_prefix(self, limit: int, in_tier: _Claims) -> Steps[int]:
         """Return how many leading chunks are usable once all entries in the tier or on their way have arrived."""
         index, prefix, space = self._index, self.prefix, self.prefix.space
-        in_tier: set[tuple[int, int, int]] = set()
-        for number, ((chunk, place), is_there) in enumerate(zip(entries, there, strict=True)):
-            if number and number % QUESTIONS_A_STEP == 0:
-                yield Pause.STEP
-            if is_there:
-                in_tier.add((chunk, place.group, place.part))
         by_group: dict[int, list[PartPlace]] = {}
         for place in prefix.places:
             by_group.setdefault(place.group, []).append(place)
@@ -309,7 +300,7 @@ class Promotion:
             yield Pause.STEP
         return usable_prefix(length, has, windows=windows, start=self._found)
 
-    def _wanted(self, length: int) -> Generator[Pause, IsOver, tuple[deque[Wanted], int]]:
+    def _wanted(self, length: int) -> Steps[tuple[deque[Wanted], int]]:
         """Return the entries that a prefix of this length needs and the pool lacks, with their total payload bytes."""
         space, places = self.prefix.space, self.prefix.places
         first_of = [
@@ -323,10 +314,10 @@ class Promotion:
             wanted.extend((chunk, place) for place in places if chunk >= first_of[place.group])
         return wanted, sum((length - first_of[place.group]) * place.num_bytes for place in places)
 
-    def _read(self, tier: TierState, wanted: deque[Wanted]) -> Generator[Pause, IsOver, None]:
+    def _read(self, tier: TierState, wanted: deque[Wanted]) -> Steps[None]:
         """Read entries, then update the tier's speed and the length of the pool's prefix, and report its new chunks."""
-        context, waiter, began = self._context, self.waiter, self._context.clock()
-        self._reading = reading = Reading(context, self.prefix, tier, wanted, lambda: self._wake(self))
+        context, began = self._context, self._context.clock()
+        self._reading = reading = Reading(context, self.prefix, tier, wanted, self._wake)
         reading.is_stopped = self._is_stopped
         yield from reading.run()
         self._reading = None
@@ -334,8 +325,7 @@ class Promotion:
         if reading.num_bytes:
             now = context.clock()
             tier.was_read(reading.num_bytes, now - began)
-            has_waited = now - waiter.deadline + waiter.seconds
-            if waiter.on_answer is not None and has_waited <= context.patience_seconds:
+            if self.on_answer is not None and now - self.began <= context.patience_seconds:
                 tier.queue.breaker.was_in_time()
         visibility, prefix, before = self._index.visibility, self.prefix, self._found
         self._found = max(before, visibility.match(prefix.space, prefix.digests).num_chunks)
@@ -356,11 +346,10 @@ class Promotions:
     def __init__(self, context: PromotionContext, tiers: Sequence[TierState]) -> None:
         self._context = context
         self._tiers = tiers
-        self._pins: dict[Promotion, tuple[int, ...]] = {}  # of promotions that have not ended
-        self._ready: dict[Promotion, None] = {}  # promotions that can continue, in order
+        self._moves = Moves[Promotion](self._end)
 
     def __len__(self) -> int:
-        return len(self._pins)
+        return len(self._moves)
 
     @property
     def num_coming(self) -> int:
@@ -370,67 +359,49 @@ class Promotions:
     @property
     def is_full(self) -> bool:
         """Whether the maximum number is reached."""
-        return len(self._pins) >= MAXIMUM_PROMOTIONS
+        return len(self._moves) >= MAXIMUM_PROMOTIONS
 
-    def begin(self, prefix: Prefix, match: Match, waiter: Waiter) -> None:
+    def begin(self, prefix: Prefix, match: Match, wait_seconds: float, on_answer: Callable[[], None]) -> None:
         """Promote the chunks after those that match, which stay pinned until the end."""
+        promotion = Promotion(
+            self._context, self._tiers, prefix, match.num_chunks, wait_seconds, on_answer, self._moves.wake
+        )
+        promotion.pins = match.nodes
         self._context.index.evictor.pin(match.nodes)
-        promotion = Promotion(self._context, self._tiers, prefix, match.num_chunks, waiter, self._wake)
-        self._pins[promotion] = match.nodes
-        self._resume(promotion, None)
+        self._moves.step(promotion, promotion.run())
 
     def stop(self, is_meant: Callable[[int], bool]) -> None:
         """Stop the promotions of the labels for which `is_meant` holds."""
-        for promotion in self._pins:
+        for promotion in self._moves:
             if is_meant(promotion.prefix.label):
                 promotion.stop()
 
-    def turn(self, is_over: IsOver) -> None:
+    def turn(self, is_over: Callable[[], bool]) -> None:
         """Answer lookups whose time is up. Resume promotions that can continue, until `is_over` but at least one."""
-        for promotion, waiter in self._late(self._context.clock()):
-            self._context.counters[_PROMOTIONS_LATE] += 1
-            queue = promotion.waits_for
-            if queue is not None and not promotion.has_landed and waiter.seconds >= self._context.patience_seconds:
-                queue.breaker.was_too_late(self._context.patience_seconds)
-            log_decision(promotion.prefix, queue, "the lookup's time is up before the last chunk has arrived")
-            waiter.answer()
+        now = self._context.clock()
+        for promotion in [each for each in self._moves if each.on_answer is not None and each.deadline <= now]:
+            self._is_late(promotion)
             if is_over():
                 break
-        while self._ready:
-            promotion = next(iter(self._ready))
-            del self._ready[promotion]
-            self._resume(promotion, is_over)
-            if is_over():
-                break
+        self._context.is_over = is_over
+        self._moves.turn(is_over)
 
-    def _late(self, now: float) -> list[tuple[Promotion, Waiter]]:
-        return [(p, p.waiter) for p in self._pins if p.waiter.on_answer is not None and p.waiter.deadline <= now]
+    def _is_late(self, promotion: Promotion) -> None:
+        """Answer a lookup whose time is up. Its promotion goes on, for the next one."""
+        context, queue = self._context, promotion.waits_for
+        context.counters[_PROMOTIONS_LATE] += 1
+        # Lookups that wait less than the operator allows say nothing about the tier.
+        if queue is not None and not promotion.has_landed and promotion.wait_seconds >= context.patience_seconds:
+            queue.breaker.was_too_late(context.patience_seconds)
+        log_decision(promotion.prefix, queue, "the lookup's time is up before the last chunk has arrived")
+        promotion.answer()
 
     def next_deadline(self) -> float | None:
         """Return the time by which `turn` must be called; None for never."""
-        if self._ready:
+        if self._moves.ready:
             return self._context.clock()
-        waiters = [promotion.waiter for promotion in self._pins]
-        return min((waiter.deadline for waiter in waiters if waiter.on_answer is not None), default=None)
-
-    def _wake(self, promotion: Promotion) -> None:
-        if promotion in self._pins:
-            self._ready[promotion] = None
-
-    def _resume(self, promotion: Promotion, is_over: IsOver | None) -> None:
-        try:
-            pause = next(promotion.steps) if is_over is None else promotion.steps.send(is_over)
-        except StopIteration:
-            self._end(promotion)
-        except Exception:  # a bug: answer the lookup with the chunks in the pool
-            self._end(promotion)
-            raise
-        else:
-            if pause is Pause.STEP:
-                self._ready[promotion] = None
+        return min((each.deadline for each in self._moves if each.on_answer is not None), default=None)
 
     def _end(self, promotion: Promotion) -> None:
-        self._ready.pop(promotion, None)
-        pins = self._pins.pop(promotion)
-        promotion.waiter.answer()
-        self._context.index.evictor.unpin(pins)
+        promotion.answer()
+        self._context.index.evictor.unpin(promotion.pins)

@@ -11,10 +11,10 @@ import itertools
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Final, TypeAlias
+from typing import Final
 
 from kvdepot.counting import Counts, depot_counter
 from kvdepot.index.columns import make_column
@@ -26,6 +26,7 @@ from kvdepot.keys import digest_at, num_digests, slice_digests
 from kvdepot.pool.table import Entry, Writer
 from kvdepot.processes import process_start_time
 from kvdepot.tiers.jobs import Job, JobKind, JobPart
+from kvdepot.tiers.moves import Pause, Steps
 from kvdepot.tiers.names import EntryKeys, by_run, chunks_of_run
 from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.tier_state import TierState
@@ -45,15 +46,6 @@ _ENTRIES_PROMOTED: Final = depot_counter("entries_promoted", "Entries loaded fro
 QUESTIONS_A_STEP: Final = 128  # entries looked up
 _ENTRIES_A_STEP: Final = 24  # entries begun, or sealed
 _LEAST_ENTRIES: Final = 8  # begun even if time is up, as tiers read several at a time
-
-IsOver: TypeAlias = Callable[[], bool]
-
-
-class Pause(Enum):
-    """The reason why a promotion pauses."""
-
-    STEP = 0  # so that other promotions can run
-    WAIT = 1  # for a tier, or for entries of another promotion
 
 
 class _State(Enum):
@@ -125,6 +117,7 @@ class PromotionContext:
     patience_seconds: float  # the longest wait of a lookup for tiers
     end_store: EndStore  # to make room for a share within its quota
     splits_of: Callable[[Space], Sequence[Sequence[PartPlace]]]  # returns the parts of each attached engine
+    is_over: Callable[[], bool] = field(init=False, default=lambda: False)  # whether the present turn has no time left
     own_writer: Writer | None = field(init=False, default=None)  # this process; cached
     awaited: "dict[Entry, list[Reading]]" = field(init=False)
     is_coming: "memoryview[int]" = field(init=False)  # by entry: 1 while a tier reads it into the pool
@@ -206,7 +199,7 @@ class Reading:
         """The tier, while reads are under way."""
         return self._tier.queue if self._arrivals else None
 
-    def run(self) -> Generator[Pause, IsOver, None]:
+    def run(self) -> Steps[None]:
         """Read and seal the wanted entries, up to the first one that fails."""
         try:
             yield from self._read()
@@ -214,14 +207,14 @@ class Reading:
             self._abandon()
             raise
 
-    def _read(self) -> Generator[Pause, IsOver, None]:
+    def _read(self) -> Steps[None]:
         wanted, arrivals, context, is_broken = self._wanted, self._arrivals, self._context, False
         while wanted or arrivals or self.num_awaited:
             can_go_on = wanted or (arrivals and arrivals[0].state is not _State.COMING)
-            is_over = yield Pause.STEP if can_go_on else Pause.WAIT
+            yield Pause.STEP if can_go_on else Pause.WAIT
             is_broken |= self.is_stopped
             if wanted and not is_broken:
-                self._begun += self._begin_entries(is_over)
+                self._begun += self._begin_entries()
             if self._begun and (is_broken or not wanted or wanted[0][0] // self._run_chunks > self._begun_run):
                 self._submit(is_broken=is_broken)
             landed: list[_Arrival] = []
@@ -259,7 +252,7 @@ class Reading:
         self._context.counters[_PROMOTIONS_FAILED] += 1
         self._context.arrived(arrival.entry)
 
-    def _begin_entries(self, is_over: IsOver) -> list[tuple[_Arrival, bytes]]:
+    def _begin_entries(self) -> list[tuple[_Arrival, bytes]]:
         """Begin the next wanted entries, at least a few. Return them with their keys.
 
         Skip entries that are in the pool by now, or that an engine has begun to write since the tier was asked. Wait
@@ -279,7 +272,7 @@ class Reading:
             return arrivals
         batch: list[Wanted] = []
         for _ in range(QUESTIONS_A_STEP):
-            if not wanted or len(batch) == _ENTRIES_A_STEP or (len(batch) >= _LEAST_ENTRIES and is_over()):
+            if not wanted or len(batch) == _ENTRIES_A_STEP or (len(batch) >= _LEAST_ENTRIES and context.is_over()):
                 break
             chunk, place = wanted.popleft()
             node = index.nodes.find(space, prefix.digest(chunk), chunk)

@@ -13,7 +13,7 @@ all of them. Further stored prefixes wait, by the number of their last node.
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final, TypeAlias
@@ -25,8 +25,8 @@ from kvdepot.pool.table import Entry
 from kvdepot.tiers.base import Extents
 from kvdepot.tiers.jobs import Job, JobKind, JobPart
 from kvdepot.tiers.keys import MOST_CHUNKS_A_RUN, run_of
+from kvdepot.tiers.moves import Moves, Pause, Steps
 from kvdepot.tiers.names import EntryKeys, by_run
-from kvdepot.tiers.reading import Pause
 from kvdepot.tiers.tier_state import TierState
 
 PREFIXES_DROPPED: Final = depot_counter(
@@ -52,7 +52,6 @@ class Reason(Enum):
 
 LEAVES: Final = (Reason.LEAVING, Reason.DEMOTED)
 
-Steps: TypeAlias = Generator[Pause, None, None]
 Write: TypeAlias = Callable[[TierState, Sequence[Entry], Reason], bool]
 _Asked: TypeAlias = tuple[Entry, int, bool]  # an entry, its header, whether the tier was believed to have it
 _Key: TypeAlias = tuple[TierState, int]  # a tier, and the last node of a prefix
@@ -102,8 +101,7 @@ class Refresher:
         self._counters = counters
         self._clock = clock
         self._writes_used = writes_used
-        self._ready: dict[_Key, Steps] = {}  # in order
-        self._asking: dict[_Key, Steps] = {}  # steps that wait for a tier
+        self._moves = Moves[_Key](self._ended)
         self._again: dict[_Key, Reason] = {}  # prefixes of which another worker stored more meanwhile
         # Stored prefixes for which there is no room yet, with the digest of the last chunk, which may leave the pool.
         self._waiting = OrderedDict[_Key, tuple[bytes, Reason]]()
@@ -116,7 +114,7 @@ class Refresher:
         self._small: dict[tuple[TierState, Reason], list[_Asked]] = {}  # to write together when the turn ends
 
     def __len__(self) -> int:
-        return len(self._ready) + len(self._asking) + len(self._waiting)
+        return len(self._moves) + len(self._waiting)
 
     @property
     def num_unwritten(self) -> int:
@@ -126,17 +124,17 @@ class Refresher:
     @property
     def is_full(self) -> bool:
         """Whether `begin` refuses used prefixes, and lets stored ones wait."""
-        return len(self._ready) + len(self._asking) >= MOST_PREFIXES
+        return len(self._moves) >= MOST_PREFIXES
 
     @property
     def has_work(self) -> bool:
         """Whether `turn` has work to do now."""
-        return bool(self._ready) or (bool(self._waiting) and not self.is_full)
+        return bool(self._moves.ready) or (bool(self._waiting) and not self.is_full)
 
     def is_refreshing(self, tier: TierState, node: int) -> bool:
         """Return whether the prefix that ends with this chunk is being refreshed, or waits for that."""
         key = tier, node
-        return any(key in keys for keys in (self._ready, self._asking, self._again, self._waiting))
+        return any(key in keys for keys in (self._moves, self._again, self._waiting))
 
     def begin(self, tier: TierState, node: int, reason: Reason) -> None:
         """Refresh the prefix that ends with this chunk, unless it is fresh.
@@ -147,7 +145,7 @@ class Refresher:
         key = tier, node
         if tier.queue.is_suspended or not self._is_stale(tier, node, reason):
             return
-        is_going_on = key in self._ready or key in self._asking
+        is_going_on = key in self._moves
         if self.is_full and reason is Reason.USED and not is_going_on:
             return
         if reason is not Reason.USED:
@@ -158,7 +156,7 @@ class Refresher:
         elif self.is_full and reason not in LEAVES:
             self._await_room(key, reason)
         else:
-            self._ready[key] = self._steps(key, reason)
+            self._moves.ready[key] = self._refresh(key, reason)
 
     def _await_room(self, key: _Key, reason: Reason) -> None:
         digest = self._index.nodes.key_of(key[1])
@@ -179,10 +177,10 @@ class Refresher:
             key, (digest, reason) = self._waiting.popitem(last=False)
             tier, node = key
             if self._index.nodes.tree.keys[node] == digest and not tier.queue.is_suspended:
-                if key in self._ready or key in self._asking:
+                if key in self._moves:
                     self._again[key] = reason
                 else:
-                    self._ready[key] = self._steps(key, reason)
+                    self._moves.ready[key] = self._refresh(key, reason)
                 continue
             self._counters[PREFIXES_DROPPED] += 1
             self._unwritten.discard(key)
@@ -192,27 +190,11 @@ class Refresher:
         """Do one step, then more until `is_over`. Then ask the tiers, and write what is to be written together."""
         self._end_waits()
         try:
-            while self._ready:
-                key = next(iter(self._ready))
-                steps = self._ready.pop(key)
-                pause = next(steps, None)
-                if pause is Pause.STEP:
-                    self._ready[key] = steps
-                elif pause is Pause.WAIT:
-                    self._asking[key] = steps
-                elif key in self._again:
-                    self._ready[key] = self._steps(key, self._again.pop(key))
-                if is_over():
-                    break
+            self._moves.turn(is_over)
         finally:
             self._write_small()
             for tier in self._questions:
                 self._ask_next(tier)
-
-    def _wake(self, key: _Key) -> None:
-        steps = self._asking.pop(key, None)
-        if steps is not None:
-            self._ready[key] = steps
 
     def _is_stale(self, tier: TierState, node: int, reason: Reason) -> bool:
         return any(self._is_asked_for(tier, entry, reason) for entry in self._index.entries.sealed(node))
@@ -226,20 +208,24 @@ class Refresher:
             return tier.is_stale(entry, header, self._clock())
         return not is_there and tier.takes_writes
 
-    def _steps(self, key: _Key, reason: Reason) -> Steps:
+    def _refresh(self, key: _Key, reason: Reason) -> Steps[None]:
         try:
-            yield from self._refresh(key, reason)
+            yield from self._ask_and_write(key, reason)
         finally:
             if key in self._cut:
                 self._cut.discard(key)
                 # A used prefix is asked for again at its next use, and a demoted one stays in the pool.
                 if reason not in (Reason.USED, Reason.DEMOTED):
                     self._counters[PREFIXES_DROPPED] += 1
-            if key not in self._again:
-                self._unwritten.discard(key)
-            self._on_end(key[1])
 
-    def _refresh(self, key: _Key, reason: Reason) -> Steps:
+    def _ended(self, key: _Key) -> None:
+        if key in self._again:
+            self._moves.ready[key] = self._refresh(key, self._again.pop(key))
+        else:
+            self._unwritten.discard(key)
+        self._on_end(key[1])
+
+    def _ask_and_write(self, key: _Key, reason: Reason) -> Steps[None]:
         tier, node = key
         index, path = self._index, list[tuple[int, bytes]]()
         nodes = index.nodes.space_of(node).nodes
@@ -278,7 +264,7 @@ class Refresher:
                     return
                 asked.clear()
 
-    def _ask(self, key: _Key, asked: Sequence[_Asked]) -> Generator[Pause, None, list[_Asked] | None]:
+    def _ask(self, key: _Key, asked: Sequence[_Asked]) -> Steps[list[_Asked] | None]:
         """Ask a tier for entries. Return the missing ones, None if it does not answer."""
         tier, table = key[0], self._index.table
         here = [each for each in asked if table.header(each[0]) == each[1]]  # others were evicted between the steps
@@ -346,16 +332,14 @@ class Refresher:
                 last = first + len(question.keys)
                 question.there, question.is_over = there[first:last] if is_answered else None, True
                 first = last
-                self._wake(question.prefix)
+                self._moves.wake(question.prefix)
 
         job.on_part, job.on_late = on_part, lambda: end(is_answered=False)
         self._asked[tier] = job
         if not tier.queue.submit(job):
             end(is_answered=False)
 
-    def _write_again(
-        self, key: _Key, lost: Sequence[_Asked], reason: Reason, *, is_end: bool
-    ) -> Generator[Pause, None, bool]:
+    def _write_again(self, key: _Key, lost: Sequence[_Asked], reason: Reason, *, is_end: bool) -> Steps[bool]:
         """Write entries in steps. Return False when one is dropped, as those after it would be unusable.
 
         With `is_end`, no others of the prefix follow.

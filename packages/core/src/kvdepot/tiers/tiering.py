@@ -29,7 +29,7 @@ from kvdepot.tiers.demotion import Demotions
 from kvdepot.tiers.jobs import Job, JobKind, JobPart
 from kvdepot.tiers.keys import has_names
 from kvdepot.tiers.names import EntryKeys, name_hashes
-from kvdepot.tiers.promotion import Promotions, Waiter
+from kvdepot.tiers.promotion import Promotions
 from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.reading import Prefix, PromotionContext
 from kvdepot.tiers.tier_state import TierState
@@ -298,8 +298,7 @@ class Tiering:
             return False
         self.counters[_PROMOTIONS] += 1
         self.due = 0.0
-        waiter = Waiter(wait_seconds, self._clock() + wait_seconds, on_answer)
-        self.promotions.begin(prefix, match, waiter)
+        self.promotions.begin(prefix, match, wait_seconds, on_answer)
         return True
 
     # --- the loop -------------------------------------------------------------------------------------------------
