@@ -182,6 +182,7 @@ class World:
             end_store=self._depot.stores.end_one_above_quota,
             splits_of=self._depot.contexts.splits,
             on_corrupt=self._depot.remove_corrupt,
+            timers=self._depot.state.timers,
             clock=self.clock,
         )
         shape = m.GroupShape(GroupKind.FULL_ATTENTION, 1)
@@ -208,8 +209,8 @@ class World:
         """Replay all turns, and return what is to be printed."""
         while self._events:
             until = self._events[0][0]
-            if self.now < self._tiering.due < until:
-                self.now = self._tiering.due
+            if self.now < self._depot.state.timers.due < until:
+                self.now = self._depot.state.timers.due
             else:
                 _, _, event = heapq.heappop(self._events)
                 self.now = until

@@ -70,6 +70,7 @@ class Bench:
         def turn() -> bool:
             for _ in range(64):
                 self.depot.background.work(lambda: True)
+                self.depot.state.timers.expire(self.now)
                 if self.depot.state.tiering is not None:
                     self.depot.state.tiering.turn(lambda: True)
                 if is_over():

@@ -42,6 +42,7 @@ def put_tiers_below(depot: Depot, queues: Sequence[TierQueue], settings: Tiering
         end_store=depot.stores.end_one_above_quota,
         splits_of=depot.contexts.splits,
         on_corrupt=depot.remove_corrupt,
+        timers=depot.state.timers,
         clock=depot.state.clock,
     )
     return tiering

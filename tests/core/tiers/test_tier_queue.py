@@ -121,20 +121,19 @@ def bench() -> Iterator[Bench]:
     bench.queue.close()
 
 
-def test_a_question_that_takes_no_time_is_asked_on_the_loop() -> None:
-    """Its answer is still reported by `poll`, and its errors suspend the tier."""
+def test_a_question_that_takes_no_time_is_answered_at_once_and_its_errors_suspend_the_tier() -> None:
     bench = Bench(tier=InstantTier)
     try:
-        for _ in range(3):
-            assert contains(bench.queue, bench.keys) == [False] * NUM_KEYS
-        assert set(bench.tier.askers) == {threading.get_ident()}
+        assert bench.queue.ask_now(bench.keys) == [False] * NUM_KEYS
+        assert bench.tier.askers == [threading.get_ident()]
         assert write(bench.queue, bench.keys, extents_of(0, [4096] * NUM_KEYS)) == [True] * NUM_KEYS
-        assert contains(bench.queue, bench.keys) == [True] * NUM_KEYS
+        assert bench.queue.ask_now(bench.keys) == [True] * NUM_KEYS
         bench.tier.failing = {JobKind.CONTAINS}
         while not bench.queue.is_suspended:
-            assert bench.submit(JobKind.CONTAINS)
-            assert [part.outcomes for part in bench.queue.poll()] == [[False]]
-        assert not bench.submit(JobKind.CONTAINS)
+            assert bench.queue.ask_now(bench.keys) is None, "a job asks again, and is judged"
+            assert contains(bench.queue, bench.keys) == [False] * NUM_KEYS
+        bench.tier.failing = set()
+        assert bench.queue.ask_now(bench.keys) is None, "as a suspended tier is not asked"
     finally:
         bench.queue.close()
 

@@ -136,9 +136,14 @@ class Bench(index.Bench):
         entries = [record.entry for record in table.records() if record.state == SEALED]
         return {(table.key_of(entry), *table.place_of(entry)): table.owner_of(entry) for entry in entries}
 
+    def turn(self, is_over: Callable[[], bool] = lambda: False) -> None:
+        """Let timers and the tiering take a turn, as the server's loop does."""
+        self.depot.state.timers.expire(self.now, is_over)
+        self.tiering.turn(is_over)
+
     def turn_until(self, is_over: Callable[[], object], what: str = "") -> None:
         """Let the tiering take turns until `is_over` returns something true."""
-        wait_until(lambda: (self.tiering.turn(), is_over())[1], what=what)
+        wait_until(lambda: (self.turn(), is_over())[1], what=what)
 
     def settle(self) -> None:
         """Wait until all demotions have arrived."""
@@ -199,7 +204,7 @@ class Bench(index.Bench):
             self.depot.background.work(lambda: True)
             if self.time_passes and any(tier.hang for tier in self.tiers):
                 self.now += 0.1
-            self.tiering.turn()
+            self.turn()
             return reply.reply is not None
 
         wait_until(is_here, what="the answer to a lookup")
@@ -545,13 +550,13 @@ def test_a_tier_that_was_not_there_when_weights_became_outdated_hears_it_later(h
         bench.turn_until(lambda: tier.num_calls == num_calls + NUM_THREADS)
     bench.ask(m.ChangeWeights(scheduler.context, present))
     bench.depot.background.work()
-    bench.tiering.turn()
+    bench.turn()
     if how == "added":
         queue = TierQueue(tier, bench.pool, "more", deadline_seconds=1.0, clock=bench.clock)
         bench.tiering.add(queue)
     elif how == "hanging":
         bench.now += PATIENCE_SECONDS
-        bench.tiering.turn()
+        bench.turn()
         assert queue.is_suspended
         tier.hang = False
     bench.now += 1.0
@@ -578,14 +583,14 @@ def test_a_tier_that_is_removed_is_closed_when_its_calls_have_ended(
     reply = bench.begin_lookup(prompt(4))
     wait_until(lambda: tier.num_calls > before, what="the call that hangs")
     assert bench.tiering.remove("tier-0")
-    bench.tiering.turn()
+    bench.turn()
     assert not closed
     tier.hang = False
     assert bench.wait(reply).num_chunks == 0, "what it was asked for is not taken any more"
 
     bench.turn_until(lambda: closed, what="the tier to be closed")
     bench.now += 100.0
-    bench.tiering.turn()
+    bench.turn()
     assert bench.tiering.queues[0].is_suspended, "nobody probes it"
     assert bench.lookup(prompt(4)) == 0
 
@@ -616,7 +621,7 @@ def test_a_lookup_during_a_promotion_waits_for_what_is_on_its_way_and_gets_all_o
         bench.tiers[0].hang = False
         wait_until(lambda: bench.tiering.queues[0].num_calls == 0 or bench.tiering.queues[0].has_results, what="a call")
         bench.tiers[0].hang = True
-        bench.tiering.turn(lambda: True)
+        bench.turn(lambda: True)
     others = [bench.begin_lookup(prompt(40)) for _ in range(2)]
     bench.tiers[0].hang = False
     replies = [bench.wait(each) for each in (first, *others)]
@@ -630,7 +635,7 @@ def test_an_engine_that_begins_to_write_during_a_promotion_leaves_no_gap(num_tur
     pending = bench.begin_lookup(run)
     for _ in range(num_turns):
         wait_until(lambda: bench.tiering.queues[0].num_calls == 0 or bench.tiering.queues[0].has_results, what="a call")
-        bench.tiering.turn(lambda: True)
+        bench.turn(lambda: True)
     plan = bench.ask(m.PrepareStore(bench.contexts[0], "w", run.tenant, run.slice(0, 1).digests, 0, b"", (1,)))
     assert bench.wait(pending).num_chunks == (0 if plan.ticket else 8), "all, unless the engine writes the first one"
     bench.finish_promotions()
@@ -676,7 +681,7 @@ def test_a_lookup_waits_no_longer_than_it_wants_and_later_chunks_are_kept(make: 
     bench = make(demoted=8)
     bench.tiers[0].hang = True
     pending = bench.begin_lookup(prompt(8), wait_seconds=0.5)
-    bench.tiering.turn()
+    bench.turn()
     assert isinstance(pending, PendingReply)
     assert pending.reply is None
     bench.now += 0.6
@@ -819,7 +824,7 @@ def test_a_promotion_under_way_brings_nothing_after_a_clear(make: Maker, monkeyp
 
     def are_answered() -> bool:
         bench.depot.background.work()
-        bench.tiering.turn()
+        bench.turn()
         reads.release(reads.held)
         reads.held.clear()
         return cleared.reply is not None and all(reply.reply is not None for reply in pending)
@@ -847,7 +852,7 @@ def test_lookups_of_one_prompt_wait_for_each_other_in_any_order(
     pending = [bench.begin_lookup(run) for _ in range(2 + seed % 2)]
 
     def are_all_read() -> bool:
-        bench.tiering.turn(lambda: True)
+        bench.turn(lambda: True)
         return len(reads.held) == 96
 
     wait_until(are_all_read)
@@ -969,7 +974,7 @@ def test_a_promotion_in_which_a_policy_raises_ends_with_all_that_it_had_begun(
 
         def fails() -> bool:
             try:
-                bench.tiering.turn()
+                bench.turn()
             except RuntimeError:
                 return True
             return False
@@ -1123,10 +1128,10 @@ def test_with_evict_the_end_of_a_lease_wakes_the_depot_that_found_nothing_to_evi
     leased = [bench.store(prompt(8, name=name)) or bench.begin_lookup(prompt(8, name=name)) for name in range(5)]
     bench.settle()
     assert bench.index.extents.free_bytes == 0
-    assert bench.tiering.due > bench.clock()
+    assert not bench.tiering.has_work
     assert isinstance(leased[0], m.LookupReply)
     bench.ask(m.Release(bench.contexts[0], (leased[0].lease,)))
-    assert bench.tiering.due <= bench.clock()
+    assert bench.tiering.has_work
     bench.settle()
     assert bench.index.extents.free_bytes >= 2 * PAGE
 
@@ -1213,10 +1218,10 @@ def test_chunks_that_wait_for_more_reach_their_tier_though_the_pool_needs_room(
     tier.hang = True
     for name in range(1, 4):
         bench.store(prompt(8, name))
-        bench.tiering.turn()
+        bench.turn()
         assert bench.found(prompt(8, name)) == 8
     bench.now += 3.0
-    bench.tiering.turn()  # now the tier is asked for them
+    bench.turn()  # now the tier is asked for them
     bench.store(prompt(8, 4))
     assert bench.found(prompt(8, 4)) == 8, "waiting chunks hold a part of the pool only"
     tier.hang = False
@@ -1271,7 +1276,7 @@ def test_the_pool_keeps_no_chunks_for_a_suspended_tier(is_earlier: bool, make: M
     (last,) = bench.index.entries.sealed(bench.index.spaces[0].nodes[digest_at(run.digests, 3)])
     assert bench.index.entries.is_reading(last) != is_earlier
     queue.breaker.suspend("it is away")
-    bench.tiering.turn()
+    bench.turn()
     assert not bench.index.entries.is_reading(last)
 
 
@@ -1373,7 +1378,7 @@ def test_a_waiting_write_does_not_come_back_after_a_clear(make: Maker) -> None:
     deferred = operate(bench.depot, o.Clear("a"))
     for _ in range(3):
         bench.depot.background.work(lambda: True)
-        bench.tiering.turn()
+        bench.turn()
     bench.tiers[0].hang = False
     bench.wait(deferred)
     bench.forget()
@@ -1389,7 +1394,7 @@ def test_clear_waits_for_a_write_under_way(make: Maker) -> None:
     deferred = operate(bench.depot, o.Clear())
     for _ in range(3):
         bench.depot.background.work()
-        bench.tiering.turn()
+        bench.turn()
     assert isinstance(deferred, PendingReply)
     assert deferred.reply is None
     bench.tiers[0].hang = False
@@ -1638,11 +1643,11 @@ def test_lookups_leave_the_questions_to_the_next_turn_which_asks_once(
         bench.store(prompt(4, name))
     bench.settle()
     bench.now += 1.0
-    bench.tiering.turn()
+    bench.turn()
     num_calls = bench.tiers[0].num_calls
     for name in (0, 0, 1, 0, 1, 2):
         assert bench.lookup(prompt(4, name)) == 4
-    assert bench.tiering.due > bench.clock(), "an idle turn is soon enough"
+    assert not bench.tiering.has_work, "an idle turn is soon enough"
     bench.settle()
     assert bench.tiers[0].num_calls == num_calls + 1, "one for the first two"
     assert bench.lookup(prompt(4, 2)) == 4
@@ -1661,7 +1666,7 @@ def test_used_prefixes_wait_while_too_many_are_asked_for(make: Maker, monkeypatc
     for name in range(4):
         assert bench.lookup(prompt(4, name)) == 4
     bench.tiers[0].hang = True
-    bench.turn_until(lambda: bench.tiering.due > bench.clock(), "nothing can be done until the tier answers")
+    bench.turn_until(lambda: not bench.tiering.has_work, "nothing can be done until the tier answers")
     assert (bench.tiering.num_refreshing, len(bench.tiering.used)) == (2, 2)
     bench.tiers[0].hang = False
     bench.turn_until(lambda: bench.tiers[0].num_calls == num_calls + 2, "a question about two prefixes each time")
@@ -1682,9 +1687,9 @@ def test_stored_prefixes_wait_while_too_many_are_asked_for_and_are_asked_for_tog
     bench = make(pages=64, gathers_stores=True)
     bench.tiers[0].hang = True
     store_many(bench, range(10))
-    bench.tiering.turn()
+    bench.turn()
     assert bench.tiering.num_unwritten == 10
-    assert bench.tiering.due > bench.clock(), "nothing can be done until the tier answers"
+    assert not bench.tiering.has_work, "nothing can be done until the tier answers"
     bench.tiers[0].hang = False
     bench.settle()
     assert (bench.tiering.num_unwritten, bench.tiering.counters["prefixes_dropped"]) == (0, 0)
@@ -1700,10 +1705,10 @@ def test_handed_over_prefixes_do_not_wait_behind_others(make: Maker, monkeypatch
     monkeypatch.setattr(bench.tiers[0].inner, "write", write)
     bench.tiers[0].hang = True
     store_many(bench, range(3))
-    bench.tiering.turn()
+    bench.turn()
     reply = bench.begin_lookup(prompt(2, 3), hands_over=True)
     store_many(bench, range(3, 4))
-    bench.tiering.turn()
+    bench.turn()
     bench.tiers[0].hang = False
     bench.wait(reply)
     bench.settle()
@@ -1720,14 +1725,14 @@ def test_stored_prefixes_that_leave_before_they_are_written_are_counted(
     bench = make(pages=64, gathers_stores=True)
     bench.tiers[0].hang = True
     store_many(bench, range(10))
-    bench.tiering.turn()
+    bench.turn()
     sum(commands.clear_pool(bench.depot, None))
     for node in [*bench.index.kept]:
         bench.index.kept.let_go(node)
     sum(commands.clear_pool(bench.depot, None))
     assert not len(bench.index.nodes)
     store_many(bench, range(10, 13))  # reuses their nodes
-    bench.tiering.turn()
+    bench.turn()
     bench.tiers[0].hang = False
     bench.settle()
     assert (bench.tiering.num_unwritten, bench.tiering.counters["prefixes_dropped"]) == (0, 10)
@@ -1788,9 +1793,9 @@ def test_a_turn_with_many_used_prefixes_ends_in_time_and_another_one_follows(mak
     for name in range(3):
         assert bench.lookup(prompt(4, name)) == 4
     for num_left in (2, 1, 0):
-        bench.tiering.turn(lambda: True)
+        bench.turn(lambda: True)
         assert len(bench.tiering.used) == num_left
-        assert (bench.tiering.due == bench.clock()) == bool(num_left)
+        assert bench.tiering.has_work == bool(num_left)
 
 
 @pytest.mark.parametrize("is_reused", [False, True])
@@ -1820,7 +1825,7 @@ def test_chunks_that_leave_between_the_steps_of_a_refresh_are_not_asked_for(
     bench.now += 1.0
     assert bench.lookup(prompt(120)) == 120
     for _ in range(num_turns):
-        bench.tiering.turn(lambda: True)
+        bench.turn(lambda: True)
     space = bench.index.spaces[0]
     for num_chunks in range(120, 60, -1):
         assert bench.index.evictor.evict(bench.index.visibility.match(space, prompt(num_chunks).digests).nodes[-1])
@@ -1890,11 +1895,11 @@ def test_a_question_that_hangs_is_given_up_and_the_prefix_asked_for_again(make: 
     bench.now += 1.0
     bench.tiers[0].hang = True
     assert bench.lookup(prompt(4)) == 4
-    bench.tiering.turn()
+    bench.turn()
     assert bench.tiering.num_refreshing == 1
     wait_until(lambda: bench.tiers[0].num_calls == 2, what="a write and a touch")
     bench.now += 100.0
-    bench.tiering.turn()
+    bench.turn()
     assert (bench.tiering.num_refreshing, bench.tiering.queues[0].is_suspended) == (0, True)
     bench.tiers[0].hang = False
     bench.now += 100.0
@@ -2015,7 +2020,7 @@ def test_a_session_that_leaves_slowly_is_asked_for_again_and_again(make: Maker) 
 
     def turn_slowly() -> bool:
         bench.now += 1.0
-        bench.tiering.turn(lambda: True)
+        bench.turn(lambda: True)
         return bench.found(agent) == 0
 
     wait_until(turn_slowly, what="the end of the session")
@@ -2101,13 +2106,16 @@ def test_a_new_chunk_in_place_of_one_that_was_about_to_leave_stays(
     writes = HeldReads(bench.tiering.queues[0], monkeypatch, JobKind.WRITE)
     for name in range(80):
         bench.store(prompt(1, name))
-    bench.turn_until(lambda: len(writes.held) == 4, "the writes of the four that leave for the reserve")
+    bench.turn_until(
+        lambda: sum(len(part.outcomes) for part in writes.held) == 4,
+        "the writes of the four that leave for the reserve",
+    )
     writes.end()
-    bench.tiering.turn(lambda: not writes.ready)  # takes the results, and has no time left to evict all four
+    bench.turn(lambda: not writes.ready)  # takes the results, and has no time left to evict all four
     for name in range(100, 104):  # evicts the rest
         bench.store(prompt(1, name))
     for _ in range(4):
-        bench.tiering.turn(lambda: not writes.ready)
+        bench.turn(lambda: not writes.ready)
     assert [bench.found(prompt(1, name)) for name in range(4)] == [0] * 4
     assert [bench.found(prompt(1, name)) for name in range(100, 104)] == [1] * 4
 
@@ -2168,7 +2176,7 @@ def test_random_traffic_with_bad_days_is_right_bytes_or_a_miss(
                 bench.now += rng.random()
             case _:
                 bench.now += 0.7
-                bench.tiering.turn()
+                bench.turn()
         if step % 25 == 24:
             for tier in bench.tiers:
                 tier.hang, tier.lie, tier.error = False, False, None
@@ -2192,7 +2200,7 @@ def test_a_tier_whose_queue_fails_costs_no_store(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(bench.tiering.queues[0], "submit", submit)
     bench.store(prompt(2))
     assert bench.lookup(prompt(2)) == 2
-    bench.tiering.turn()
+    bench.turn()
     assert bench.tiering.counters["demotions_failed"] == 2, "the store, and the use of what was stored"
 
 

@@ -190,6 +190,7 @@ class DepotServer:
             end_store=depot.stores.end_one_above_quota,
             splits_of=depot.contexts.splits,
             on_corrupt=depot.remove_corrupt,
+            timers=depot.state.timers,
             clock=time.monotonic,
         )
 

@@ -244,7 +244,7 @@ class Loop:
         if self._has_listeners:
             sockets.listeners.look(of_threads)
         tiering = state.tiering
-        if tiering is not None and (of_threads in events or tiering.due <= time.monotonic()):
+        if tiering is not None and (of_threads in events or tiering.has_work):
             self._guard(lambda: tiering.turn(_after(_TASK_SECONDS)), _TIERS_FAILED)
         if sockets.events is not None:
             self._serve_events(sockets.events, events)
@@ -283,9 +283,9 @@ class Loop:
             return 0
         if events is not None and events.has_work:
             return 0
+        if state.tiering is not None and state.tiering.has_work:
+            return 0
         due = state.timers.due
-        if state.tiering is not None and state.tiering.due < due:
-            due = state.tiering.due
         if events is not None:
             due = min(due, events.due)
         now = time.monotonic()

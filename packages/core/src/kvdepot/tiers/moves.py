@@ -52,17 +52,18 @@ class Moves(Generic[K]):
         if key in self._waiting:
             self.ready[key] = self._waiting.pop(key)
 
-    def step(self, key: K, steps: Steps[None]) -> None:
-        """Run a step of a move that is in neither state now."""
+    def step(self, key: K, steps: Steps[None]) -> bool:
+        """Run a step of a move that is in neither state now. Return False if it has ended."""
         try:
             pause = next(steps)
         except StopIteration:
             self._on_end(key)
+            return False
         except Exception:  # a bug: others go on
             self._on_end(key)
             raise
-        else:
-            (self.ready if pause is Pause.STEP else self._waiting)[key] = steps
+        (self.ready if pause is Pause.STEP else self._waiting)[key] = steps
+        return True
 
     def turn(self, is_over: Callable[[], bool]) -> None:
         """Run a step of a move that can go on, then more until `is_over`."""

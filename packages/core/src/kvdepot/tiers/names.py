@@ -1,6 +1,8 @@
 """Makes the tier keys of the pool's entries. Sections that many keys share are computed once."""
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Final
 
 from kvdepot.index.entries import PartPlace
 from kvdepot.index.index import ChunkIndex
@@ -9,6 +11,8 @@ from kvdepot.keys import DIGEST_BYTES, digest_at
 from kvdepot.pool.names import Label
 from kvdepot.pool.table import Entry
 from kvdepot.tiers import keys as k
+
+_STARTS: Final = 1024  # of keys, cached: weights in training have new ones all the time
 
 
 class EntryKeys:
@@ -24,6 +28,8 @@ class EntryKeys:
         self._names_of = names_of
         self._hashes: dict[int, tuple[bytes, bytes]] = {}
         self._marks: dict[int, bytes] = {}  # by label
+        # Returns a key without the chunk's key, and the chunks per run.
+        self._start: Callable[[int, bytes, bool, PartPlace], tuple[bytes, int]] = lru_cache(_STARTS)(self._make_start)
         self._last_runs: dict[int, tuple[int, bytes, bytes]] = {}  # (node, its digest, its run), by chunks per run
 
     def hashes(self, label: int) -> tuple[bytes, bytes]:
@@ -46,29 +52,25 @@ class EntryKeys:
 
         The pool need not have the entry. `digests` are those of a prefix.
         """
-        first = chunk - chunk % chunks_of_run(space, place.group, place.num_bytes)
-        run = digest_at(digests, first)[: k.RUN_BYTES]
-        digest, depth = digest_at(digests, chunk), chunk.to_bytes(k.DEPTH_BYTES, "big")
-        return self._start(label, space, place) + digest + run + depth
+        start, num_chunks = self._start(label, space.digest, bool(space.full_mask & 1 << place.group), place)
+        run = digest_at(digests, chunk - chunk % num_chunks)[: k.RUN_BYTES]
+        return start + digest_at(digests, chunk) + run + chunk.to_bytes(k.DEPTH_BYTES, "big")
 
-    def _start(self, label: int, space: Space, place: PartPlace) -> bytes:
-        """Return a key without the chunk's key."""
+    def _make_start(self, label: int, space: bytes, is_full: bool, place: PartPlace) -> tuple[bytes, int]:
         (tenant, model), mark = self.hashes(label), self._marks[label]
-        return tenant + model + k.place_of(space.digest, place.group, place.part, place.check, place.num_bytes, mark)
+        start = tenant + model + k.place_of(space, place.group, place.part, place.check, place.num_bytes, mark)
+        return start, _chunks_of_run(place.num_bytes, is_full=is_full)
 
     def keys_of(self, entries: Sequence[Entry]) -> list[bytes]:
         """Return the keys of entries in the pool, with their runs and depths, in the same order."""
         nodes, table = self._index.nodes, self._index.table
-        starts = dict[tuple[int, int, PartPlace], tuple[bytes, int]]()
         digests = [table.key_of(entry) for entry in entries]
         places = [PartPlace(*table.place_of(entry), table.extent(entry)[1], table.check_of(entry)) for entry in entries]
         keys = list[bytes]()
         for node, digest, place in zip(self._index.entries.nodes_of(entries), digests, places, strict=True):
-            label, space = nodes.label[node], nodes.space_number[node]
-            if (label, space, place) not in starts:
-                num_chunks = chunks_of_run(nodes.spaces[space], place.group, place.num_bytes)
-                starts[label, space, place] = self._start(label, nodes.spaces[space], place), num_chunks
-            start, num_chunks = starts[label, space, place]
+            space = nodes.spaces[nodes.space_number[node]]
+            is_full = bool(space.full_mask & 1 << place.group)
+            start, num_chunks = self._start(nodes.label[node], space.digest, is_full, place)
             run, depth = self._run_of(node, digest, num_chunks), nodes.depth[node].to_bytes(k.DEPTH_BYTES, "big")
             keys.append(start + digest + run + depth)
         return keys
@@ -90,7 +92,11 @@ class EntryKeys:
 
 def chunks_of_run(space: Space, group: int, num_bytes: int) -> int:
     """Return the chunks per run. Without full attention, where a prefix has gaps, it is one."""
-    return k.chunks_a_run(num_bytes) if space.full_mask & 1 << group else 1
+    return _chunks_of_run(num_bytes, is_full=bool(space.full_mask & 1 << group))
+
+
+def _chunks_of_run(num_bytes: int, *, is_full: bool) -> int:
+    return k.chunks_a_run(num_bytes) if is_full else 1
 
 
 def by_run(keys: Sequence[bytes]) -> list[int]:

@@ -5,6 +5,7 @@
 """
 
 import itertools
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,6 +15,7 @@ from typing import Final, TypeAlias
 from kvdepot.counting import depot_counter
 from kvdepot.index.entries import PartPlace, Wanted
 from kvdepot.index.visibility import Match, usable_prefix
+from kvdepot.keys import digest_at, num_digests
 from kvdepot.layout import GroupKind
 from kvdepot.tiers.jobs import Job, JobKind, JobPart
 from kvdepot.tiers.keys import MOST_CHUNKS_A_RUN
@@ -23,6 +25,9 @@ from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.reading import QUESTIONS_A_STEP, Prefix, PromotionContext, Reading, log_decision
 from kvdepot.tiers.splits import other_splits
 from kvdepot.tiers.tier_state import TierState
+from kvdepot.timers import Timers
+
+logger = logging.getLogger(__name__)
 
 _PROMOTIONS_NOT_WORTH_IT: Final = depot_counter(
     "promotions_not_worth_it", "Promotions skipped because the engine computes faster than the tier reads"
@@ -63,8 +68,8 @@ class Promotion:
         self.prefix = prefix
         self.wait_seconds = wait_seconds
         self.began = context.clock()
-        self.deadline = self.began + wait_seconds
         self.pins: tuple[int, ...] = ()
+        self.timer = 0  # ends the lookup's wait
         self.on_answer: Callable[[], None] | None = on_answer  # None once the lookup is answered
         self._context = context
         self._index = context.index
@@ -100,7 +105,7 @@ class Promotion:
 
     def run(self) -> Steps[None]:
         """Ask one tier after the other until the prefix is in the pool, the lookup is answered, or no tier is left."""
-        number, num_chunks = 0, self.prefix.num_chunks
+        number, num_chunks = 0, num_digests(self.prefix.digests)
         while number < len(self._tiers) and not self._is_stopped:
             before = self._found
             limit = yield from self._bring_from(self._tiers[number])
@@ -168,7 +173,7 @@ class Promotion:
     def _limit(self) -> int:
         """The number of leading chunks of which one question can ask for all entries that are not found."""
         prefix = self.prefix
-        return min(prefix.num_chunks, self._found + max(1, MAXIMUM_QUESTIONS // len(prefix.places)))
+        return min(num_digests(prefix.digests), self._found + max(1, MAXIMUM_QUESTIONS // len(prefix.places)))
 
     def _find_split(self, tier: TierState, missing: Sequence[Wanted]) -> Steps[bool]:
         """Switch to the split in which the tier has the deepest of some missing chunks. Return False if it has none.
@@ -195,7 +200,8 @@ class Promotion:
         return other_splits(prefix.space, prefix.places, self._context.splits_of(prefix.space))
 
     def _log(self, tier: TierState, decision: str, *numbers: int) -> None:
-        log_decision(self.prefix, tier.queue, decision, *numbers)
+        if logger.isEnabledFor(logging.DEBUG):
+            log_decision(self.prefix, tier.queue, decision, *numbers)
 
     def _ask(self, tier: TierState, entries: Sequence[Wanted]) -> Steps[_Claims | None]:
         """Return the entries that the tier claims to have. None if it is suspended or late."""
@@ -210,6 +216,11 @@ class Promotion:
             keys.append(self._context.keys.key(prefix.label, prefix.space, place, prefix.digests, chunk))
             if number % QUESTIONS_A_STEP == 0:
                 yield Pause.STEP
+        there = tier.queue.ask_now(keys)
+        if there is not None:
+            # The depot answers a new prompt within the turn. By a job, it would answer after the next one.
+            claimed = itertools.compress(asked, there)
+            return {(chunk, place.group, place.part) for chunk, place in claimed}
         order = by_run(keys)
         num_before = len(before)
 
@@ -247,7 +258,7 @@ class Promotion:
 
     def _missing_of(self, chunk: int, groups: int = -1) -> list[Wanted]:
         """Return the entries of a chunk that the pool lacks and a longer prefix may need. `groups`: only of these."""
-        index, space, key = self._index, self.prefix.space, self.prefix.digest(chunk)
+        index, space, key = self._index, self.prefix.space, digest_at(self.prefix.digests, chunk)
         node = index.nodes.find(space, key, chunk)
         if chunk < self._found:
             groups &= ~space.full_mask
@@ -277,7 +288,7 @@ class Promotion:
             by_group.setdefault(place.group, []).append(place)
 
         def has(chunk: int, group: int) -> bool:
-            node = index.nodes.find(space, prefix.digest(chunk), chunk)
+            node = index.nodes.find(space, digest_at(prefix.digests, chunk), chunk)
             for place in by_group[group]:
                 if (chunk, group, place.part) in in_tier:
                     continue
@@ -341,11 +352,13 @@ class Promotions:
     Args:
         context: shared by all of them.
         tiers: fastest first; the list may grow.
+        timers: end the waits of lookups.
     """
 
-    def __init__(self, context: PromotionContext, tiers: Sequence[TierState]) -> None:
+    def __init__(self, context: PromotionContext, tiers: Sequence[TierState], timers: Timers) -> None:
         self._context = context
         self._tiers = tiers
+        self._timers = timers
         self._moves = Moves[Promotion](self._end)
 
     def __len__(self) -> int:
@@ -366,9 +379,12 @@ class Promotions:
         promotion = Promotion(
             self._context, self._tiers, prefix, match.num_chunks, wait_seconds, on_answer, self._moves.wake
         )
-        promotion.pins = match.nodes
-        self._context.index.evictor.pin(match.nodes)
-        self._moves.step(promotion, promotion.run())
+        if self._moves.step(promotion, promotion.run()):
+            # Stores must not evict the chunks before those that arrive. Most new prompts have ended by now, unpinned.
+            promotion.pins = match.nodes
+            self._context.index.evictor.pin(match.nodes)
+            due = promotion.began + wait_seconds
+            promotion.timer = self._timers.call_at(due, partial(self._is_late, promotion))
 
     def stop(self, is_meant: Callable[[int], bool]) -> None:
         """Stop the promotions of the labels for which `is_meant` holds."""
@@ -376,18 +392,20 @@ class Promotions:
             if is_meant(promotion.prefix.label):
                 promotion.stop()
 
+    @property
+    def has_work(self) -> bool:
+        """Whether `turn` has work to do now."""
+        return bool(self._moves.ready)
+
     def turn(self, is_over: Callable[[], bool]) -> None:
-        """Answer lookups whose time is up. Resume promotions that can continue, until `is_over` but at least one."""
-        now = self._context.clock()
-        for promotion in [each for each in self._moves if each.on_answer is not None and each.deadline <= now]:
-            self._is_late(promotion)
-            if is_over():
-                break
+        """Resume promotions that can continue, until `is_over` but at least one."""
         self._context.is_over = is_over
         self._moves.turn(is_over)
 
     def _is_late(self, promotion: Promotion) -> None:
         """Answer a lookup whose time is up. Its promotion goes on, for the next one."""
+        if promotion.on_answer is None:
+            return
         context, queue = self._context, promotion.waits_for
         context.counters[_PROMOTIONS_LATE] += 1
         # Lookups that wait less than the operator allows say nothing about the tier.
@@ -396,12 +414,8 @@ class Promotions:
         log_decision(promotion.prefix, queue, "the lookup's time is up before the last chunk has arrived")
         promotion.answer()
 
-    def next_deadline(self) -> float | None:
-        """Return the time by which `turn` must be called; None for never."""
-        if self._moves.ready:
-            return self._context.clock()
-        return min((each.deadline for each in self._moves if each.on_answer is not None), default=None)
-
     def _end(self, promotion: Promotion) -> None:
         promotion.answer()
-        self._context.index.evictor.unpin(promotion.pins)
+        if promotion.timer:
+            self._timers.cancel(promotion.timer)
+            self._context.index.evictor.unpin(promotion.pins)

@@ -12,14 +12,14 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from kvdepot.counting import Counts, tier_counter
 from kvdepot.tiers.base import Tier, TierPool, TierUsage
 from kvdepot.tiers.breaker import ERRORS_TO_SUSPEND, MAXIMUM_HUNG_CALLS, Breaker
 from kvdepot.tiers.jobs import Call, Job, JobKind, JobPart
-from kvdepot.tiers.keys import MOST_CHUNKS_A_RUN, NAME_HASH_BYTES, has_names, run_of
+from kvdepot.tiers.keys import KEY_BYTES, MOST_CHUNKS_A_RUN, NAME_HASH_BYTES, has_names, run_of
 from kvdepot.tiers.url import DEADLINE_SECONDS, DEFAULT_THREADS, PATIENCE
 from kvdepot.tiers.workers import TierWorkers
 from kvdepot.wire.status import TierStatus
@@ -132,15 +132,17 @@ class TierQueue:
         cuts = self._cuts(job)
         self.num_calls += len(cuts) - 1
         calls = [Call(job, first, last) for first, last in itertools.pairwise(cuts)]
-        if job.operation is JobKind.CONTAINS and self.tier.contains_is_instant:
-            for call in calls:
-                call.started_at = self._clock()
-                self._make(call)
-                call.has_run = True
-                self._on_ended(call)
-        else:
-            self._workers.hand_in(calls)
+        self._workers.hand_in(calls)
         return True
+
+    def ask_now(self, keys: Sequence[bytes]) -> Sequence[bool] | None:
+        """Return which keys the tier has, if it knows without asking its storage. None: submit a job instead."""
+        if not self.tier.contains_is_instant or self.is_suspended:
+            return None
+        try:
+            return self.tier.contains(keys if self.tier.wants_places else [key[:KEY_BYTES] for key in keys])
+        except Exception:  # the job will fail, too, and is logged and judged
+            return None
 
     def _cuts(self, job: Job) -> list[int]:
         """Return the boundaries of the calls of a job: their starts, and the end of the last.
@@ -188,11 +190,18 @@ class TierQueue:
     @property
     def has_results(self) -> bool:
         """Whether `poll` has results."""
-        return bool(self._done)
+        return bool(self._done) or (self.is_suspended and any(map(self._workers.num_waiting, JobKind)))
 
     def poll(self, most: int = sys.maxsize) -> list[JobPart]:
-        """Return at most `most` new parts with outcomes. Each key of each job is reported once."""
+        """Return at most `most` new parts with outcomes. Each key of each job is reported once.
+
+        While the tier is suspended, fail its waiting calls.
+        """
         parts: list[JobPart] = []
+        if self.is_suspended:
+            # Their lookups would wait for a tier that does not work, up to the deadline of each call.
+            for operation in JobKind:
+                self._done.extend(self._workers.take_back(operation, _DROPPED_A_STEP, lambda _: True))
         while self._done and len(parts) < most:
             parts.append(self._report(self._done.popleft()))
         if self.breaker.take_probes(self.deadline_seconds):
@@ -202,7 +211,7 @@ class TierQueue:
         return parts
 
     def expire(self) -> list[Job]:
-        """Return the jobs that have become late. If there are any, suspend the tier and fail its waiting calls."""
+        """Return the jobs that have become late. If there are any, suspend the tier: `poll` fails its waiting calls."""
         now, late, suspects = self._clock(), list[Job](), set[JobKind]()
         for call in self._workers.running():
             if not call.is_late and self._due_at(call) <= now:
@@ -216,9 +225,6 @@ class TierQueue:
         if suspects:  # even if all of their jobs were late already
             what = min(suspects).name.lower()
             self.breaker.suspend(f"a {what} exceeded its deadline ({self.deadline_seconds:g} s)", *suspects)
-        if self.is_suspended:
-            for operation in JobKind:
-                self._done.extend(self._workers.take_back(operation, _DROPPED_A_STEP, lambda _: True))
         self.breaker.expire(self.deadline_seconds)
         return late
 
@@ -227,8 +233,6 @@ class TierQueue:
 
         A late probe does not count, as no request waits for it.
         """
-        if self.is_suspended and any(map(self._workers.num_waiting, JobKind)):
-            return self._clock()
         times = [self._due_at(call) for call in self._workers.running() if not call.is_late]
         if self.breaker.next_probe is not None:
             times.append(self.breaker.next_probe)

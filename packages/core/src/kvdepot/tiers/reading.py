@@ -22,7 +22,7 @@ from kvdepot.index.entries import NewRun, PartPlace, Wanted
 from kvdepot.index.evictor import EndStore
 from kvdepot.index.index import ChunkIndex
 from kvdepot.index.tree import NO_NODE, Space
-from kvdepot.keys import digest_at, num_digests, slice_digests
+from kvdepot.keys import digest_at, slice_digests
 from kvdepot.pool.table import Entry, Writer
 from kvdepot.processes import process_start_time
 from kvdepot.tiers.jobs import Job, JobKind, JobPart
@@ -85,25 +85,11 @@ class Prefix:
     request_id: str = ""
     brought: set[int] = field(default_factory=set[int], compare=False)
 
-    @property
-    def num_chunks(self) -> int:
-        """The number of its chunks."""
-        return num_digests(self.digests)
-
-    def digest(self, chunk: int) -> bytes:
-        """Return the key of one chunk."""
-        return digest_at(self.digests, chunk)
-
-    def slice(self, start: int, stop: int) -> bytes:
-        """Return the packed keys of chunks `start` to `stop`."""
-        return slice_digests(self.digests, start, stop)
-
 
 def log_decision(prefix: Prefix, queue: TierQueue | None, decision: str, *details: object) -> None:
     """Log a decision about the promotion of a prefix, for debugging. `queue`: the tier that it is about, if any."""
-    if logger.isEnabledFor(logging.DEBUG):
-        tier = "no tier" if queue is None else f"tier {queue.name}"
-        logger.debug("promotion for %s from %s: %s", prefix.request_id or "-", tier, decision % details)
+    tier = "no tier" if queue is None else f"tier {queue.name}"
+    logger.debug("promotion for %s from %s: %s", prefix.request_id or "-", tier, decision % details)
 
 
 @dataclass(slots=True)
@@ -275,7 +261,7 @@ class Reading:
             if not wanted or len(batch) == _ENTRIES_A_STEP or (len(batch) >= _LEAST_ENTRIES and context.is_over()):
                 break
             chunk, place = wanted.popleft()
-            node = index.nodes.find(space, prefix.digest(chunk), chunk)
+            node = index.nodes.find(space, digest_at(prefix.digests, chunk), chunk)
             entry = None if node is None else index.entries.find(node, place.group, place.part)
             if entry is None:
                 if node is None or not index.entries.has(node, place.group, place.part):
@@ -289,13 +275,13 @@ class Reading:
         if not batch:
             return arrivals
         first, last = batch[0][0], batch[-1][0]
-        parent = index.nodes.find(space, prefix.digest(first - 1), first - 1) if first else None
+        parent = index.nodes.find(space, digest_at(prefix.digests, first - 1), first - 1) if first else None
         if first and parent is None and space.full_mask:
             self._end("cut, as the chunk before chunk %d was evicted", first)
             return arrivals
         run = NewRun(
             space,
-            prefix.slice(first, last + 1),
+            slice_digests(prefix.digests, first, last + 1),
             first,
             NO_NODE if parent is None else parent,
             prefix.label,

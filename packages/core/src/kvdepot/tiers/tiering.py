@@ -5,11 +5,12 @@ pool can answer a lookup only in part, the tiers are asked in order for the miss
 all of them have arrived or its time is up. Entries that arrive later stay in the pool for the next lookup. A tier is
 not read if, by the recent pace of both, the engine would compute the entries sooner.
 
-Everything here runs on the depot's loop and only submits jobs. The threads of `TierQueue` wait for the storage.
+Everything here runs on the depot's loop and only submits jobs. The threads of `TierQueue` wait for the storage. The
+loop calls `turn` when a thread has woken it, or `has_work`. Deadlines are in the depot's timers.
 """
 
-import itertools
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,7 +23,7 @@ from kvdepot.index.evictor import EndStore
 from kvdepot.index.index import ChunkIndex
 from kvdepot.index.tree import Space
 from kvdepot.index.visibility import Match
-from kvdepot.keys import digest_at
+from kvdepot.keys import digest_at, num_digests
 from kvdepot.pool.names import Label
 from kvdepot.pool.table import Entry
 from kvdepot.tiers.demotion import Demotions
@@ -33,6 +34,7 @@ from kvdepot.tiers.promotion import Promotions
 from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.reading import Prefix, PromotionContext
 from kvdepot.tiers.tier_state import TierState
+from kvdepot.timers import Timers
 from kvdepot.wire.status import TierStatus
 
 logger = logging.getLogger(__name__)
@@ -47,10 +49,12 @@ _PROMOTIONS: Final = depot_counter("promotions", "Lookups that asked the tiers")
 _TIER_JOBS_LATE: Final = depot_counter("tier_jobs_late", "Jobs of tiers that passed their deadline")
 
 
+_OF_PROMOTIONS: Final = (JobKind.CONTAINS, JobKind.READ)
+
 T = TypeVar("T")
 
-_IDLE_SECONDS: Final = 0.5  # the longest time between two turns
-MOST_USED: Final = 1024  # used prefixes between two turns: 2,000 a second if there are only idle turns
+_TICK_SECONDS: Final = 0.5  # the longest time between two looks for late calls, due probes, and used prefixes
+MOST_USED: Final = 1024  # used prefixes between two ticks: 2,000 a second
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +84,9 @@ class _Clearing:
 class Tiering:
     """Demotions and promotions of one depot.
 
-    `used` has the last nodes of the prefixes that lookups found since the last turn, at most `MOST_USED`. Lookups add
-    them without a call. The next turn, perhaps an idle one, asks the tiers for each of them once. A node that was
-    evicted before the turn has no entries; if its number was reused, the tiers are asked for another prefix.
+    `used` has the last nodes of the prefixes that lookups found lately, at most `MOST_USED`. Lookups add them without a
+    call. Soon, a turn asks the tiers for each of them once. A node that was evicted before has no entries; if its
+    number was reused, the tiers are asked for another prefix.
 
     Args:
         index: the index of the pool.
@@ -92,7 +96,11 @@ class Tiering:
         on_corrupt: called with an entry whose checksum does not match, and its header.
         end_store: ends an unfinished store, to make room for a promotion.
         splits_of: returns the parts of each attached engine of a space.
+        timers: the depot's.
         clock: returns monotonic seconds.
+
+    Attributes:
+        has_work: whether `turn` has work to do now.
     """
 
     def __init__(
@@ -105,11 +113,13 @@ class Tiering:
         on_corrupt: Callable[[Entry, int], object],
         end_store: EndStore,
         splits_of: Callable[[Space], Sequence[Sequence[PartPlace]]],
+        timers: Timers,
         clock: Callable[[], float],
     ) -> None:
         self.counters = Counts()
         self.settings = settings
         self._index = index
+        self._timers = timers
         self._clock = clock
         self._tiers = [TierState(queue, index.table.num_records) for queue in queues]
         self._keys = EntryKeys(index, names_of)
@@ -119,10 +129,13 @@ class Tiering:
         self.promotion_context = PromotionContext(
             index, self._keys, self.counters, clock, settings.promotion_seconds, end_store, splits_of
         )
-        self.promotions = Promotions(self.promotion_context, self._tiers)
+        self.promotions = Promotions(self.promotion_context, self._tiers, timers)
         self.used: set[int] = set()
         self._awaiting: list[tuple[Sequence[Job], Callable[[], None]]] = []  # see `stop`
-        self.due = 0.0  # the time, by `clock`, by which `turn` must be called
+        self.has_work = False
+        self._demotes = False  # whether demotions have work, too
+        self._ticker = timers.call_at(clock(), self._tick)
+        self._gathered_at, self._gatherer = math.inf, 0  # when the next gathered store is over, and its timer
 
     @property
     def queues(self) -> list[TierQueue]:
@@ -147,7 +160,7 @@ class Tiering:
     def gather(self, *, waits: bool) -> None:
         """Let newly stored chunks wait for those after them, or write them at once."""
         self._demotions.gather(waits=waits)
-        self.due = 0.0
+        self._wake()
 
     def status(self) -> list[TierStatus]:
         """Return the state of each tier for operators."""
@@ -164,7 +177,7 @@ class Tiering:
             OSError: there is not enough memory for the table of its entries. The tier is not added.
         """
         self._tiers.append(TierState(queue, self._index.table.num_records))
-        self.due = 0.0
+        self._tick_at(self._clock())
 
     def remove(self, name: str) -> bool:
         """Stop using a tier: fail its waiting calls, and close it when no call runs.
@@ -174,7 +187,7 @@ class Tiering:
         for queue in self.queues:
             if queue.name == name and not queue.is_retired:
                 queue.retire()
-                self.due = 0.0
+                self._wake()
                 return True
         return False
 
@@ -191,20 +204,21 @@ class Tiering:
 
         self.promotions.stop(is_meant)
         self._demotions.let_go(lambda node: is_meant(self._index.nodes.label[node]))
-        self.due = 0.0
+        self._wake()
         yield 0
         for queue in self.queues:
             yield from queue.drop_writes(*hashes)
         jobs = [job for job in self._demotions.writing if any(has_names(key, *hashes) for key in job.keys)]
         self._awaiting.append((jobs, on_done))
-        self.due = 0.0
+        self._wake()
 
     def clear(self, tenant: str | None, model: str | None, on_done: Callable[[int, list[str]], None]) -> None:
         """Remove a tenant's or a model's entries from all tiers.
 
         Call `on_done` once, with the number of removed entries and one text per failed tier.
         """
-        clearing, self.due = _Clearing(on_done), 0.0
+        clearing = _Clearing(on_done)
+        self._wake()
         for tier in self._tiers:
             if tier.queue.is_retired:
                 continue
@@ -223,19 +237,19 @@ class Tiering:
         """Make tiers evict the entries of outdated weights (`Shares.outdated`) first."""
         for tier in self._tiers:
             tier.knows_outdated = False
-        self.due = 0.0
+        self._wake()
 
     # --- the depot ------------------------------------------------------------------------------------------------
 
     def stored(self, entries: Sequence[Entry], *, is_first: bool = False) -> None:
         """Note that entries were sealed, in the order of their chunks. `is_first`: write them before all others."""
         self._demote(partial(self._demotions.stored, is_first=is_first), entries)
-        self.due = 0.0  # with `--demote evict`, others must be evicted now
+        self._wake()  # with `--demote evict`, others must be evicted now
 
     @property
     def is_usable(self) -> bool:
         """Whether any tier works now."""
-        return any(not queue.is_suspended for queue in self.queues)
+        return any(not tier.queue.is_suspended for tier in self._tiers)
 
     @property
     def takes_writes(self) -> bool:
@@ -245,7 +259,7 @@ class Tiering:
     def leave(self, node: int, is_own: Callable[[int], bool]) -> Iterator[int]:
         """Evict the chunks that only a prefix needs as soon as a tier has them: see `Demotions.leave`."""
         yield from self._demotions.leave(node, is_own)
-        self.due = 0.0
+        self._wake()
 
     def let_go(self, space: Space, digests: bytes) -> None:
         """Keep no chunks of a prefix in the pool only because they are still to be written."""
@@ -289,46 +303,49 @@ class Tiering:
         Returns:
             False if no tier can be asked, or too many lookups wait. Then `on_answer` is never called.
         """
-        missing_tokens = (prefix.num_chunks - match.num_chunks) * prefix.space.spec.chunk_tokens
+        missing_tokens = (num_digests(prefix.digests) - match.num_chunks) * prefix.space.spec.chunk_tokens
         is_worth_it = is_awaited or missing_tokens >= self.settings.promotion_least_tokens
-        if not prefix.places or not is_worth_it or all(tier.queue.is_suspended for tier in self._tiers):
+        if not prefix.places or not is_worth_it or not self.is_usable:
             return False
         if self.promotions.is_full:
             self.counters[_PROMOTIONS_REFUSED] += 1
             return False
         self.counters[_PROMOTIONS] += 1
-        self.due = 0.0
         self.promotions.begin(prefix, match, wait_seconds, on_answer)
+        self.has_work |= self.promotions.has_work
         return True
 
     # --- the loop -------------------------------------------------------------------------------------------------
 
     def turn(self, is_over: Callable[[], bool] = lambda: False) -> None:
-        """Handle outcomes and deadlines of tiers, and continue pending work. Never wait.
+        """Handle outcomes of tiers, and continue pending work. Never wait.
 
         Do at least one step of each kind of work, then continue until `is_over`.
         """
-        now = self._clock()
-        self.due = now + _IDLE_SECONDS  # set first, in case this turn raises
+        self.has_work = False
         for tier in self._tiers:
-            queue = tier.queue
-            if not (tier.knows_outdated or queue.is_suspended):
-                self._tell_outdated(tier)
-            for job in queue.expire():
-                self.counters[_TIER_JOBS_LATE] += 1
-                job.on_late()
-            while parts := queue.poll(1):
+            while parts := tier.queue.poll(1):
                 for part in parts:
+                    self._demotes |= part.job.operation not in _OF_PROMOTIONS
                     part.job.on_part(part)
                 if is_over():
+                    self.has_work = True
                     break
+            if not (tier.knows_outdated or tier.queue.is_suspended):
+                self._tell_outdated(tier)
+        self.promotions.turn(is_over)
+        if self._demotes or self.used:
+            self._turn_demotions(is_over)
+        self.has_work |= self._demotes or self.promotions.has_work
+
+    def _turn_demotions(self, is_over: Callable[[], bool]) -> None:
+        self._demotes = False
         awaiting, self._awaiting = self._awaiting, []
         for jobs, on_done in awaiting:
             if any(job.num_left and not job.is_late for job in jobs):
                 self._awaiting.append((jobs, on_done))
             else:
                 on_done()
-        self.promotions.turn(is_over)
         while self._can_refresh:
             self._demote(self._demotions.used, self.used.pop())
             if is_over():
@@ -336,7 +353,31 @@ class Tiering:
         self._demote(self._demotions.turn, is_over)
         if self._demotions.lacks_victims:
             self._index.evictor.await_victim(self._wake)
-        self.due = self._next_deadline()
+        self._demotes |= self._demotions.has_work or self._can_refresh
+        due = self._demotions.next_deadline
+        if due != self._gathered_at:
+            self._timers.cancel(self._gatherer)
+            self._gathered_at, self._gatherer = due, self._timers.call_at(due, self._wake)
+
+    def _tick(self) -> None:
+        """Notice late calls and due probes, and let a turn ask for used prefixes.
+
+        A thread that begins a call does not notify the loop. So ticks are no further apart than the shortest deadline.
+        """
+        try:
+            for tier in self._tiers:
+                for job in tier.queue.expire():
+                    self.counters[_TIER_JOBS_LATE] += 1
+                    job.on_late()
+        finally:
+            self._wake()
+            now, queues = self._clock(), self.queues
+            times = [due for queue in queues if (due := queue.next_deadline()) is not None]
+            self._tick_at(min([now + _TICK_SECONDS, *(now + queue.deadline_seconds for queue in queues), *times]))
+
+    def _tick_at(self, when: float) -> None:
+        self._timers.cancel(self._ticker)
+        self._ticker = self._timers.call_at(when, self._tick)
 
     @property
     def _can_refresh(self) -> bool:
@@ -355,18 +396,7 @@ class Tiering:
             tier.queue.submit(Job(JobKind.OUTDATE, generations=generations, on_part=on_part))
 
     def _wake(self) -> None:
-        self.due = 0.0
-
-    def _next_deadline(self) -> float:
-        now, queues = self._clock(), self.queues
-        if self._demotions.has_work or self._can_refresh or any(queue.has_results for queue in queues):
-            return now
-        # A call has no deadline before it begins, and the loop is not notified when a thread begins it.
-        times = itertools.chain(
-            [self._demotions.next_deadline, self.promotions.next_deadline()],
-            (queue.next_deadline() for queue in queues),
-        )
-        return min([now + _IDLE_SECONDS, *(due for due in times if due is not None)])
+        self.has_work = self._demotes = True
 
     def close(self, drain_seconds: float = 0.0) -> None:
         """Stop all tiers, in a bounded time."""
