@@ -15,6 +15,8 @@ import msgspec
 
 from kvdepot.client.verify import count_valid_chunks
 from kvdepot.errors import ErrorCode, IntegrityError
+from kvdepot.features.flights.feature import FlightTable
+from kvdepot.features.sessions.feature import Agents
 from kvdepot.index.index import ChunkIndex
 from kvdepot.index.quotas import QuotaTable
 from kvdepot.index.restore import restore
@@ -72,6 +74,7 @@ from simulation.setup import (
     segments_of,
 )
 from simulation.tier import SimulatedQueue, Storage, make_queue
+from support.features import features
 from support.integrity import check_empty
 from support.operate import operate, put_tiers_below
 
@@ -161,8 +164,8 @@ class Server:
             epoch=pid,
             lease_seconds=LEASE_SECONDS,
             clock=world.clock,
-            prefixes=prefixes,
             save_names=self.names.add,
+            features=features(prefixes=prefixes),
         )
         self.queue: SimulatedQueue | None = None
         if setup.demotion is not None:
@@ -954,8 +957,8 @@ class World:
             return
         try:
             server.index.check_integrity()
-            server.depot.flights.check_integrity()
-            server.depot.agents.prefixes.check_integrity()
+            server.depot.features.of(FlightTable).check_integrity()
+            server.depot.features.of(Agents).prefixes.check_integrity()
         except IntegrityError as error:
             raise Violation(f"the depot's tables do not add up: {error}") from error
         index = server.index
@@ -969,7 +972,7 @@ class World:
         self._check_leases(server)
         for session in ("agent-0", "agent-1"):
             for tenant in ("tenant-0", "tenant-1"):
-                prefix = server.depot.agents.prefixes.find(tenant, session)
+                prefix = server.depot.features.of(Agents).prefixes.find(tenant, session)
                 if prefix and not any(each.startswith(prefix) for each in self.remembered):
                     raise Violation(f"{session} of {tenant} leads to a prefix that nobody named")
 
@@ -1013,7 +1016,7 @@ class World:
             while self.do(("tier_begin", 0, 0, 0)) or self.do(("tier_end", 0, 0, 0)):
                 pass
         depot = server.depot
-        for _ in depot.agents.pins.expire(float("inf")):
+        for _ in depot.features.of(Agents).pins.expire(float("inf")):
             pass
         operate(depot, o.Clear())
         for _ in range(10):

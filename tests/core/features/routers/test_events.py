@@ -6,22 +6,25 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
 import zmq
 
-from kvdepot.client.news import Description
 from kvdepot.client.operator import ask_depot
 from kvdepot.config import ServerConfig
-from kvdepot.errors import ConfigError, ErrorCode
+from kvdepot.errors import ConfigError, ErrorCode, RemoteError
+from kvdepot.features.routers.events import EventPublisher, check_endpoint
+from kvdepot.features.routers.feature import make
+from kvdepot.features.routers.feed import Description
+from kvdepot.features.routers.holdings import Holdings, Reader
 from kvdepot.keys import KeyRun
 from kvdepot.lab.processes import DepotProcess, wait_until
-from kvdepot.operators.events import EventPublisher, check_endpoint
-from kvdepot.operators.holdings import Holdings, Reader
 from kvdepot.pool.folder import TOKENS_FILE
 from kvdepot.pool.tokens import TokensFile
 from kvdepot.server import commands
+from kvdepot.server.depot import Depot
 from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
 from support.events import (
@@ -201,7 +204,8 @@ def test_without_events_no_engine_is_asked_for_tokens() -> None:
     with DepotProcess(pool_size="1MiB") as depot:
         engine = Engine(depot)
         assert not engine.scheduler.session.wants_tokens
-        assert engine.store(prompt(2, "a")) == 0
+        with pytest.raises(RemoteError, match="without the feature that answers describe_chunks"):
+            engine.store(prompt(2, "a"))
         reply = engine.scheduler.find(prompt(2, "a"))
         assert (reply.num_chunks, reply.wants_tokens) == (2, False)
         engine.close()
@@ -263,7 +267,9 @@ class Published(Described):
 
     def serve_all(self, seconds: float = 10.0) -> None:
         self.now += seconds
-        while self.publisher.has_news:
+        seen = -1
+        while self.publisher.has_work or self.publisher.due <= self.now or seen != self.holdings.num_changes:
+            seen = self.holdings.num_changes
             self.publisher.serve()
 
 
@@ -342,7 +348,7 @@ def test_random_traffic_announces_exactly_what_can_be_found(groups: tuple[m.Grou
 
 
 def test_a_follower_that_is_far_behind_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvdepot.operators.holdings.LONGEST_LOG", 4)
+    monkeypatch.setattr("kvdepot.features.routers.holdings.LONGEST_LOG", 4)
     described = Described()
     reader = described.reader()
     follow(reader, View())
@@ -423,7 +429,7 @@ def test_a_slow_subscriber_misses_no_message_within_the_bound(context: Context, 
 def test_subscribers_that_come_again_and_again_leave_each_snapshot_its_end(
     context: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvdepot.operators.events.BATCH_TOKENS", 1)
+    monkeypatch.setattr("kvdepot.features.routers.events.BATCH_TOKENS", 1)
     published = Published(context, tmp_path)
     publisher = published.publisher
     published.store(chunks(5, 1))
@@ -446,7 +452,7 @@ def test_a_busy_topic_leaves_room_to_keep_batches_of_others(
     context: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression: once one topic held all bytes, the others kept none, and each replay of theirs caused a snapshot."""
-    monkeypatch.setattr("kvdepot.operators.events.KEPT_BYTES", 400)  # two batches
+    monkeypatch.setattr("kvdepot.features.routers.events.KEPT_BYTES", 400)  # two batches
     published = Published(context, tmp_path, replays=True, topic="{model}")
     publisher, router, asking = published.publisher, published.subscribe(), context.socket(zmq.DEALER)
     kept.append(asking)
@@ -478,7 +484,7 @@ def test_a_topic_that_fell_behind_lists_all_topics_again(
     context: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression: it cleared its topic alone, and llm-d drops the blocks of all topics of the node then."""
-    monkeypatch.setattr("kvdepot.operators.holdings.LONGEST_LOG", 4)
+    monkeypatch.setattr("kvdepot.features.routers.holdings.LONGEST_LOG", 4)
     published = Published(context, tmp_path, topic="{model}")
     router = published.subscribe()
 
@@ -629,7 +635,7 @@ def test_a_file_of_tokens_keeps_wanted_messages_and_those_that_come_meanwhile(tm
 def test_a_depot_without_events_forgets_the_tokens_of_an_earlier_one(tmp_path: Path) -> None:
     file = TokensFile.create(tmp_path / TOKENS_FILE)
     file.append(b"secret")
-    Bench().depot.news.keep_in(file, is_new=False)
+    Depot(Bench().index, epoch=1, lease_seconds=1.0, clock=lambda: 0.0, files=Mock(tokens=file), features=[make])
     assert b"secret" not in (tmp_path / TOKENS_FILE).read_bytes()
 
 

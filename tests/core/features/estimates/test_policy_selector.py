@@ -8,7 +8,7 @@ from itertools import count
 import pytest
 from blake3 import blake3
 
-from kvdepot.index.hit_rate_curve import HitRateCurve, PolicySelector
+from kvdepot.features.estimates.feature import HitRateCurve, PolicySelector
 from kvdepot.lab.simulate import simulate
 from kvdepot.lab.trace import BLOCK_TOKENS, TraceRequest
 from support.index import bench_and_worker, prompt
@@ -119,7 +119,7 @@ def test_the_index_evicts_by_the_rule_that_its_sample_prefers(prefers_lru: bool)
     worker.store(used_again)
     worker.release(worker.lookup(used_again).lease)
     worker.store(newer)
-    bench.index.hit_rates.preference.lru = prefers_lru
+    bench.index.preference.lru = prefers_lru
     victim = bench.index.evictor.next_victim()
     assert victim is not None
     assert bench.index.nodes.key_of(victim) == (used_again if prefers_lru else newer).digests

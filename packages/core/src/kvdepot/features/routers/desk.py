@@ -10,13 +10,13 @@ import msgspec
 
 from kvdepot.counting import depot_counter
 from kvdepot.errors import ErrorCode, KeyFormatError
+from kvdepot.features.routers.holdings import Holdings, Reader
 from kvdepot.index.tree import Space
 from kvdepot.keys import num_digests
-from kvdepot.operators.holdings import Holdings, Reader, Shelf
 from kvdepot.pool.tokens import TokensFile
-from kvdepot.server.contexts import Context, ContextTable
+from kvdepot.server.contexts import Context
 from kvdepot.server.state import DepotState
-from kvdepot.server.turns import Refused, Steps
+from kvdepot.server.turns import Refused, Steps, Turns
 from kvdepot.wire import messages as m
 
 logger = logging.getLogger(__name__)
@@ -45,12 +45,18 @@ class _Listener:
 
 
 class NewsDesk:
-    """Serves descriptions, and schedulers that wait for news. Without `holdings`, the depot publishes nothing."""
+    """Serves descriptions, and schedulers that wait for news.
 
-    def __init__(self, state: DepotState, contexts: ContextTable, holdings: Holdings | None) -> None:
+    Args:
+        state: the depot's state.
+        holdings: the described chunks.
+        turns: queue for reading and rewriting the file of tokens.
+    """
+
+    def __init__(self, state: DepotState, holdings: Holdings, turns: Turns) -> None:
         self._state = state
-        self._contexts = contexts
         self._holdings = holdings
+        self._turns = turns
         self._listeners: dict[int, _Listener] = {}  # by context
         self._encoder = msgspec.msgpack.Encoder()
         self._timer = 0  # answers all waiting requests
@@ -63,7 +69,7 @@ class NewsDesk:
             Refused: the message contradicts itself.
         """
         holdings, count = self._holdings, num_digests(request.digests)
-        if holdings is None or not count:
+        if not count:
             return m.Done(self._state.epoch, 0)
         num_declined = holdings.num_declined
         try:
@@ -77,25 +83,22 @@ class NewsDesk:
         self._state.counters[_DESCRIPTIONS_DECLINED] += holdings.num_declined - num_declined
         return m.Done(self._state.epoch, num_new)
 
-    def keep_in(self, file: TokensFile, *, is_new: bool) -> None:
-        """Keep descriptions in a file, and read those of an earlier server. Call this once the index is restored.
-
-        A depot that publishes nothing discards them.
-        """
-        if self._holdings is None:
-            file.clear()
-            return
+    def keep_in(self, file: TokensFile) -> None:
+        """Keep descriptions in a file from now on."""
         self._file = file
-        if not is_new:
-            self._state.background.descriptions.add(file.rewrite(self._is_wanted))
+
+    def restore(self) -> None:
+        """Read the descriptions of an earlier server. Call this once the index is restored."""
+        if self._file is not None:
+            self._turns.add(self._file.rewrite(self._is_wanted))
 
     def _keep(self, space: Space, model: str, request: m.DescribeChunks) -> None:
-        file, holdings, background = self._file, self._holdings, self._state.background
-        if file is None or holdings is None:
+        file = self._file
+        if file is None:
             return
         file.append(self._encoder.encode((space.number, model, request)))
-        if file.size_bytes > _LARGE_FILE_BYTES + _MOST_WASTE * holdings.num_bytes:
-            background.descriptions.add(file.rewrite(self._is_wanted))
+        if file.size_bytes > _LARGE_FILE_BYTES + _MOST_WASTE * self._holdings.num_bytes:
+            self._turns.add(file.rewrite(self._is_wanted))
 
     def _find(self, space: Space, request: m.DescribeChunks) -> list[tuple[int, int]]:
         return self._state.index.visibility.find_run(space, request.digests, request.first_chunk)
@@ -103,8 +106,6 @@ class NewsDesk:
     def _is_wanted(self, body: bytes) -> bool:
         """Describe the chunks in a kept message again; return whether some of them are still here."""
         holdings = self._holdings
-        if holdings is None:
-            return False
         try:
             number, model, request = _decoder.decode(body)
             space = self._state.index.spaces[number]
@@ -117,8 +118,9 @@ class NewsDesk:
 
     def await_news(self, context: Context, request: m.AwaitNews) -> m.News | Steps:
         """Answer with news, now or as soon as there are any."""
-        holdings, shelf = self._holdings, self.shelf_of(context)
-        if holdings is None or shelf is None:
+        holdings = self._holdings
+        shelf = holdings.shelf_of(context.served_model)
+        if shelf is None:
             return m.News(self._state.epoch, 0, b"")
         listener = self._listeners.get(context.number)
         if listener is None or listener.reader.namespace != request.namespace:
@@ -140,10 +142,6 @@ class NewsDesk:
         listener.resume, listener.timer = resume, timers.call_at(until, lambda: self._resume(listener))
         listener.reader.holdings.await_change(self._tell_soon)
         return True
-
-    def shelf_of(self, context: Context) -> Shelf | None:
-        """Return the shelf of a scheduler's model. A new shelf tells routers that it is empty."""
-        return None if self._holdings is None else self._holdings.shelf_of(context.served_model)
 
     def end_context(self, number: int) -> None:
         """Forget a detached scheduler."""

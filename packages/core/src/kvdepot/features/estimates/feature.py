@@ -15,15 +15,26 @@ some hundred chunks.
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Any, Final
 
+from kvdepot.counting import depot_counter
 from kvdepot.index.columns import make_column
 from kvdepot.index.eviction import AdaptiveReplacement, Preference
 from kvdepot.index.tree import NO_NODE, Nodes, Space
-from kvdepot.keys import DIGEST_BYTES, digest_at
+from kvdepot.index.visibility import Watcher
+from kvdepot.keys import DIGEST_BYTES, digest_at, num_digests, slice_digests
+from kvdepot.server.depot import Depot
+from kvdepot.server.feature import Feature
+from kvdepot.server.query import Query
+from kvdepot.server.stores import Ticket
+from kvdepot.server.turns import Task
 from kvdepot.wire.messages import CacheSpec
 from kvdepot.wire.status import PoolEstimate
 
+_LOOKUPS_NOT_SAMPLED: Final = depot_counter(
+    "lookups_not_sampled", "Very long lookups left out of the estimates while another one was being counted"
+)
+_OBSERVED_AT_ONCE: Final = 2048  # chunks per step; the sample takes at most an eighth of them
 _MEMORY: Final = 8  # pools of lookups after which the score forgets most of a difference: traffic may change for good
 _SURE: Final = 2.0  # standard deviations of a lead: a smaller one may be chance, and a period of LRU spoils ARC's lists
 
@@ -116,9 +127,9 @@ class HitRateCurve:
         pool_bytes: the size of the pool.
         scales: sizes of other pools relative to it, ascending, including 1.0.
         budget: the maximum number of sampled chunks.
+        preference: set to the policy with more hits at this pool size, which `auto` follows.
 
     Attributes:
-        preference: the policy with more hits at this pool size, which `auto` follows.
         num_chunks: the estimated number of chunks looked up.
         segment_of: the segment of each sampled chunk, by key.
     """
@@ -128,8 +139,9 @@ class HitRateCurve:
         pool_bytes: int,
         scales: tuple[float, ...] = SCALES,
         budget: int = _BUDGET,
+        preference: Preference | None = None,
     ) -> None:
-        self.preference = Preference()
+        self.preference = Preference() if preference is None else preference
         self.num_chunks = 0
         self._pool_bytes = pool_bytes
         self._scales = scales
@@ -261,3 +273,54 @@ class HitRateCurve:
                     sizes[number + 1] += size
                     where[colder] = number + 1
         return found
+
+
+class Estimates(Feature):
+    """The sample of one depot's lookups and stores. The index follows its preference."""
+
+    name = "estimates"
+
+    def __init__(self, depot: Depot) -> None:
+        self.curve = HitRateCurve(depot.index.extents.capacity_bytes, preference=depot.index.preference)
+        self._chunk_bytes = depot.contexts.chunk_bytes
+        self._counters = depot.counters
+        self._turns = depot.background.queue(1)
+        depot.index.watchers.all.append(Ends(self.curve))
+
+    def looked_up(self, query: Query) -> None:
+        """See `Feature`."""
+        chunk_bytes = self._chunk_bytes.get(query.context.space.number)
+        if chunk_bytes is None:
+            return
+        if len(query.digests) <= _OBSERVED_AT_ONCE * DIGEST_BYTES:
+            self.curve.looked_up(query.digests, chunk_bytes)
+        elif not self._turns.add(self._observing(query.digests, chunk_bytes)):
+            self._counters[_LOOKUPS_NOT_SAMPLED] += 1
+
+    def _observing(self, digests: bytes, chunk_bytes: int) -> Task:
+        """Count a very long lookup in steps, from its end."""
+        step = _OBSERVED_AT_ONCE
+        for start in range((num_digests(digests) - 1) // step * step, -1, -step):
+            self.curve.looked_up(slice_digests(digests, start, start + step), chunk_bytes)
+            yield
+
+    def stored(self, ticket: Ticket, nodes: object) -> None:
+        """See `Feature`."""
+        self.curve.stored(ticket.digests, ticket.chunk_bytes)
+
+    def report(self, fields: dict[str, Any]) -> None:
+        """See `Feature`."""
+        fields["estimates"] = self.curve.estimates()
+        fields["estimated_chunks"] = self.curve.num_chunks
+        fields["estimate_rate"] = self.curve.rate
+
+
+class Ends(Watcher):
+    """Removes chunks from the sample whose session ended."""
+
+    def __init__(self, curve: HitRateCurve) -> None:
+        self._curve = curve
+
+    def ended(self, key: bytes, /) -> None:
+        """See `Watcher`."""
+        self._curve.ended(key)

@@ -20,18 +20,24 @@ states, a chunk has arrived when its full attention is in the pool; the last chu
 is. A shorter part of such a flight may be unusable, so only a lookup that shares all of its chunks joins it.
 """
 
+import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Final
+from typing import Any, Final
+
+from msgspec import structs
 
 from kvdepot.counting import depot_counter
 from kvdepot.errors import require
 from kvdepot.keys import digest_at, num_digests
-from kvdepot.server.contexts import Context, ContextTable
-from kvdepot.server.query import Query
-from kvdepot.server.state import DepotState
+from kvdepot.server.contexts import Context
+from kvdepot.server.depot import Depot
+from kvdepot.server.feature import Feature
+from kvdepot.server.query import Query, Rank
+from kvdepot.server.sources import Source
+from kvdepot.server.stores import Ticket
 from kvdepot.server.turns import Wait
 
 _FLIGHTS: Final = depot_counter("flights", "Prefixes that a lookup announced as being computed")
@@ -54,6 +60,7 @@ _UNKNOWN_SECONDS: Final = 5.0  # allowed for a flight without an estimate: a pre
 # A lookup may wait this much beyond twice its own time: copying a store, committing it and a step of each engine take
 # tens of milliseconds, however few the tokens are.
 SLACK_SECONDS: Final = 0.05
+_TIERS_SECONDS: Final = 60.0  # the maximum of `--promote-seconds`, so that only that setting bounds the wait
 _POLL_SECONDS: Final = 0.02  # between two polls of the tiers for one remote flight: little beside a prefill
 _MOST_POLLS: Final = 400  # per second, for all remote flights together: eight poll at the full rate
 
@@ -128,17 +135,52 @@ class Flight:
         return self.ask_tiers is not None
 
 
-class FlightTable:
-    """All flights.
+class _Here(Source):
+    """Requests that other engines of this node are computing."""
 
-    Args:
-        state: the depot's state.
-        contexts: tell whether an announcing engine can store.
-    """
+    rank = Rank.COMPUTED_HERE
 
-    def __init__(self, state: DepotState, contexts: ContextTable) -> None:
+    def __init__(self, flights: "FlightTable") -> None:
+        self._flights = flights
+
+    def complete(self, query: Query, on_end: Callable[[], None]) -> bool:
+        """See `Source`."""
+        return self._flights.join(query, on_end)
+
+    def cut(self, context: Context, request_id: str, stop: int) -> None:
+        """See `Source`."""
+        if not stop:
+            self._flights.end_request(context, request_id)
+        self._flights.cut(context, request_id, stop)
+
+
+class _Elsewhere(Source):
+    """Requests that other engines are computing, on this node after what tiers brought, or on another one."""
+
+    rank = Rank.COMPUTED_ELSEWHERE
+
+    def __init__(self, flights: "FlightTable") -> None:
+        self._flights = flights
+
+    def complete(self, query: Query, on_end: Callable[[], None]) -> bool:
+        """See `Source`."""
+        # Each wait is as long as the engine's own computing at most, so a second one would be slower than that.
+        if Rank.COMPUTED_HERE in query.waited_for:
+            return False
+        return self._flights.join(query, on_end) or self._flights.await_remote(query, on_end)
+
+
+class FlightTable(Feature):
+    """All flights of a depot."""
+
+    name = "flights"
+
+    def __init__(self, depot: Depot) -> None:
+        state = depot.state
+        self.sources = (_Here(self), _Elsewhere(self))
         self._state = state
-        self._contexts = contexts
+        self._tiers = depot.tiers
+        self._contexts = depot.contexts
         self._index = state.index
         self._clock = state.clock
         self._counters = state.counters
@@ -198,29 +240,37 @@ class FlightTable:
         return not (is_stopping or state.is_draining) and self._contexts.can_store(context.space, context.instance)
 
     def join(self, query: Query, on_end: Callable[[], None]) -> bool:
-        """Wait for the flight of a query's next chunk. Return False if there is none, or computing is faster.
-
-        `on_end` is called once, when the lookup must be answered with the chunks found by then.
-        """
-        flight, num_chunks = self._find(query), self.pending(query)
+        """Wait for the flight of a query's next chunk: see `Source.complete`."""
+        flight, num_chunks = self._find(query), self.pending(query) if query.request.joins else 0
         if flight is None or not num_chunks:
             return False
         until, own_seconds = query.until, query.own_seconds(num_chunks)
         if own_seconds and query.found >= query.request.awaits:
             until = min(until, self._clock() + _PATIENCE * own_seconds + SLACK_SECONDS)
-        query.joined = flight.query.request.request_id
         return self._wait_for(flight, query, query.found + num_chunks, until, on_end)
 
-    def await_remote(self, query: Query, on_end: Callable[[], None], ask_tiers: Wait) -> bool:
-        """Wait for chunks that an engine of another node stores in a tier. Return False if that is impossible.
+    def await_remote(self, query: Query, on_end: Callable[[], None]) -> bool:
+        """Wait for chunks that the query names and an engine of another node stores in a tier: see `Source.complete`.
 
-        It is impossible if too many lookups wait, or the query's time is up.
-
-        Args:
-            query: asks for the chunks that the other node computes.
-            on_end: called once, when the lookup must be answered with the chunks found by then.
-            ask_tiers: promotes the chunks that the tiers have. It is called at a bounded rate while a lookup waits.
+        Meanwhile, ask the tiers for them at a bounded rate. False if too many lookups wait.
         """
+        tiering = self._state.tiering
+        # Without a tier there is no way for them, and each question would be in vain until the lookup's deadline.
+        is_possible = tiering is not None and tiering.is_usable and self._state.accepts_stores
+        if not (is_possible and query.request.joins) or query.found >= query.request.awaits:
+            return False
+        # Give the tiers their full time and do not compare them with computing: the chunks are on their way.
+        request = structs.replace(query.request, digests=b"", wait_seconds=_TIERS_SECONDS, token_seconds=0.0)
+        query = query.first(query.request.awaits)
+        asking = replace(query, request=request, until=math.inf)
+
+        def ask_tiers(on_answer: Callable[[], None]) -> bool:
+            asking.refresh(self._index)
+            return self._tiers.complete(asking, on_answer)
+
+        return self._await(query, on_end, ask_tiers)
+
+    def _await(self, query: Query, on_end: Callable[[], None], ask_tiers: Wait) -> bool:
         own = self._by_request.get(query.owner)
         if own is not None and own.is_remote:
             self._advance(own)  # the lookup's own promotion may have brought chunks already
@@ -243,6 +293,9 @@ class FlightTable:
         self._num_waiting.take(owner)
         waiting.timer = self._timers.call_at(until, partial(self._answer, flight, waiting))
         self._counters[_FLIGHTS_JOINED] += 1
+        is_first = Rank.COMPUTED_HERE not in query.waited_for and Rank.TIERS not in query.waited_for
+        by = "an engine of another node" if flight.is_remote else f"request {flight.query.request.request_id}"
+        query.waited_for[Rank.COMPUTED_HERE if is_first else Rank.COMPUTED_ELSEWHERE] = by
         if flight.is_remote and not flight.is_polled:
             self._poll_soon(flight)
         return True
@@ -286,10 +339,15 @@ class FlightTable:
             return 0
         return flight.stop_of(query.digests, found) - found if self._is_timely(flight, query) else 0
 
-    def computed_by(self, query: Query) -> str:
-        """Return the id of the request that computes a query's next chunk; empty if there is none. For the log."""
-        flight = self._find(query) or self._find(query, is_remote=True)
-        return "" if flight is None else flight.query.request.request_id
+    def missed(self, query: Query) -> None:
+        """See `Feature`. Begins a flight for the missing chunks if the lookup announces them."""
+        query.num_pending = self.pending(query) if query.request.joins else 0
+        if query.num_pending:
+            flight = self._find(query) or self._find(query, is_remote=True)
+            by = "" if flight is None else flight.query.request.request_id
+            query.why = f"request {by} computes the next {query.num_pending}"
+        elif query.request.announces:
+            self.begin(query)
 
     def _is_timely(self, flight: Flight, query: Query) -> bool:
         """Return whether a flight should arrive within twice the time that the lookup's engine needs for its chunks.
@@ -303,9 +361,9 @@ class FlightTable:
         seconds = flight.expected_at(stop, query.request.token_seconds) - self._clock()
         return abs(seconds) <= _PATIENCE * own_seconds + SLACK_SECONDS
 
-    def arrived(self, nodes: Iterable[int]) -> None:
-        """Advance the flights of nodes whose chunks may have become complete."""
-        for node in nodes:
+    def stored(self, ticket: Ticket, nodes: Sequence[int]) -> None:
+        """See `Feature`. Advances the flights of chunks that may have become complete."""
+        for node in nodes if self._by_chunk else ():
             flights = self._by_chunk.get((self._index.nodes.space_of(node).number, self._index.nodes.key_of(node)))
             for flight in list(flights.values()) if flights else ():
                 self._advance(flight)
@@ -362,19 +420,28 @@ class FlightTable:
             flight.stop = stop  # lookups that wait for more are answered when it ends
             self._counters[_FLIGHTS_CUT] += 1
 
-    def end_context(self, context: Context) -> None:
-        """End the flights of a detached scheduler, and answer its lookups."""
+    def detached(self, context: Context) -> None:
+        """See `Feature`. Ends the flights of a scheduler and answers its lookups, and ends those that lost a worker."""
         for flight in list(self._by_request.values()):
             for waiting in [each for each in flight.waiting if each.context is context]:
                 self._answer(flight, waiting)
             if flight.query.context is context:
                 self._fail(flight)
+        self._end_stranded()
 
-    def end_stranded(self) -> None:
-        """End the flights that cannot arrive because their engine lost a worker or the depot declines stores."""
+    def swept(self, now: float) -> None:
+        """See `Feature`. Ends the flights of engines whose stores are declined from now on."""
+        if self._state.is_draining or not self._state.accepts_stores:
+            self._end_stranded()
+
+    def _end_stranded(self) -> None:
         for flight in list(self._by_request.values()):
             if not flight.is_remote and not self._can_arrive(flight.query.context):
                 self._fail(flight)
+
+    def report(self, fields: dict[str, Any]) -> None:
+        """See `Feature`."""
+        fields["num_flights"] = len(self)
 
     def _expect(self, flight: Flight) -> None:
         now = self._clock()

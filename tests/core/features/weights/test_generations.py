@@ -5,12 +5,12 @@ from dataclasses import dataclass
 import pytest
 
 from kvdepot.errors import ErrorCode
+from kvdepot.features.weights.feature import GRACE_SECONDS, Generations
 from kvdepot.index.eviction import ENDED, NORMAL
 from kvdepot.keys import GENERATION, KeyRun, Namespace, hash_prefix, split_digests
 from kvdepot.pool.names import Names
 from kvdepot.server import state
 from kvdepot.server.depot import Depot
-from kvdepot.server.generations import GRACE_SECONDS
 from kvdepot.server.restoring import Restoring
 from kvdepot.wire import messages as m
 from kvdepot.wire.status import GenerationStatus
@@ -131,7 +131,7 @@ def test_an_engine_whose_new_session_is_there_before_its_old_one_ends_keeps_its_
     after.worker.store(prompt("2"))
     assert generations(bench.depot)["2"].used_bytes == 4 * PAGE
     after.leave()
-    assert bench.depot.contexts.generations.weights_of("engine") == ""
+    assert bench.depot.contexts.weights_of("engine") == ""
 
 
 def test_weights_that_an_engine_goes_back_to_are_the_present_ones_again() -> None:
@@ -171,9 +171,9 @@ def test_nothing_is_left_of_a_lineage_whose_engine_stored_nothing() -> None:
     bench = Bench(pages=16)
     engine = Engine.at(bench, "1")
     engine.update("2")
-    bench.depot.contexts.generations.check_integrity([("engine", namespace("2").weights)])
+    bench.depot.features.of(Generations).check_integrity()
     engine.leave()
-    bench.depot.contexts.generations.check_integrity([])
+    bench.depot.features.of(Generations).check_integrity()
 
 
 def test_lineages_do_not_outdate_each_other() -> None:
@@ -259,7 +259,7 @@ def test_a_worker_names_no_weights() -> None:
     engine = Engine.at(bench, "1")
     request = m.ChangeWeights(engine.worker.context, namespace("2").weights)
     assert engine.worker.refusal(request) is ErrorCode.UNKNOWN_CONTEXT
-    assert bench.depot.contexts.generations.weights_of("engine") == namespace("1").weights
+    assert bench.depot.contexts.weights_of("engine") == namespace("1").weights
 
 
 def test_generations_beyond_the_bound_have_no_label_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from kvdepot.errors import ErrorCode
+from kvdepot.features.flights import feature as flights
+from kvdepot.features.flights.feature import FlightTable
 from kvdepot.keys import DIGEST_BYTES, KeyRun, Namespace, hash_prefix
-from kvdepot.server import flights
 from kvdepot.server.turns import PendingReply
 from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
@@ -79,7 +80,7 @@ def test_a_lookup_waits_for_what_another_engine_is_computing() -> None:
     bench.now = 0.5
     first.store(prompt(4).slice(2))
     assert (waiting.found, waiting.answers[0].waited_seconds, waiting.answers[0].num_pending) == (4, 0.5, 0)
-    assert not bench.depot.flights
+    assert not bench.depot.features.of(FlightTable)
 
 
 def test_the_debug_log_names_the_request_that_a_lookup_waited_for(caplog: pytest.LogCaptureFixture) -> None:
@@ -230,6 +231,7 @@ def test_nobody_waits_for_chunks_that_cannot_be_stored(end: str) -> None:
     assert waiting.found is None
     if end == "the depot drains":
         operate(bench.depot, o.Drain(True))
+        bench.depot.expire()
     elif end == "its worker leaves":
         first.ask(m.Unregister(first.context))
     else:
@@ -254,7 +256,7 @@ def test_nobody_waits_for_a_store_that_was_given_up(end: str) -> None:
             pass
     assert waiting.found == 0
     Asked(second, prompt(400), "other")
-    assert len(bench.depot.flights) == 1, "another request may announce the chunks now"
+    assert len(bench.depot.features.of(FlightTable)) == 1, "another request may announce the chunks now"
     other = Asked(first, prompt(400), "waits", wait_seconds=60.0, token_seconds=1.0)
     first.ask(m.AbortStore(first.context, ticket))
     assert other.found is None, "it waits for a request whose store goes on"
@@ -283,7 +285,7 @@ def test_an_engine_of_another_size_waits_until_every_rank_has_stored(
             assert waiting.found is None
             writer.store(piece)
     assert waiting.found == 4
-    assert not bench.depot.flights
+    assert not bench.depot.features.of(FlightTable)
     for reader in readers:
         plan = reader.retrieve(prompt(4), *(4,) * len(groups))
         assert plan.num_chunks == 4
@@ -376,7 +378,7 @@ def test_a_flight_ends_after_a_minute_however_slow_its_engine_is() -> None:
     bench = Bench()
     Asked(bench.worker(), prompt(4), token_seconds=60.0, ahead_tokens=1 << 30)
     at(bench, flights.MAXIMUM_SECONDS)
-    assert not bench.depot.flights
+    assert not bench.depot.features.of(FlightTable)
 
 
 def test_no_engine_takes_all_flights_nor_all_waits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -386,9 +388,9 @@ def test_no_engine_takes_all_flights_nor_all_waits(monkeypatch: pytest.MonkeyPat
     greedy, modest = bench.worker(), bench.worker()
     for number in range(10):
         Asked(greedy, prompt(4, number), str(number))
-    assert len(bench.depot.flights) == 4
+    assert len(bench.depot.features.of(FlightTable)) == 4
     Asked(modest, prompt(4, 10))
-    assert len(bench.depot.flights) == 5
+    assert len(bench.depot.features.of(FlightTable)) == 5
     asked = [Asked(greedy, prompt(4, 10), f"waiting {number}") for number in range(10)]
     assert [each.found for each in asked].count(None) == 4
     assert Asked(modest, prompt(4, 0), "waiting").found is None
@@ -472,7 +474,7 @@ def test_a_hybrid_model_s_lookup_waits_for_the_last_state() -> None:
     assert later.found is None
     first.store(prompt(6).slice(5), 1, 1, 1)
     assert (waiting.found, late.found, later.found) == (6, 6, 6)
-    assert not bench.depot.flights
+    assert not bench.depot.features.of(FlightTable)
 
 
 def test_a_longer_prompt_of_a_hybrid_model_waits_and_one_that_diverges_does_not() -> None:
@@ -494,12 +496,12 @@ def test_tables_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = bench.worker(), bench.worker()
     for name in range(3):
         Asked(first, prompt(4, name), str(name))
-    assert len(bench.depot.flights) == 2
+    assert len(bench.depot.features.of(FlightTable)) == 2
     asked = [Asked(second, prompt(4), str(number)) for number in range(2)]
     assert [each.found for each in asked] == [None, 0]
     first.ask(m.EndRequest(first.context, "1"))
     Asked(first, prompt(9, 5), "5")
-    assert len(bench.depot.flights) == 1
+    assert len(bench.depot.features.of(FlightTable)) == 1
 
 
 @pytest.mark.parametrize("groups", [PLAIN, HYBRID], ids=["plain", "hybrid"])
@@ -543,7 +545,7 @@ def test_whatever_happens_everybody_is_answered_in_time_and_nothing_stays(
     for worker in engines:
         bench.depot.end_session(worker.session)
         bench.depot.end_process(worker.writer)
-    table = bench.depot.flights
+    table = bench.depot.features.of(FlightTable)
     assert all(each.found is not None for each in asked)
     assert (len(table), len(bench.depot.state.timers)) == (0, 0)
     table.check_integrity()

@@ -14,16 +14,21 @@ engines may have returned to an earlier one. So nothing of a lineage is outdated
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from kvdepot.counting import depot_counter
 from kvdepot.errors import require
 from kvdepot.index.eviction import ENDED
-from kvdepot.server.state import DepotState
+from kvdepot.server.contexts import Context
+from kvdepot.server.depot import Depot
+from kvdepot.server.feature import Feature, Handler
+from kvdepot.server.state import MAXIMUM_ROWS
 from kvdepot.server.turns import Task
+from kvdepot.wire import messages as m
+from kvdepot.wire.status import GenerationStatus
 
 logger = logging.getLogger(__name__)
 
@@ -53,14 +58,15 @@ class GenerationUse:
     is_outdated: bool
 
 
-class Generations:
+class Generations(Feature):
     """The generations in use or in the pool. Engines that name no weights have none."""
 
-    def __init__(self, state: DepotState) -> None:
-        self._state = state
-        # The weights that the schedulers of an instance named, the latest last. There are several if an engine opened a
-        # new session before the end of the old one was noticed.
-        self._of_instance: dict[str, list[str]] = {}
+    name = "weights"
+
+    def __init__(self, depot: Depot) -> None:
+        self._state = depot.state
+        self._contexts = depot.contexts
+        self._turns = depot.background.queue(1)
         self._num_engines: Counter[str] = Counter()  # by weights
         self._last: dict[str, str] = {}  # the weights that engines began to use last, by lineage
         self._kept_until: dict[str, float] = {}  # the end of the grace time, by weights without engines
@@ -69,37 +75,37 @@ class Generations:
         self._open: dict[str, set[str]] = {}  # weights that may change state, by lineage
         self._pending: dict[int, bool] = {}  # labels whose chunks must be ranked again, and whether they are outdated
 
-    def weights_of(self, instance: str) -> str:
-        """Return the weights of an engine; "" if it named none or its scheduler is not attached."""
-        named = self._of_instance.get(instance)
-        return named[-1] if named else ""
+    def handlers(self) -> Mapping[type[m.ContextRequest], Handler]:
+        """See `Feature`."""
+        return {m.ChangeWeights: self._change}
 
-    def begin(self, instance: str, weights: str) -> None:
-        """Note that an engine's scheduler attached, and computes with these weights."""
+    def attached(self, context: Context) -> None:
+        """See `Feature`."""
+        self._begin(context.weights)
+
+    def detached(self, context: Context) -> None:
+        """See `Feature`. The engine may come back."""
+        self._leave(context.weights, GRACE_SECONDS)
+
+    def _change(self, context: Context, request: m.ChangeWeights) -> m.Done:
+        before = context.weights
+        done = self._contexts.change_weights(context, request)
+        if context.weights != before:
+            self._leave(before, 0.0)  # the engine will not use them again
+            self._begin(context.weights)
+        return done
+
+    def _begin(self, weights: str) -> None:
         if weights:
-            self._of_instance.setdefault(instance, []).append(weights)
             self._num_engines[weights] += 1
             self._last[lineage_of(weights)] = weights
             if weights in self._known(lineage_of(weights)):
                 self._open[lineage_of(weights)].add(weights)
             self._review(lineage_of(weights))
 
-    def change(self, instance: str, before: str, weights: str) -> None:
-        """Note that an engine changed its weights, and will not use the earlier ones again."""
-        self._leave(instance, before, 0.0)
-        self.begin(instance, weights)
-
-    def end(self, instance: str, weights: str) -> None:
-        """Note that an engine's scheduler detached. It may come back."""
-        self._leave(instance, weights, GRACE_SECONDS)
-
-    def _leave(self, instance: str, weights: str, grace_seconds: float) -> None:
+    def _leave(self, weights: str, grace_seconds: float) -> None:
         if not weights:
             return
-        named = self._of_instance[instance]
-        named.remove(weights)
-        if not named:
-            del self._of_instance[instance]
         self._num_engines[weights] -= 1
         if self._num_engines[weights]:
             return
@@ -115,19 +121,30 @@ class Generations:
         if grace_seconds:
             self._state.timers.call_at(until, partial(self._review, lineage_of(weights)))
 
-    def learn(self) -> None:
-        """Learn the generations from the labels of an earlier server."""
+    def restored(self) -> None:
+        """See `Feature`. Begins to rank. The engines of an earlier server get the grace time."""
         self._learn()
         until = self._state.clock() + GRACE_SECONDS
-        for known in self._labels.values():
-            self._kept_until.update(dict.fromkeys(known, until))
-
-    def restored(self) -> None:
-        """Begin to rank, now that the entries of an earlier server are restored. Its engines get the grace time."""
-        until = self._state.clock() + GRACE_SECONDS
-        for lineage in self._labels:
+        for lineage, known in self._labels.items():
+            for weights in known:
+                self._kept_until.setdefault(weights, until)
             self._review(lineage)
             self._state.timers.call_at(until, partial(self._review, lineage))
+
+    def report(self, fields: dict[str, Any]) -> None:
+        """See `Feature`."""
+        found = [
+            GenerationStatus(
+                lineage=lineage_of(usage.weights),
+                name=generation_of(usage.weights),
+                models=list(usage.models),
+                num_schedulers=usage.num_schedulers,
+                used_bytes=usage.num_bytes,
+                is_outdated=usage.is_outdated,
+            )
+            for usage in self.usage()
+        ]
+        fields["generations"] = found[-MAXIMUM_ROWS:]
 
     def usage(self) -> Iterator[GenerationUse]:
         """Yield the generations that have bytes or engines."""
@@ -160,7 +177,8 @@ class Generations:
 
     def _review(self, lineage: str) -> None:
         """Determine the outdated generations of a lineage, and rank the chunks of those that changed."""
-        if self._state.is_restoring:  # `restored` reviews all of them
+        # Half of the entries would be ranked now, and the rest not. `restored` reviews all lineages.
+        if self._state.is_restoring:
             return
         state, outdated, now = self._state, self._state.index.shares.outdated, self._state.clock()
         known, last = self._known(lineage), self._last.get(lineage)
@@ -184,18 +202,16 @@ class Generations:
             if is_outdated and state.tiering is not None:
                 state.tiering.outdate()
         if self._pending:
-            state.background.generations.add(self._rank())
+            self._turns.add(self._rank())
 
-    def check_integrity(self, schedulers: Iterable[tuple[str, str]]) -> None:
-        """Check the counts against the (instance, weights) of all schedulers, and the ranks of outdated chunks.
+    def check_integrity(self) -> None:
+        """Check the counts against the contexts, and the ranks of outdated chunks.
 
         Raises:
             IntegrityError: they disagree.
         """
-        named = [(instance, weights) for instance, weights in schedulers if weights]
-        require(self._num_engines == Counter(weights for _, weights in named), "engines by weights are miscounted")
-        known = [(instance, weights) for instance, each in self._of_instance.items() for weights in each]
-        require(sorted(known) == sorted(named), "the weights of engines are others than their schedulers named")
+        named = Counter(each.weights for each in self._contexts.by_number.values() if each.weights)
+        require(self._num_engines == named, "engines by weights are miscounted")
         in_use = set(map(lineage_of, self._num_engines))
         require(self._last.keys() <= self._labels.keys() | in_use, "a lineage without engines or chunks is kept")
         state, tree = self._state, self._state.index.nodes.tree

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvdepot.client.segments import SegmentNamer, Segments
 from kvdepot.errors import KeyFormatError
+from kvdepot.features.blend.segments import SegmentNamer, Segments
 from kvdepot.keys import Namespace
 from kvdepot.wire.messages import MAXIMUM_SEGMENTS, SEGMENT
 

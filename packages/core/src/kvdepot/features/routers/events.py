@@ -27,8 +27,8 @@ import zmq
 from kvdepot.config import is_loopback
 from kvdepot.counting import depot_counter
 from kvdepot.errors import ConfigError
-from kvdepot.operators.holdings import Event, Holdings, Reader
-from kvdepot.operators.zeromq import BoundEndpoint, MessageReader
+from kvdepot.features.routers.holdings import Event, Holdings, Reader
+from kvdepot.features.routers.zeromq import BoundEndpoint, MessageReader
 
 logger = logging.getLogger(__name__)
 
@@ -151,11 +151,6 @@ class EventPublisher:
             not is_bound or bool(self.socket.poll(0)) or (self.replay is not None and bool(self.replay.poll(0)))
         )
         return replay
-
-    @property
-    def has_news(self) -> bool:
-        """Whether there were changes since the last `serve`."""
-        return self.has_work or self._seen_changes != self.holdings.num_changes or self.due <= self._clock()
 
     def _take_subscriptions(self) -> None:
         for _ in range(_MOST_NOTICES):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvdepot.operators.holdings import Holdings
+from kvdepot.features.routers.holdings import Holdings
 from kvdepot.server.turns import PendingReply
 from kvdepot.wire import messages as m
 from support.events import NAMESPACE, description

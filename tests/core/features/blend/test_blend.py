@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from kvdepot.client.answers import BlendRun
 from kvdepot.client.operator import ask_depot
 from kvdepot.client.scheduler import SchedulerClient
-from kvdepot.client.segments import SegmentNamer
 from kvdepot.errors import ErrorCode
-from kvdepot.index import contents
+from kvdepot.features.blend import contents
+from kvdepot.features.blend.client import BlendRun, note_contents, submit_blend_lookup
+from kvdepot.features.blend.feature import BlendLookups
+from kvdepot.features.blend.segments import SegmentNamer
 from kvdepot.keys import DIGEST_BYTES, KeyRun, Namespace, hash_prefix
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.layout import Part
@@ -187,7 +188,7 @@ def test_chunks_that_are_not_stored_are_no_source() -> None:
     noted = worker.ask(m.NoteContents(worker.context, key_of(tokens).digests, segments.packed)).count
     lengths = [(position, length) for _, position, length in m.SEGMENT.iter_unpack(segments.packed)]
     assert noted == sum(position + length <= 160 for position, length in lengths) < len(lengths)
-    assert len(worker.bench.depot.blends.contents) == noted
+    assert len(worker.bench.depot.features.of(BlendLookups).contents) == noted
     assert all(run.source_position + run.length <= 160 for run in ask(worker, tokens))
     assert 0 < check(ask(worker, tokens), tokens, tokens) <= 160
 
@@ -213,10 +214,10 @@ def test_a_run_over_a_chunk_that_was_removed_is_left_out() -> None:
 def test_segments_that_are_too_long_are_not_noted() -> None:
     worker = bench().worker()
     key = learn(worker, text(0, 2048))
-    known = len(worker.bench.depot.blends.contents)
+    known = len(worker.bench.depot.features.of(BlendLookups).contents)
     packed = m.SEGMENT.pack(bytes(16), 0, m.MAXIMUM_SEGMENT_TOKENS + 1) + m.SEGMENT.pack(bytes(16), 0, 0)
     worker.ask(m.NoteContents(worker.context, key.digests, packed))
-    assert len(worker.bench.depot.blends.contents) == known
+    assert len(worker.bench.depot.features.of(BlendLookups).contents) == known
 
 
 def test_chunks_that_left_are_not_found_and_a_lease_keeps_them() -> None:
@@ -232,7 +233,7 @@ def test_chunks_that_left_are_not_found_and_a_lease_keeps_them() -> None:
     worker.store(key_of(text(2, 320)))
     assert worker.lookup(key_of(a)).num_chunks == 0
     assert ask(worker, a) == []
-    assert len(scene.depot.blends.contents) == 0  # names that were asked for in vain are forgotten
+    assert len(scene.depot.features.of(BlendLookups).contents) == 0  # names that were asked for in vain are forgotten
 
 
 def test_the_oldest_names_leave_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,7 +241,7 @@ def test_the_oldest_names_leave_first(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = bench().worker()
     learn(worker, text(0, 320))
     learn(worker, text(1, 320))
-    assert len(worker.bench.depot.blends.contents) == 12
+    assert len(worker.bench.depot.features.of(BlendLookups).contents) == 12
     assert ask(worker, text(0, 320)) == []
     assert ask(worker, text(1, 320)) != []
 
@@ -249,13 +250,13 @@ def test_names_that_are_noted_again_outlast_those_noted_once(monkeypatch: pytest
     worker = bench().worker()
     for seed in (0, 1, 0):
         learn(worker, text(seed, 160))
-    known = len(worker.bench.depot.blends.contents)
+    known = len(worker.bench.depot.features.of(BlendLookups).contents)
     monkeypatch.setattr(contents, "MAXIMUM_BYTES", known * contents.NAME_BYTES)
     learn(worker, text(2, 160))
     assert ask(worker, text(0, 160)) != []
     assert ask(worker, text(1, 160)) == []
     assert ask(worker, text(2, 160)) != []
-    worker.bench.depot.blends.contents.check_integrity()
+    worker.bench.depot.features.of(BlendLookups).contents.check_integrity()
 
 
 def note_many(worker: Worker, key: KeyRun, seed: int, num_segments: int = m.MAXIMUM_SEGMENTS) -> int:
@@ -268,7 +269,7 @@ def note_many(worker: Worker, key: KeyRun, seed: int, num_segments: int = m.MAXI
 def test_one_bound_holds_for_the_whole_depot_however_many_caches_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contents, "MAXIMUM_BYTES", 2000 * contents.NAME_BYTES)
     scene = bench()
-    index = scene.depot.blends.contents
+    index = scene.depot.features.of(BlendLookups).contents
     for heads in range(4):
         layout = f"{heads} heads"
         space = scene.index.space(m.CacheSpec(CHUNK, (m.GroupShape(FULL, CHUNK),), layout))
@@ -292,8 +293,8 @@ def test_a_flood_of_one_tenants_names_pushes_out_no_others(
     key = learn(worker, of_bob, tenant="bob")
     assert sum(note_many(worker, key, seed) for seed in range(4)) == 4 * m.MAXIMUM_SEGMENTS
     assert ask(worker, of_alice) == before != []
-    assert len(worker.bench.depot.blends.contents) == 1000
-    worker.bench.depot.blends.contents.check_integrity()
+    assert len(worker.bench.depot.features.of(BlendLookups).contents) == 1000
+    worker.bench.depot.features.of(BlendLookups).contents.check_integrity()
 
 
 def test_many_segments_are_noted_in_steps_and_a_flood_of_such_notes_is_cut() -> None:
@@ -352,10 +353,10 @@ def test_a_scheduler_asks_a_real_depot() -> None:
     with DepotProcess() as depot, SchedulerClient(SPEC, "engine", url=depot.url) as client:
         worker = Peer(depot)
         client.wait_until_connected(10)
-        assert client.submit_blend_lookup("r", asked).result().runs == ()
+        assert submit_blend_lookup(client, "r", asked).result().runs == ()
         worker.store(key)
-        client.note_contents(key, segments)
-        hit = client.submit_blend_lookup("r", asked, min_run_tokens=32).result()
+        note_contents(client, key, segments)
+        hit = submit_blend_lookup(client, "r", asked, min_run_tokens=32).result()
         (run,) = hit.runs
         assert (run.position, run.source_position) == (33, 100)
         assert run.length >= 500
@@ -368,7 +369,7 @@ def test_a_scheduler_asks_a_real_depot() -> None:
         assert run.clip(0, 33, chunk_tokens) is None
         client.release(hit.lease)
         wait_until(lambda: depot.status().num_leases == 0)
-        pending = client.submit_blend_lookup("r", asked)
+        pending = submit_blend_lookup(client, "r", asked)
         pending.cancel()
         assert pending.result().runs == ()
         wait_until(lambda: depot.status().num_leases == 0)
@@ -382,14 +383,14 @@ def test_a_new_server_is_told_again_and_cleared_chunks_are_no_sources() -> None:
     with DepotProcess() as depot, SchedulerClient(SPEC, "engine", url=depot.url) as client:
 
         def runs() -> tuple[BlendRun, ...]:
-            found = client.submit_blend_lookup("r", segments).result().runs
+            found = submit_blend_lookup(client, "r", segments).result().runs
             client.end_request("r")
             return found
 
         worker = Peer(depot)
         client.wait_until_connected(10)
         worker.store(key)
-        client.note_contents(key, segments)
+        note_contents(client, key, segments)
         before = runs()
         assert before
         worker.close()
@@ -400,7 +401,7 @@ def test_a_new_server_is_told_again_and_cleared_chunks_are_no_sources() -> None:
         client.end_request("r")
         assert depot.status().epoch != epoch
         assert runs() == ()
-        client.note_contents(key, segments)
+        note_contents(client, key, segments)
         assert runs() == before
         wait_until(lambda: depot.status().num_leases == 0)  # leased chunks would stay
         ask_depot(o.Clear(), depot.url)

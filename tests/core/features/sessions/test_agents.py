@@ -12,6 +12,7 @@ import pytest
 
 from kvdepot.client.operator import ask_depot
 from kvdepot.errors import ErrorCode, RemoteError
+from kvdepot.features.sessions.feature import Agents
 from kvdepot.index.eviction import ENDED
 from kvdepot.index.priorities import Priorities
 from kvdepot.keys import KeyRun, Namespace, hash_prefix
@@ -21,6 +22,7 @@ from kvdepot.server.depot import Depot
 from kvdepot.server.turns import Refused
 from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
+from support.features import features
 from support.index import HYBRID, PAGE, Bench, Worker, bench_and_worker, prompt
 from support.integrity import ranks_of
 from support.operate import operate
@@ -71,12 +73,12 @@ def test_a_session_that_is_retained_again_has_the_new_time_and_0_ends_it() -> No
     remember(worker, run)
     operated(bench, o.RetainSession("agent", 1000.0))
     operated(bench, o.RetainSession("agent", 10.0))
-    assert len(bench.depot.agents.pins) == 1
+    assert len(bench.depot.features.of(Agents).pins) == 1
     bench.pass_time(11.0)
-    assert len(bench.depot.agents.pins) == 0
+    assert len(bench.depot.features.of(Agents).pins) == 0
     operated(bench, o.RetainSession("agent", 1000.0))
     assert operated(bench, o.RetainSession("agent", 0.0)) == 4
-    assert len(bench.depot.agents.pins) == bench.depot.agents.pins.bytes_of(0) == 0
+    assert len(bench.depot.features.of(Agents).pins) == bench.depot.features.of(Agents).pins.bytes_of(0) == 0
     bench.drain()
 
 
@@ -103,7 +105,7 @@ def test_very_many_requests_to_retain_one_session_leave_one_pin_and_little_behin
     worker.store(run)
     for number in range(5000):
         remember(worker, run, retain_seconds=86400.0 + number)
-    pins = bench.depot.agents.pins
+    pins = bench.depot.features.of(Agents).pins
     assert len(pins) == 1
     bench.now += 86400.0 + 4000
     num_steps = sum(1 for _ in pins.expire(bench.now))
@@ -175,7 +177,7 @@ def test_a_session_is_forgotten_first_or_at_once_as_far_as_no_other_needs_it() -
     operated(bench, o.RetainSession("agent", 60.0))
     assert operated(bench, o.ForgetSession("agent", at_once=True)) == 3
     assert (bench.found(run), bench.found(branch)) == (5, 8)
-    assert not len(bench.depot.agents.prefixes)
+    assert not len(bench.depot.features.of(Agents).prefixes)
     bench.drain()
 
 
@@ -235,8 +237,8 @@ def test_a_hint_that_ends_a_session_forgets_it() -> None:
     remember(worker, run, retain_seconds=60.0)
     remember(worker, run, session_ended=True)
     assert ranks_of(bench.index).count(ENDED) == 8
-    assert not len(bench.depot.agents.prefixes)
-    assert not len(bench.depot.agents.pins)
+    assert not len(bench.depot.features.of(Agents).prefixes)
+    assert not len(bench.depot.features.of(Agents).pins)
 
 
 def test_a_session_of_a_model_with_windows_and_states_is_kept_whole() -> None:
@@ -245,7 +247,7 @@ def test_a_session_of_a_model_with_windows_and_states_is_kept_whole() -> None:
     worker.store(run)
     remember(worker, run)
     assert operated(bench, o.RetainSession("agent", 60.0)) == 8
-    assert bench.depot.agents.pins.bytes_of(0) == (8 + 2 + 1) * PAGE
+    assert bench.depot.features.of(Agents).pins.bytes_of(0) == (8 + 2 + 1) * PAGE
     fill(worker, range(1, 90))
     assert worker.lookup(run).num_chunks == 8
 
@@ -271,7 +273,13 @@ def test_without_an_engine_of_its_cache_nothing_is_kept() -> None:
 @pytest.mark.promise(23)
 def test_sessions_are_known_to_the_next_server_and_pins_are_not() -> None:
     bench, memory = Bench(), mmap.mmap(-1, 64 * 1024)
-    bench.depot = Depot(bench.index, epoch=1, lease_seconds=10.0, clock=lambda: bench.now, prefixes=PrefixFile(memory))
+    bench.depot = Depot(
+        bench.index,
+        epoch=1,
+        lease_seconds=10.0,
+        clock=lambda: bench.now,
+        features=features(prefixes=PrefixFile(memory)),
+    )
     worker, run = bench.worker(), prompt(8)
     worker.store(run)
     remember(worker, run, retain_seconds=60.0)
@@ -279,9 +287,9 @@ def test_sessions_are_known_to_the_next_server_and_pins_are_not() -> None:
     for _ in prefixes.restore():
         pass
     index = bench.successor()
-    depot = Depot(index, epoch=2, lease_seconds=10.0, clock=lambda: bench.now, prefixes=prefixes)
-    assert depot.agents.prefix_of(("default", "agent")) == run.digests
-    assert not len(depot.agents.pins)
+    depot = Depot(index, epoch=2, lease_seconds=10.0, clock=lambda: bench.now, features=features(prefixes=prefixes))
+    assert depot.features.of(Agents).prefix_of(("default", "agent")) == run.digests
+    assert not len(depot.features.of(Agents).pins)
 
 
 def test_nothing_is_remembered_while_an_earlier_server_s_sessions_are_read() -> None:
@@ -290,7 +298,7 @@ def test_nothing_is_remembered_while_an_earlier_server_s_sessions_are_read() -> 
     worker.store(run)
     bench.depot.state.is_restoring = True
     remember(worker, run)
-    assert not len(bench.depot.agents.prefixes)
+    assert not len(bench.depot.features.of(Agents).prefixes)
 
 
 @pytest.mark.promise(61)
@@ -303,7 +311,9 @@ def test_operations_take_as_long_among_100_000_sessions_as_alone(monkeypatch: py
         for start in range(0, 1500, m.MAXIMUM_STORE_ENTRIES):
             workers[num_others].store(run.slice(start, min(1500, start + m.MAXIMUM_STORE_ENTRIES)))
         for name in range(num_others):
-            bench.depot.agents.prefixes.remember(f"tenant-{name % 9}", f"{name}", run.digests[name % 40 * 32 :][:32])
+            bench.depot.features.of(Agents).prefixes.remember(
+                f"tenant-{name % 9}", f"{name}", run.digests[name % 40 * 32 :][:32]
+            )
 
     def in_one_step(*_arguments: object) -> Iterator[int]:
         yield 1

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import pytest
 from blake3 import blake3
 
+from kvdepot.features.estimates.feature import SCALES, HitRateCurve
 from kvdepot.index.entries import NewRun, PartPlace
-from kvdepot.index.hit_rate_curve import SCALES, HitRateCurve
 from kvdepot.index.index import MOST_EVICTED, ChunkIndex
 from kvdepot.index.tree import NO_NODE
 from kvdepot.layout import GroupKind

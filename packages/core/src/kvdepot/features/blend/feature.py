@@ -1,16 +1,17 @@
 """Blend: finds text of a prompt in chunks of other prompts, and notes the contents of chunks."""
 
-from collections.abc import Iterator
-from typing import Final
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
 
 from kvdepot.counting import depot_counter
 from kvdepot.errors import ErrorCode
-from kvdepot.index.contents import ContentIndex
+from kvdepot.features.blend.contents import ContentIndex
 from kvdepot.index.tree import Space
 from kvdepot.keys import num_digests, slice_digests
 from kvdepot.layout import GroupKind
 from kvdepot.server.contexts import Context
-from kvdepot.server.state import DepotState
+from kvdepot.server.depot import Depot
+from kvdepot.server.feature import Feature, Handler
 from kvdepot.server.turns import Refused, Steps
 from kvdepot.wire import messages as m
 
@@ -23,18 +24,43 @@ _BLEND_NOTES_DROPPED: Final = depot_counter(
 _BLEND_RUNS: Final = depot_counter("blend_runs", "Runs of neighbouring segments that were leased")
 _BLEND_TOKENS_FOUND: Final = depot_counter("blend_tokens_found", "Tokens of these runs")
 
+_BLENDS: Final = depot_counter("blends", "Prompts that were blended")
+_BLEND_REUSED_TOKENS: Final = depot_counter("blend_reused_tokens", "Tokens of blends whose KV was reused as it was")
+_BLEND_RECOMPUTED_TOKENS: Final = depot_counter(
+    "blend_recomputed_tokens", "Tokens of blends that were reused and computed again"
+)
+
+_MOST_NOTES: Final = 16  # each holds the names of a prompt's segments, 192 KiB at most
 _MOST_RUNS: Final = 1024  # per reply; further runs are left out
 _MOST_CHUNKS: Final = 8192  # per reply: 0.8 us each, and 2 us for each run; 131,072 tokens in chunks of 16
 _NOTED_AT_ONCE: Final = 64  # segments: 0.1 ms, and 0.5 ms if 256 tenants compete for a full index
 
 
-class BlendLookups:
+class BlendLookups(Feature):
     """Serves the lookups and notes of schedulers whose engines blend."""
 
-    def __init__(self, state: DepotState) -> None:
-        self.contents = ContentIndex(state.index)
-        self._state = state
-        self._index = state.index
+    name = "blend"
+
+    def __init__(self, depot: Depot) -> None:
+        self.contents = ContentIndex(depot.index)
+        self._state = depot.state
+        self._index = depot.index
+        self._turns = depot.background.queue(_MOST_NOTES)
+
+    def handlers(self) -> Mapping[type[m.ContextRequest], Handler]:
+        """See `Feature`."""
+        return {m.NoteContents: self.note, m.BlendLookup: self.lookup, m.ReportBlend: self._report}
+
+    def report(self, fields: dict[str, Any]) -> None:
+        """See `Feature`."""
+        fields["num_segments"] = len(self.contents)
+
+    def _report(self, context: Context, request: m.ReportBlend) -> m.Done:
+        counters = self._state.counters
+        counters[_BLENDS] += 1
+        counters[_BLEND_REUSED_TOKENS] += request.reused_tokens
+        counters[_BLEND_RECOMPUTED_TOKENS] += request.recomputed_tokens
+        return m.Done(self._state.epoch, 1)
 
     def note(self, context: Context, request: m.NoteContents) -> m.Done | Steps:
         """Note the segments that chunks hold. The reply counts segments.
@@ -58,7 +84,7 @@ class BlendLookups:
             yield self.contents.note(space, label, digests, m.SEGMENT.iter_unpack(segments[start : start + step]))
 
     def _note_later(self, steps: Iterator[int]) -> Steps:
-        notes, epoch = self._state.background.notes, self._state.epoch
+        notes, epoch = self._turns, self._state.epoch
         if not (yield notes.enter):
             self._state.counters[_BLEND_NOTES_DROPPED] += 1
             return m.Done(epoch, 0)

@@ -192,7 +192,7 @@ class Holdings(Watcher):
         self.num_changes = 0
         self.num_bytes = 0
         self.num_declined = 0  # chunks declined for lack of room
-        self._on_change: Callable[[], None] | None = None  # called at the next change
+        self._on_change = list[Callable[[], None]]()  # called at the next change
         self._topic = topic
         self._is_in_tier = is_in_tier
         self._most_bytes = most_bytes
@@ -223,8 +223,9 @@ class Holdings(Watcher):
         return self._broken
 
     def await_change(self, on_change: Callable[[], None]) -> None:
-        """Set a function to be called once, at the next change. It replaces an earlier one."""
-        self._on_change = on_change
+        """Have a function called once, at the next change."""
+        if on_change not in self._on_change:
+            self._on_change.append(on_change)
 
     def describe(self, space: Space, model: str, request: m.DescribeChunks, nodes: Sequence[tuple[int, int]]) -> int:
         """Take the description of chunks that lookups find. Return the number of newly described ones.
@@ -356,8 +357,8 @@ class Holdings(Watcher):
 
     def _count(self) -> None:
         self.num_changes += 1
-        if self._on_change is not None:
-            on_change, self._on_change = self._on_change, None
+        waiting, self._on_change = self._on_change, []
+        for on_change in waiting:
             on_change()
 
     def scan(self, shelf: Shelf, is_wanted: Callable[[Described], bool]) -> Iterator[tuple[Described, str] | None]:

@@ -6,52 +6,137 @@ enough to pin, promote, demote or forget the prefix: no keys and no running requ
 """
 
 import logging
-from collections.abc import Callable, Generator, Iterator
-from typing import Final
+from collections.abc import Callable, Generator, Iterator, Mapping
+from typing import Any, Final
 
 from kvdepot.counting import depot_counter
 from kvdepot.errors import ErrorCode, printable
-from kvdepot.index.pins import AgentSession, Pin, PinTable
+from kvdepot.features.sessions.pins import AgentSession, Pin, PinTable
 from kvdepot.index.tree import Space
 from kvdepot.index.visibility import NO_MATCH, Match
 from kvdepot.keys import slice_digests
 from kvdepot.pool.prefixes import MAXIMUM_TENANTS, PrefixFile
-from kvdepot.server.contexts import ContextTable
-from kvdepot.server.state import DepotState
-from kvdepot.server.turns import Refused, Wait
+from kvdepot.server.contexts import Context
+from kvdepot.server.depot import Depot
+from kvdepot.server.feature import Feature, Handler, OperationHandler
+from kvdepot.server.state import HINTS_CUT
+from kvdepot.server.turns import Refused, Steps, Wait
+from kvdepot.wire import frames
 from kvdepot.wire import messages as m
+from kvdepot.wire import operations as o
 
 logger = logging.getLogger(__name__)
 
 _SESSIONS_NOT_REMEMBERED: Final = depot_counter(
     "sessions_not_remembered", "Prefixes of sessions not remembered: too many tenants have sessions, or memory is full"
 )
+_HINTS: Final = depot_counter("hints", "Hints from clients")
+
+_RANKED_AT_ONCE: Final = 2  # steps of a hint before its first wait: the end of a prefix is evicted first
 _MOST_RETAINED: Final = 0.5  # share of a tenant's quota; the rest is left for its stores
 
 Counting = Generator[Wait, bool, int]
 """Part of a handler. It takes turns, and returns the number of chunks or entries that it affected."""
 
 
-class Agents:
+class Agents(Feature):
     """All agent sessions.
 
     Args:
-        state: the depot's state.
-        contexts: the depot's contexts.
+        depot: the depot.
         prefixes: the last prefix of each session; the caller closes the file.
     """
 
-    def __init__(self, state: DepotState, contexts: ContextTable, prefixes: PrefixFile) -> None:
-        self.prefixes = prefixes
-        self.pins = PinTable(state.index)
-        self._state = state
-        self._index = state.index
-        self._contexts = contexts
-        self._turns = state.background.operators
+    name = "sessions"
 
-    def hinted(self, space: Space, hint: m.Hint) -> None:
-        """Note the last prefix of a session, unless an earlier server's sessions are still being read."""
-        if self._state.is_restoring:
+    def __init__(self, depot: Depot, prefixes: PrefixFile | None = None) -> None:
+        if prefixes is None:
+            prefixes = PrefixFile.in_memory() if depot.files is None else depot.files.prefixes
+        self.prefixes = prefixes
+        self.pins = PinTable(depot.index)
+        self._state = depot.state
+        self._index = depot.index
+        self._contexts = depot.contexts
+        self._tiers = depot.tiers
+        self._turns = depot.background.operators
+        self._reading = depot.background.queue(1)
+        self._unpinnings = depot.background.queue(1)
+        self._is_reading = False
+
+    def handlers(self) -> Mapping[type[m.ContextRequest], Handler]:
+        """See `Feature`."""
+        return {m.Hint: self._hint}
+
+    def operations(self) -> Mapping[type[o.OperatorRequest], OperationHandler]:
+        """See `Feature`."""
+        return {
+            o.RetainSession: self._retain_session,
+            o.PrefetchSession: self._prefetch_session,
+            o.DemoteSession: self._demote_session,
+            o.ForgetSession: self._forget_session,
+        }
+
+    def restored(self) -> None:
+        """See `Feature`. Reads the sessions of an earlier server."""
+        self._is_reading = True
+        self._reading.add(self._read())
+
+    def _read(self) -> Iterator[None]:
+        try:
+            yield from self.prefixes.restore()
+        finally:
+            self._is_reading = False
+
+    def swept(self, now: float) -> None:
+        """See `Feature`."""
+        if self.pins.has_expired(now):
+            self._unpinnings.add(self.pins.expire(now))
+
+    def report(self, fields: dict[str, Any]) -> None:
+        """See `Feature`."""
+        fields["num_pins"] = len(self.pins)
+        fields["num_agent_sessions"] = len(self.prefixes)
+        for name, (share, _, _) in self._index.quotas.usage().items():
+            fields["tenants"][name]["retained_bytes"] = self.pins.bytes_of(share)
+
+    def _hint(self, context: Context, request: m.Hint) -> frames.Reply | Steps:
+        """Change the eviction order of a prefix. The reply counts chunks."""
+        state, names = self._state, self._state.labels.names
+        state.counters[_HINTS] += 1
+        nodes = self._index.visibility.match(context.space, request.digests).nodes
+        if request.session:
+            self._hinted(context.space, request)
+        if not nodes:
+            return m.Done(state.epoch, 0)
+        tenant, priorities = request.tenant, self._index.priorities  # `request` would keep its digests in memory
+
+        def is_own(label: int) -> bool:
+            return names[label][0] == tenant
+
+        if request.session_ended:
+            return self._rank(priorities.end_session(nodes[-1], is_own))
+        steps = priorities.set_priority(nodes[-1], is_own, request.priority)
+        if request.ttl_seconds:
+            priorities.end_session_at(nodes[-1], is_own, state.clock() + request.ttl_seconds)
+        return self._rank(steps)
+
+    def _rank(self, steps: Iterator[int]) -> Steps:
+        """Rank the end of a prefix now. Rank the rest of a long one later, unless too many wait."""
+        epoch, hints, count = self._state.epoch, self._state.background.hints, 0
+        for _ in range(_RANKED_AT_ONCE):
+            more = next(steps, None)
+            if more is None:
+                return m.Done(epoch, count)
+            count += more
+        if not (yield hints.enter):
+            self._state.counters[HINTS_CUT] += 1
+            return m.Done(epoch, count)
+        count += yield from hints.total(steps)
+        return m.Done(epoch, count)
+
+    def _hinted(self, space: Space, hint: m.Hint) -> None:
+        # What is noted while an earlier server's sessions are being read would be overwritten by them.
+        if self._state.is_restoring or self._is_reading:
             return
         named = hint.tenant, hint.session
         if hint.session_ended:
@@ -62,6 +147,31 @@ class Agents:
             self._not_remembered(named)
         if hint.retain_seconds:
             self._pin(space, named, hint.digests, hint.retain_seconds)
+
+    def _retain_session(self, request: o.RetainSession) -> Steps:
+        named = request.tenant, request.session
+        digests = self.prefix_of(named)
+        yield from self._turns.first()
+        return m.Done(self._state.epoch, (yield from self.retain(named, digests, request.retain_seconds)))
+
+    def _prefetch_session(self, request: o.PrefetchSession) -> Steps:
+        named = request.tenant, request.session
+        digests = self.prefix_of(named)
+        yield from self._turns.first()
+        yield from self._tiers.bring_up(request.tenant, digests)
+        return m.Done(self._state.epoch, (yield from self.retain(named, digests, request.retain_seconds)))
+
+    def _demote_session(self, request: o.DemoteSession) -> Steps:
+        named = request.tenant, request.session
+        digests = self.prefix_of(named)
+        yield from self._turns.first()
+        return m.Done(self._state.epoch, (yield from self.demote(named, digests)))
+
+    def _forget_session(self, request: o.ForgetSession) -> Steps:
+        named = request.tenant, request.session
+        digests = self.prefix_of(named)
+        yield from self._turns.first()
+        return m.Done(self._state.epoch, (yield from self.forget(named, digests, at_once=request.at_once)))
 
     def _not_remembered(self, named: AgentSession) -> None:
         counters = self._state.counters
@@ -77,8 +187,10 @@ class Agents:
         """Return the digests of a session's last prefix.
 
         Raises:
-            Refused: the tenant has no such session.
+            Refused: the tenant has no such session, or those of an earlier server are being read.
         """
+        if self._is_reading:
+            raise Refused(ErrorCode.DRAINING, "the sessions of an earlier server are being read: ask again")
         digests = self.prefixes.find(*named)
         if not digests:
             tenant, session = map(printable, named)
@@ -116,7 +228,7 @@ class Agents:
         return match if is_own else NO_MATCH
 
     def _pin(self, space: Space, named: AgentSession, digests: bytes, seconds: float) -> int:
-        """Do what `retain` does, in one space."""
+        """Pin the session's prefix in one space."""
         index = self._index
         self.pins.end(named)
         match = self._match(space, named, digests)

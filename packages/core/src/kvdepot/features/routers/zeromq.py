@@ -22,7 +22,7 @@ from kvdepot.processes import is_reserve_touched
 
 logger = logging.getLogger(__name__)
 
-LOOK_MILLISECONDS: Final = 50  # between two checks of the descriptors: their reserve must outlast a flood so long
+LOOK_SECONDS: Final = 0.05  # between two checks of the descriptors: their reserve must outlast a flood so long
 
 _SECONDS_BETWEEN_WARNINGS: Final = 10.0  # clients that are kept out keep retrying
 _TAKEN_AT_ONCE: Final = 256  # frames per call: a request has three, and a longer message is read on by the next call
