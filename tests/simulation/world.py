@@ -59,6 +59,7 @@ from simulation.memory import (
     pages_in,
     tags_of,
 )
+from simulation.node import Event, Node
 from simulation.setup import (
     ABOVE,
     FULL,
@@ -77,8 +78,6 @@ from simulation.tier import SimulatedQueue, Storage, make_queue
 from support.features import features
 from support.integrity import check_empty
 from support.operate import operate, put_tiers_below
-
-Event = tuple[str, int, int, int]
 
 LEASE_SECONDS: Final = 10.0
 PROCESS_OF_WORKER: Final = (0, 0, 1, 2, 2)  # some workers share a process
@@ -181,7 +180,7 @@ class Server:
         self.depot.labels.restore(found.labels)
 
 
-class World:
+class World(Node):
     """The node. `do` makes one event happen.
 
     Args:
@@ -190,6 +189,7 @@ class World:
     """
 
     def __init__(self, setup: Setup, say: Callable[[str], object] | None = None) -> None:
+        super().__init__(say)
         self.setup = setup
         self.now = 50.0
         self.memory = Memory(setup.num_pages, setup.ready_pages)
@@ -197,7 +197,6 @@ class World:
         if setup.has_history:
             self._fill_tier()
         self.num_crashes = self.num_reads = 0
-        self._say = say
         self._next = 100  # pids, sessions, epochs
         self.server: Server | None = None
         self.lingering: list[tuple[Writer, Any, list[Claim]]] = []  # calls of dead servers that are still in the kernel
@@ -207,9 +206,6 @@ class World:
         self.waiting: list[PendingReply] = []  # lookups that the current server has not answered
         processes = [Process(Writer(self._number(), 1)) for _ in set(PROCESS_OF_WORKER)]
         self.workers = [self._new_worker(n, processes[PROCESS_OF_WORKER[n]]) for n in range(len(setup.ranks))]
-        self._events: dict[str, Callable[[int, int, int], str | None]] = {
-            name.removeprefix("on_"): getattr(self, name) for name in dir(self) if name.startswith("on_")
-        }
 
     def _fill_tier(self) -> None:
         spec, model = digest_of(self.setup.spec), name_hash("model")
@@ -241,20 +237,18 @@ class World:
         Raises:
             Violation: an invariant was violated.
         """
-        name, a, b, c = event
-        told: str | None = None
         try:
-            told = self._events[name](a, b, c)
+            return super().do(event)
         except Crash:
-            told = f"{name}; in the middle of it the server is killed, at its write {self._fuse_writes()}"
+            told = f"{event[0]}; in the middle of it the server is killed, at its write {self._fuse_writes()}"
             self._bury_server()
+            if self._say is not None:
+                self._say(told)
+            return True
         except Violation:
             if self._say is not None:
-                self._say(f"{name} ...")
+                self._say(f"{event[0]} ...")
             raise
-        if told is not None and self._say is not None:
-            self._say(told)
-        return told is not None
 
     def _fuse_writes(self) -> int:
         return 0 if self.server is None else self.server.fuse.num_writes

@@ -1,6 +1,5 @@
 """Caches of vllm-gaudi pass the connector's registration into the backend, and their bytes survive a round trip."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,17 +11,13 @@ from kvdepot.layout import GroupKind
 from kvdepot.testing.plan import prompt
 from kvdepot_hpu.context import HpuOptions, HpuTransferContext
 from kvdepot_vllm.groups import EngineCache, EngineGroup, worker_groups
-from support.hpu.workers import TensorTuple, without_pad_block
 from support.staged.bench import torch
 from support.staged.device import FakeDevice
+from support.staged.devices import TensorTuple, without_pad_block
+
+pytestmark = pytest.mark.parametrize("device", ["hpu"], indirect=True)
 
 NUM_BLOCKS, BLOCK_TOKENS = 16, 16
-
-
-@pytest.fixture
-def depot() -> Iterator[DepotProcess]:
-    with DepotProcess() as depot:
-        yield depot
 
 
 @pytest.fixture(autouse=True)
@@ -57,10 +52,8 @@ def register(groups: tuple[EngineGroup, ...], layers: dict[str, Any], url: str) 
     )
 
 
-@pytest.mark.parametrize("lazy", [False, True])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_the_tensors_of_vllm_gaudi_come_back(engine: str, lazy: bool, fake: FakeDevice, depot: DepotProcess) -> None:
-    fake.lazy = lazy
+def test_the_tensors_of_vllm_gaudi_come_back(engine: str) -> None:
     groups = ENGINES[engine]
     layers: dict[str, Any] = {}
     tensors: list[Any] = []
@@ -69,18 +62,19 @@ def test_the_tensors_of_vllm_gaudi_come_back(engine: str, lazy: bool, fake: Fake
             views = [view()] if each.is_mla else [view(), view()]
             layers[name] = views[0] if each.is_mla else TensorTuple(views)
             tensors += views
-    context = register(groups, layers, depot.url)
-    context.wait_until_connected(20)
-    rng = np.random.default_rng(1)
-    for tensor in tensors:
-        raw = torch().from_numpy(rng.integers(0, 256, tensor.numel() * 2, np.uint8))
-        tensor.copy_(raw.view(torch().bfloat16).view(tensor.shape))
-    before = [tensor.to("cpu").view(torch().uint8) for tensor in tensors]
-    stored, loaded = list(range(8)), list(range(8, 16))
-    assert context.submit_store("request", prompt(2), [stored] * len(groups)).result(20)
-    assert context.submit_retrieve("request", prompt(2), [loaded] * len(groups)).result(20)
-    for tensor, kept in zip(tensors, before, strict=True):
-        after = tensor.to("cpu").view(torch().uint8)
-        assert torch().equal(after[8:], kept[:8])
-        assert torch().equal(after[:8], kept[:8])
-    context.close()
+    with DepotProcess() as depot:
+        context = register(groups, layers, depot.url)
+        context.wait_until_connected(20)
+        rng = np.random.default_rng(1)
+        for tensor in tensors:
+            raw = torch().from_numpy(rng.integers(0, 256, tensor.numel() * 2, np.uint8))
+            tensor.copy_(raw.view(torch().bfloat16).view(tensor.shape))
+        before = [tensor.to("cpu").view(torch().uint8) for tensor in tensors]
+        stored, loaded = list(range(8)), list(range(8, 16))
+        assert context.submit_store("request", prompt(2), [stored] * len(groups)).result(20)
+        assert context.submit_retrieve("request", prompt(2), [loaded] * len(groups)).result(20)
+        for tensor, kept in zip(tensors, before, strict=True):
+            after = tensor.to("cpu").view(torch().uint8)
+            assert torch().equal(after[8:], kept[:8])
+            assert torch().equal(after[:8], kept[:8])
+        context.close()
