@@ -258,7 +258,7 @@ def _judge_limits(facts: Facts) -> Iterator[Finding]:
 
 
 def _judge_nodes(nodes: NumaNodes) -> Iterator[Finding]:
-    """Compare the NUMA nodes of the GPUs with those of the pool of a depot that is started like this command."""
+    """Compare the NUMA nodes of the GPUs with the pool's, for a depot that is started like this command."""
     gpus, pool = sorted(set(nodes.gpus)), nodes.pool()
     if not gpus or not pool or (len(pool) == 1 and gpus == list(pool)):
         if gpus and pool:

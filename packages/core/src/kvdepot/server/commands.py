@@ -163,7 +163,7 @@ def clear(depot: Depot, request: o.Clear, sender: Sender) -> Steps:
     tenant, model = request.tenant, request.model
     removed, problems = yield from _clear_owner(depot, tenant, model)
     is_all = tenant is None and model is None
-    if not is_all and Label(*LIST_OWNER) in depot.labels.names:  # the lists in tiers may name what was cleared
+    if not is_all and Label(*LIST_OWNER) in depot.labels.names:  # these lists would name removed chunks
         num_lists, with_lists = yield from _clear_owner(depot, *LIST_OWNER)
         removed += num_lists
         problems = list(dict.fromkeys(problems + with_lists))

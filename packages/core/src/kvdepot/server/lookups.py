@@ -101,7 +101,7 @@ class Lookups:
         return self._complete(query, tokens)
 
     def _complete(self, query: Query, tokens: list[int]) -> Steps:
-        """Wait for another request that computes the next chunks, or for the tiers and then for such a request."""
+        """Complete a partial hit: first from a flight, then from the tiers, then from a flight again."""
         context, request, began, before = query.context, query.request, self._state.clock(), query.found
         query.until = began + request.wait_seconds
         # Other requests before tiers: chunks that are being computed arrive without a read, and no tier has them yet.

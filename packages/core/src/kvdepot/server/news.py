@@ -78,7 +78,7 @@ class NewsDesk:
         return m.Done(self._state.epoch, num_new)
 
     def keep_in(self, file: TokensFile, *, is_new: bool) -> None:
-        """Keep descriptions in a file, and read those of an earlier server. Call this once the index is restored.
+        """Keep descriptions in a file, and read an earlier server's. Call this once the index is restored.
 
         A depot that publishes nothing discards them.
         """

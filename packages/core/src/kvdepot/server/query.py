@@ -22,7 +22,7 @@ class Query:
     joined: str = ""  # for the log: the request that computes the chunks that it waited for
     why_not_promoted: str = "for so few tokens or by so many lookups"  # for the log, if no other reason is found
     brought: set[int] = field(default_factory=set[int])  # numbers of chunks that tiers bring meanwhile
-    num_promoted: int = 0  # those of them that were found and not in the pool before
+    num_promoted: int = 0  # chunks of this answer that a tier brought
 
     @property
     def num_chunks(self) -> int:

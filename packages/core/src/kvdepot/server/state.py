@@ -165,7 +165,7 @@ class DepotState:
     background: Background = field(init=False)
     timers: Timers = field(default_factory=Timers)  # deadlines that must be met sooner than the sweep of the loop
     events: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=_MAXIMUM_EVENTS))
-    promoted: deque[Prefix] = field(default_factory=lambda: deque(maxlen=_MOST_PROMOTED))  # the parts that were found
+    promoted: deque[Prefix] = field(default_factory=lambda: deque(maxlen=_MOST_PROMOTED))  # found after a promotion
     numbers: "count[int]" = field(default_factory=lambda: count(1))  # for contexts and tickets
     tiering: Tiering | None = None
     movers: MoverTable | None = None

@@ -198,7 +198,7 @@ class Background:
         self.descriptions = self._other(1)  # reads the tokens of an earlier server, or rewrites the file of tokens
 
     def _other(self, most: int) -> Turns:
-        """Return another queue of those that take turns."""
+        """Add a queue to the queues that take turns. Return it."""
         self._others.append(Turns(self, most))
         return self._others[-1]
 
