@@ -517,5 +517,5 @@ def test_without_the_sdk_the_way_out_is_named(pool: TierPool, monkeypatch: pytes
 
 @needs_sdk
 def test_an_option_that_nobody_knows_starts_nothing(pool: TierPool) -> None:
-    with pytest.raises(ConfigError, match="no option 'colour'"):
+    with pytest.raises(ConfigError, match="unknown option 'colour'"):
         open_any_tier(TierUrl.parse("mooncake://127.0.0.1:1?colour=red"), pool)

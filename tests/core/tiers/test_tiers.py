@@ -173,7 +173,7 @@ def test_closing_does_not_wait_for_a_storage_that_hangs(bench: FaultyBench) -> N
         ("disk", "write a URL"),
         ("nonsense://x", "no tier 'nonsense'; there are az, disk"),
         ("memory://?capacity=much", "not a size"),
-        ("memory://?colour=red", "no option 'colour'"),
+        ("memory://?colour=red", "unknown option 'colour'"),
         ("memory://?capacity", "bad query field"),
     ],
 )

@@ -21,6 +21,7 @@ from kvdepot.ops.cleanup import add_pools
 from kvdepot.ops.commandline import ASKS_NO_DEPOT, add_settings, count_argument, number_argument, show, size_argument
 from kvdepot.ops.operate import add_commands
 from kvdepot.ops.serve import add_serve, run_serve
+from kvdepot.ops.sizing import VALUE_BYTES, size_model
 from kvdepot.ops.status import add_status
 
 if TYPE_CHECKING:
@@ -196,15 +197,18 @@ def make_parser() -> argparse.ArgumentParser:
     sizing = commands.add_parser(
         "sizing",
         parents=[common, json_output],
-        help="compute how many tokens of a model fit into a pool",
-        description="Compute the size of a model's KV cache, and how many tokens a pool holds. Refuses a model whose"
-        " configuration does not say this exactly; 'kvdepot status' shows it for every model that is attached.",
+        help="bound the size of a model's tokens",
+        description="Compute from a model's config.json how much a token takes at most, and how many tokens a pool"
+        " holds at least. 'kvdepot status' is exact while an engine is attached.",
         epilog=ASKS_NO_DEPOT,
     )
     sizing.set_defaults(run=_sizing)
-    sizing.add_argument("model", metavar="MODEL_CONFIG.json", help="the model's config.json, or its folder")
+    sizing.add_argument("model", type=Path, metavar="MODEL_CONFIG.json", help="the model's config.json, or its folder")
     sizing.add_argument(
-        "--kv-cache-dtype", metavar="DTYPE", default="auto", help="as for vLLM (default: the model's own)"
+        "--kv-cache-dtype",
+        choices=("auto", *VALUE_BYTES),
+        default="auto",
+        help="dtype of the cache (default auto: as vLLM and SGLang choose it)",
     )
     sizing.add_argument(
         "--pool-size", type=size_argument, metavar="SIZE", default=64 << 30, help="size of the pool (default 64GiB)"
@@ -330,9 +334,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _sizing(options: argparse.Namespace) -> int:
-    from kvdepot.ops.sizing import read_model_config, size_model
-
-    sizing = size_model(read_model_config(options.model), options.kv_cache_dtype)
+    sizing = size_model(options.model, options.kv_cache_dtype)
     show(options, sizing.as_dict(options.pool_size), lambda: sizing.describe(options.pool_size))
     return 0
 

@@ -155,7 +155,7 @@ class PrefixFile:
         return bool(place)
 
     def find(self, tenant: str, session: str) -> bytes:
-        """Return the packed digests of a session's last prefix; empty if the tenant has no such session."""
+        """Return the packed digests of a session's last prefix; empty if the tenant does not have the session."""
         owner, name = _names_of(tenant, session)
         of_tenant = self._tenants.get(owner)
         blocks = None if of_tenant is None else of_tenant.sessions.get(name)

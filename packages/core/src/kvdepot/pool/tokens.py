@@ -79,7 +79,7 @@ class TokensFile:
             os.ftruncate(self._fd, self.size_bytes)
 
     def rewrite(self, is_wanted: Callable[[bytes], bool]) -> Iterator[int]:
-        """Rewrite the file with the wanted messages and those that are appended meanwhile, one per step.
+        """Rewrite the file with the wanted messages and messages appended meanwhile, one per step.
 
         If the server is killed before the end, the file stays as it was. Without room for a new file it stays, too, but
         `is_wanted` learns of all its messages.

@@ -373,7 +373,7 @@ class Promotions:
         return len(self._pins) >= MAXIMUM_PROMOTIONS
 
     def begin(self, prefix: Prefix, match: Match, waiter: Waiter) -> None:
-        """Promote the chunks after those that match, which stay pinned until the end."""
+        """Promote the chunks after the match, which stays pinned until the end."""
         self._context.index.evictor.pin(match.nodes)
         promotion = Promotion(self._context, self._tiers, prefix, match.num_chunks, waiter, self._wake)
         self._pins[promotion] = match.nodes
