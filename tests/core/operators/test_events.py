@@ -19,7 +19,7 @@ from kvdepot.keys import KeyRun
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.operators.events import EventPublisher, check_endpoint
 from kvdepot.operators.holdings import Holdings, Reader
-from kvdepot.pool.folder import TOKENS_FILE
+from kvdepot.pool.folder import TOKENS_FILE, PoolFolder
 from kvdepot.pool.tokens import TokensFile
 from kvdepot.server import commands
 from kvdepot.wire import messages as m
@@ -618,6 +618,8 @@ def test_a_file_of_tokens_keeps_wanted_messages_and_those_that_come_meanwhile(tm
     next(steps)
     file.append(b"new")
     assert TokensFile.open(path).size_bytes > 1000, "a server that is killed now has lost nothing"
+    with PoolFolder(tmp_path) as folder:
+        assert len(folder.pool_files()) == 2, "the next start would not remove the new file"
     for _ in steps:
         pass
     told: list[bytes] = []
