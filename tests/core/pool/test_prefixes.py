@@ -66,6 +66,8 @@ class CountingMemory(mmap.mmap):
     ("before", "after", "num_blocks_written"),
     [
         (digests(93), digests(93), 0),
+        (digests(95), digests(95), 0),
+        (digests(95), digests(70), 1),
         (digests(93), digests(93) + digests(4, name=1), 1),
         (digests(95), digests(124), 1),
         (digests(95), digests(125), 2),

@@ -137,7 +137,7 @@ class PrefixFile:
         of_tenant = self._tenants.setdefault(owner, _Tenant())
         blocks = of_tenant.sessions.pop(name, None) or array("I")
         num_chunks = min(MAXIMUM_CHUNKS, len(digests) // DIGEST_BYTES)
-        place = self._num_unchanged(blocks, digests, num_chunks)
+        place = self._num_unchanged(blocks, digests)
         chunk, before = place * _BLOCK_DIGESTS, self._body(blocks[place - 1])[-DIGEST_BYTES:] if place else _NO_DIGEST
         while chunk < num_chunks:
             if place == len(blocks):
@@ -175,16 +175,13 @@ class PrefixFile:
 
     # --- blocks ---------------------------------------------------------------------------------------------------
 
-    def _num_unchanged(self, blocks: "array[int]", digests: bytes, num_chunks: int) -> int:
+    def _num_unchanged(self, blocks: "array[int]", digests: bytes) -> int:
         """Return how many blocks from the first on can stay, because they hold the same digests.
 
         A digest covers the chunks before it. So the last block that is the same shows that all before it are.
         """
-        place = min(len(blocks), num_chunks // _BLOCK_DIGESTS)
-        while place:
-            wanted = slice_digests(digests, (place - 1) * _BLOCK_DIGESTS, place * _BLOCK_DIGESTS)
-            if self._body(blocks[place - 1]) == wanted:
-                break
+        place, step = len(blocks), _BLOCK_DIGESTS
+        while place and self._body(blocks[place - 1]) != slice_digests(digests, (place - 1) * step, place * step):
             place -= 1
         return place
 
