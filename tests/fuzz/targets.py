@@ -39,7 +39,7 @@ from kvdepot.movers.protocol import (
     take_answers,
 )
 from kvdepot.pool.extents import ExtentAllocator
-from kvdepot.pool.names import MAGIC, Label, Names, decode_names, encode_names
+from kvdepot.pool.names import Label, Names, NamesFile
 from kvdepot.pool.prefixes import PrefixFile
 from kvdepot.pool.table import HEADER_PAGE_BYTES, RECORD_BYTES, SEALED, WRITING, IndexTable, table_size_bytes
 from kvdepot.server.depot import Depot
@@ -56,6 +56,7 @@ _SEQUENCE: Final = bytes(range(8))
 _VERSION: Final = m.PROTOCOL_VERSION
 _POOL_ID: Final = bytes(range(16))
 _CRC: Final = 116  # offset in a record
+_A_NAME: Final = Names(labels=[Label("a", "b")])
 _NUM_RECORDS: Final = 32
 _NUM_LABELS: Final = 2
 _SEGMENTS: Final = m.SEGMENT.pack(bytes(16), 0, 20) + m.SEGMENT.pack(bytes(range(16)), 20, 1)
@@ -194,15 +195,19 @@ def sessions(data: bytes) -> None:
 
 
 def names(data: bytes) -> None:
-    """The names file, raw and as a frame of a correct one: `PoolError`, or names with which a server can start."""
-    frame = len(data).to_bytes(4, "little") + zlib.crc32(data).to_bytes(4, "little") + data
-    for raw in (data, MAGIC + frame, MAGIC + encode_names(Names(labels=[Label("a", "b")])) + frame + data):
+    """The names file, from its magic on and as a frame: `PoolError`, or names with which a server can start."""
+    for raw in (data, tokens.frame(data), tokens.frame(msgspec.msgpack.encode(_A_NAME)) + tokens.frame(data) + data):
+        fd = os.memfd_create("names")
         try:
-            found, num_bytes = decode_names(raw)
+            os.write(fd, NamesFile.MAGIC + raw)
+            file = NamesFile(fd, Path("names"), os.fstat(fd).st_size)
+            found = file.found
+            assert file.size_bytes == os.fstat(fd).st_size <= len(NamesFile.MAGIC + raw)
+            assert NamesFile(fd, Path("names"), file.size_bytes).found == found
         except PoolError:
             continue
-        assert num_bytes <= len(raw)
-        assert decode_names(raw[:num_bytes]) == (found, num_bytes)
+        finally:
+            os.close(fd)
         index = ChunkIndex(ExtentAllocator(PAGE), IndexTable.in_memory(4))
         depot = Depot(index, epoch=1, lease_seconds=1.0, clock=lambda: 0.0, features=STANDARD)
         depot.labels.restore(found.labels)
@@ -287,7 +292,9 @@ def _names_seeds() -> list[bytes]:
         msgspec.msgpack.encode(Names(list(SPECS), [Label("default", "model"), Label("tenant", "")])),
         msgspec.msgpack.encode(Names()),
         b"\x92" + b"\x91" * 900,
-        MAGIC + encode_names(Names(list(SPECS))) + encode_names(Names(labels=[Label("a", "b")])) + b"\x05",
+        tokens.frame(msgspec.msgpack.encode(Names(list(SPECS))))
+        + tokens.frame(msgspec.msgpack.encode(_A_NAME))
+        + b"\x05",
     ]
 
 
