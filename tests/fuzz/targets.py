@@ -467,7 +467,6 @@ TARGETS: Final[dict[str, Target]] = {
     "disk": Target(tiers.disk, tiers.disk_seeds, 200),
     "resp": Target(tiers.resp, tiers.resp_seeds, 10_000),
     "valkey": Target(tiers.valkey, tiers.valkey_seeds, 12_000),
-    "mooncake": Target(tiers.mooncake_replies, tiers.mooncake_seeds, 3000, is_message=True),
     "runs": Target(tiers.runs, tiers.runs_seeds, 12_000),
     "tokens": Target(tokens.restore, tokens.seeds, 2000, is_message=True, prefix=1),
     "weights": Target(weights.parse, weights.seeds, 3000),
@@ -476,6 +475,10 @@ if find_spec("obstore"):  # kvdepot[object]
     from fuzz import objects
 
     TARGETS["objects"] = Target(objects.objects, objects.seeds, 200)
+if find_spec("kvdepot_mooncake"):
+    from fuzz import mooncake
+
+    TARGETS["mooncake"] = Target(mooncake.replies, mooncake.seeds, 3000, is_message=True)
 if find_spec("kvdepot_vllm"):
     from fuzz import news, wishes
 
