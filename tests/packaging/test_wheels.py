@@ -18,6 +18,7 @@ MODULES = {
     "kvdepot-cuda": "kvdepot_cuda",
     "kvdepot-hpu": "kvdepot_hpu",
     "kvdepot-mooncake": "kvdepot_mooncake",
+    "kvdepot-plan": "kvdepot_plan",
     "kvdepot-sglang": "kvdepot_sglang",
     "kvdepot-vllm": "kvdepot_vllm",
 }
@@ -141,17 +142,20 @@ def test_each_installs_with_the_core_alone_and_imports(name: str, wheels: dict[s
     subprocess.run([str(python), "-c", code], check=True)
 
 
-def test_the_core_alone_names_the_command_that_adds_a_tier_and_finds_it_then(
-    wheels: dict[str, Path], tmp_path: Path
+@pytest.mark.parametrize(
+    ("name", "arguments", "added"),
+    [
+        ("mooncake", ["serve", "--tier", "mooncake://127.0.0.1:1"], "pip install mooncake-transfer-engine-non-cuda"),
+        ("plan", ["replay", "TRACE", "--simulate"], "TRACE cannot be read: No such file"),
+    ],
+)
+def test_the_core_alone_names_the_command_that_adds_a_package_and_finds_it_then(
+    name: str, arguments: list[str], added: str, wheels: dict[str, Path], tmp_path: Path
 ) -> None:
-    serve = ["serve", "--dir", str(tmp_path), "--tier", "mooncake://127.0.0.1:1"]
-    for names, said in (
-        (["kvdepot"], "pip install 'kvdepot[mooncake]'"),
-        (["kvdepot", "kvdepot-mooncake"], "pip install mooncake-transfer-engine-non-cuda"),
-    ):
-        python = install({wheels[name] for name in names}, tmp_path / f"venv-{len(names)}")
-        command = [str(python.with_name("kvdepot")), *serve]
-        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    for names, said in (["kvdepot"], f"pip install 'kvdepot[{name}]'"), (["kvdepot", f"kvdepot-{name}"], added):
+        python = install({wheels[each] for each in names}, tmp_path / f"venv-{len(names)}")
+        command = [str(python.with_name("kvdepot")), "--dir", str(tmp_path / "run"), *arguments]
+        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60, cwd=tmp_path)
         assert done.returncode == 1
         assert said in done.stderr
 

@@ -1,1 +1,1 @@
-"""The tier in Mooncake Store. `kvdepot.tiers` finds it as the entry point `mooncake`; this module imports nothing."""
+"""The tier in Mooncake Store. `kvdepot` finds it as the entry point `mooncake`; this imports nothing."""

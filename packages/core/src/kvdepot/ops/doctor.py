@@ -82,8 +82,8 @@ DESCRIPTORS_OF_SCHEDULER: Final = 3  # session, pidfd, connection
 DESCRIPTORS_OF_WORKER: Final = 7  # session, pidfd, two connections, a temporary one, two for its mover
 DESCRIPTORS_OF_DEPOT: Final = 64  # the pool's files and those of tiers
 _PACKAGES: Final = (
-    "kvdepot", "kvdepot-cpu", "kvdepot-cuda", "kvdepot-hpu", "kvdepot-mooncake", "kvdepot-vllm", "kvdepot-sglang",
-    "vllm", "sglang", "torch", "pyzmq",
+    "kvdepot", "kvdepot-cpu", "kvdepot-cuda", "kvdepot-hpu", "kvdepot-mooncake", "kvdepot-plan", "kvdepot-vllm",
+    "kvdepot-sglang", "vllm", "sglang", "torch", "pyzmq",
 )  # fmt: skip
 
 
