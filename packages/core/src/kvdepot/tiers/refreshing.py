@@ -108,9 +108,8 @@ class Refresher:
         # Stored prefixes for which there is no room yet, with the digest of the last chunk, which may leave the pool.
         self._waiting = OrderedDict[_Key, tuple[bytes, Reason]]()
         self._unwritten: set[_Key] = set()  # prefixes with another reason than their use
-        self._cut: set[_Key] = (
-            set()
-        )  # prefixes being refreshed of which chunks left, or for which a tier gave no answer
+        # Prefixes being refreshed of which chunks left the pool, or for which a tier gave no answer.
+        self._cut: set[_Key] = set()
         self._questions: dict[TierState, deque[_Question]] = {}
         self._asked: dict[TierState, Job] = {}  # the question that a tier is to answer
         self._small: dict[tuple[TierState, Reason], list[_Asked]] = {}  # to write together when the turn ends
