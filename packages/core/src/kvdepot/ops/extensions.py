@@ -35,7 +35,7 @@ def add_extensions(commands: Any, common: argparse.ArgumentParser, json_output: 
     for name, package in KNOWN_COMMANDS.items():
         if name not in commands.choices:
             # No argument begins with NUL, so all of them, flags and `--help` too, are words that nobody reads.
-            missing = commands.add_parser(name, add_help=False, prefix_chars="\0", help=f"needs {package}")
+            missing = commands.add_parser(name, prefix_chars="\0", help=f"needs {package}")
             missing.add_argument("words", nargs="*")
             missing.set_defaults(run=partial(_refuse, name, package), log_level="warning")
 
