@@ -10,6 +10,7 @@ import pytest
 from hypothesis import settings
 
 if TYPE_CHECKING:
+    from kvdepot.lab.processes import DepotProcess
     from support.events import Context
 
 os.environ["PYTHONPATH"] = os.pathsep.join(
@@ -48,6 +49,15 @@ def _forked_children() -> Iterator[None]:
 
     with forked_children():
         yield
+
+
+@pytest.fixture
+def depot() -> "Iterator[DepotProcess]":
+    """A depot with a pool of 64 MiB."""
+    from kvdepot.lab.processes import DepotProcess
+
+    with DepotProcess() as depot:
+        yield depot
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvdepot.client.answers import BlendRun
 from kvdepot.client.scheduler import SchedulerClient
-from kvdepot.client.segments import SegmentNamer
+from kvdepot.features.blend.client import BlendRun, note_contents, submit_blend_lookup
+from kvdepot.features.blend.segments import SegmentNamer
 from kvdepot.keys import Namespace, hash_prefix
 from kvdepot.lab.bench import IndexFiller, describe_machine, filler_spec
 from kvdepot.lab.processes import DepotProcess, wait_until
@@ -35,10 +35,10 @@ def measure(num_tokens: int, rounds: int) -> None:
         filler.store(key)
         with SchedulerClient(filler_spec(_CHUNK_TOKENS), "bench", url=depot.url, deadline_seconds=30) as client:
             client.wait_until_connected(10)
-            client.note_contents(key, namer.name(source))
+            note_contents(client, key, namer.name(source))
             segments = namer.name(prompt)
             # The depot takes notes in the background.
-            wait_until(lambda: client.submit_blend_lookup("warm-up", segments, min_run_tokens=64).result().runs)
+            wait_until(lambda: submit_blend_lookup(client, "warm-up", segments, min_run_tokens=64).result().runs)
             for _ in range(rounds):
                 moments = [time.perf_counter()]
                 hash_prefix(namespace, _CHUNK_TOKENS, prompt)
@@ -47,7 +47,7 @@ def measure(num_tokens: int, rounds: int) -> None:
                 moments.append(time.perf_counter())
                 namer.name(prompt)
                 moments.append(time.perf_counter())
-                runs = client.submit_blend_lookup("request", segments, min_run_tokens=64).result().runs
+                runs = submit_blend_lookup(client, "request", segments, min_run_tokens=64).result().runs
                 moments.append(time.perf_counter())
                 client.end_request("request")
                 for name, (began, ended) in zip(times, itertools.pairwise(moments), strict=True):

@@ -20,8 +20,8 @@ import numpy as np
 import zmq
 
 from kvdepot.client import SchedulerClient
-from kvdepot.client.news import Description
 from kvdepot.client.operator import ask_depot
+from kvdepot.features.routers.feed import Description
 from kvdepot.keys import KeyRun, Namespace, hash_prefix
 from kvdepot.lab.bench import describe_machine
 from kvdepot.lab.engine_model import GEOMETRY_8B, EngineModel
@@ -60,7 +60,8 @@ class Side:
         assert self.engine.context.submit_store("r", key, self.blocks).result()
         stored = time.perf_counter() - began
         if self.client.wants_tokens:
-            self.client.describe(key, Description(bytes(32), tokens, ids))
+            description = Description(bytes(32), tokens, ids)
+            self.client.post(lambda context: description.requests(context, key))
         return stored, time.perf_counter() - began
 
     def lookup(self, key: KeyRun) -> float:

@@ -21,6 +21,7 @@ from unittest.mock import patch
 
 from sessions import CHUNK_TOKENS, GEOMETRY, POOL_SHARE, SHORT_SECONDS, Turn, key_of, parse_options, quotas_of, steps
 
+from kvdepot.features.sessions.feature import Agents
 from kvdepot.index.eviction import AUTO
 from kvdepot.index.index import ChunkIndex
 from kvdepot.index.quotas import QuotaTable
@@ -30,6 +31,7 @@ from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.table import IndexTable, Writer, table_size_bytes
 from kvdepot.server.commands import HANDLERS
 from kvdepot.server.depot import Depot
+from kvdepot.server.feature import installed_features
 from kvdepot.server.turns import PendingReply, run
 from kvdepot.tiers import queue
 from kvdepot.tiers.base import Extents, Tier, TierPool, TierUsage
@@ -170,7 +172,9 @@ class World:
         self._quotas = QuotaTable(num_pages * PAGE, quotas_of(num_tenants, num_pages * PAGE))
         table = IndexTable(bytearray(table_size_bytes(4 * num_pages)), 4 * num_pages)
         self._index = ChunkIndex(ExtentAllocator(num_pages * PAGE), table, AUTO, self._quotas)
-        self._depot = Depot(self._index, epoch=1, lease_seconds=60.0, clock=self.clock)
+        self._depot = Depot(
+            self._index, epoch=1, lease_seconds=60.0, clock=self.clock, features=installed_features(["routers"])
+        )
         with patch.object(queue, "TierWorkers", Threads):
             self._queue = TierQueue(Disk(), TierPool(-1, memoryview(bytearray())), "disk", clock=self.clock)
         self._threads: Any = self._queue._workers  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
@@ -320,7 +324,7 @@ class World:
         if self._with_sessions and SHORT_SECONDS <= pause < math.inf:
             self._operate(o.DemoteSession(turn.session, turn.tenant), [])
         _, _, used = self._quotas.usage()[turn.tenant]
-        parts = used / quota, self._depot.agents.pins.bytes_of(share) / quota
+        parts = used / quota, self._depot.features.of(Agents).pins.bytes_of(share) / quota
         self._largest = [max(pair) for pair in zip(self._largest, parts, strict=True)]
 
 

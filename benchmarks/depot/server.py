@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from kvdepot.config import format_size
-from kvdepot.index.hit_rate_curve import HitRateCurve
+from kvdepot.features.estimates.feature import HitRateCurve
 from kvdepot.lab.bench import (
     ENTRY_BYTES,
     NUM_CLIENTS,

@@ -1,10 +1,10 @@
-"""Runs the soak of `tests/soak` with a small, at times full or read-only file system as its tier. Needs root and ext4.
+"""Runs the simulation in real time with a small file system, full or read-only at times, as its tier. Needs root, ext4.
 
     python benchmarks/depot/torture.py --seconds 600 --seed 1
 
-The soak kills and stops engines and depots, and damages files of the tier. This script makes the file system in a
+It kills and stops engines and depots, and damages files of the tier. This script makes the file system in a
 file, mounts it, and puts it through phases: full, read-only, and healthy. The last phase is healthy, so that the audit
-finds a depot at rest. Prints the soak's output and ends with its exit status.
+finds a depot at rest. Prints the simulation's output and ends with its exit status.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-_IMAGE_BYTES = 400 << 20  # slightly more than the soak's tier may use
+_IMAGE_BYTES = 400 << 20  # slightly more than the tier may use
 _LAST_GOOD_SECONDS = 45.0  # for the breaker to close and waiting writes to finish
 _STEP_BYTES = 1 << 20
 _TESTS = Path(__file__).parents[2] / "tests"
@@ -51,7 +51,7 @@ def disturb(folder: Path, until: float, seed: int, is_over: threading.Event, cou
 
 
 def main() -> int:
-    """Run the soak over the file system."""
+    """Run the simulation over the file system."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--engines", type=int, default=3)
@@ -69,8 +69,8 @@ def main() -> int:
         is_over = threading.Event()
         until = time.monotonic() + options.seconds - _LAST_GOOD_SECONDS
         thread = threading.Thread(target=disturb, args=(folder, until, options.seed, is_over, counts))
-        command = [sys.executable, "-m", "soak", "--seconds", str(options.seconds), "--seed"]
-        command += [str(options.seed), "--engines", str(options.engines), "--verify", options.verify]
+        command = [sys.executable, "-m", "simulation", "--real-time", "--seconds", str(options.seconds)]
+        command += ["--seed", str(options.seed), "--engines", str(options.engines), "--verify", options.verify]
         try:
             thread.start()
             status = subprocess.run([*command, "--disk", folder / "tier"], cwd=_TESTS, check=False).returncode

@@ -54,9 +54,9 @@ ORDER = ["order_on_device.py"]
 SUITES = "ByTheWorker ByTheWorkerWithTheKernel ByAMover SmallAllocations WorkerAndDepotKilled WorkerMoverAndDepotKilled"
 CONFORMANCE = [f"on_device.py::Test{name}" for name in SUITES.split()]
 if FAKE:  # two of the tests that need no device: they show that tests run in parallel
-    ORDER = ["device_suites.py::TestByAMover"]
+    ORDER = ["conformance.py::TestTheDevicesOwnTests"]
     CONFORMANCE = [*ORDER]
-    CONFORMANCE.append("device_suites.py::TestFaults::test_the_successor_of_a_killed_engine_finds_what_it_had_stored")
+    CONFORMANCE.append("conformance.py::TestFaults::test_the_successor_of_a_killed_engine_finds_what_it_had_stored")
 
 
 def report(what: str, **values: Any) -> None:

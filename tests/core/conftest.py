@@ -18,13 +18,6 @@ def pools_are_removed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
 
 
 @pytest.fixture
-def depot() -> Iterator[DepotProcess]:
-    """A depot with a pool of 64 MiB."""
-    with DepotProcess() as depot:
-        yield depot
-
-
-@pytest.fixture
 def peer(depot: DepotProcess) -> Iterator[Peer]:
     """A worker of the depot that copies nothing."""
     peer = Peer(depot)

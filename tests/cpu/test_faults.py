@@ -1,11 +1,11 @@
-"""The CPU backend passes the fault suite of every backend. Further tests need only engines without a device."""
+"""The CPU backend passes the fault suite of every backend. Further faults need no device and happen here alone."""
 
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import pytest
@@ -16,36 +16,16 @@ from kvdepot.client.connection import Connection
 from kvdepot.client.session import Channel, Session
 from kvdepot.client.transfers import BATCH_BYTES
 from kvdepot.lab.processes import DepotProcess, wait_until
-from kvdepot.testing.engine import EngineProcess
-from kvdepot.testing.faults import FaultSuite
+from kvdepot.testing.engine import PLAN
+from kvdepot.testing.faults import FaultSuite, Spawn
 from kvdepot.testing.plan import WorkerPlan, prompt
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 from kvdepot_cpu.context import CpuOptions, CpuTransferContext, PageCopier
-from support.cpu.engines import CHUNK, command, large_engine
+from support.cpu.engines import command
 from support.cpu.workers import NumpyWorker
 
-
-@pytest.fixture
-def depot() -> Iterator[DepotProcess]:
-    with DepotProcess() as depot:
-        yield depot
-
-
-@pytest.fixture
-def spawn(depot: DepotProcess) -> Iterator[Callable[[str], EngineProcess]]:
-    engines: list[EngineProcess] = []
-
-    def spawn(instance: str) -> EngineProcess:
-        engines.append(large_engine(depot, instance))
-        return engines[-1]
-
-    yield spawn
-    for engine in engines:
-        engine.close()
-
-
-Spawn = Callable[[str], EngineProcess]
+_CHUNK_BYTES: Final = PLAN.chunk_size_bytes(0)
 
 
 @pytest.mark.slow
@@ -56,74 +36,58 @@ class TestFaults(FaultSuite):
     def engine_command(self, url: str, instance: str) -> Sequence[str]:
         return command(url, instance)
 
+    @pytest.mark.promise(10, 24, 26)
+    def test_a_forked_child_that_lives_on_does_not_keep_what_a_killed_engine_held(
+        self, depot: DepotProcess, spawn: Spawn
+    ) -> None:
+        before = os.listdir(f"/proc/{depot.pid}/fd")
+        victim = spawn("victim")
+        victim.expect("3", "store 1 3")
+        child = int(victim.ask("fork"))
+        assert child > 1  # 0 and -1 would name more processes than the child
+        try:
+            victim.expect("3", "lookup 1 3")
+            victim.expect("armed", "gate store half")
+            victim.expect("reached", "store 2 3")
+            status = depot.status()
+            assert (status.num_leases, status.num_tickets) == (1, 1)
+            victim.kill()
+            wait_until(lambda: depot.status().num_leases == depot.status().num_tickets == 0, 1.0)
+            wait_until(lambda: depot.status().pool_used_bytes == 3 * _CHUNK_BYTES, 1.0)
+            assert depot.status().num_sessions == 0
+            wait_until(lambda: len(os.listdir(f"/proc/{depot.pid}/fd")) <= len(before))
+            os.kill(child, 0)  # it lives
+        finally:
+            os.kill(child, signal.SIGKILL)
+        other = spawn("other")
+        other.expect("3", "retrieve 1 3")
+        other.expect("0", "lookup 2 3")
 
-@pytest.mark.slow
-@pytest.mark.promise(10, 24, 26)
-def test_leases_of_a_killed_scheduler_end_at_once(depot: DepotProcess, spawn: Spawn) -> None:
-    victim = spawn("victim")
-    victim.expect("3", "store 1 3")
-    victim.expect("3", "lookup 1 3")
-    assert depot.status().num_leases == 1
-    victim.kill()
-    wait_until(lambda: depot.status().num_leases == 0, 1.0)
-    wait_until(lambda: depot.status().num_sessions == 0, 1.0)
+    def test_two_engines_that_store_the_same_at_once_make_one_copy(self, depot: DepotProcess, spawn: Spawn) -> None:
+        engines = [spawn("one"), spawn("two")]
+        for engine in engines:
+            engine.say("store 1 16")
+        assert [engine.listen() for engine in engines] == ["16", "16"]
+        wait_until(lambda: depot.status().num_tickets == 0)
+        assert depot.status().pool_used_bytes == 16 * _CHUNK_BYTES
+        assert [engine.ask("retrieve 1 16") for engine in engines] == ["16", "16"]
 
-
-@pytest.mark.slow
-@pytest.mark.promise(10, 24)
-def test_a_forked_child_that_lives_on_does_not_keep_what_a_killed_engine_held(
-    depot: DepotProcess, spawn: Spawn
-) -> None:
-    before = os.listdir(f"/proc/{depot.pid}/fd")
-    victim = spawn("victim")
-    victim.expect("3", "store 1 3")
-    child = int(victim.ask("fork"))
-    assert child > 1  # 0 and -1 would name more processes than the child
-    try:
-        victim.expect("3", "lookup 1 3")
+    def test_unfinished_chunks_of_a_live_writer_wait_until_it_comes_back_or_dies(
+        self, depot: DepotProcess, spawn: Spawn
+    ) -> None:
+        victim, other = spawn("victim"), spawn("other")
         victim.expect("armed", "gate store half")
         victim.expect("reached", "store 2 3")
-        status = depot.status()
-        assert (status.num_leases, status.num_tickets) == (1, 1)
+        victim.signal(signal.SIGSTOP)
+        depot.kill()
+        depot.start()
+        wait_until(lambda: not depot.status().recovering)
+        assert depot.status().quarantined_bytes == 3 * _CHUNK_BYTES
+        wait_until(lambda: other.ask("store 1 3") == "3")
         victim.kill()
-        wait_until(lambda: depot.status().num_leases == depot.status().num_tickets == 0, 1.0)
-        wait_until(lambda: depot.status().pool_used_bytes == 3 * CHUNK, 1.0)
-        assert depot.status().num_sessions == 0
-        wait_until(lambda: len(os.listdir(f"/proc/{depot.pid}/fd")) <= len(before))
-        os.kill(child, 0)  # it lives
-    finally:
-        os.kill(child, signal.SIGKILL)
-    other = spawn("other")
-    other.expect("3", "retrieve 1 3")
-    other.expect("0", "lookup 2 3")
-
-
-@pytest.mark.slow
-def test_two_engines_that_store_the_same_at_once_make_one_copy(depot: DepotProcess, spawn: Spawn) -> None:
-    engines = [spawn("one"), spawn("two")]
-    for engine in engines:
-        engine.say("store 1 16")
-    assert [engine.listen() for engine in engines] == ["16", "16"]
-    wait_until(lambda: depot.status().num_tickets == 0)
-    assert depot.status().pool_used_bytes == 16 * CHUNK
-    assert [engine.ask("retrieve 1 16") for engine in engines] == ["16", "16"]
-
-
-@pytest.mark.slow
-def test_unfinished_chunks_of_a_live_writer_wait_until_it_comes_back_or_dies(depot: DepotProcess, spawn: Spawn) -> None:
-    victim, other = spawn("victim"), spawn("other")
-    victim.expect("armed", "gate store half")
-    victim.expect("reached", "store 2 3")
-    victim.signal(signal.SIGSTOP)
-    depot.kill()
-    depot.start()
-    wait_until(lambda: not depot.status().recovering)
-    assert depot.status().quarantined_bytes == 3 * CHUNK
-    wait_until(lambda: other.ask("store 1 3") == "3")
-    victim.kill()
-    wait_until(lambda: depot.status().quarantined_bytes == 0, 2.0)
-    other.expect("0", "lookup 2 3")
-    other.expect("3", "retrieve 1 3")
+        wait_until(lambda: depot.status().quarantined_bytes == 0, 2.0)
+        other.expect("0", "lookup 2 3")
+        other.expect("3", "retrieve 1 3")
 
 
 # --- in this process: gates in the copy -----------------------------------------------------------------------------
@@ -221,7 +185,7 @@ def test_a_copy_that_fails_is_a_miss_and_gives_its_space_back(
         {"offset": (1 << 64) - 4096},
         {"offset": (1 << 64) - 1},
         {"offset": (64 << 20) - 4096},  # the last page of the pool
-        {"offset": (64 << 20) - CHUNK + 1},
+        {"offset": (64 << 20) - (1 << 18) + 1},
         {"num_bytes": (1 << 64) - 4096},
         {"num_bytes": 4096},
         {"chunk": 4},

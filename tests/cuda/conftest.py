@@ -1,4 +1,4 @@
-"""A depot, the fake device, and workers in this process that copy by themselves."""
+"""The fake device, and workers in this process that copy by themselves."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,12 +13,6 @@ from support.cuda.fake_worker import NUM_PIECES, FakeWorker
 from support.cuda.node import FakeDevice, fake_device
 
 WAIT_SECONDS = 20.0
-
-
-@pytest.fixture
-def depot() -> Iterator[DepotProcess]:
-    with DepotProcess() as depot:
-        yield depot
 
 
 @pytest.fixture

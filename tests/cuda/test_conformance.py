@@ -1,16 +1,20 @@
 """The CUDA backend passes the suite of every backend in both modes, with a driver that has no device."""
 
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import pytest
 
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.testing.backend import BackendSuite
+from kvdepot.testing.faults import FaultSuite
 from kvdepot.testing.plan import WorkerPlan
+from support.cuda.device_worker import DeviceWorker
 from support.cuda.fake import FakeDriver, fake_gather
 from support.cuda.fake_worker import FakeWorker
-from support.cuda.node import FakeDevice, fake_device
+from support.cuda.node import FakeDevice
+from support.cuda.on_device import ByAMover
 
 
 class _OverTheFakeDriver(BackendSuite):
@@ -33,6 +37,17 @@ class _OverTheFakeDriver(BackendSuite):
             driver.fail(call)
         self.made.append(driver)
         return FakeWorker(url, plan, driver=driver, **{**self.options, **options})
+
+
+class SharedDriver(FakeDriver):
+    """A driver that is opened twice: by the memory's owner and by the context."""
+
+    num_open = 2
+
+    def close(self) -> None:
+        self.num_open -= 1
+        if not self.num_open:
+            super().close()
 
 
 class TestWithBatches(_OverTheFakeDriver):
@@ -67,16 +82,10 @@ class TestWithTheKernel(_OverTheFakeDriver):
 class TestByAMover(BackendSuite):
     """A process of the depot opens each worker's memory and copies for it."""
 
-    @pytest.fixture(autouse=True)
-    def device(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
-        with fake_device(monkeypatch) as self.node:
-            yield self.node
-            assert self.node.violations == ""
-
     @pytest.fixture
     def depot(self, device: FakeDevice) -> Iterator[DepotProcess]:
         """A depot that outlives its workers, to show that no mover is left over."""
-        del device
+        self.node = device
         with DepotProcess(pool_size="16MiB") as depot:
             yield depot
             wait_until(lambda: self.node.holders() == set(), 20, "all movers to end")
@@ -85,3 +94,32 @@ class TestByAMover(BackendSuite):
         worker = self.node.worker(url, plan, **options)
         assert worker.context.transfer_mode == "ipc"
         return worker
+
+
+@pytest.mark.slow
+class TestTheDevicesOwnTests(ByAMover):
+    """The fixtures of `test_on_device.py`, whose workers allocate by the driver, work with the fake one."""
+
+    @pytest.fixture(autouse=True)
+    def node(self, device: FakeDevice) -> None:
+        self.device = device
+
+    def make_worker(self, url: str, plan: WorkerPlan, **options: Any) -> DeviceWorker:
+        driver = SharedDriver(root=self.device.memory)
+        options |= {"open_driver": lambda _ordinal: driver, "mover": "fake-cuda"}  # pyright: ignore[reportUnknownLambdaType]
+        return super().make_worker(url, plan, **options)
+
+
+@pytest.mark.slow
+class TestFaults(FaultSuite):
+    """Faults of workers that copy by themselves, and of depots. Those of movers are in `test_movers.py`."""
+
+    @pytest.fixture(autouse=True)
+    def node(self, device: FakeDevice) -> None:
+        self.device = device
+
+    def make_worker(self, url: str, plan: WorkerPlan, **options: Any) -> FakeWorker:
+        return self.device.worker(url, plan, mode="direct", **options)
+
+    def engine_command(self, url: str, instance: str) -> Sequence[str]:
+        return [sys.executable, "-m", "support.cuda.engine_child", url, instance, "direct", str(self.device.memory)]

@@ -8,7 +8,7 @@ from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.testing.backend import MakeCache
 from kvdepot.testing.plan import PLANS, Cache, prompt
 from support.cuda.fake import FakeDriver
-from support.cuda.fake_worker import NUM_PIECES, PIECE_BYTES, POOL_BYTES, FakeWorker
+from support.cuda.fake_worker import NUM_PIECES, POOL_BYTES, FakeWorker
 
 pytestmark = pytest.mark.slow
 
@@ -122,30 +122,6 @@ def test_batches_are_bounded(cache: MakeCache, driver: FakeDriver) -> None:
 
 
 # --- registration -----------------------------------------------------------------------------------------------------
-
-
-def test_the_pool_is_registered_in_pieces_and_given_back(cache: MakeCache, driver: FakeDriver) -> None:
-    worker = cache()
-    assert driver.registered_bytes == POOL_BYTES
-    assert driver.largest_registered_bytes == PIECE_BYTES
-    worker.context.close()
-    assert driver.calls["unregister_host"] == NUM_PIECES
-    assert driver.left_over == {}
-
-
-@pytest.mark.parametrize(("after", "times", "refused"), [(0, 1 << 30, NUM_PIECES), (0, 2, 2), (1, 2, 2)])
-def test_memory_that_cannot_be_registered_is_copied_all_the_same(
-    after: int, times: int, refused: int, cache: MakeCache, driver: FakeDriver, caplog: pytest.LogCaptureFixture
-) -> None:
-    """One warning is logged. Copies are pageable there, and batches elsewhere."""
-    driver.fail("register_host", "CUDA_ERROR_OUT_OF_MEMORY (2)", after=after, times=times)
-    worker = cache(plan="large pages", num_pieces=NUM_PIECES - refused)
-    wait_until(lambda: "cannot register" in caplog.text)
-    for salt in range(6):
-        assert worker.store(prompt(8, salt=salt))
-        assert worker.retrieve(prompt(8, salt=salt)) == 8
-    assert driver.calls["pageable"] > 0
-    assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) == 1
 
 
 @pytest.mark.promise(23, 27)

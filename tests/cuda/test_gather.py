@@ -14,7 +14,6 @@ from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.testing.backend import MakeCache
 from kvdepot.testing.plan import PLANS, Cache, prompt
 from kvdepot_cuda.context import CudaTransferContext
-from kvdepot_cuda.driver import DriverError
 from kvdepot_cuda.gather import (
     LEAST_RUNS,
     MOST_RUN_BYTES,
@@ -24,7 +23,7 @@ from kvdepot_cuda.gather import (
     runs_for_kernel,
 )
 from support.cuda.fake import FakeDriver
-from support.cuda.fake_worker import NUM_PIECES, PIECE_BYTES, FakeWorker
+from support.cuda.fake_worker import NUM_PIECES, FakeWorker
 
 IMAGE = GatherImage(b"image", "gather_runs", 128, 1024, 2)
 WAIT_SECONDS = 20.0
@@ -131,17 +130,6 @@ def test_nothing_waits_for_the_compiler(depot: DepotProcess, driver: FakeDriver)
     assert driver.left_over == {}
 
 
-@pytest.mark.parametrize(("threshold", "value"), [("MOST_RUN_BYTES", 1024), ("LEAST_RUNS", 10_000)])
-def test_copies_of_large_or_few_pages_are_batches(
-    threshold: str, value: int, cache: MakeCache, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(f"kvdepot_cuda.gather.{threshold}", value)
-    worker = cache(plan="large pages")
-    assert worker.store(prompt(4))
-    assert worker.retrieve(prompt(4)) == 4
-    assert driver.calls["launch_kernel"] == 0
-
-
 def test_runs_that_do_not_suit_the_kernel_are_copied_beside_it(cache: MakeCache, driver: FakeDriver) -> None:
     """With pages of 1000, 8 and 4104 bytes, few lie at multiples of 16."""
     worker = cache(plan="odd page sizes")
@@ -161,35 +149,12 @@ def test_no_launch_has_more_runs_than_its_table(cache: MakeCache, driver: FakeDr
     assert driver.calls["launch_kernel"] >= driver.calls["gathered"] / 10 > 2
 
 
-class RefusingDriver(FakeDriver):
-    """Registers the kernel's tables and some pieces of the pool."""
-
-    num_accepted = NUM_PIECES
-
-    def register_host(self, address: int, num_bytes: int) -> None:
-        if num_bytes >= PIECE_BYTES:
-            self.num_accepted -= 1
-            if self.num_accepted < 0:
-                raise DriverError("register_host", "CUDA_ERROR_NOT_SUPPORTED (801)")
-        super().register_host(address, num_bytes)
-
-
-@pytest.mark.parametrize(("num_accepted", "has_addresses"), [(0, True), (3, True), (NUM_PIECES, False)])
-class TestUnreachablePieces:
-    @pytest.fixture
-    def driver(self, num_accepted: int, has_addresses: bool) -> FakeDriver:
-        driver = RefusingDriver()
-        driver.num_accepted = num_accepted
-        if not has_addresses:
-            driver.fail("device_address_of", "CUDA_ERROR_NOT_SUPPORTED (801)")
-        return driver
-
-    def test_the_kernel_gets_no_run_that_it_cannot_reach(self, num_accepted: int, cache: MakeCache) -> None:
-        """The fake fails a launch that touches such a piece."""
-        worker = cache(num_pieces=num_accepted)
-        for salt in range(6):
-            assert worker.store(prompt(8, salt=salt))
-            assert worker.retrieve(prompt(8, salt=salt)) == 8
+def test_without_addresses_of_the_pool_nothing_goes_by_the_kernel(cache: MakeCache, driver: FakeDriver) -> None:
+    driver.fail("device_address_of", "CUDA_ERROR_NOT_SUPPORTED (801)")
+    worker = cache()
+    assert worker.store(prompt(8))
+    assert worker.retrieve(prompt(8)) == 8
+    assert driver.calls["launch_kernel"] == 0
 
 
 # --- fallbacks --------------------------------------------------------------------------------------------------------

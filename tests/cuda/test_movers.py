@@ -507,29 +507,25 @@ def test_an_error_of_the_device_is_a_miss_and_a_new_mover(
     assert depot.status().num_entries == 3
 
 
-@pytest.mark.parametrize("mode", ["direct", "ipc"])
-def test_a_worker_knows_when_the_copying_process_has_the_pool_registered(
-    mode: str, device: FakeDevice, depot: DepotProcess, cache: MakeCache
+def test_a_worker_knows_when_its_mover_has_the_pool_registered(
+    device: FakeDevice, depot: DepotProcess, cache: MakeCache
 ) -> None:
     """A mover that replaces another one does not have it registered yet."""
-    worker = cache(mode=mode)
+    worker = cache()
     made: Any = worker.context
     assert worker.store(prompt(4))
     wait_until(lambda: worker.retrieve(prompt(4)) == 4 and made.is_warm, WAIT_SECONDS)
-    if mode == "direct":
-        assert made.num_registered == NUM_PIECES
-    else:
-        assert device.calls()["register_host"] == NUM_PIECES
-        before = wait_for_mover(depot)
-        device.close_gate()
-        future = made.submit_retrieve("request", prompt(4), worker.blocks(prompt(4)))
-        assert device.wait_for_a_copy() == before
-        os.kill(before, signal.SIGKILL)
-        assert not future.result(WAIT_SECONDS)
-        assert not made.is_warm
-        device.open_gate()
-        wait_for_mover(depot, but=before)
-        wait_until(lambda: worker.retrieve(prompt(4)) == 4 and made.is_warm, WAIT_SECONDS)
+    assert device.calls()["register_host"] == NUM_PIECES
+    before = wait_for_mover(depot)
+    device.close_gate()
+    future = made.submit_retrieve("request", prompt(4), worker.blocks(prompt(4)))
+    assert device.wait_for_a_copy() == before
+    os.kill(before, signal.SIGKILL)
+    assert not future.result(WAIT_SECONDS)
+    assert not made.is_warm
+    device.open_gate()
+    wait_for_mover(depot, but=before)
+    wait_until(lambda: worker.retrieve(prompt(4)) == 4 and made.is_warm, WAIT_SECONDS)
 
 
 # --- bounds of messages -----------------------------------------------------------------------------------------------
@@ -605,8 +601,7 @@ def test_a_store_comes_after_the_kernel_that_writes_its_blocks(
     block_ids = writer.blocks(run)
     stream = DEFAULT_STREAM
     if event is FakeEvent:
-        with driver.activated():
-            stream = driver.create_stream()
+        stream = driver.engine_stream()
     driver.launch(lambda: writer.fill(run, block_ids), stream)
     ready = event(driver, stream) if event else None
     assert writer.context.submit_store("request", run, block_ids, ready).result(WAIT_SECONDS)

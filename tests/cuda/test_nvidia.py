@@ -1,21 +1,19 @@
-"""`CudaDriver` without a device: its handling of answers and errors, and the contents of batches.
+"""`CudaDriver` without a device: its handling of answers and errors.
 
 A stand-in for `cuda.bindings.driver` answers the calls. `test_stub_library.py` shows that every value arrives in C.
 Only a GPU can show how NVIDIA's driver handles them.
 """
 
-import ctypes
 import importlib
 import re
 import types
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 
 from kvdepot_cuda import nvidia
-from kvdepot_cuda.driver import PERMANENT, CopyKind, DriverError
+from kvdepot_cuda.driver import PERMANENT, DriverError
 from kvdepot_cuda.nvidia import CudaDriver
 
 REAL: Any = importlib.import_module("cuda.bindings.driver")
@@ -40,16 +38,7 @@ ANSWERS: dict[str, tuple[Any, ...]] = {
     "cuModuleLoadData": (74,),
     "cuModuleGetFunction": (75,),
 }
-HANDLE = bytes(range(100, 164))
-
-
-def ipc_handle() -> Any:
-    handle = REAL.CUipcMemHandle()
-    ctypes.memmove(handle.getPtr(), HANDLE, len(HANDLE))
-    return handle
-
-
-ANSWERS["cuIpcGetMemHandle"] = (ipc_handle(),)
+HANDLE = bytes(64)
 
 
 class StandIn(types.SimpleNamespace):
@@ -59,9 +48,6 @@ class StandIn(types.SimpleNamespace):
         super().__init__()
         self.calls: list[tuple[Any, ...]] = []
         self.codes: dict[str, int] = {}
-        self.batches: list[dict[str, Any]] = []
-        self.batch_code = 0
-        self._batch_copy = nvidia.BatchCopy(self._copy_batch)
 
     def __getattr__(self, name: str) -> Any:
         real = getattr(REAL, name)
@@ -76,26 +62,10 @@ class StandIn(types.SimpleNamespace):
             self.calls.append((name, *arguments))
             code = self.codes.get(name, 0)
             if name == "cuGetProcAddress":
-                return code, ctypes.cast(self._batch_copy, ctypes.c_void_p).value, 0
+                return code, 1, 0
             return (code, *ANSWERS.get(name, ()))
 
         return call
-
-    def _copy_batch(self, *arguments: Any) -> int:
-        targets, sources, sizes, count, attributes, first, num_attributes, failed, stream = arguments
-        columns = [(ctypes.c_uint64 * count).from_address(place) for place in (sources, targets, sizes)]
-        self.batches.append(
-            {
-                "runs": list(zip(*columns, strict=True)),
-                "attributes": bytes((ctypes.c_uint8 * 24).from_address(attributes)),
-                "first": ctypes.c_size_t.from_address(first).value,
-                "num_attributes": num_attributes,
-                "stream": stream,
-            }
-        )
-        if self.batch_code:
-            ctypes.c_size_t.from_address(failed).value = 1
-        return self.batch_code
 
     def names(self) -> list[str]:
         return [call[0] for call in self.calls]
@@ -159,19 +129,6 @@ def test_after_a_wait_that_failed_the_stream_is_waited_for(cuda: StandIn) -> Non
     assert ("cuStreamSynchronize", stream) in cuda.calls
 
 
-def test_columns_that_are_not_contiguous_are_passed_right(cuda: StandIn) -> None:
-    columns = np.arange(12, dtype=np.uint64).reshape(4, 3)
-    CudaDriver(0).copy_batch(columns[:, 0], columns[:, 1], columns[:, 2], CopyKind.TO_HOST, 71)
-    assert cuda.batches[0]["runs"] == [(0, 1, 2), (3, 4, 5), (6, 7, 8), (9, 10, 11)]
-
-
-def test_a_batch_that_fails_names_the_run(cuda: StandIn) -> None:
-    cuda.batch_code = 1
-    one = np.ones(2, np.uint64)
-    with pytest.raises(DriverError, match=r"cuMemcpyBatchAsync: CUDA_ERROR_INVALID_VALUE \(1\) \(run 1 of 2\)"):
-        CudaDriver(0).copy_batch(one, one, one, CopyKind.TO_HOST, 71)
-
-
 def test_a_driver_older_than_12_8_has_no_batches(cuda: StandIn) -> None:
     cuda.codes["cuGetProcAddress"] = 1
     assert not CudaDriver(0).has_batch_copy
@@ -184,18 +141,11 @@ def test_memory_without_a_handle_says_whose_it_is(cuda: StandIn, monkeypatch: py
     assert "cuIpcGetMemHandle" not in cuda.names()
 
 
-def test_a_handle_is_opened_with_its_64_bytes_and_its_size_asked_for(
-    cuda: StandIn, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(ANSWERS, "cuMemGetAddressRange", (REAL.CUdeviceptr(1 << 40), 8192))
-    driver = CudaDriver(0)
-    assert driver.open_memory(HANDLE) == (1 << 40, 8192)
-    (opened,) = [call for call in cuda.calls if call[0] == "cuIpcOpenMemHandle"]
-    assert ctypes.string_at(opened[1].getPtr(), 64) == HANDLE
-    assert opened[2] == 1
-    for wrong in (b"", HANDLE[:-1], HANDLE + b"x"):
-        with pytest.raises(DriverError, match="a handle of"):
-            driver.open_memory(wrong)
+@pytest.mark.parametrize("handle", [b"", HANDLE[:-1], HANDLE + b"x"])
+def test_a_handle_of_another_size_is_refused(handle: bytes, cuda: StandIn) -> None:
+    with pytest.raises(DriverError, match="a handle of"):
+        CudaDriver(0).open_memory(handle)
+    assert "cuIpcOpenMemHandle" not in cuda.names()
 
 
 def test_a_handle_that_opens_inside_an_allocation_is_refused(cuda: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 the kernel, or by a mover. Workers, movers and depots are killed.
 
 Skipped if there is no device. If KVDEPOT_REQUIRE_CUDA is set, as on machines with one, that is a failure. Needs no
-torch: the driver allocates the tensors' memory. `test_device_suites.py` runs these classes with the fake driver.
+torch: the driver allocates the tensors' memory. `test_conformance.py` runs the same suites with the fake driver.
 """
 
 import importlib.util

@@ -5,37 +5,18 @@ The fake device does only the work that is waited for, so a missing wait causes 
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.testing.backend import MakeCache
-from kvdepot.testing.plan import PLANS, Cache, prompt
+from kvdepot.testing.plan import prompt
 from kvdepot_cuda.driver import CopyKind
 from support.cuda.fake import DEFAULT_STREAM, FakeDriver, FakeEvent, FakeTensor, fake_gather
-from support.cuda.fake_worker import FakeWorker
 
-PLAN = PLANS["one group"]
 WAIT_SECONDS = 20.0
-
-
-@pytest.fixture
-def cache(depot: DepotProcess) -> Iterator[MakeCache]:
-    made: list[Cache] = []
-
-    def make(driver: FakeDriver, **options: Any) -> Cache:
-        worker = FakeWorker(depot.url, PLAN, driver=driver, **options)
-        made.append(Cache(worker, PLAN))
-        worker.wait_until_connected(WAIT_SECONDS)
-        wait_until(lambda: worker.context.is_warm, WAIT_SECONDS)  # the fake itself waits for pageable copies
-        return made[-1]
-
-    yield make
-    for cache in made:
-        cache.context.close()
 
 
 @pytest.fixture(params=["DMA", "the kernel"])
@@ -47,15 +28,14 @@ def options(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("with_event", [True, False])
 def test_a_store_comes_after_the_kernel_that_writes_its_blocks(
-    with_event: bool, cache: MakeCache, options: dict[str, Any]
+    with_event: bool, cache: MakeCache, driver: FakeDriver, options: dict[str, Any]
 ) -> None:
     """It comes after the given event, or without one after the work in the engine's stream."""
-    driver, run, stream = FakeDriver(), prompt(3), 0
-    writer = cache(driver, **options)
+    run, stream = prompt(3), 0
+    writer = cache(**options)
     block_ids = writer.blocks(run)
     if with_event:
-        with driver.activated():
-            stream = driver.create_stream()  # not the stream that the context knows
+        stream = driver.engine_stream()  # not the stream that the context knows
     driver.launch(lambda: writer.fill(run, block_ids), stream)
     ready = FakeEvent(driver, stream) if with_event else None
     assert writer.context.submit_store("request", run, block_ids, ready).result(WAIT_SECONDS)
@@ -65,24 +45,29 @@ def test_a_store_comes_after_the_kernel_that_writes_its_blocks(
 
 @pytest.mark.promise(13, 18)
 def test_a_future_is_not_done_while_the_kernel_runs_and_submitting_does_not_wait(
-    cache: MakeCache, options: dict[str, Any]
+    cache: MakeCache, driver: FakeDriver, options: dict[str, Any]
 ) -> None:
-    driver = FakeDriver()
-    worker = cache(driver, **options)
-    run = prompt(3)
+    """A retrieve that ran before the engine's work would be overwritten by it."""
+    worker, run = cache(**options), prompt(3)
     block_ids = worker.blocks(run)
-    gate = threading.Event()
+    work: list[tuple[Any, Any]] = [
+        (worker.context.submit_store, lambda: worker.fill(run, block_ids)),
+        (worker.context.submit_retrieve, worker.wipe),
+    ]
+    for submit, write in work:
+        gate = threading.Event()
 
-    def kernel() -> None:
-        assert gate.wait(WAIT_SECONDS)
-        worker.fill(run, block_ids)
+        def kernel(gate: threading.Event = gate, write: Callable[[], None] = write) -> None:
+            assert gate.wait(WAIT_SECONDS)
+            write()
 
-    driver.launch(kernel)
-    future = worker.context.submit_store("request", run, block_ids)
-    with pytest.raises(TimeoutError):
-        future.result(0.1)
-    gate.set()
-    assert future.result(WAIT_SECONDS)
+        driver.launch(kernel)
+        future = submit("request", run, block_ids)
+        with pytest.raises(TimeoutError):
+            future.result(0.1)
+        gate.set()
+        assert future.result(WAIT_SECONDS)
+    assert worker.holds(run, block_ids)
     assert worker.retrieve(run) == 3
 
 
@@ -103,33 +88,30 @@ class Logs(FakeDriver):
         super().synchronize_event(event)
 
 
-def test_a_retrieve_queues_a_batch_before_it_waits_for_the_one_before(cache: MakeCache) -> None:
-    driver = Logs()
-    worker = cache(driver, batch_bytes=1)  # one chunk a batch
+@pytest.mark.parametrize("driver", [Logs()])
+def test_a_retrieve_queues_a_batch_before_it_waits_for_the_one_before(cache: MakeCache, driver: Logs) -> None:
+    worker = cache(batch_bytes=1)  # one chunk a batch
     assert worker.store(prompt(4))
     assert worker.retrieve(prompt(4)) == 4
     assert driver.log == ["queue", "queue", "wait", "queue", "wait", "queue", "wait", "wait"]
 
 
 @pytest.mark.parametrize("call", ["execute", "copy_batch", "synchronize_event"])
-def test_a_batch_that_fails_leaves_none_behind_it_in_the_device(call: str, cache: MakeCache) -> None:
-    driver = FakeDriver()
-    worker = cache(driver, batch_bytes=1)
+def test_a_batch_that_fails_leaves_none_behind_it_in_the_device(
+    call: str, cache: MakeCache, driver: FakeDriver
+) -> None:
+    """The fake notes the destruction of a stream with copies in it."""
+    worker = cache(batch_bytes=1)
     assert worker.store(prompt(4))
     driver.fail(call, "CUDA_ERROR_ILLEGAL_ADDRESS (700)", after=1, times=1)
     assert worker.retrieve(prompt(4)) < 4
-    worker.context.close()
-    assert driver.violations == []  # the fake notes the destruction of a stream with copies in it
-    assert driver.left_over == {}
 
 
-def test_a_retrieve_does_not_wait_for_a_store(cache: MakeCache) -> None:
+def test_a_retrieve_does_not_wait_for_a_store(cache: MakeCache, driver: FakeDriver) -> None:
     """Each direction has its own stream."""
-    driver = FakeDriver()
-    worker = cache(driver, stream=None)
+    worker = cache(stream=None)
     assert worker.store(prompt(3))
-    with driver.activated():
-        stream = driver.create_stream()
+    stream = driver.engine_stream()
     gate = threading.Event()
 
     def kernel() -> None:
@@ -143,9 +125,8 @@ def test_a_retrieve_does_not_wait_for_a_store(cache: MakeCache) -> None:
     assert stuck.result(WAIT_SECONDS)
 
 
-def test_a_transfer_submitted_during_a_graph_capture_is_a_miss(cache: MakeCache) -> None:
-    driver = FakeDriver()
-    worker = cache(driver)
+def test_a_transfer_submitted_during_a_graph_capture_is_a_miss(cache: MakeCache, driver: FakeDriver) -> None:
+    worker = cache()
     assert worker.store(prompt(2))
     driver.capturing.add(DEFAULT_STREAM)
     waits = driver.calls["wait_for_event"]
@@ -166,12 +147,11 @@ class TorchDriver(FakeDriver):
         return TorchTensor(made.data_ptr(), made.shape, made.stride())
 
 
+@pytest.mark.parametrize("driver", [TorchDriver()])
 def test_with_tensors_of_torch_its_current_stream_is_waited_for(
-    cache: MakeCache, monkeypatch: pytest.MonkeyPatch
+    cache: MakeCache, driver: TorchDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    driver = TorchDriver()
-    with driver.activated():
-        stream = driver.create_stream()
+    stream = driver.engine_stream()
 
     def current_stream(ordinal: int) -> SimpleNamespace:
         assert ordinal == 0
@@ -179,7 +159,7 @@ def test_with_tensors_of_torch_its_current_stream_is_waited_for(
 
     torch = SimpleNamespace(cuda=SimpleNamespace(current_stream=current_stream))
     monkeypatch.setitem(sys.modules, "torch", cast("ModuleType", torch))
-    worker = cache(driver, stream=None)
+    worker = cache(stream=None)
     run = prompt(3)
     block_ids = worker.blocks(run)
     driver.launch(lambda: worker.fill(run, block_ids), stream)
@@ -187,9 +167,8 @@ def test_with_tensors_of_torch_its_current_stream_is_waited_for(
     assert worker.retrieve(run) == 3
 
 
-def test_events_of_the_engines_stream_are_used_again(cache: MakeCache) -> None:
-    driver = FakeDriver()
-    worker = cache(driver)
+def test_events_of_the_engines_stream_are_used_again(cache: MakeCache, driver: FakeDriver) -> None:
+    worker = cache()
     for salt in range(20):
         assert worker.store(prompt(1, salt=salt))
         assert worker.retrieve(prompt(1, salt=salt)) == 1

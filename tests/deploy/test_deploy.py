@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -34,12 +33,6 @@ def needs_checker(name: str) -> pytest.MarkDecorator:
     """Return a mark for tests of a program of the group `deploy`. If it is missing, they fail in tox's `lint` alone."""
     is_missing = shutil.which(name) is None and not os.environ.get("KVDEPOT_REQUIRE_CHECKERS")
     return pytest.mark.skipif(is_missing, reason=f"needs {name}: uv sync --group deploy")
-
-
-@pytest.fixture
-def depot() -> Iterator[DepotProcess]:
-    with DepotProcess() as depot:
-        yield depot
 
 
 def run(*command: str) -> None:

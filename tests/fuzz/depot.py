@@ -8,6 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
+from kvdepot.features.blend.feature import BlendLookups
+from kvdepot.features.flights import feature as flights
+from kvdepot.features.flights.feature import FlightTable
+from kvdepot.features.sessions.feature import Agents
+from kvdepot.features.weights.feature import Generations
 from kvdepot.index.index import ChunkIndex
 from kvdepot.index.quotas import QuotaTable
 from kvdepot.index.restore import restore
@@ -16,12 +21,13 @@ from kvdepot.keys import Namespace, hash_prefix
 from kvdepot.layout import GroupKind, Part, mask_of
 from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.table import SEALED, WRITING, IndexTable, Writer, table_size_bytes
-from kvdepot.server import commands, flights
+from kvdepot.server import commands
 from kvdepot.server.depot import Depot
 from kvdepot.server.turns import PendingReply, Refused
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
+from support.features import STANDARD
 from support.integrity import check_empty, empty_by_eviction
 from support.operate import operate
 
@@ -103,7 +109,7 @@ class Life:
         index = ChunkIndex(
             ExtentAllocator(size), IndexTable(self.memory, NUM_RECORDS), self.policy, QuotaTable(size, self.quotas)
         )
-        self.depot = Depot(index, epoch=1, lease_seconds=LEASE_SECONDS, clock=lambda: self.now)
+        self.depot = Depot(index, epoch=1, lease_seconds=LEASE_SECONDS, clock=lambda: self.now, features=STANDARD)
         self.depot.stores.ticket_seconds = LEASE_SECONDS  # inputs are too short for longer
 
     def steps(self) -> list[Callable[[], None]]:
@@ -176,8 +182,8 @@ class Life:
             list(depot.leases),
             len(depot.index.spaces),
             list(depot.index.nodes.tree.holds),
-            len(depot.flights),
-            len(depot.blends.contents),
+            len(depot.features.of(FlightTable)),
+            len(depot.features.of(BlendLookups).contents),
         )
 
     # --- choices of the input -------------------------------------------------------------------------------------
@@ -493,11 +499,10 @@ class Life:
     def check(self) -> None:
         depot, index = self.depot, self.depot.index
         index.check_integrity()
-        depot.flights.check_integrity()
+        depot.features.of(FlightTable).check_integrity()
         depot.leases.check_integrity()
-        depot.agents.prefixes.check_integrity()
-        schedulers = [each for each in depot.contexts.by_number.values() if each.registration is None]
-        depot.contexts.generations.check_integrity((each.instance, each.weights) for each in schedulers)
+        depot.features.of(Agents).prefixes.check_integrity()
+        depot.features.of(Generations).check_integrity()
         for until, deferred in self.waiting:
             assert deferred.reply is not None or self.now < until, "a lookup waits for too long"
         late = [n for t in depot.stores.late_tickets.values() for n in t.entries]
@@ -516,7 +521,7 @@ class Life:
             assert lease.context in depot.contexts.by_number
             assert lease.expiry_seconds > self.now - LEASE_SECONDS
             holds.update(lease.nodes)
-        for pin in depot.agents.pins:
+        for pin in depot.features.of(Agents).pins:
             holds.update(pin.nodes)
         tree = index.nodes.tree
         assert all(tree.holds[node] == holds[node] for node in range(len(tree.keys)))
@@ -528,12 +533,12 @@ class Life:
             self.depot.end_session(self.sessions[who])
         self.depot.background.work()  # ending flights answer their lookups in steps
         assert all(deferred.reply for until, deferred in self.waiting if until < MOVE_SECONDS), "never answered"
-        assert not len(self.depot.flights)
+        assert not len(self.depot.features.of(FlightTable))
         for quarantine in list(self.depot.quarantine.held):
             self.depot.end_process(quarantine.worker[0])
         depot = self.depot
         assert not (len(depot.leases) or depot.stores.tickets or depot.stores.late_tickets or depot.quarantine.held)
-        for _ in depot.agents.pins.expire(float("inf")):
+        for _ in depot.features.of(Agents).pins.expire(float("inf")):
             pass
         if len(self.source.data) % 2:
             sum(commands.clear_pool(self.depot, None))

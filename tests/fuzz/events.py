@@ -7,9 +7,9 @@ import msgspec
 import zmq
 
 from fuzz.tiers import FOLDER
+from kvdepot.features.routers.events import END, EventPublisher
+from kvdepot.features.routers.holdings import Holdings
 from kvdepot.lab.processes import wait_until
-from kvdepot.operators.events import END, EventPublisher
-from kvdepot.operators.holdings import Holdings
 from support.events import MODEL, Context, View, description, events_of, ids_of
 from support.index import Bench, prompt
 

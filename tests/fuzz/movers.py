@@ -9,10 +9,10 @@ from unittest.mock import patch
 import msgspec.structs
 
 from fuzz.depot import PAGE, SPECS, Bytes, Life
+from kvdepot.features.flights import feature as flights
 from kvdepot.movers.protocol import Copy
 from kvdepot.movers.table import MoveRefused, MoverTable, OnMoved
 from kvdepot.pool.table import WRITING, Writer
-from kvdepot.server import flights
 from kvdepot.wire import messages as m
 from kvdepot.wire.messages import MoveOutcome
 

@@ -11,12 +11,12 @@ from unittest.mock import patch
 import msgspec
 
 from fuzz.tiers import FOLDER
-from kvdepot.client import news as module
 from kvdepot.client.connection import Connection
-from kvdepot.client.news import NewsFeed
 from kvdepot.client.session import Channel, Session
-from kvdepot.operators import holdings
-from kvdepot.operators.holdings import LOCAL, POOL, TIER, AllBlocksCleared, BlockRemoved, BlockStored
+from kvdepot.features.routers import feed as module
+from kvdepot.features.routers import holdings
+from kvdepot.features.routers.feed import NewsFeed
+from kvdepot.features.routers.holdings import LOCAL, POOL, TIER, AllBlocksCleared, BlockRemoved, BlockStored
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 

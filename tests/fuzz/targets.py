@@ -6,14 +6,13 @@ Nothing here needs atheris: `tests/core/test_fuzz_corpus.py` calls the same func
 import mmap
 import os
 import random
-import struct
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
@@ -25,7 +24,6 @@ from kvdepot.errors import ConfigError, ErrorCode, PoolError
 from kvdepot.index.entries import PartPlace
 from kvdepot.index.index import ChunkIndex
 from kvdepot.index.restore import restore
-from kvdepot.keys import DIGEST_BYTES
 from kvdepot.layout import GroupKind
 from kvdepot.movers.protocol import (
     MAXIMUM_ANSWER_BYTES,
@@ -43,11 +41,11 @@ from kvdepot.pool.names import MAGIC, Label, Names, decode_names, encode_names
 from kvdepot.pool.prefixes import PrefixFile
 from kvdepot.pool.table import HEADER_PAGE_BYTES, RECORD_BYTES, SEALED, WRITING, IndexTable, table_size_bytes
 from kvdepot.server.depot import Depot
-from kvdepot.server.hottest import parse_list
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
 from kvdepot.wire.status import ContextStatus, GroupStatus
+from support.features import STANDARD
 from support.integrity import check_empty
 from support.status import EMPTY_STATUS
 
@@ -58,7 +56,6 @@ _POOL_ID: Final = bytes(range(16))
 _CRC: Final = 116  # offset in a record
 _NUM_RECORDS: Final = 32
 _NUM_LABELS: Final = 2
-_NO_PARENT: Final = 0xFFFF_FFFF  # in a list of hottest prefixes, before the first chunk of a prompt
 _SEGMENTS: Final = m.SEGMENT.pack(bytes(16), 0, 20) + m.SEGMENT.pack(bytes(range(16)), 20, 1)
 
 
@@ -205,7 +202,7 @@ def names(data: bytes) -> None:
         assert num_bytes <= len(raw)
         assert decode_names(raw[:num_bytes]) == (found, num_bytes)
         index = ChunkIndex(ExtentAllocator(PAGE), IndexTable.in_memory(4))
-        depot = Depot(index, epoch=1, lease_seconds=1.0, clock=lambda: 0.0)
+        depot = Depot(index, epoch=1, lease_seconds=1.0, clock=lambda: 0.0, features=STANDARD)
         depot.labels.restore(found.labels)
         assert not [record for record in restore(index, found.spaces, len(found.labels)) if record is not None]
         check_empty(index)
@@ -243,7 +240,7 @@ def records(data: bytes) -> None:
         _repair(memory, len(body) // RECORD_BYTES)
     table = IndexTable(memory, _NUM_RECORDS)
     index = ChunkIndex(ExtentAllocator(64 * PAGE), table, ("auto", "arc")[bool(data[:1]) and data[0] >> 1 & 1])
-    depot = Depot(index, epoch=1, lease_seconds=1.0, clock=lambda: 0.0)
+    depot = Depot(index, epoch=1, lease_seconds=1.0, clock=lambda: 0.0, features=STANDARD)
     depot.labels.restore([Label(f"tenant-{number}", "model") for number in range(_NUM_LABELS)])
     unfinished = [entry for entry in restore(index, SPECS, _NUM_LABELS) if entry is not None]
     index.check_integrity()
@@ -314,32 +311,6 @@ def _records_seeds() -> list[bytes]:
         used = 1 + max(record.entry for record in life.depot.index.table.records())
         seeds.append(b"\1" + bytes(life.memory[HEADER_PAGE_BYTES : HEADER_PAGE_BYTES + used * RECORD_BYTES]))
     return seeds
-
-
-def hottest(data: bytes) -> None:
-    """A list of hottest prefixes from a tier, whose length is made right: None, or chunks after their parents."""
-    listing = parse_list(len(data).to_bytes(4, "little") + data)
-    if listing is None:
-        return
-    for chunk in range(len(listing.digests) // DIGEST_BYTES):
-        parent = int.from_bytes(listing.parents[4 * chunk : 4 * chunk + 4], "little")
-        assert parent < chunk or parent == _NO_PARENT
-        assert int.from_bytes(listing.label_of[2 * chunk : 2 * chunk + 2], "little") < len(listing.labels)
-
-
-def _hottest_seeds() -> list[bytes]:
-    """Return lists of a prompt and its fork, then one whose second chunk has a later parent and one that nests."""
-    labels = [("tenant", "model", ""), ("other", "model", "7")]
-    lists: list[list[Any]] = [
-        [labels, struct.pack("<3H", 0, 1, label), struct.pack("<3I", _NO_PARENT, parent, 0), bytes(3 * DIGEST_BYTES)]
-        for label, parent in ((0, 0), (2, 0), (1, 2))
-    ]
-    whole = msgspec.msgpack.encode(lists[0])
-    nested = b"\x95" + whole[1:] + b"\x91" * 3000 + b"\xc0"  # as if a later version had added a field
-    return [*map(msgspec.msgpack.encode, lists), msgspec.msgpack.encode([[], b"", b"", b""]), nested]
-
-
-# --- files and settings of users ------------------------------------------------------------------------------------
 
 
 def settings(data: bytes) -> None:
@@ -434,7 +405,6 @@ TARGETS: Final[dict[str, Target]] = {
     "sessions": Target(sessions, _sessions_seeds, 8000),
     "header": Target(header, _header_seeds, 55),
     "records": Target(records, _records_seeds, 1 + _NUM_RECORDS * RECORD_BYTES),
-    "hottest": Target(hottest, _hottest_seeds, 4000, is_message=True),
     "settings": Target(settings, _settings_seeds, 6000),
     "depot": Target(live, _depot_seeds, 400),
     "movers": Target(live_with_movers, _movers_seeds, 400),

@@ -7,8 +7,9 @@ from typing import Final
 import msgspec
 
 from fuzz.tiers import FOLDER
+from kvdepot.features.routers.feature import Routers
+from kvdepot.features.routers.holdings import Holdings
 from kvdepot.layout import GroupKind
-from kvdepot.operators.holdings import Holdings
 from kvdepot.pool.tokens import MAGIC, TokensFile
 from kvdepot.server.turns import CHORES_FAILED
 from kvdepot.wire import messages as m
@@ -46,7 +47,8 @@ def _start() -> tuple[int, bytes]:
         worker.store(run)
     bench.depot.labels.space_of(_OTHER)
     file = TokensFile.open(_PATH)
-    bench.depot.news.keep_in(file, is_new=False)
+    bench.depot.features.of(Routers).desk.keep_in(file)
+    bench.depot.features.of(Routers).desk.restore()
     bench.depot.background.work()
     file.close()
     assert not bench.depot.counters[CHORES_FAILED]

@@ -6,8 +6,8 @@ from dataclasses import astuple
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from kvdepot.client.segments import SegmentNamer
 from kvdepot.errors import ConfigError
+from kvdepot.features.blend.segments import SegmentNamer
 from kvdepot.keys import DIGEST_BYTES, Namespace, hash_prefix
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m

@@ -7,7 +7,7 @@ from itertools import count
 import pytest
 from blake3 import blake3
 
-from kvdepot.index.hit_rate_curve import PolicySelector
+from kvdepot.features.estimates.feature import PolicySelector
 from kvdepot_plan.simulate import simulate
 from kvdepot_plan.trace import BLOCK_TOKENS, TraceRequest
 from support.traffic import CHUNK, POOL, Traffic, popular, soon_again

@@ -12,6 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvdepot.errors import ConfigError
+from kvdepot.features.estimates.feature import Ends, HitRateCurve
 from kvdepot.index.entries import NewRun, PartPlace
 from kvdepot.index.eviction import POLICIES
 from kvdepot.index.index import ChunkIndex
@@ -67,10 +68,12 @@ def hits_without_limit(prompts: Prompts) -> list[int]:
 def replay_index(workload: Workload, ends: Sequence[int], policy: str, capacity: int) -> tuple[list[int], int]:
     """Return the chunks that each request finds and the number of evicted chunks, with the real index and estimates."""
     index = ChunkIndex(ExtentAllocator(capacity * PAGE), IndexTable.in_memory(capacity), policy)
+    hit_rates = HitRateCurve(capacity * PAGE, preference=index.preference)
+    index.watchers.all.append(Ends(hit_rates))
     space = index.space(CacheSpec(1, (GroupShape(GroupKind.FULL_ATTENTION, 1),), "bytes"))
     found: list[int] = []
     for path, packed, is_end in zip(workload.paths, workload.packed, ends, strict=True):
-        index.hit_rates.looked_up(packed, PAGE)
+        hit_rates.looked_up(packed, PAGE)
         hits, nodes = index.visibility.match(space, packed)
         found.append(hits)
         parent = NO_NODE

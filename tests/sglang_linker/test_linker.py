@@ -40,12 +40,6 @@ def server_args(**changes: Any) -> Any:
 
 
 @pytest.fixture
-def depot() -> Iterator[DepotProcess]:
-    with DepotProcess(pool_size="64MiB") as depot:
-        yield depot
-
-
-@pytest.fixture
 def engine(depot: DepotProcess) -> Iterator[MakeEngine]:
     """Make engines that differ in the given options."""
     made: list[Any] = []

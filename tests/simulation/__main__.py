@@ -1,17 +1,25 @@
-"""The deterministic simulation: `python -m simulation --seconds N --seed S`.
+"""The simulation of a node: `python -m simulation --seconds N --seed S`.
 
-Each seed is one history of a node. The server may be killed at any write to its table and names. A failing history is
-shrunk and printed as a story; `--story SEED` prints the story of one seed.
+Each seed is one history. The server may be killed at any write to its table and names. A failing history is shrunk and
+printed as a story; `--story SEED` prints the story of one seed.
+
+With `--real-time`, the node is a depot and engines in processes, whose numbers are printed as JSON. Exits with 1 if the
+audit found something wrong, late or left over.
 """
 
 import argparse
+import json
 import logging
 import multiprocessing
 import os
 import sys
 import time
+from pathlib import Path
 
+from kvdepot.ops.commandline import count_argument
+from kvdepot.wire import messages as m
 from simulation.history import run_seed, story
+from simulation.processes import Processes, run_in_real_time
 from support.arguments import seconds_argument
 
 _SEEDS_AT_ONCE = 25
@@ -40,7 +48,19 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="the first seed (default 0)")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="default: one a core")
     parser.add_argument("--story", type=int, metavar="SEED", help="print what happens with one seed that fails")
+    real = parser.add_argument_group("real time")
+    real.add_argument("--real-time", action="store_true", help="real processes under load")
+    real.add_argument("--engines", type=count_argument, default=3, help="number of engine processes (default 3)")
+    real.add_argument("--disk", type=Path, metavar="DIR", help="use a smaller pool with a disk tier in this folder")
+    real.add_argument("--verify", choices=[*m.Verify], default="all", help="as for kvdepot serve (default all)")
     options = parser.parse_args()
+    if options.real_time:
+        node = Processes(
+            options.seed, options.engines, options.verify, options.disk, lambda told: print(told, file=sys.stderr)
+        )
+        result = run_in_real_time(node, options.seconds)
+        print(json.dumps(result, indent=2))
+        return bool(result["failures"])
     logging.disable(logging.CRITICAL)
     if options.story is not None:
         print(story(options.story))

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from simulation.memory import Violation
+from simulation.node import Event, random_event
 from simulation.setup import Setup
-from simulation.world import Event, World
+from simulation.world import World
 
 NUM_STEPS: Final = 250
 _WEIGHTS: Final = {
@@ -46,7 +47,7 @@ def run_seed(seed: int, num_steps: int = NUM_STEPS) -> Outcome:
     try:
         while len(events) < num_steps:
             for name in rng.choices(names, numbers, k=50):
-                event = name, rng.getrandbits(8), rng.getrandbits(8), rng.getrandbits(8)
+                event = random_event(rng, name)
                 events.append(event)
                 if not world.do(event):
                     events.pop()

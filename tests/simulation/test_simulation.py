@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 
 import pytest
 
-from kvdepot.index.contents import ContentIndex, SourceRun
+from kvdepot.features.blend.contents import ContentIndex, SourceRun
 from kvdepot.index.entries import Entries, Extent, PartPlace
 from kvdepot.index.tree import Space
 from kvdepot.index.visibility import Match, Visibility

@@ -15,6 +15,8 @@ import msgspec
 
 from kvdepot.client.verify import count_valid_chunks
 from kvdepot.errors import ErrorCode, IntegrityError
+from kvdepot.features.flights.feature import FlightTable
+from kvdepot.features.sessions.feature import Agents
 from kvdepot.index.index import ChunkIndex
 from kvdepot.index.quotas import QuotaTable
 from kvdepot.index.restore import restore
@@ -57,6 +59,7 @@ from simulation.memory import (
     pages_in,
     tags_of,
 )
+from simulation.node import Event, Node
 from simulation.setup import (
     ABOVE,
     FULL,
@@ -72,10 +75,9 @@ from simulation.setup import (
     segments_of,
 )
 from simulation.tier import SimulatedQueue, Storage, make_queue
+from support.features import features
 from support.integrity import check_empty
 from support.operate import operate, put_tiers_below
-
-Event = tuple[str, int, int, int]
 
 LEASE_SECONDS: Final = 10.0
 PROCESS_OF_WORKER: Final = (0, 0, 1, 2, 2)  # some workers share a process
@@ -161,8 +163,8 @@ class Server:
             epoch=pid,
             lease_seconds=LEASE_SECONDS,
             clock=world.clock,
-            prefixes=prefixes,
             save_names=self.names.add,
+            features=features(prefixes=prefixes),
         )
         self.queue: SimulatedQueue | None = None
         if setup.demotion is not None:
@@ -178,7 +180,7 @@ class Server:
         self.depot.labels.restore(found.labels)
 
 
-class World:
+class World(Node):
     """The node. `do` makes one event happen.
 
     Args:
@@ -187,6 +189,7 @@ class World:
     """
 
     def __init__(self, setup: Setup, say: Callable[[str], object] | None = None) -> None:
+        super().__init__(say)
         self.setup = setup
         self.now = 50.0
         self.memory = Memory(setup.num_pages, setup.ready_pages)
@@ -194,7 +197,6 @@ class World:
         if setup.has_history:
             self._fill_tier()
         self.num_crashes = self.num_reads = 0
-        self._say = say
         self._next = 100  # pids, sessions, epochs
         self.server: Server | None = None
         self.lingering: list[tuple[Writer, Any, list[Claim]]] = []  # calls of dead servers that are still in the kernel
@@ -204,9 +206,6 @@ class World:
         self.waiting: list[PendingReply] = []  # lookups that the current server has not answered
         processes = [Process(Writer(self._number(), 1)) for _ in set(PROCESS_OF_WORKER)]
         self.workers = [self._new_worker(n, processes[PROCESS_OF_WORKER[n]]) for n in range(len(setup.ranks))]
-        self._events: dict[str, Callable[[int, int, int], str | None]] = {
-            name.removeprefix("on_"): getattr(self, name) for name in dir(self) if name.startswith("on_")
-        }
 
     def _fill_tier(self) -> None:
         spec, model = digest_of(self.setup.spec), name_hash("model")
@@ -238,20 +237,18 @@ class World:
         Raises:
             Violation: an invariant was violated.
         """
-        name, a, b, c = event
-        told: str | None = None
         try:
-            told = self._events[name](a, b, c)
+            return super().do(event)
         except Crash:
-            told = f"{name}; in the middle of it the server is killed, at its write {self._fuse_writes()}"
+            told = f"{event[0]}; in the middle of it the server is killed, at its write {self._fuse_writes()}"
             self._bury_server()
+            if self._say is not None:
+                self._say(told)
+            return True
         except Violation:
             if self._say is not None:
-                self._say(f"{name} ...")
+                self._say(f"{event[0]} ...")
             raise
-        if told is not None and self._say is not None:
-            self._say(told)
-        return told is not None
 
     def _fuse_writes(self) -> int:
         return 0 if self.server is None else self.server.fuse.num_writes
@@ -954,8 +951,8 @@ class World:
             return
         try:
             server.index.check_integrity()
-            server.depot.flights.check_integrity()
-            server.depot.agents.prefixes.check_integrity()
+            server.depot.features.of(FlightTable).check_integrity()
+            server.depot.features.of(Agents).prefixes.check_integrity()
         except IntegrityError as error:
             raise Violation(f"the depot's tables do not add up: {error}") from error
         index = server.index
@@ -969,7 +966,7 @@ class World:
         self._check_leases(server)
         for session in ("agent-0", "agent-1"):
             for tenant in ("tenant-0", "tenant-1"):
-                prefix = server.depot.agents.prefixes.find(tenant, session)
+                prefix = server.depot.features.of(Agents).prefixes.find(tenant, session)
                 if prefix and not any(each.startswith(prefix) for each in self.remembered):
                     raise Violation(f"{session} of {tenant} leads to a prefix that nobody named")
 
@@ -1013,7 +1010,7 @@ class World:
             while self.do(("tier_begin", 0, 0, 0)) or self.do(("tier_end", 0, 0, 0)):
                 pass
         depot = server.depot
-        for _ in depot.agents.pins.expire(float("inf")):
+        for _ in depot.features.of(Agents).pins.expire(float("inf")):
             pass
         operate(depot, o.Clear())
         for _ in range(10):

@@ -1,4 +1,4 @@
-"""Reads arguments of the commands beside the tests: the soak and the simulation."""
+"""Reads arguments of the commands beside the tests."""
 
 from argparse import ArgumentTypeError
 

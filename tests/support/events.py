@@ -8,10 +8,10 @@ from typing import Any, Final
 import msgspec
 import zmq
 
-from kvdepot.client.news import Description
+from kvdepot.features.routers.events import END
+from kvdepot.features.routers.feed import Description
 from kvdepot.keys import KeyRun
 from kvdepot.lab.processes import DepotProcess
-from kvdepot.operators.events import END
 from kvdepot.wire import messages as m
 from support.peer import Peer, registration
 

@@ -49,7 +49,7 @@ class _Forks:
         modules = _OF_DEPOTS if module == "kvdepot" else _OF_ENGINES
         if module == _ON_A_DEVICE:
             # Its first tensor on a pretend device makes torch import `torch.distributed.tensor`, for 0.9 CPU seconds.
-            modules = (*_OF_ENGINES, "support.staged.pretend", "torch.distributed.tensor")
+            modules = (*_OF_ENGINES, "support.staged.devices", "torch.distributed.tensor")
         elif module == "kvdepot" and "KVDEPOT_FAKE_DEVICE" in os.environ:
             modules = (*_OF_DEPOTS, *_OF_FAKE_MOVERS)
         nursery = self._nursery(modules)

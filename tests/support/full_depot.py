@@ -17,6 +17,7 @@ from kvdepot.tiers.memory import MemoryTier
 from kvdepot.tiers.queue import TierQueue
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
+from support.features import STANDARD
 from support.operate import put_tiers_below
 
 PAGE = 4096
@@ -38,7 +39,7 @@ class Bench:
         self.now = 50.0
         self.table = IndexTable.in_memory(num_chunks)
         self.index = ChunkIndex(ExtentAllocator(num_chunks * PAGE), self.table, policy)
-        self.depot = Depot(self.index, epoch=1, lease_seconds=10.0, clock=lambda: self.now)
+        self.depot = Depot(self.index, epoch=1, lease_seconds=10.0, clock=lambda: self.now, features=STANDARD)
         self.context = self.register()
         for name in range(num_chunks // PROMPT_CHUNKS if filled else 0):
             self.store(prompt(name, tenant="ab"[name % 2]))

@@ -1,27 +1,29 @@
 """A depot without sockets over a small pool, with workers that ask it and a clock that tests set."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
 from kvdepot.errors import ErrorCode
+from kvdepot.features.routers.holdings import Holdings
 from kvdepot.index.eviction import AUTO
 from kvdepot.index.index import ChunkIndex
 from kvdepot.index.quotas import QuotaTable
 from kvdepot.index.restore import restore
 from kvdepot.keys import KeyRun, Namespace, hash_prefix
 from kvdepot.layout import GroupKind, Part
-from kvdepot.operators.holdings import Holdings
 from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.table import Entry, IndexTable, Writer, table_size_bytes
 from kvdepot.server import commands
 from kvdepot.server.depot import Depot
+from kvdepot.server.feature import MakeFeature
 from kvdepot.server.state import SaveNames, save_nothing
 from kvdepot.server.turns import PendingReply, Refused
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
+from support.features import features
 
 PAGE = 4096
 LEASE_SECONDS = 10.0
@@ -106,6 +108,7 @@ class Bench:
     ready_pages: int | None = None  # None: all
     holdings: Holdings | None = None
     save_names: SaveNames = save_nothing
+    features: Sequence[MakeFeature] | None = None  # None: the standard ones
     memory: bytearray = field(init=False)
     unfinished: list[Entry] = field(default_factory=list[Entry])
 
@@ -116,14 +119,14 @@ class Bench:
         extents = WatchfulAllocator(self.pages * PAGE, ready * PAGE)
         extents.table = IndexTable(self.memory, self.num_records)
         quotas = QuotaTable(self.pages * PAGE, {name: pages * PAGE for name, pages in self.quotas.items()})
-        self.index = ChunkIndex(extents, extents.table, self.policy, quotas, self.holdings)
+        self.index = ChunkIndex(extents, extents.table, self.policy, quotas)
         self.depot = Depot(
             self.index,
             epoch=1,
             lease_seconds=LEASE_SECONDS,
             clock=lambda: self.now,
-            holdings=self.holdings,
             save_names=self.save_names,
+            features=features(self.holdings) if self.features is None else self.features,
         )
 
     def worker(

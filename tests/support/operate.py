@@ -3,11 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from msgspec import Struct
-
-from kvdepot.server.commands import HANDLERS
+from kvdepot.server.commands import Operators
 from kvdepot.server.depot import Depot
-from kvdepot.server.turns import PendingReply, run
+from kvdepot.server.turns import PendingReply
 from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.tiering import Tiering, TieringSettings
 from kvdepot.wire import frames
@@ -27,8 +25,7 @@ def operate(depot: Depot, request: o.OperatorRequest) -> PendingReply | Answered
     Raises:
         Refused: the depot refused the operation and changed nothing.
     """
-    handled = HANDLERS[type(request)](depot, request, lambda: "this test")
-    reply = handled if isinstance(handled, Struct) else run(handled, depot.state.fail)
+    reply = Operators(depot, {}).answer(request, lambda: "this test")
     return reply if isinstance(reply, PendingReply) else Answered(reply)
 
 

@@ -11,7 +11,7 @@ from support.vllm.engines import Engine, MakeModel, RunCode, connector, prompts
 
 _DECODE = """
 import msgspec
-from kvdepot.operators import holdings as ours
+from kvdepot.features.routers import holdings as ours
 from vllm.distributed import kv_events as vllm
 
 stored = ours.BlockStored([7, 8], 6, [1, 2, 3, 4], 2, None, ours.POOL, "poet", [["salt"], None], 1, "mla_attention")

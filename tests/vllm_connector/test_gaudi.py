@@ -1,6 +1,6 @@
 """Unusual caches of vllm-gaudi are registered, or refused with a reason. Stand-ins follow its source.
 
-`tests/hpu/test_vllm.py` tests the common caches with their bytes.
+`tests/staged/test_vllm.py` tests the common caches with their bytes.
 """
 
 from dataclasses import dataclass

@@ -48,8 +48,9 @@ class Client:
     described: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])  # first chunk, chunks
     wants_tokens: bool = True
 
-    def describe(self, key: KeyRun, _description: Any) -> None:
-        self.described.append((key.first_chunk, key.num_chunks))
+    def post(self, make: Any) -> None:
+        for request in make(1):
+            self.described.append((request.first_chunk, request.num_chunks))
 
     def submit_lookup(
         self,
@@ -214,7 +215,7 @@ def scene(
         Settings(**settings),
         client,  # type: ignore[arg-type]
         workers,  # type: ignore[arg-type]
-        describer=SimpleNamespace(describe=lambda _request, _namespace, key: (key, None)),  # type: ignore[arg-type]
+        describer=SimpleNamespace(describe=lambda *given: (given[-1], SimpleNamespace(requests=lambda *of: [of[-1]]))),  # type: ignore[arg-type]
         clock=lambda: clock[0],
     )
     side.bind_block_pool(pool)  # type: ignore[arg-type]

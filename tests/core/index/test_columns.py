@@ -1,8 +1,7 @@
-"""Columns and lists within them, compared with plain lists."""
+"""Linked lists within columns, compared with plain lists."""
 
 import random
 
-from kvdepot.index.columns import make_column
 from kvdepot.index.evictor import Links
 
 
@@ -31,11 +30,3 @@ def test_linked_lists_agree_with_plain_ones() -> None:
             assert next(links.numbers(which)) == number
             links.remove(number)
         assert list(links.numbers(which)) == []
-
-
-def test_a_column_is_as_long_as_was_asked_and_holds_what_its_numbers_can_be() -> None:
-    for column, num_bytes in ((make_column("B", 1000), 1), (make_column("I", 1000), 4), (make_column("Q", 1000), 8)):
-        assert (len(column), column[0], column[999]) == (1000, 0, 0)
-        column[999] = largest = (1 << 8 * num_bytes) - 1
-        assert column[999] == largest
-    assert len(make_column("I", 0)) == 0

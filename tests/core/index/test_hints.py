@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from kvdepot.features.estimates.feature import HitRateCurve
 from kvdepot.index.eviction import ENDED, NORMAL, POLICIES
-from kvdepot.index.hit_rate_curve import HitRateCurve
 from kvdepot.keys import KeyRun, Namespace, hash_prefix
 from kvdepot.server import commands
 from kvdepot.server.turns import PendingReply

@@ -6,8 +6,9 @@ import pytest
 
 from kvdepot.config import format_size
 from kvdepot.errors import ConfigError, ErrorCode
+from kvdepot.features.sessions.feature import Agents
+from kvdepot.features.sessions.pins import Pin
 from kvdepot.index.eviction import POLICIES
-from kvdepot.index.pins import Pin
 from kvdepot.index.quotas import QuotaTable
 from kvdepot.index.restore import restore
 from kvdepot.pool.table import Entry
@@ -130,7 +131,7 @@ def test_prefixes_that_sessions_retain_keep_no_tenant_from_its_quota() -> None:
     worker.store(prompt(4, 1, "b"))
     worker.store(prompt(8, 1, "b"))
     _, nodes = bench.index.visibility.match(bench.index.spaces[0], prompt(8, 1, "b").digests)
-    bench.depot.agents.pins.put(("b", "agent"), Pin(nodes, 0, 8 * PAGE, 600.0))
+    bench.depot.features.of(Agents).pins.put(("b", "agent"), Pin(nodes, 0, 8 * PAGE, 600.0))
     assert fill(worker, "a", range(4)) == 0
     assert worker.lookup(prompt(8, 1, "b")).num_chunks == 4
 

@@ -28,6 +28,7 @@ from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.tiering import TieringSettings
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
+from support.features import STANDARD
 from support.index import PAGE, SHARDED, Bench, prompt
 from support.integrity import check_empty
 from support.operate import put_tiers_below
@@ -61,7 +62,7 @@ class Successor:
         self.now = 20_000.0
         self.table = IndexTable(bytearray(memory), NUM_RECORDS)
         self.index = ChunkIndex(ExtentAllocator(NUM_RECORDS * PAGE), self.table)
-        self.depot = depot = Depot(self.index, epoch=2, lease_seconds=10.0, clock=lambda: self.now)
+        self.depot = depot = Depot(self.index, epoch=2, lease_seconds=10.0, clock=lambda: self.now, features=STANDARD)
         depot.labels.restore([Label("default", "model")])
         depot.state.accepts_stores = False
         pool = make_pool(NUM_RECORDS * PAGE)

@@ -102,7 +102,8 @@ def test_blends_are_counted(depot: DepotProcess, peer: Peer) -> None:
     assert "blends   1; 6 of 6 segments found, 120 tokens in 2 runs" in describe_status(depot.status()).splitlines()
     peer.ask(m.Release(peer.context, (1,)))
     assert "blended" not in describe_status(depot.status())
-    peer.ask(m.Release(peer.context, (2,), 5102, 900))
+    peer.ask(m.Release(peer.context, (2,)))
+    peer.ask(m.ReportBlend(peer.context, 5102, 900))
     found = samples(depot)
     assert found["kvdepot_blends_total"] == 1
     assert found["kvdepot_blend_reused_tokens_total"] == 5102

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from kvdepot.errors import ErrorCode
+from kvdepot.features.sessions.feature import Agents
+from kvdepot.features.sessions.pins import Pin
 from kvdepot.index.eviction import ENDED
-from kvdepot.index.pins import Pin
 from kvdepot.lab.processes import wait_until
 from kvdepot.layout import GroupKind
 from kvdepot.pool.table import Writer
@@ -224,7 +225,7 @@ def test_very_many_hints_wait_neither_without_bound_nor_before_operators(bench: 
 @pytest.mark.promise(61)
 def test_so_many_requests_of_operators_wait_and_no_more(bench: Bench) -> None:
     replies = [operate(bench.depot, o.Clear("a")) for _ in range(64)]
-    with pytest.raises(Refused, match="64 requests of operators wait already: ask again"):
+    with pytest.raises(Refused, match="64 such requests wait already: ask again"):
         operate(bench.depot, o.Clear("a"))
     bench.depot.background.work()
     assert all(reply.reply is not None for reply in replies)
@@ -292,7 +293,7 @@ def pin_very_often(bench: Bench) -> None:
     bench.store(prompt(0, 8))
     _, nodes = bench.index.visibility.match(bench.index.spaces[0], prompt(0, 8).digests)
     for number in range(20_000):
-        bench.depot.agents.pins.put(("a", str(number)), Pin(nodes, 0, 8, bench.now + 10))
+        bench.depot.features.of(Agents).pins.put(("a", str(number)), Pin(nodes, 0, 8, bench.now + 10))
     bench.depot.expire()
 
 
@@ -304,7 +305,7 @@ def test_very_many_pins_that_expire() -> None:
     bench.now += 10
     bench.depot.expire()
     bench.depot.background.work()
-    assert len(bench.depot.agents.pins) == bench.depot.agents.pins.bytes_of(0) == 0
+    assert len(bench.depot.features.of(Agents).pins) == bench.depot.features.of(Agents).pins.bytes_of(0) == 0
     assert sum(commands.clear_pool(bench.depot, None)) == 8, "nothing holds them any more"
 
 

@@ -20,12 +20,12 @@ from kvdepot.client.connection import Connection
 from kvdepot.client.operator import ask_depot
 from kvdepot.config import CONTROL_SOCKET, ServerConfig
 from kvdepot.errors import DepotUnavailable, ErrorCode, RemoteError
+from kvdepot.features.routers import zeromq
+from kvdepot.features.routers.events import EventPublisher
+from kvdepot.features.routers.holdings import Holdings
+from kvdepot.features.routers.zeromq import BoundEndpoint, Listeners, MessageReader
 from kvdepot.index.index import ChunkIndex
 from kvdepot.lab.processes import DepotProcess, wait_until
-from kvdepot.operators import zeromq
-from kvdepot.operators.events import EventPublisher
-from kvdepot.operators.holdings import Holdings
-from kvdepot.operators.zeromq import BoundEndpoint, Listeners, MessageReader
 from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.table import IndexTable, Writer
 from kvdepot.server import access

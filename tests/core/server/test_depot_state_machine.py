@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvdepot.errors import ErrorCode
+from kvdepot.features.sessions.feature import Agents
 from kvdepot.index.eviction import POLICIES
 from kvdepot.index.index import ChunkIndex
 from kvdepot.index.quotas import QuotaTable
@@ -26,6 +27,7 @@ from kvdepot.server.turns import Refused
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
+from support.features import STANDARD
 from support.operate import operate
 
 PAGE = 4096
@@ -109,7 +111,7 @@ class DepotMachine(RuleBasedStateMachine):
         self.index = ChunkIndex(ExtentAllocator(pages * PAGE), IndexTable(self.memory, NUM_RECORDS), policy, quotas)
         self.last_read = b""
         self.now = 0.0
-        self.depot = Depot(self.index, epoch=1, lease_seconds=LEASE_SECONDS, clock=lambda: self.now)
+        self.depot = Depot(self.index, epoch=1, lease_seconds=LEASE_SECONDS, clock=lambda: self.now, features=STANDARD)
         self.depot.stores.ticket_seconds = TICKET_SECONDS
         self.sealed: set[EntryKey] = set()
         self.writing: set[EntryKey] = set()
@@ -243,9 +245,9 @@ class DepotMachine(RuleBasedStateMachine):
     @invariant()
     def sessions_are_known_by_their_last_prefix(self) -> None:
         for tenant in ("tenant-0", "tenant-1"):
-            assert self.depot.agents.prefixes.find(tenant, "agent") == self.agents.get(tenant, b"")
+            assert self.depot.features.of(Agents).prefixes.find(tenant, "agent") == self.agents.get(tenant, b"")
         for share, quota_bytes in enumerate(self.index.quotas.quota_bytes):
-            assert self.depot.agents.pins.bytes_of(share) <= quota_bytes / 2
+            assert self.depot.features.of(Agents).pins.bytes_of(share) <= quota_bytes / 2
 
     @rule(
         who=st.integers(0, 9),
@@ -500,7 +502,7 @@ class DepotMachine(RuleBasedStateMachine):
             self.depot.end_process(worker.writer)
         for orphan in self.orphans:
             self.depot.end_process(orphan.writer)
-        for _ in self.depot.agents.pins.expire(float("inf")):
+        for _ in self.depot.features.of(Agents).pins.expire(float("inf")):
             pass
         sum(commands.clear_pool(self.depot, None))
         assert (self.index.extents.used_bytes, self.index.entries.num_sealed, len(self.index.nodes)) == (0, 0, 0)

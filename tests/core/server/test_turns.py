@@ -7,7 +7,6 @@ does not.
 """
 
 import gc
-import mmap
 import os
 import random
 import statistics
@@ -18,24 +17,18 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvdepot.features.flights.feature import FlightTable
 from kvdepot.index.index import ChunkIndex
 from kvdepot.index.restore import restore
 from kvdepot.keys import DIGEST_BYTES, KeyRun, Namespace, hash_prefix
-from kvdepot.lab.processes import wait_until
 from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.table import Writer
-from kvdepot.server.hottest import PERIOD_SECONDS, Hottest
-from kvdepot.server.lookups import REMEMBERED_CHUNKS
 from kvdepot.server.turns import PendingReply
-from kvdepot.tiers.base import TierPool
-from kvdepot.tiers.memory import MemoryTier
-from kvdepot.tiers.queue import TierQueue
-from kvdepot.tiers.reading import Prefix
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
 from support.full_depot import PAGE, SPEC, Bench
-from support.operate import Answered, operate, put_tiers_below
+from support.operate import Answered, operate
 
 NUM_ENTRIES = int(os.environ.get("KVDEPOT_TURN_ENTRIES", "100000"))
 PROMPT_CHUNKS = 2000
@@ -209,7 +202,7 @@ def test_lookups_that_wait_and_flights_that_end_at_once(full: FullDepot) -> None
         while timers.due <= full.now:
             full.turn(expire)
         full.drain()
-        assert len(depot.flights) == 0
+        assert len(depot.features.of(FlightTable)) == 0
 
     gate(full, ENGINE_SECONDS, work)
 
@@ -264,34 +257,3 @@ def test_clearing(full: FullDepot) -> None:
 
     gate(full, OPERATOR_SECONDS, work, least=2)
     assert full.depot.index.entries.num_sealed == 0
-
-
-@pytest.mark.slow
-@pytest.mark.promise(61)
-def test_a_list_of_the_hottest_prefixes(full: FullDepot) -> None:
-    """All of the prefixes that tiers were asked for are long, and none is in the pool any more."""
-    state, file, wall = full.depot.state, os.memfd_create("pool"), [0.0]
-    os.ftruncate(file, NUM_ENTRIES * PAGE)
-    pool = TierPool(file, memoryview(mmap.mmap(file, NUM_ENTRIES * PAGE)))
-    tiering = put_tiers_below(full.depot, [TierQueue(MemoryTier(pool, 1 << 30), pool, "memory")])
-    Hottest(state, full.depot.contexts, file, lambda: wall[0])
-    assert state.promoted.maxlen
-
-    def work(number: int) -> None:
-        for name in range(state.promoted.maxlen or 0):
-            digests = prompt(number * 10_000 + name, REMEMBERED_CHUNKS).digests
-            state.promoted.append(Prefix(full.index.spaces[0], digests, (), 0))
-        wall[0] += 2 * PERIOD_SECONDS
-        before = full.depot.counters["hottest_lists_written"]
-
-        def is_written() -> bool:
-            full.now += 1.0
-            full.turn(lambda: state.timers.expire(full.now))
-            tiering.turn()
-            return full.depot.counters["hottest_lists_written"] > before
-
-        wait_until(is_written)
-
-    gate(full, ENGINE_SECONDS, work)
-    tiering.close()
-    os.close(file)

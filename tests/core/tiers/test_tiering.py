@@ -16,6 +16,9 @@ import pytest
 
 from kvdepot.config import Demotion
 from kvdepot.errors import ErrorCode
+from kvdepot.features.flights import feature as flights
+from kvdepot.features.flights.feature import FlightTable
+from kvdepot.features.sessions.feature import Agents
 from kvdepot.index.entries import PartPlace
 from kvdepot.index.eviction import AdaptiveReplacement
 from kvdepot.keys import DIGEST_BYTES, KeyRun, Namespace, digest_at, hash_prefix
@@ -23,7 +26,7 @@ from kvdepot.lab.processes import wait_until
 from kvdepot.layout import Part, heads_of_both, layers_of_both
 from kvdepot.pool.names import Names
 from kvdepot.pool.table import SEALED, Writer
-from kvdepot.server import commands, flights, lookups
+from kvdepot.server import commands, lookups
 from kvdepot.server.state import SaveNames, save_nothing
 from kvdepot.server.turns import PendingReply, Refused
 from kvdepot.testing.faulty_tier import NUM_THREADS, PATIENCE_SECONDS, FaultyTier
@@ -1337,7 +1340,7 @@ def test_an_entry_removed_while_it_is_being_written_keeps_its_extent_until_then(
 def test_a_lookup_that_awaits_no_other_node_begins_no_flight_for_one(make: Maker) -> None:
     bench = make(demoted=3)
     assert bench.wait(bench.begin_lookup(prompt(8), joins=True)).num_chunks == 3
-    assert len(bench.depot.flights) == 0
+    assert len(bench.depot.features.of(FlightTable)) == 0
 
 
 def test_clear_reaches_the_tiers(make: Maker) -> None:
@@ -1959,7 +1962,7 @@ def test_a_session_is_brought_up_and_stays_for_a_time(make: Maker) -> None:
     bench.depot.background.work()
     sum(commands.clear_pool(bench.depot, None))
     assert bench.found(run) == 0
-    assert not bench.depot.agents.pins
+    assert not bench.depot.features.of(Agents).pins
     bench.index.check_integrity()
 
 
@@ -2329,7 +2332,7 @@ def test_an_engine_of_this_node_that_begins_takes_over(awaited: OtherNode) -> No
     assert (reply.num_chunks, reply.num_pending) == (0, 8)
     asked = awaits(awaited)
     awaited.bench.ask(m.EndRequest(awaited.bench.contexts[0], "prefill"))
-    assert awaited.wait(asked, 0.0) is not None
+    assert awaited.wait(asked, 0.02) is not None, "once the tiers were asked, too"
 
 
 @pytest.mark.parametrize("rule", Demotion)

@@ -45,7 +45,8 @@ def main() -> None:
     threading.Thread(target=beat, daemon=True).start()
     driver = CudaDriver(3)
     say(driver.description, driver.uuid, driver.capability, driver.has_batch_copy)
-    sources, targets, sizes = (np.array(column, np.uint64) for column in ((2**40, 11), (20, 2**41), (4, 2**33)))
+    # Columns that are not contiguous.
+    sources, targets, sizes = np.array(((2**40, 20, 4), (11, 2**41, 2**33)), np.uint64).T
     odd = np.array([13], np.uint64)
     with driver.activated():
         stream, event = driver.create_stream(), driver.create_event()

@@ -1,24 +1,23 @@
 """A pretend accelerator made of host memory, in pure Python. It tests the worker side of a backend without the
 device.
 
-After `install("hpu")` a tensor can have `device="hpu"`, `torch.hpu` has streams and events, and `habana_frameworks`
-can be imported. Choose any name that torch does not define. Torch defines `"xpu"`, so tests for XPU install
-`"fakexpu"`, and the code under test writes `getattr(torch, tensor.device.type)`. A process keeps its first name until
-it ends; `lazy` may change between tests. The module needs an experimental function of torch, tried with 2.13.
-Importing it loads no torch.
+After `install()` a tensor can have `device="hpu"`, `torch.hpu` has streams and events, and `habana_frameworks` can be
+imported. Torch reserves the name xpu, so an Intel GPU is pretended under the same name, and its backend writes
+`getattr(torch, tensor.device.type)`. The device stays until the process ends; `lazy` may change between tests. The
+module needs an experimental function of torch, tried with 2.13. Importing it loads no torch.
 
 It is stricter than a device, so that a forgotten step causes wrong bytes or an error:
 
 - Copies with `non_blocking=True` and operations that write into an existing tensor (`out=`, in place) run late, and
   read their operands then. They run when their stream, a later event or the device is waited for, or when a later
-  operation of the same stream needs them. Streams are ordered only by `wait_stream` and `wait_event`.
+  operation of the same stream needs them. Streams are ordered only by `wait_stream`.
 - A late copy to the host fills its target with 0xAB until it runs.
 - With `lazy`, late work starts only at `mark_step()` on its stream, and a wait before that waits for nothing. The
   real bridge also launches work in other places.
 - The host cannot touch device memory (`data_ptr`, `numpy`, `memoryview`). An operation takes no operands in host
   memory, such as an index. With `has_addresses`, `data_ptr` returns device addresses, which are far from those of the
   host.
-- `stats.graphs` collects every (operation, shapes and dtypes). A Gaudi compiles each new one, which takes seconds.
+- `graphs` collects every (operation, shapes and dtypes). A Gaudi compiles each new one, which takes seconds.
 
 It shows that the code uses waits, `mark_step`, shapes, slots and blocks in the right order, on the real code path and
 with real threads. It cannot show that the vendor's bridge supports each operation and dtype, or that its streams and
@@ -28,28 +27,21 @@ events keep their promises. It has no pinned memory, and its speed says nothing.
 import contextlib
 import importlib
 import importlib.machinery
+import importlib.util
 import itertools
 import sys
 import threading
 import types
 import weakref
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, cast
 
+NAME: Final = "hpu"
 POISON: Final = 0xAB
 ADDRESS_OFFSET: Final = 1 << 62  # of device addresses if `has_addresses` is set: no host memory lies there
 
 _installed: "FakeDevice | None" = None  # for the life of the process, like the name in torch
-
-
-@dataclass
-class Stats:
-    """Counts operations of the device."""
-
-    num_waits: int = 0
-    graphs: set[tuple[Any, tuple[Any, ...]]] = field(default_factory=set[tuple[Any, tuple[Any, ...]]])
 
 
 class Stream:
@@ -83,11 +75,6 @@ class Stream:
             while self._launched and (until is None or self._launched[0][0] <= until):
                 self._launched.pop(0)[1]()
 
-    def is_done(self, until: int) -> bool:
-        """Return whether the work up to number `until` is done."""
-        with self._device.lock:
-            return not self._launched or self._launched[0][0] > until
-
     def drop(self) -> None:
         """Discard the work that has not run."""
         self._launched, self._recorded = [], []
@@ -101,7 +88,6 @@ class Stream:
 
     def synchronize(self) -> None:
         """Wait for the launched work."""
-        self._device.stats.num_waits += 1
         self.run()
 
     def wait_stream(self, other: "Stream") -> None:
@@ -109,20 +95,10 @@ class Stream:
         until = other.last()
         self.enqueue(lambda: other.run(until))
 
-    def wait_event(self, event: "Event") -> None:
-        """Make later work wait for the event."""
-        self.enqueue(event.reached())
-
     def query(self) -> bool:
         """Return whether all work is done."""
         with self._device.lock:
             return not self._launched and not self._recorded
-
-    def record_event(self, event: "Event | None" = None) -> "Event":
-        """Record an event here."""
-        event = event or Event(self._device)
-        event.record(self)
-        return event
 
 
 class Event:
@@ -133,11 +109,6 @@ class Event:
         self._stream: Stream | None = None
         self._until = 0
 
-    def reached(self) -> Callable[[], None]:
-        """Return a function that runs its stream up to the recorded place."""
-        stream, until = self._stream, self._until
-        return lambda: None if stream is None else stream.run(until)
-
     # --- as in torch ----------------------------------------------------------------------------------------------
 
     def record(self, stream: Stream | None = None) -> None:
@@ -145,28 +116,19 @@ class Event:
         self._stream = stream or self._device.current_stream()
         self._until = self._stream.last()
 
-    def wait(self, stream: Stream | None = None) -> None:
-        """See `Stream.wait_event`."""
-        (stream or self._device.current_stream()).wait_event(self)
-
     def synchronize(self) -> None:
         """Wait for the work before the event."""
-        self._device.stats.num_waits += 1
-        self.reached()()
-
-    def query(self) -> bool:
-        """Return whether it has happened."""
-        return self._stream is None or self._stream.is_done(self._until)
+        if self._stream is not None:
+            self._stream.run(self._until)
 
 
 class FakeDevice:
     """The device; `install` makes the only one."""
 
-    def __init__(self, name: str, *, lazy: bool) -> None:
-        self.name: Final = name
-        self.lazy = lazy
+    def __init__(self) -> None:
+        self.lazy = False
         self.has_addresses = False
-        self.stats = Stats()
+        self.graphs = set[tuple[Any, tuple[Any, ...]]]()
         self.lock: Final = threading.RLock()
         self.numbers: Final = itertools.count(1)
         self.streams: Final = weakref.WeakSet[Stream]()
@@ -200,7 +162,6 @@ class FakeDevice:
     def synchronize(self, device: Any = None) -> None:
         """Wait for the launched work of all streams."""
         del device
-        self.stats.num_waits += 1
         for stream in list(self.streams):
             stream.run()
 
@@ -233,14 +194,14 @@ class FakeDevice:
             return function.decompose(*args, **kwargs)  # in inference mode `to` and `reshape` come whole
         tensors: list[Any] = []
         plain_args, plain_kwargs = _mapped(partial(self._plain, seen=tensors), [args, kwargs])
-        self.stats.graphs.add((function, tuple((tuple(t.shape), t.dtype) for t in tensors)))
+        self.graphs.add((function, tuple((tuple(t.shape), t.dtype) for t in tensors)))
         if function is aten.copy_.default:
             return self.copy(*args, **kwargs)
         if function is aten._to_copy.default:
             return self._to_copy(args[0], **kwargs)
         strangers = [t for t in tensors if not self._is_here(t) and t.dim() > 0]
         if strangers and function not in (aten.index.Tensor, aten.index_put_.default):  # torch itself accepts those
-            raise RuntimeError(f"expected all tensors on {self.name}, found one on cpu: {function}")
+            raise RuntimeError(f"expected all tensors on {NAME}, found one on cpu: {function}")
         if "device" in plain_kwargs:
             plain_kwargs["device"] = "cpu"
         if function.is_view:
@@ -299,7 +260,7 @@ class FakeDevice:
         def new_event(enable_timing: bool = False, **_: Any) -> Event:
             return Event(self)
 
-        module = _new_module("torch." + self.name)
+        module = _new_module("torch." + NAME)
         vars(module).update(
             Stream=new_stream,
             Event=new_event,
@@ -323,8 +284,8 @@ class FakeDevice:
     def register(self) -> None:
         """Register the device with torch, for the life of the process."""
         backend_registration: Any = importlib.import_module("torch.utils.backend_registration")
-        backend_registration._setup_privateuseone_for_python_backend(rename=self.name, backend_module=self.module)
-        setattr(self._torch, self.name, self.module)
+        backend_registration._setup_privateuseone_for_python_backend(rename=NAME, backend_module=self.module)
+        setattr(self._torch, NAME, self.module)
 
         def empty(size: Any, dtype: Any = None, *_: Any, **__: Any) -> Any:
             return self._tensor(self._torch.empty(size, dtype=dtype))
@@ -339,8 +300,7 @@ class FakeDevice:
         self._library.impl("empty.memory_format", empty, "PrivateUse1")
         self._library.impl("empty_strided", empty_strided, "PrivateUse1")
         self._library.impl("_copy_from", copy_from, "PrivateUse1")
-        if self.name == "hpu":
-            self._register_habana()
+        self._register_habana()
 
     def _register_habana(self) -> None:
         root, bridge, core, utils, internal = (
@@ -355,21 +315,24 @@ class FakeDevice:
         sys.modules["habana_frameworks.torch.hpu"] = self.module
 
 
-def install(name: str, *, lazy: bool = False) -> FakeDevice:
-    """Register the device `name` with torch, for the life of this process. A second call returns the same device.
+def install() -> FakeDevice:
+    """Register the device with torch, for the life of this process. A second call returns the same device.
 
     Raises:
-        RuntimeError: another name is installed, torch is too old, or torch defines the name.
+        RuntimeError: a real Gaudi's software has the name, or torch is too old.
     """
     global _installed
     if _installed is None:
-        device = FakeDevice(name, lazy=lazy)
+        if importlib.util.find_spec("habana_frameworks") is not None:
+            raise RuntimeError("habana_frameworks is installed here, so no device can be pretended")
+        device = FakeDevice()
         device.register()
         _installed = device
-    if _installed.name != name:
-        raise RuntimeError(f"this process has the device {_installed.name}: test {name} in another one")
-    _installed.lazy = lazy
     return _installed
+
+
+def is_installed() -> bool:
+    return _installed is not None
 
 
 def _new_module(name: str) -> types.ModuleType:
@@ -403,7 +366,7 @@ def _tensor_class(torch: Any, device: FakeDevice) -> Any:
                 strides=raw.stride(),
                 storage_offset=raw.storage_offset(),
                 dtype=raw.dtype,
-                device=torch.device(device.name, 0),
+                device=torch.device(NAME, 0),
             )
 
         def __init__(self, raw: Any) -> None:
@@ -411,14 +374,14 @@ def _tensor_class(torch: Any, device: FakeDevice) -> Any:
 
         def data_ptr(self) -> int:
             if not device.has_addresses:
-                raise RuntimeError(f"host access to memory of {device.name} (data_ptr)")
+                raise RuntimeError(f"host access to memory of {NAME} (data_ptr)")
             return self.raw.data_ptr() + ADDRESS_OFFSET
 
         def numpy(self, **_: Any) -> Any:
-            raise TypeError(f"can't convert a tensor on {device.name} to numpy: copy it to the host first")
+            raise TypeError(f"can't convert a tensor on {NAME} to numpy: copy it to the host first")
 
         def __repr__(self, **_: Any) -> str:
-            return f"DeviceTensor({tuple(self.shape)}, {self.dtype}, {device.name})"
+            return f"DeviceTensor({tuple(self.shape)}, {self.dtype}, {NAME})"
 
         @classmethod
         def __torch_dispatch__(cls, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from kvdepot.client.answers import MISS, BlendHit, BlendRun, Lease
+from kvdepot.client.answers import MISS, Lease
 from kvdepot.engines.generation import Generation
-from kvdepot.keys import DIGEST_BYTES, KeyRun, Namespace
+from kvdepot.keys import KeyRun, Namespace
 from kvdepot.layout import GroupKind
 from kvdepot.wire import messages as m
 from support.index import FULL, Bench
@@ -144,27 +144,15 @@ class Client:
         reply = self._worker.ask(m.Lookup(self._worker.context, request_id, key.digests))
         return Answered(Lease(reply.num_chunks, reply.lease) if reply.lease else MISS)
 
-    def submit_blend_lookup(self, request_id: str, segments: Any, *, min_run_tokens: int) -> Any:
-        reply = self._worker.ask(m.BlendLookup(self._worker.context, request_id, segments.packed, min_run_tokens))
-        runs = tuple(
-            BlendRun(
-                at,
-                length,
-                source,
-                KeyRun(
-                    reply.digests[start * DIGEST_BYTES : (start + count) * DIGEST_BYTES], first, bytes(DIGEST_BYTES)
-                ),
-            )
-            for at, length, source, first, count, start in m.BLEND_RUN.iter_unpack(reply.runs)
-        )
-        return Answered(BlendHit(runs, Lease(0, reply.lease)))
+    def submit(self, make: Any, missing: Any, read: Any) -> Any:
+        return Answered(read(self._worker.ask(make(self._worker.context)), None) or missing)
 
-    def note_contents(self, key: KeyRun, segments: Any) -> None:
-        self._worker.ask(m.NoteContents(self._worker.context, key.digests, segments.packed))
+    def post(self, make: Any) -> None:
+        for request in make(self._worker.context):
+            self._worker.ask(request)
 
-    def release(self, lease: Lease, *, reused_tokens: int = 0, recomputed_tokens: int = 0) -> None:
-        context = self._worker.context
-        self._worker.ask(m.Release(context, (lease.number,), reused_tokens, recomputed_tokens))
+    def release(self, lease: Lease) -> None:
+        self._worker.ask(m.Release(self._worker.context, (lease.number,)))
 
     def end_request(self, request_id: str) -> None:
         self._worker.ask(m.EndRequest(self._worker.context, request_id))

@@ -345,9 +345,6 @@ class ServerConfig:
     promotion_seconds: float = setting(
         1.0, "longest time a lookup waits for the tiers (default {default})", "--promote-seconds", "SECONDS", most=60.0
     )
-    share_hottest: bool = setting(
-        False, "list the most used prefixes in the tiers, and promote what other depots listed before a request asks"
-    )
     events: str | None = setting(
         None,
         "publish which blocks can be loaded and their tokens, in vLLM's format; for example tcp://127.0.0.1:5557",
@@ -384,6 +381,9 @@ class ServerConfig:
     )
     move_seconds: float = setting(
         5.0, "time for one copy by a mover (default {default})", metavar="SECONDS", most=MAXIMUM_NUMBER
+    )
+    without: tuple[str, ...] = setting(
+        (), "leave out these features, of those that 'kvdepot status' lists; separated by commas", metavar="NAMES"
     )
     ephemeral: bool = setting(False, "remove the pool at exit instead of keeping it for the next server")
     fresh: bool = setting(False, "discard the entries of an earlier server")

@@ -16,8 +16,8 @@ from blake3 import blake3
 
 from kvdepot.config import format_size, parse_size
 from kvdepot.errors import ConfigError
+from kvdepot.features.estimates.feature import HitRateCurve
 from kvdepot.index.eviction import AUTO, NORMAL, POLICIES, EvictionPolicy, Preference
-from kvdepot.index.hit_rate_curve import HitRateCurve
 from kvdepot.index.priorities import Priorities, Shares
 from kvdepot.index.quotas import QuotaTable
 from kvdepot.index.tree import NO_NODE, ChunkTree, Nodes

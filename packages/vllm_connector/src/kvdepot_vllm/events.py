@@ -28,7 +28,7 @@ from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, resolve_
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 from zmq.utils.monitor import recv_monitor_message
 
-from kvdepot.client.news import Description
+from kvdepot.features.routers.feed import Description
 from kvdepot.keys import KeyRun
 from kvdepot.layout import GroupKind
 from kvdepot.wire import messages as m

@@ -32,7 +32,7 @@ _IDLE_SECONDS: Final = 0.001  # to wait for an answer while nothing is computed;
 # engines that compute on CPU. A request that arrives in the meantime waits that long.
 _LONG_IDLE_SECONDS: Final = 0.010
 # A request waits for others at most this many times the time that its own engine would take, plus the slack. The depot
-# applies the same rule (`kvdepot.server.flights`).
+# applies the same rule (`kvdepot.features.flights.feature`).
 _PATIENCE: Final = 2.0
 _SLACK_SECONDS: Final = 0.05  # equal to the server's
 

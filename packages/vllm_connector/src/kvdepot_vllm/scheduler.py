@@ -13,11 +13,11 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from kvdepot.client.news import NewsFeed
 from kvdepot.client.scheduler import SchedulerClient
 from kvdepot.counting import engine_counter
 from kvdepot.engines.generation import Generation
 from kvdepot.errors import KVDepotError
+from kvdepot.features.routers.feed import NewsFeed
 from kvdepot.keys import Namespace, PrefixHasher
 from kvdepot.wire.messages import MAXIMUM_CHUNKS
 from kvdepot_vllm.blend.planning import Blends
@@ -94,7 +94,7 @@ class SchedulerSide:
         self._feed: NewsFeed | None = None
         if announcer is not None:
             digest = generation.namespace.digest(cache.chunk_tokens)
-            self._feed = client.follow(digest, announcer.on_news, announcer.on_lost, announcer.wants_all)
+            self._feed = NewsFeed(client.connection, digest, announcer.on_news, announcer.on_lost, announcer.wants_all)
         self._clock = clock
         self._contents = EngineContents(lambda: self._stores.pool, keeps_names=settings.keep_after_reset)
         self.requests: dict[str, RequestState] = {}
@@ -334,7 +334,8 @@ class SchedulerSide:
         """Send the tokens of chunks to a depot that publishes events."""
         if self._describer is not None and self._client.wants_tokens:
             root = state.run(0, 0).parent
-            self._client.describe(*self._describer.describe(state.request, root, state.run(first, stop)))
+            key, description = self._describer.describe(state.request, root, state.run(first, stop))
+            self._client.post(lambda context: description.requests(context, key))
 
     def promoted_tokens(self, request: EngineRequest, num_tokens: int) -> int:
         """Return how many of the last `num_tokens` tokens of a hit came from tiers."""

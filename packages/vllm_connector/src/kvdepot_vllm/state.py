@@ -13,8 +13,9 @@ from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from kvdepot.client.answers import BlendHit, BlendRun, Lease
-from kvdepot.client.scheduler import PendingBlendLookup, PendingLookup
+from kvdepot.client.answers import Lease
+from kvdepot.client.scheduler import PendingLookup
+from kvdepot.features.blend.client import BlendHit, BlendRun, PendingBlendLookup
 from kvdepot.keys import KeyRun, PrefixHasher
 from kvdepot_vllm.contents import Contents
 from kvdepot_vllm.engine import EngineRequest
@@ -22,7 +23,7 @@ from kvdepot_vllm.jobs import BlendFigures, LoadJob
 from kvdepot_vllm.params import BlendParams, HandOver, Hints
 
 if TYPE_CHECKING:
-    from kvdepot.client.segments import Segments  # it loads numpy
+    from kvdepot.features.blend.segments import Segments  # it loads numpy
 
 
 class Outcome(enum.Enum):

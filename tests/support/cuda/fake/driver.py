@@ -46,6 +46,7 @@ class FakeEvent:
         self._driver, self._stream = driver, stream
         with driver.activated():
             self.cuda_event = driver.create_event()
+            driver.of_engine.add(self.cuda_event)
             driver.record_event(self.cuda_event, stream)
 
     def synchronize(self) -> None:
@@ -94,6 +95,7 @@ class FakeDriver:
         self.largest_batch = 0
         self.is_closed = False
         self.capturing: set[int] = set()  # streams that are being captured into a graph
+        self.of_engine: set[int] = set()  # streams and events that the engine releases, not the backend
         self.memory = FakeMemory(root)
         self._local = threading.local()
         self._lock = threading.RLock()
@@ -120,6 +122,13 @@ class FakeDriver:
         """Return a writable view of device memory."""
         return self.memory.bytes_at(address, num_bytes)
 
+    def engine_stream(self) -> int:
+        """Create a stream of the engine's own."""
+        with self.activated():
+            stream = self.create_stream()
+        self.of_engine.add(stream)
+        return stream
+
     def launch(self, kernel: Callable[[], None], stream: int = DEFAULT_STREAM) -> None:
         """Queue a function on a stream, as an engine does with its kernels."""
         self._streams[stream].add(kernel)
@@ -132,8 +141,8 @@ class FakeDriver:
     def left_over(self) -> dict[str, int]:
         """Resources that were created and not released."""
         found = {
-            "streams": len(self._streams) - 1,
-            "events": len(self._events),
+            "streams": len(self._streams.keys() - self.of_engine) - 1,
+            "events": len(self._events.keys() - self.of_engine),
             "registrations": len(self.memory.registered),
             "opened": self.memory.num_opened,
             "device memory": len(self.memory.taken),

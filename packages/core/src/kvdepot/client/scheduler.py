@@ -4,14 +4,13 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, Generic, Self, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Final, Generic, Self, TypeVar
 
 import msgspec
 
-from kvdepot.client.answers import MISS, NO_BLEND, BlendHit, Lease, hit_of, lease_of
+from kvdepot.client.answers import MISS, Lease, lease_of
 from kvdepot.client.connection import Connection
-from kvdepot.client.news import Description, NewsFeed
 from kvdepot.client.session import Channel, Session
 from kvdepot.config import DEADLINE_SECONDS
 from kvdepot.errors import DepotTimeout, DepotUnavailable, ErrorCode, KVDepotError, RemoteError
@@ -19,9 +18,6 @@ from kvdepot.keys import KeyRun
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
-
-if TYPE_CHECKING:
-    from kvdepot.client.segments import Segments  # loads numpy
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +90,6 @@ class Pending(Generic[Answer]):
 
 
 PendingLookup = Pending[Lease]
-PendingBlendLookup = Pending[BlendHit]
 
 
 class SchedulerClient:
@@ -109,6 +104,9 @@ class SchedulerClient:
         blend: a line for operators that says whether the engine blends.
         served_model: the model's name in requests if the engine publishes events; the depot then asks for descriptions.
         weights: `Namespace.weights` of the engine. The depot evicts older generations of them first.
+
+    Attributes:
+        connection: the connection to the depot. The client closes it.
     """
 
     def __init__(
@@ -130,7 +128,7 @@ class SchedulerClient:
         )
         self._channel: Channel | None = None
         self._lock = threading.RLock()
-        self._connection = Connection(
+        self.connection = Connection(
             url,
             f"scheduler of {instance}",
             registration,
@@ -143,7 +141,7 @@ class SchedulerClient:
     @property
     def is_connected(self) -> bool:
         """Whether the depot is connected and usable now."""
-        return self._connection.session is not None
+        return self.connection.session is not None
 
     def wait_until_connected(self, timeout_seconds: float) -> None:
         """Wait for the depot.
@@ -151,7 +149,7 @@ class SchedulerClient:
         Raises:
             DepotUnavailable: the depot was not usable within `timeout_seconds`; the text gives the reason.
         """
-        self._connection.wait_until_open(timeout_seconds)
+        self.connection.wait_until_open(timeout_seconds)
 
     def lookup(self, request_id: str, key: KeyRun) -> Lease:
         """Lease the longest usable prefix of `key` (a run from chunk 0 on) for a request, in one round trip."""
@@ -186,85 +184,62 @@ class SchedulerClient:
         """
         if key.first_chunk:
             raise KVDepotError(f"a lookup starts at chunk 0, not at {key.first_chunk}")
+        longest = self.deadline_seconds * _SHARE_FOR_WAITING
+        if not key.digests:
+            return Pending(self, None, 0, MISS, lease_of)
+        return self.submit(
+            lambda context: m.Lookup(
+                context,
+                request_id,
+                key.digests,
+                key.tenant,
+                longest if wait_seconds is None else min(longest, wait_seconds),
+                self.token_seconds,
+                announces,
+                ahead_tokens,
+                joins,
+                awaits,
+                hands_over,
+            ),
+            MISS,
+            lease_of,
+        )
+
+    def submit(
+        self,
+        make: Callable[[int], frames.Request],
+        missing: Answer,
+        read: Callable[[frames.Reply, Session], Answer | None],
+    ) -> Pending[Answer]:
+        """Send a request that has a reply, without waiting: see `Pending`. `make` gets the number of the context."""
         with self._lock:
             channel, sequence = self._current(), 0
-            longest = self.deadline_seconds * _SHARE_FOR_WAITING
-            if channel is not None and key.digests:
+            if channel is not None:
                 with contextlib.suppress(DepotUnavailable):
-                    lookup = m.Lookup(
-                        channel.session.context,
-                        request_id,
-                        key.digests,
-                        key.tenant,
-                        longest if wait_seconds is None else min(longest, wait_seconds),
-                        self.token_seconds,
-                        announces,
-                        ahead_tokens,
-                        joins,
-                        awaits,
-                        hands_over,
-                    )
-                    sequence = channel.submit(lookup)
-            return Pending(self, channel if sequence else None, sequence, MISS, lease_of)
+                    sequence = channel.submit(make(channel.session.context))
+            return Pending(self, channel if sequence else None, sequence, missing, read)
 
-    def submit_blend_lookup(
-        self, request_id: str, segments: "Segments", *, min_run_tokens: int = 0
-    ) -> PendingBlendLookup:
-        """Look up segments of a prompt in chunks of any prompts, without waiting.
+    def post(self, make: Callable[[int], Iterable[frames.Request]]) -> None:
+        """Send requests whose replies are ignored. `make` gets the number of the context.
 
-        A depot without support for blends finds none. `end_request` releases the lease of the answer.
-        """
-        with self._lock:
-            channel, sequence = self._current(), 0
-            if channel is not None and segments:
-                context = channel.session.context
-                with contextlib.suppress(DepotUnavailable):
-                    sequence = channel.submit(m.BlendLookup(context, request_id, segments.packed, min_run_tokens))
-            return Pending(self, channel if sequence else None, sequence, NO_BLEND, hit_of)
-
-    def note_contents(self, key: KeyRun, segments: "Segments") -> None:
-        """Tell the depot which segments the chunks of `key`, a run from chunk 0 on, hold.
-
-        All of these chunks were computed exactly. There is no reply.
+        A depot that is away does not get them.
         """
         with self._lock:
             channel = self._current()
-            if channel is not None and key.digests and segments:
-                self._post(channel.session, m.NoteContents(channel.session.context, key.digests, segments.packed))
+            if channel is not None:
+                for request in make(channel.session.context):
+                    self._post(channel.session, request)
 
     @property
     def wants_tokens(self) -> bool:
         """Whether the depot publishes events, so that it accepts descriptions and serves news."""
-        session = self._connection.session
+        session = self.connection.session
         return session is not None and session.wants_tokens
 
-    def describe(self, key: KeyRun, description: Description) -> None:
-        """Send the depot the tokens of a run's chunks and the ids of their blocks, for routers. There is no reply."""
-        with self._lock:
-            channel = self._current()
-            if channel is None or not channel.session.wants_tokens:
-                return
-            for request in description.requests(channel.session.context, key):
-                self._post(channel.session, request)
-
-    def follow(
-        self,
-        namespace: bytes,
-        on_news: Callable[[m.News], None],
-        on_lost: Callable[[], None],
-        wants_all: Callable[[], bool],
-    ) -> NewsFeed:
-        """Begin to follow the chunks of a namespace; see `NewsFeed`. The caller closes the feed before this client."""
-        return NewsFeed(self._connection, namespace, on_news, on_lost, wants_all)
-
-    def release(self, lease: Lease, *, reused_tokens: int = 0, recomputed_tokens: int = 0) -> None:
-        """Release a lease. Idempotent. Leases of an earlier server have ended already.
-
-        After a blend, report how many of its tokens were reused unchanged, and how many were recomputed.
-        """
+    def release(self, lease: Lease) -> None:
+        """Release a lease. Idempotent. Leases of an earlier server have ended already."""
         if lease.session is not None:
-            context = lease.session.context
-            self._post(lease.session, m.Release(context, (lease.number,), reused_tokens, recomputed_tokens))
+            self._post(lease.session, m.Release(lease.session.context, (lease.number,)))
 
     def end_request(self, request_id: str) -> None:
         """Release all leases of a request, including those of lookups under way, and withdraw its announcement."""
@@ -277,7 +252,7 @@ class SchedulerClient:
         """Report that the engine computes with new weights from now on (`Namespace.weights`). There is no reply."""
         with self._lock:
             self._registration = msgspec.structs.replace(self._registration, weights=weights)
-            self._connection.note_registration(self._registration)
+            self.connection.note_registration(self._registration)
             channel = self._current()
             if channel is not None:
                 self._tell_weights(channel)
@@ -289,14 +264,8 @@ class SchedulerClient:
             self._post(channel.session, m.ChangeWeights(channel.session.context, self._registration.weights))
 
     def operate(self, operation: o.OperatorRequest) -> None:
-        """Send an operation, for example on an agent session.
-
-        The reply is ignored. A depot that is away does not get it.
-        """
-        with self._lock:
-            channel = self._current()
-            if channel is not None:
-                self._post(channel.session, operation)
+        """Send an operation, for example on an agent session: see `post`."""
+        self.post(lambda _context: [operation])
 
     def hint(
         self,
@@ -310,30 +279,18 @@ class SchedulerClient:
     ) -> None:
         """Advise the depot how long to keep the chunks of `key` (a run from chunk 0 on): see `messages.Hint`.
 
-        The reply is ignored. A depot that is away or does not support hints does not get it.
+        A depot that is away does not get it.
         """
-        with self._lock:
-            channel = self._current()
-            if channel is not None and key.digests:
-                context = channel.session.context
-                hint = m.Hint(
-                    context,
-                    key.tenant,
-                    key.digests,
-                    session_ended,
-                    priority,
-                    ttl_seconds,
-                    session,
-                    retain_seconds,
-                )
-                self._post(channel.session, hint)
+        if key.digests:
+            of = session_ended, priority, ttl_seconds, session, retain_seconds
+            self.post(lambda context: [m.Hint(context, key.tenant, key.digests, *of)])
 
     def close(self) -> None:
         """Close the connection, which ends all leases. Idempotent."""
         with self._lock:
             if self._channel is not None:
                 self._channel.close()
-        self._connection.close()
+        self.connection.close()
 
     def __enter__(self) -> Self:
         return self
@@ -348,7 +305,7 @@ class SchedulerClient:
             return lookup.missing
         with self._lock:
             session = channel.session
-            if channel is not self._channel or self._connection.session is not session:
+            if channel is not self._channel or self.connection.session is not session:
                 self.give_up(channel, sequence)
                 return lookup.missing
             try:
@@ -365,13 +322,13 @@ class SchedulerClient:
                     logger.error("the depot refused a lookup: %s", error)
                 return lookup.missing
             except DepotTimeout:
-                self._connection.suspend(session)
+                self.connection.suspend(session)
                 self.give_up(channel, sequence)
                 return lookup.missing
             except DepotUnavailable:
                 return lookup.missing
             waited_seconds = reply.waited_seconds if isinstance(reply, m.LookupReply) else 0.0
-            self._connection.note_wait(session, lookup.missing_at - lookup.submitted_at - waited_seconds)
+            self.connection.note_wait(session, lookup.missing_at - lookup.submitted_at - waited_seconds)
             return lookup.read(reply, session) or lookup.missing
 
     def wait_for_answers(self, channel: Channel | None, timeout_seconds: float) -> None:
@@ -387,14 +344,14 @@ class SchedulerClient:
 
         def give_back(reply: frames.Reply) -> None:
             # Even over a suspended session: a depot that replies also reads requests.
-            if isinstance(reply, m.LookupReply | m.BlendReply) and reply.lease:
+            if lease := getattr(reply, "lease", 0):
                 with contextlib.suppress(DepotUnavailable):
-                    channel.post(m.Release(channel.session.context, (reply.lease,)))
+                    channel.post(m.Release(channel.session.context, (lease,)))
 
         with self._lock:
             channel.abandon(sequence, give_back)
             if channel is self._channel and channel.num_owed:
-                self._connection.reap_soon()
+                self.connection.reap_soon()
 
     def _reap_late_replies(self) -> bool:
         # Never wait: the holder of the lock may be waiting for this thread to notice that the depot is dead.
@@ -416,13 +373,13 @@ class SchedulerClient:
         self._lock, self._channel = threading.RLock(), None
 
     def _current(self) -> Channel | None:
-        session = self._connection.session
+        session = self.connection.session
         if session is None:
             return None
         if self._channel is None or self._channel.session is not session:
             if self._channel is not None:
                 self._channel.close()
-            self._channel = self._connection.channel(session)
+            self._channel = self.connection.channel(session)
             # They may have changed since the session registered: untold, the KV in use would be ranked as outdated.
             self._tell_weights(self._channel)
         return self._channel
@@ -441,4 +398,4 @@ class SchedulerClient:
             except DepotUnavailable as error:
                 logger.warning("%s", error)
             if channel.num_owed:
-                self._connection.reap_soon()
+                self.connection.reap_soon()

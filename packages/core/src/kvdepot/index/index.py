@@ -12,14 +12,13 @@ from typing import Final
 
 from kvdepot.counting import depot_counter
 from kvdepot.index.entries import Begun, Entries, NewRun, PartPlace, Room, Wanted
-from kvdepot.index.eviction import AUTO, POLICIES, EvictionPolicy
+from kvdepot.index.eviction import AUTO, POLICIES, EvictionPolicy, Preference
 from kvdepot.index.evictor import EndStore, Evictor, cannot_end
-from kvdepot.index.hit_rate_curve import HitRateCurve
 from kvdepot.index.kept import KeptChunks
 from kvdepot.index.priorities import Priorities, Shares
 from kvdepot.index.quotas import QuotaTable
 from kvdepot.index.tree import NO_NODE, ChunkTree, Nodes, Space, digest_of
-from kvdepot.index.visibility import Visibility, Watcher
+from kvdepot.index.visibility import Visibility, Watchers
 from kvdepot.pool.extents import ExtentAllocator, extent_size
 from kvdepot.pool.table import Entry, IndexTable
 from kvdepot.wire.messages import CacheSpec
@@ -63,7 +62,10 @@ class ChunkIndex:
         table: holds the records.
         policy: the name of the eviction policy.
         quotas: the quotas of tenants; None for none.
-        watcher: receives notes of evicted and hidden chunks.
+
+    Attributes:
+        watchers: receive notes of chunks that lookups no longer find.
+        preference: the policy that `auto` follows.
     """
 
     def __init__(
@@ -72,13 +74,13 @@ class ChunkIndex:
         table: IndexTable,
         policy: str = AUTO,
         quotas: QuotaTable | None = None,
-        watcher: Watcher | None = None,
     ) -> None:
         self.table = table
         self.extents = extents
         self.quotas = quotas or QuotaTable(extents.capacity_bytes)
         self.spaces: list[Space] = []
-        self.hit_rates = HitRateCurve(extents.capacity_bytes)
+        self.watchers = Watchers()
+        self.preference = Preference()
         self.num_over_share = 0  # `STORE_ENTRIES_OVER_SHARE`
         self.num_not_ready = 0  # `STORE_ENTRIES_NOT_READY`
         self.num_overlapping = 0  # `ENTRIES_OVERLAPPING`
@@ -87,20 +89,19 @@ class ChunkIndex:
         self.num_restore_errors = 0
         self._space_by_spec: dict[bytes, Space] = {}
         self._policy = policy
-        self._watcher = watcher or Watcher()
         self.make_parts()
 
     def make_parts(self) -> None:
         """Create all parts, each using those before it, without nodes and records."""
         self.nodes = nodes = Nodes(2 * self.table.num_records + SPARE_NODES, self.spaces)
-        self.visibility = Visibility(nodes, self._watcher)
+        self.visibility = Visibility(nodes, self.watchers)
         self.entries = Entries(nodes, self.table, self.extents, self.quotas)
         self.shares = Shares(nodes, self.entries, self.quotas, self._make_policy)
-        self.priorities = Priorities(nodes, self.shares, self.hit_rates.ended)
-        self.evictor = Evictor(nodes, self.visibility, self.entries, self.shares, self.priorities, self._watcher)
+        self.priorities = Priorities(nodes, self.shares, self.watchers.ended)
+        self.evictor = Evictor(nodes, self.visibility, self.entries, self.shares, self.priorities, self.watchers)
 
     def _make_policy(self, tree: ChunkTree) -> EvictionPolicy:
-        return POLICIES[self._policy](tree, self.hit_rates.preference)
+        return POLICIES[self._policy](tree, self.preference)
 
     # --- stores ---------------------------------------------------------------------------------------------------
 

@@ -98,6 +98,41 @@ class Watcher:
     def promoted(self, space: Space, digests: bytes, nodes: Sequence[tuple[int, int]], /) -> None:
         """Note that a tier brought consecutive chunks. `nodes`: as from `Visibility.find_run`."""
 
+    def ended(self, key: bytes, /) -> None:
+        """Note that the session of a chunk ended, so that it is evicted before others."""
+
+
+class Watchers(Watcher):
+    """Passes notes on to several watchers."""
+
+    def __init__(self) -> None:
+        self.all: list[Watcher] = []
+
+    @property
+    def awaits_promoted(self) -> bool:
+        """See `Watcher`."""
+        return any(each.awaits_promoted for each in self.all)
+
+    def evicted(self, node: int, key: bytes, /) -> None:
+        """See `Watcher`."""
+        for each in self.all:
+            each.evicted(node, key)
+
+    def hidden(self, node: int, /, *, has_children: bool) -> None:
+        """See `Watcher`."""
+        for each in self.all:
+            each.hidden(node, has_children=has_children)
+
+    def promoted(self, space: Space, digests: bytes, nodes: Sequence[tuple[int, int]], /) -> None:
+        """See `Watcher`."""
+        for each in self.all:
+            each.promoted(space, digests, nodes)
+
+    def ended(self, key: bytes, /) -> None:
+        """See `Watcher`."""
+        for each in self.all:
+            each.ended(key)
+
 
 class Visibility:
     """The marks of visible nodes, and the search for the longest prefix."""

@@ -11,15 +11,10 @@ from importlib.metadata import version
 from types import MappingProxyType
 from typing import Any, Final
 
-import zmq
-
 from kvdepot.config import ServerConfig, format_size
 from kvdepot.index.index import ChunkIndex
 from kvdepot.index.quotas import QuotaTable
 from kvdepot.movers.table import MoverTable
-from kvdepot.operators.events import EVENT_BATCHES, EVENT_FLOODS, EventPublisher, check_endpoint
-from kvdepot.operators.holdings import Holdings
-from kvdepot.operators.zeromq import Listeners
 from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.files import PoolFiles, allocate_first, is_locked, open_pool, open_with_lock
 from kvdepot.pool.size import resolve_pool_size
@@ -29,7 +24,7 @@ from kvdepot.server.commands import Operators, Sender, add_tier, log_level, sett
 from kvdepot.server.connections import ConnectionTable
 from kvdepot.server.contexts import check_version
 from kvdepot.server.depot import Depot, Requests
-from kvdepot.server.hottest import Hottest
+from kvdepot.server.feature import installed_features
 from kvdepot.server.loop import Loop, Sockets, ThreadResults, Waker
 from kvdepot.server.restoring import Restoring
 from kvdepot.server.run_folder import RunFolder
@@ -72,18 +67,15 @@ class DepotServer:
             self._files = self._open_files()
             undo.callback(self._files.close, remove=False)
             self.depot = self._make_depot()
+            undo.callback(self.depot.close)
             self._waker = Waker()
             undo.callback(self._waker.close)
-            self._context = zmq.Context()
-            undo.callback(self._context.destroy, linger=0)
             opener = TierOpener(self._files.pool_fd, self._files.size_bytes, self._waker.wake)
             self.sockets = self._open_sockets(self._operators(opener, further_settings), undo)
             movers = self.depot.state.movers = self._make_movers(self.sockets.sessions)
             undo.callback(movers.close)
             if config.tiers:
                 self.depot.state.tiering = self._make_tiering(opener.open_all(config.tiers))
-            if config.share_hottest:
-                Hottest(self.depot.state, self.depot.contexts, self._files.pool_fd)
             extents = self.depot.index.extents
             self._results = ThreadResults(self._files, extents, opener, self._waker, str(config.pool_path))
             self.restoring = self._make_restoring()
@@ -103,22 +95,18 @@ class DepotServer:
         quotas = QuotaTable(size, config.quotas)
         make_room(self.folder.control)  # no living depot uses it, as the lock is ours
         ready = allocate_first(files.pool_fd, size)
-        holdings = Holdings(config.topic, self._is_in_tier) if config.events else None
-        index = ChunkIndex(ExtentAllocator(size, ready), files.table, config.policy, quotas, holdings)
+        index = ChunkIndex(ExtentAllocator(size, ready), files.table, config.policy, quotas)
         return Depot(
             index,
             epoch=self.epoch,
             lease_seconds=config.lease_seconds,
             clock=time.monotonic,
             verify=m.Verify(config.verify),
-            holdings=holdings,
-            prefixes=files.prefixes,
             save_names=files.names.add,
+            config=config,
+            files=files,
+            features=installed_features(name for names in config.without for name in names.split(",")),
         )
-
-    def _is_in_tier(self, node: int) -> bool:
-        tiering = self.depot.state.tiering
-        return tiering is not None and tiering.holds(node)
 
     def _open_sockets(self, operators: Operators, undo: contextlib.ExitStack) -> Sockets:
         depot = self.depot
@@ -147,21 +135,7 @@ class DepotServer:
         )
         undo.callback(connections.close)
         self.folder.keep(self.folder.control, connections.listen_again)
-        events = self._open_events()
-        listeners = Listeners([] if events is None else events.listeners)
-        undo.callback(listeners.close)
-
-        return Sockets(self.folder, connections, sessions, events, listeners)
-
-    def _open_events(self) -> EventPublisher | None:
-        config, holdings = self.config, self.depot.state.holdings
-        if config.events is None or holdings is None:
-            return None
-        events = EventPublisher(self._context, holdings, config.events, config.events_replay)
-        for endpoint, flag in ((config.events, "--events"), (config.events_replay, "--events-replay")):
-            if endpoint is not None and not check_endpoint(endpoint, flag):
-                logger.warning("%s %s: everybody who can connect sees the tokens of prompts", flag, endpoint)
-        return events
+        return Sockets(self.folder, connections, sessions)
 
     def _make_movers(self, sessions: SessionTable) -> MoverTable:
         return MoverTable(
@@ -195,14 +169,12 @@ class DepotServer:
 
     def _make_restoring(self) -> Restoring | None:
         if self._files.is_new:
-            self.depot.news.keep_in(self._files.tokens, is_new=True)
             return None
         return Restoring(
             self.depot,
             self._files.names.found,
             self.sockets.sessions.await_death,
             lambda: self._stopping_at is not None,
-            lambda: self.depot.news.keep_in(self._files.tokens, is_new=False),
         )
 
     def _operators(self, opener: TierOpener, further_settings: Mapping[str, Any]) -> Operators:
@@ -276,7 +248,7 @@ class DepotServer:
         self.sockets.sessions.close()
         if state.tiering is not None:
             state.tiering.close(_DRAIN_SECONDS)
-        self._context.destroy(linger=0)
+        self.depot.close()
         is_removed = self.config.ephemeral or bool(self._files.unnamed)
         self._files.close(remove=is_removed)
         self._waker.close()
@@ -290,11 +262,7 @@ class DepotServer:
             )
 
     def _status(self) -> DepotStatus:
-        depot, turns, events = self.depot, self.loop.turns, self.sockets.events
-        fields = depot.status.fields()
-        if events is not None:
-            fields["counters"][EVENT_BATCHES] = events.num_batches
-            fields["counters"][EVENT_FLOODS] = events.num_floods
+        depot, turns = self.depot, self.loop.turns
         return DepotStatus(
             server_version=self._version,
             protocol_version=m.PROTOCOL_VERSION,
@@ -317,8 +285,7 @@ class DepotServer:
                 "store": depot.state.usage.store_seconds.status(),
                 "loop_turn": turns.status(),
             },
-            event_endpoints=[] if events is None else [events.endpoint, events.replay_endpoint],
-            **fields,
+            **depot.status.fields(),
         )
 
     def _welcome(self, token: bytes, writer: Writer) -> tuple[frames.SessionOpened, list[int]]:

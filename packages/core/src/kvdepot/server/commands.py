@@ -16,12 +16,10 @@ from kvdepot.errors import ConfigError, ErrorCode, printable
 from kvdepot.keys import num_digests
 from kvdepot.pool.names import Label
 from kvdepot.server.depot import Depot
-from kvdepot.server.hottest import LIST_OWNER
 from kvdepot.server.state import MAXIMUM_ROWS
-from kvdepot.server.turns import MAXIMUM_OPERATIONS, Awaited, PendingReply, Refused, Steps, Wait, run
+from kvdepot.server.turns import Awaited, PendingReply, Refused, Steps, Wait, run
 from kvdepot.tiers.opening import TierOpener
 from kvdepot.tiers.queue import TierQueue
-from kvdepot.tiers.reading import Prefix
 from kvdepot.tiers.tiering import Tiering
 from kvdepot.tiers.url import TierUrl, without_credentials
 from kvdepot.wire import frames
@@ -63,8 +61,6 @@ class Operators:
     def __init__(self, depot: Depot, of_server: Mapping[type, Handler]) -> None:
         self._depot = depot
         self._handlers = {**HANDLERS, **of_server}
-        missing = [operation.__name__ for operation in o.OPERATIONS if operation not in self._handlers]
-        assert not missing, f"no handler of {missing}"
 
     def answer(self, request: o.OperatorRequest, sender: Sender) -> frames.Reply | PendingReply:
         """Answer a request, now or later.
@@ -74,18 +70,15 @@ class Operators:
         """
         if request.needs_entries and self._depot.state.is_restoring:
             raise Refused(ErrorCode.DRAINING, "the entries of an earlier server are being read: ask again")
-        handled = self._handlers[type(request)](self._depot, request, sender)
+        of_feature = self._depot.operations.get(type(request))
+        if of_feature is not None:
+            handled = of_feature(request)
+        elif (handler := self._handlers.get(type(request))) is not None:
+            handled = handler(self._depot, request, sender)
+        else:
+            text = f"this depot runs without the feature that answers {frames.operation_of(type(request))}"
+            raise Refused(ErrorCode.UNKNOWN_OPERATION, text)
         return handled if isinstance(handled, Struct) else run(handled, self._depot.state.fail)
-
-
-def _first_turn(depot: Depot) -> Generator[Wait, bool, None]:
-    """Wait for the first turn of an operation.
-
-    Raises:
-        Refused: very many commands wait.
-    """
-    if not (yield depot.background.operators.enter):
-        raise Refused(ErrorCode.DRAINING, f"{MAXIMUM_OPERATIONS} requests of operators wait already: ask again")
 
 
 @answers(o.Find)
@@ -99,7 +92,7 @@ def find(depot: Depot, request: o.Find, _sender: Sender) -> Steps:
     num_digests(request.digests)  # raises if they are not whole
     index = depot.index
     most: list[tuple[int, int, o.FoundPrefix]] = []  # a heap: the shortest prefix first
-    yield from _first_turn(depot)
+    yield from depot.background.operators.first()
     for space in list(index.spaces):
         match = index.visibility.match(space, request.digests)
         if match.nodes:
@@ -155,18 +148,13 @@ def clear(depot: Depot, request: o.Clear, sender: Sender) -> Steps:
     """
     num_digests(request.digests)  # raises if they are not whole
     asker = sender()  # now: the sender may have disconnected before the end
-    yield from _first_turn(depot)
+    yield from depot.background.operators.first()
     if request.digests:
         removed = yield from _clear_prefix(depot, request)
         _note_clear(depot, "a prefix", removed, asker)
         return m.Done(depot.state.epoch, removed)
     tenant, model = request.tenant, request.model
     removed, problems = yield from _clear_owner(depot, tenant, model)
-    is_all = tenant is None and model is None
-    if not is_all and Label(*LIST_OWNER) in depot.labels.names:  # the lists in tiers may name what was cleared
-        num_lists, with_lists = yield from _clear_owner(depot, *LIST_OWNER)
-        removed += num_lists
-        problems = list(dict.fromkeys(problems + with_lists))
     selected = ", ".join(f"{kind} {name}" for kind, name in (("tenant", tenant), ("model", model)) if name is not None)
     _note_clear(depot, printable(selected) or "everything", removed, asker)
     if not problems:
@@ -193,7 +181,6 @@ def _clear_owner(depot: Depot, tenant: str | None, model: str | None) -> Generat
                 yield turns.again
             yield from stopped.wait()
         in_pool = yield from turns.total(clear_pool(depot, tenant, model))
-        depot.state.forget_promoted(lambda label: _is_of(depot.labels.names[label], tenant, model))
         removed += in_pool
         tiering = depot.state.tiering  # a tier may have been added since
         if tiering is None or (is_again and not in_pool):
@@ -231,8 +218,8 @@ def warm(depot: Depot, request: o.Warm, _sender: Sender) -> Steps:
         KeyFormatError: the bytes are not whole digests.
         Refused: very many commands wait.
     """
-    yield from _first_turn(depot)
-    yield from _bring_up(depot, request.tenant, request.digests)
+    yield from depot.background.operators.first()
+    yield from depot.tiers.bring_up(request.tenant, request.digests)
     most = 0
     for space in list(depot.index.spaces):
         yield depot.background.operators.again
@@ -240,84 +227,11 @@ def warm(depot: Depot, request: o.Warm, _sender: Sender) -> Steps:
     return m.Done(depot.state.epoch, most)
 
 
-def _bring_up(depot: Depot, tenant: str, digests: bytes) -> Generator[Wait, bool, None]:
-    """Promote a prefix from the tiers in every space with engines, for each of their models."""
-    num_chunks, promoted = num_digests(digests), list[Awaited[()]]()
-    for space in list(depot.index.spaces):
-        yield depot.background.operators.again
-        for model, weights in depot.contexts.owners(space):
-            match = depot.index.visibility.match(space, digests)
-            places, _ = depot.contexts.places(space)
-            tiering = depot.state.tiering
-            if tiering is None or not places or match.num_chunks == num_chunks:
-                break
-            answer = Awaited[()]()
-            prefix = Prefix(space, digests, places, depot.labels.number_of(tenant, model, weights))
-            if tiering.promote(prefix, match, answer.set, wait_seconds=_PATIENT_SECONDS):
-                promoted.append(answer)
-            yield depot.background.operators.again
-    for answer in promoted:
-        yield from answer.wait()
-
-
-@answers(o.RetainSession)
-def retain_session(depot: Depot, request: o.RetainSession, _sender: Sender) -> Steps:
-    """Pin the part of a session's prefix that is in the pool. The reply counts its chunks.
-
-    Raises:
-        Refused: the tenant has no such session, or very many commands wait.
-    """
-    agents, named = depot.agents, (request.tenant, request.session)
-    digests = agents.prefix_of(named)
-    yield from _first_turn(depot)
-    return m.Done(depot.state.epoch, (yield from agents.retain(named, digests, request.retain_seconds)))
-
-
-@answers(o.PrefetchSession)
-def prefetch_session(depot: Depot, request: o.PrefetchSession, _sender: Sender) -> Steps:
-    """Promote a session's prefix from the tiers and pin it. The reply counts its chunks in the pool.
-
-    Raises:
-        Refused: the tenant has no such session, or very many commands wait.
-    """
-    agents, named = depot.agents, (request.tenant, request.session)
-    digests = agents.prefix_of(named)
-    yield from _first_turn(depot)
-    yield from _bring_up(depot, request.tenant, digests)
-    return m.Done(depot.state.epoch, (yield from agents.retain(named, digests, request.retain_seconds)))
-
-
-@answers(o.DemoteSession)
-def demote_session(depot: Depot, request: o.DemoteSession, _sender: Sender) -> Steps:
-    """Evict a session's chunks as soon as a tier has them. The reply counts the chunks.
-
-    Raises:
-        Refused: the tenant has no such session, no tier is in use, or very many commands wait.
-    """
-    agents, named = depot.agents, (request.tenant, request.session)
-    digests = agents.prefix_of(named)
-    yield from _first_turn(depot)
-    return m.Done(depot.state.epoch, (yield from agents.demote(named, digests)))
-
-
-@answers(o.ForgetSession)
-def forget_session(depot: Depot, request: o.ForgetSession, _sender: Sender) -> Steps:
-    """Forget a session, and evict its chunks now or before all others. The reply counts them.
-
-    Raises:
-        Refused: the tenant has no such session, or very many commands wait.
-    """
-    agents, named = depot.agents, (request.tenant, request.session)
-    digests = agents.prefix_of(named)
-    yield from _first_turn(depot)
-    return m.Done(depot.state.epoch, (yield from agents.forget(named, digests, at_once=request.at_once)))
-
-
 @answers(o.SetQuota)
 def set_quota(depot: Depot, request: o.SetQuota, _sender: Sender) -> Steps:
     """Change a tenant's quota. The reply counts the chunks that moved to another share of the pool."""
     tenant, quota_bytes = request.tenant, request.quota_bytes
-    yield from _first_turn(depot)
+    yield from depot.background.operators.first()
     try:
         moved = yield from depot.background.operators.total(depot.index.evictor.set_quota(tenant, quota_bytes))
     except ConfigError as error:
@@ -385,7 +299,6 @@ def drain(depot: Depot, request: o.Drain, _sender: Sender) -> m.Done:
     depot.state.is_draining = is_draining
     if depot.state.tiering is not None:
         depot.state.tiering.gather(waits=not is_draining)
-    depot.flights.end_stranded()
     return m.Done(depot.state.epoch, len(depot.stores.tickets))
 
 

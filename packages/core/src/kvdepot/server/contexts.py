@@ -13,7 +13,6 @@ from kvdepot.index.tree import Space, digest_of
 from kvdepot.keys import num_digests
 from kvdepot.layout import MAXIMUM_CELLS, GroupKind, Part, Plane, mask_of
 from kvdepot.pool.table import MAXIMUM_ENTRY_BYTES, OWNER_BYTES, Writer
-from kvdepot.server.generations import Generations
 from kvdepot.server.state import DepotState
 from kvdepot.server.turns import Refused, Task
 from kvdepot.wire import messages as m
@@ -51,6 +50,7 @@ class Context:
     blend: str = ""  # of a scheduler: whether its engine blends
     served_model: str = ""  # of a scheduler: the model's name in requests
     weights: str = ""  # of a scheduler: the weights that its engine computes with
+    wants_tokens: bool = False  # of a scheduler: whether its engine should describe chunks
     status: ContextStatus | None = None  # cached
     owner: bytes = field(init=False)  # identifies the worker within its process
     device: str = field(init=False)  # the kind of device that holds its blocks
@@ -172,10 +172,17 @@ class ContextTable:
         self.chunk_bytes: dict[int, int] = {}  # bytes of a chunk in all cells and groups, by space
         self.token_seconds: dict[str, float] = {}  # by instance, as its scheduler reports
         self.handing_over: set[tuple[str, str]] = set()  # (instance, request) whose chunks another engine waits for
-        self.generations = Generations(state)
         self._state = state
         self._counts: Counter[int] = Counter()  # by session
         self._workers: dict[int, Workers] = {}  # by space
+        # The weights that the schedulers of an instance named, the latest last. There are several if an engine opened a
+        # new session before the end of the old one was noticed.
+        self._weights: dict[str, list[str]] = {}
+
+    def weights_of(self, instance: str) -> str:
+        """Return the weights of an engine; "" if it named none or its scheduler is not attached."""
+        named = self._weights.get(instance)
+        return named[-1] if named else ""
 
     def add_worker(self, session: int, writer: Writer, request: m.RegisterKVCache) -> Context:
         """Register a worker.
@@ -237,7 +244,7 @@ class ContextTable:
             weights=request.weights,
         )
         self._add(context)
-        self.generations.begin(context.instance, context.weights)
+        self._name_weights(context)
         logger.info(
             "registered scheduler of %s (model %s) as context %d", request.instance, request.model, context.number
         )
@@ -245,7 +252,6 @@ class ContextTable:
 
     def restored(self) -> None:
         """Note that the entries of an earlier server are known now."""
-        self.generations.restored()
         for context in self.by_number.values():
             if context.registration is not None:
                 self._remove_unreadable(context)
@@ -283,7 +289,7 @@ class ContextTable:
             del self._counts[context.session]
         if context.registration is None:
             self.token_seconds.pop(context.instance, None)
-            self.generations.end(context.instance, context.weights)
+            self._forget_weights(context)
             self.handing_over = {each for each in self.handing_over if each[0] != context.instance}
         else:
             self._workers[context.space.number].remove(context)
@@ -302,10 +308,23 @@ class ContextTable:
             raise Refused(
                 ErrorCode.UNKNOWN_CONTEXT, f"context {context.number} is a worker: only a scheduler names weights"
             )
-        before, context.weights, context.status = context.weights, request.weights, None
-        if before != context.weights:
-            self.generations.change(context.instance, before, context.weights)
-        return m.Done(self._state.epoch, int(before != context.weights))
+        before = context.weights
+        if before != request.weights:
+            self._forget_weights(context)
+            context.weights, context.status = request.weights, None
+            self._name_weights(context)
+        return m.Done(self._state.epoch, int(before != request.weights))
+
+    def _name_weights(self, scheduler: Context) -> None:
+        if scheduler.weights:
+            self._weights.setdefault(scheduler.instance, []).append(scheduler.weights)
+
+    def _forget_weights(self, scheduler: Context) -> None:
+        if scheduler.weights:
+            named = self._weights[scheduler.instance]
+            named.remove(scheduler.weights)
+            if not named:
+                del self._weights[scheduler.instance]
 
     def begin_hand_over(self, instance: str, request_id: str) -> None:
         """Note that another engine waits for the chunks of a request. Beyond `_MAXIMUM_HAND_OVERS` it is ignored."""
@@ -340,9 +359,8 @@ class ContextTable:
 
         In tiers, each model with its weights has its own keys.
         """
-        weights_of = self.generations.weights_of
         workers = self._workers.get(space.number, ())
-        return list(dict.fromkeys((worker.model, weights_of(worker.instance)) for worker in workers))
+        return list(dict.fromkeys((worker.model, self.weights_of(worker.instance)) for worker in workers))
 
 
 def check_run(context: Context, digests: bytes, covered: tuple[int, ...], most_entries: int) -> int:

@@ -7,11 +7,13 @@ any other exception, into an error reply.
 
 import logging
 import time
-from collections.abc import Callable
-from typing import Any, Final
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from typing import Final
 
 from msgspec import Struct
 
+from kvdepot.config import ServerConfig
 from kvdepot.counting import depot_counter
 from kvdepot.errors import ErrorCode, KeyFormatError
 from kvdepot.index.index import ChunkIndex
@@ -19,18 +21,15 @@ from kvdepot.index.leases import LeaseTable
 from kvdepot.layout import Part
 from kvdepot.movers.protocol import Copy
 from kvdepot.movers.table import MoveRefused
-from kvdepot.operators.holdings import Holdings
-from kvdepot.pool.prefixes import PrefixFile
+from kvdepot.pool.files import PoolFiles
 from kvdepot.pool.table import Writer
 from kvdepot.server.access import describe_peer
-from kvdepot.server.agents import Agents
-from kvdepot.server.blend import BlendLookups
 from kvdepot.server.connections import Connection, ConnectionTable
 from kvdepot.server.contexts import Context, ContextTable
-from kvdepot.server.flights import FlightTable
+from kvdepot.server.feature import Feature, Features, Handler, MakeFeature, OperationHandler
 from kvdepot.server.lookups import Lookups
-from kvdepot.server.news import NewsDesk
 from kvdepot.server.sessions import SessionTable
+from kvdepot.server.sources import Source, TierSource
 from kvdepot.server.state import DepotState, LabelTable, SaveNames, save_nothing
 from kvdepot.server.status import StatusReport
 from kvdepot.server.stores import QuarantineTable, Stores
@@ -48,7 +47,19 @@ _WHY_NO_SESSION: Final = "no open session: greet the depot with open_session fir
 
 
 class Depot:
-    """Owns the parts of a depot, and passes each message to the part that serves it."""
+    """Owns the parts of a depot, and passes each message to the part that serves it.
+
+    Args:
+        index: the chunks in the pool.
+        epoch: identifies this run of the server.
+        lease_seconds: the lifetime of a lease.
+        clock: returns monotonic seconds.
+        verify: the checksums that workers check.
+        save_names: keeps names for the next server.
+        config: the server's settings, for features; None in tests.
+        files: the pool's files, for features; None for a pool in memory.
+        features: each makes a feature of this depot, or None if the settings do not ask for it.
+    """
 
     def __init__(
         self,
@@ -58,37 +69,32 @@ class Depot:
         lease_seconds: float,
         clock: Callable[[], float],
         verify: m.Verify = m.Verify.OFF,
-        holdings: Holdings | None = None,
-        prefixes: PrefixFile | None = None,
         save_names: SaveNames = save_nothing,
+        config: ServerConfig | None = None,
+        files: PoolFiles | None = None,
+        features: Iterable[MakeFeature] = (),
     ) -> None:
         self.index = index
+        self.config = config
+        self.files = files
         self.leases = LeaseTable(index, lease_seconds)
         self.labels = LabelTable(index, save_names)
-        self.state = DepotState(index, epoch, clock, verify, self.leases, self.labels, holdings)
+        self.state = DepotState(index, epoch, clock, verify, self.leases, self.labels)
         self.counters = self.state.counters
         self.background = self.state.background
         self.contexts = ContextTable(self.state)
-        self.agents = Agents(self.state, self.contexts, PrefixFile.in_memory() if prefixes is None else prefixes)
         self.quarantine = QuarantineTable(self.state)
-        self.flights = FlightTable(self.state, self.contexts)
-        self.stores = Stores(self.state, self.contexts, self.quarantine, self.flights)
-        self.news = NewsDesk(self.state, self.contexts, holdings)
-        lookups = Lookups(self.state, self.contexts, self.flights, self.agents)
-        self.blends = BlendLookups(self.state)
-        self.status = StatusReport(
-            self.state, self.contexts, self.stores, self.flights, self.quarantine, self.agents, self.blends.contents
-        )
+        self.features = Features(self.counters)
+        self.tiers = TierSource(self.state, self.contexts)
+        self.sources: list[Source] = [self.tiers]
+        self.stores = Stores(self.state, self.contexts, self.quarantine, self.sources, self.features)
+        lookups = Lookups(self.state, self.contexts, self.sources, self.features)
+        self.status = StatusReport(self.state, self.contexts, self.stores, self.quarantine, self.features)
         self._is_expiring = False
-        self._handlers: dict[type[m.ContextRequest], Callable[[Context, Any], frames.Reply | Steps]] = {
+        self._handlers: dict[type[m.ContextRequest], Handler] = {
             m.Lookup: lookups.lookup,
             m.Release: lookups.release,
             m.EndRequest: lookups.end_request,
-            m.Hint: lookups.hint,
-            m.NoteContents: self.blends.note,
-            m.BlendLookup: self.blends.lookup,
-            m.DescribeChunks: self.news.describe,
-            m.AwaitNews: self.news.await_news,
             m.PrepareRetrieve: lookups.prepare_retrieve,
             m.PrepareStore: self.stores.prepare,
             m.CommitStore: self.stores.commit,
@@ -98,8 +104,25 @@ class Depot:
             m.ReportCorrupt: self._report_corrupt,
             m.Unregister: self._unregister,
         }
-        missing = [request.__name__ for request in m.CONTEXT_REQUESTS if request not in self._handlers]
-        assert not missing, f"no handler of {missing}"
+        self.operations: dict[type[o.OperatorRequest], OperationHandler] = {}
+        with ExitStack() as undo:
+            undo.callback(self.close)
+            for make in features:
+                self._add(make(self))
+            undo.pop_all()
+
+    def _add(self, feature: Feature | None) -> None:
+        if feature is not None:
+            self.features.add(feature)
+            self._handlers.update(feature.handlers())
+            self.operations.update(feature.operations())
+            self.sources.extend(feature.sources)
+            self.sources.sort(key=lambda source: source.rank)
+
+    def close(self) -> None:
+        """Close the features."""
+        for close in self.features.close:
+            close()
 
     def handle(self, session: int, writer: Writer, request: frames.Request) -> frames.Reply | PendingReply:
         """Serve one request of an open session. The reply may come later, for example from the tiers.
@@ -117,23 +140,29 @@ class Depot:
             if context is None or context.session != session:
                 text = f"context {request.context} is not registered by this session: register again"
                 raise Refused(ErrorCode.UNKNOWN_CONTEXT, text)
+            handler = self._handlers.get(type(request))
+            if handler is None:
+                text = f"this depot runs without the feature that answers {frames.operation_of(type(request))}"
+                raise Refused(ErrorCode.UNKNOWN_OPERATION, text)
             try:
-                handled = self._handlers[type(request)](context, request)
+                handled = handler(context, request)
             except KeyFormatError as error:
                 raise Refused(ErrorCode.BAD_KEY, str(error)) from error
             return handled if isinstance(handled, Struct) else run(handled, self.state.fail)
         if isinstance(request, m.RegisterKVCache):
             return self._register_worker(session, writer, request)
         assert isinstance(request, m.RegisterScheduler)
-        context, holdings = self.contexts.add_scheduler(session, writer, request), self.state.holdings
-        wants_tokens = bool(request.served_model) and holdings is not None
-        if wants_tokens:
-            self.news.shelf_of(context)
-        return m.Registered(self.state.epoch, context.number, wants_tokens=wants_tokens)
+        context = self._attached(self.contexts.add_scheduler(session, writer, request))
+        return m.Registered(self.state.epoch, context.number, wants_tokens=context.wants_tokens)
+
+    def _attached(self, context: Context) -> Context:
+        for attached in self.features.attached:
+            attached(context)
+        return context
 
     def _register_worker(self, session: int, writer: Writer, request: m.RegisterKVCache) -> m.Registered:
         state = self.state
-        context = self.contexts.add_worker(session, writer, request)
+        context = self._attached(self.contexts.add_worker(session, writer, request))
         self.quarantine.end_worker(context.worker_key)
         if state.movers is None or request.offer is None:
             return m.Registered(state.epoch, context.number, state.verify)
@@ -147,10 +176,9 @@ class Depot:
 
     def _remove(self, context: Context) -> Writer | None:
         """Remove a context, but not its stores. Return its mover, which may still be writing these."""
-        self.news.end_context(context.number)
-        self.flights.end_context(context)
         mover = self.contexts.remove(context)
-        self.flights.end_stranded()
+        for detached in self.features.detached:
+            detached(context)
         return mover
 
     def _move(self, context: Context, request: m.Move) -> Steps:
@@ -244,7 +272,7 @@ class Depot:
         self.end_process(writer)
 
     def expire(self) -> None:
-        """End expired leases, tickets, pins and hints."""
+        """End expired leases and tickets, and what is over in features."""
         now, background = self.state.clock(), self.background
         self.index.nodes.now = int(now)
         if not self._is_expiring and (self.leases.has_expired(now) or self.stores.has_late(now)):
@@ -252,8 +280,8 @@ class Depot:
             background.urgent.add(self._expiring(now))
         if self.index.priorities.has_ended(now):
             background.endings.add(self.index.priorities.expire(now))
-        if self.agents.pins.has_expired(now):
-            background.unpinnings.add(self.agents.pins.expire(now))
+        for swept in self.features.swept:
+            swept(now)
 
     def _expiring(self, now: float) -> Task:
         try:

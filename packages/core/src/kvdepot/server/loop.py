@@ -20,8 +20,6 @@ from typing import Final
 from kvdepot.config import format_size
 from kvdepot.counting import CounterName, depot_counter
 from kvdepot.movers.table import MoverTable
-from kvdepot.operators.events import EventPublisher
-from kvdepot.operators.zeromq import LOOK_MILLISECONDS, Listeners
 from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.files import PoolFiles, allocate_in_background
 from kvdepot.server.connections import ConnectionTable
@@ -150,8 +148,6 @@ class Sockets:
     folder: RunFolder
     connections: ConnectionTable
     sessions: SessionTable
-    events: EventPublisher | None
-    listeners: Listeners
 
 
 class Loop:
@@ -185,8 +181,6 @@ class Loop:
         self._results = results
         self._restoring = restoring
         self._files = files
-        self._has_listeners = bool(sockets.listeners)
-        self._event_fds = () if sockets.events is None else tuple(sockets.events.filenos())
         self._fds = sockets.connections.fileno(), sockets.sessions.fileno(), movers.fileno(), results.fileno()
         self._next_sweep = 0.0
         self._is_ending = False
@@ -197,7 +191,7 @@ class Loop:
         The garbage collector examines only new objects, twice a second. Examining a million entries took 0.1 s.
         """
         poller = select.poll()  # ZeroMQ's slower poller is not needed, as all are descriptors
-        for fd in (*self._fds, *self._event_fds):
+        for fd in (*self._fds, *self._depot.state.watched):
             poller.register(fd, select.POLLIN)
         switch_seconds, collects = sys.getswitchinterval(), gc.isenabled()
         sys.setswitchinterval(_SWITCH_SECONDS)
@@ -241,33 +235,27 @@ class Loop:
         if began >= self._next_sweep:
             self._next_sweep = began + _SWEEP_SECONDS
             self._sweep()
-        if self._has_listeners:
-            sockets.listeners.look(of_threads)
         tiering = state.tiering
         if tiering is not None and (of_threads in events or tiering.due <= time.monotonic()):
             self._guard(lambda: tiering.turn(_after(_TASK_SECONDS)), _TIERS_FAILED)
-        if sockets.events is not None:
-            self._serve_events(sockets.events, events)
-
-    def _serve_events(self, publisher: EventPublisher, events: Mapping[object, int]) -> None:
-        if publisher.has_news or any(fd in events for fd in self._event_fds):
-            replay = publisher.serve()
-            if replay is not None:
-                self._depot.background.replays.add(replay)
+        for fd in state.watched:
+            if fd in events:
+                self._guard(state.watched[fd], CHORES_FAILED)
 
     def _sweep(self) -> None:
         sockets = self._sockets
-        self._depot.expire()
-        self._files.advance()
-        sockets.connections.sweep(_after(_TASK_SECONDS))
-        sockets.sessions.find_dead(_after(_TASK_SECONDS))
-        sockets.folder.restore()
-        if sockets.events is not None:
-            # ZeroMQ's descriptor is edge-triggered, and another call may have consumed the edge.
-            sockets.events.has_work = True
+        # One by one: a bug in one of them would end the depot, or leave the others undone for good.
+        for part in (
+            self._depot.expire,
+            self._files.advance,
+            lambda: sockets.connections.sweep(_after(_TASK_SECONDS)),
+            lambda: sockets.sessions.find_dead(_after(_TASK_SECONDS)),
+            sockets.folder.restore,
+        ):
+            self._guard(part, CHORES_FAILED)
         gc.collect(1)
 
-    def _guard(self, work: Callable[[], None], counter: CounterName) -> None:
+    def _guard(self, work: Callable[[], object], counter: CounterName) -> None:
         """Do a part of the turn. Log and count an exception, which must not end the loop."""
         try:
             work()
@@ -278,18 +266,13 @@ class Loop:
     def _idle_milliseconds(self) -> int:
         """Return how long the loop may sleep without an event."""
         state = self._depot.state
-        events = self._sockets.events
         if state.is_restoring or state.background.num_waiting or self._sockets.connections.has_work:
-            return 0
-        if events is not None and events.has_work:
             return 0
         due = state.timers.due
         if state.tiering is not None and state.tiering.due < due:
             due = state.tiering.due
-        if events is not None:
-            due = min(due, events.due)
         now = time.monotonic()
-        longest = LOOK_MILLISECONDS if self._has_listeners else _SWEEP_MILLISECONDS
+        longest = _SWEEP_MILLISECONDS
         return longest if due > now + _SWEEP_SECONDS else max(0, min(longest, math.ceil((due - now) * 1000)))
 
 

@@ -1,12 +1,30 @@
 """A lookup under way."""
 
 from dataclasses import dataclass, field, replace
+from enum import Enum, IntEnum
 
 from kvdepot.index.index import ChunkIndex
 from kvdepot.index.visibility import Match
 from kvdepot.keys import num_digests, slice_digests
 from kvdepot.server.contexts import Context
 from kvdepot.wire import messages as m
+
+
+class Rank(IntEnum):
+    """The order in which a lookup asks the sources of further chunks."""
+
+    COMPUTED_HERE = 1  # before tiers: what is being computed arrives without a read, and no tier has it yet
+    TIERS = 2
+    COMPUTED_ELSEWHERE = 3  # after tiers, as it comes through them
+
+
+class Outcome(Enum):
+    """The answer to a lookup."""
+
+    HIT = "hit"  # the pool has all chunks
+    PARTIAL = "partial hit"  # the pool has some leading chunks
+    PENDING = "pending"  # others compute the next chunks: ask again
+    MISS = "miss"
 
 
 @dataclass(slots=True)
@@ -18,11 +36,11 @@ class Query:
     digests: bytes  # from chunk 0 on
     match: Match
     until: float = 0.0  # the deadline of all waits of the request
-    waited_for: str = ""  # for the log: the source of further chunks, with `{joined}` and `{tiers}`
-    joined: str = ""  # for the log: the request that computes the chunks that it waited for
-    why_not_promoted: str = "for so few tokens or by so many lookups"  # for the log, if no other reason is found
     brought: set[int] = field(default_factory=set[int])  # numbers of chunks that tiers bring meanwhile
-    num_promoted: int = 0  # those of them that were found and not in the pool before
+    num_pending: int = 0  # of the chunks after `match`, how many others compute
+    wants_tokens: bool = False  # whether the engine should describe the chunks that it gets
+    waited_for: dict[Rank, str] = field(default_factory=dict[Rank, str])  # the sources that it waited for, with a name
+    why: str = ""  # for the log: the reason why it did not find more
 
     @property
     def num_chunks(self) -> int:
@@ -38,6 +56,15 @@ class Query:
     def is_whole(self) -> bool:
         """Whether the whole prefix is in the pool. Of a query for `first` chunks, even more may be."""
         return self.found >= self.num_chunks
+
+    @property
+    def outcome(self) -> Outcome:
+        """The answer as of now."""
+        if self.is_whole:
+            return Outcome.HIT
+        if self.num_pending:
+            return Outcome.PENDING
+        return Outcome.PARTIAL if self.found else Outcome.MISS
 
     @property
     def owner(self) -> tuple[int, str]:

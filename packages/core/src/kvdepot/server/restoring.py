@@ -6,7 +6,6 @@ The loop drives it in steps between messages. Stores are declined until it ends.
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
-from itertools import chain
 
 from kvdepot.index.restore import restore
 from kvdepot.pool.names import Names
@@ -26,7 +25,6 @@ class Restoring:
         names: the names that the records refer to.
         await_death: watches a process; returns False if it is dead.
         is_stopping: returns whether the server is stopping.
-        on_end: called when everything is restored.
     """
 
     def __init__(
@@ -35,16 +33,13 @@ class Restoring:
         names: Names,
         await_death: Callable[[Writer], bool],
         is_stopping: Callable[[], bool],
-        on_end: Callable[[], None] = lambda: None,
     ) -> None:
         self._depot = depot
         self._is_stopping = is_stopping
-        self._on_end = on_end
         restored = restore(depot.index, names.spaces, len(names.labels))
-        self._steps = chain(depot.agents.prefixes.restore(), take_over(depot, restored, await_death))
+        self._steps = take_over(depot, restored, await_death)
         depot.state.is_restoring, depot.state.accepts_stores = True, False
         depot.labels.restore(names.labels)
-        depot.contexts.generations.learn()
 
     def go_on(self, is_over: Callable[[], bool]) -> None:
         """Restore until `is_over`, but at least one step."""
@@ -56,7 +51,6 @@ class Restoring:
             counters[CHORES_FAILED] += self._depot.index.num_restore_errors
             state.accepts_stores = not self._is_stopping()
             state.note(f"found {self._depot.index.entries.num_sealed} entries of an earlier server")
-            self._on_end()
         except Exception:
             # The writers of unfinished entries are unknown from here on: serve the entries restored so far, and add
             # none.
@@ -67,6 +61,8 @@ class Restoring:
             state.note("restoring an earlier server's table failed: stores are declined until a start with --fresh")
         state.is_restoring = False
         self._depot.contexts.restored()
+        for restored in self._depot.features.restored:
+            restored()
 
 
 def take_over(depot: Depot, restored: Iterator[Entry | None], await_death: Callable[[Writer], bool]) -> Iterator[None]:

@@ -13,10 +13,8 @@ from kvdepot.index.index import ChunkIndex
 from kvdepot.index.leases import LeaseTable
 from kvdepot.index.tree import Space
 from kvdepot.movers.table import MoverTable
-from kvdepot.operators.holdings import Holdings
 from kvdepot.pool.names import Label, Names
 from kvdepot.server.turns import Background, Refused
-from kvdepot.tiers.reading import Prefix
 from kvdepot.tiers.tiering import Tiering
 from kvdepot.timers import Timers
 from kvdepot.wire import frames
@@ -42,7 +40,6 @@ HINTS_CUT: Final = depot_counter(
 _MAXIMUM_EVENTS: Final = 20  # recent events in the status, which fit on a screen
 MAXIMUM_ROWS: Final = 1024  # names that have their own counters
 OTHERS: Final = "(others)"
-_MOST_PROMOTED: Final = 256  # prefixes: to free the counts of four times as many took a turn of 60 ms
 
 
 def save_nothing(_names: Names) -> None:
@@ -150,7 +147,8 @@ class Usage:
 class DepotState:
     """The state that the handlers of one depot share.
 
-    `tiering` is None until there is a tier, `movers` only in tests.
+    `tiering` is None until there is a tier, `movers` only in tests. `watched` has functions by descriptor, to be called
+    when it is readable. The loop knows those that are there when it starts.
     """
 
     index: ChunkIndex
@@ -159,13 +157,12 @@ class DepotState:
     verify: m.Verify
     leases: LeaseTable
     labels: LabelTable
-    holdings: Holdings | None = None  # None: no events are published, and no tokens wanted
     usage: Usage = field(default_factory=Usage)
     counters: Counts = field(default_factory=Counts)
     background: Background = field(init=False)
     timers: Timers = field(default_factory=Timers)  # deadlines that must be met sooner than the sweep of the loop
     events: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=_MAXIMUM_EVENTS))
-    promoted: deque[Prefix] = field(default_factory=lambda: deque(maxlen=_MOST_PROMOTED))  # the parts that were found
+    watched: dict[int, Callable[[], None]] = field(default_factory=dict[int, Callable[[], None]])
     numbers: "count[int]" = field(default_factory=lambda: count(1))  # for contexts and tickets
     tiering: Tiering | None = None
     movers: MoverTable | None = None
@@ -185,10 +182,6 @@ class DepotState:
         logger.error("a request failed", exc_info=error)
         self.counters[_REQUESTS_FAILED] += 1
         return m.ErrorReply(self.epoch, ErrorCode.INTERNAL, f"{type(error).__name__}: {error}")
-
-    def forget_promoted(self, is_meant: Callable[[int], bool]) -> None:
-        """Replace `promoted` by a copy without the prefixes whose label `is_meant`."""
-        self.promoted = deque((each for each in self.promoted if not is_meant(each.label)), _MOST_PROMOTED)
 
     def rank_later(self, rest: Iterator[int]) -> None:
         """Rank the rest of a long prefix that was used, unless too many wait."""

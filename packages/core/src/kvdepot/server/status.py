@@ -6,19 +6,16 @@ from typing import Any
 import msgspec.structs
 
 from kvdepot.counting import depot_counter, tier_counter
-from kvdepot.index.contents import ContentIndex
 from kvdepot.index.evictor import CHUNKS_EVICTED, CHUNKS_EVICTED_LEASED
 from kvdepot.index.index import ENTRIES_OVERLAPPING, STORE_ENTRIES_NOT_READY, STORE_ENTRIES_OVER_SHARE
 from kvdepot.index.leases import LEASES_EXPIRED
 from kvdepot.layout import GroupKind, Part
-from kvdepot.server.agents import Agents
 from kvdepot.server.contexts import Context, ContextTable
-from kvdepot.server.flights import FlightTable
-from kvdepot.server.generations import generation_of, lineage_of
+from kvdepot.server.feature import Features
 from kvdepot.server.state import MAXIMUM_ROWS, OTHERS, DepotState
 from kvdepot.server.stores import QuarantineTable, Stores
 from kvdepot.wire import messages as m
-from kvdepot.wire.status import ContextStatus, GenerationStatus, GroupStatus
+from kvdepot.wire.status import ContextStatus, GroupStatus
 
 
 class StatusReport:
@@ -29,23 +26,20 @@ class StatusReport:
         state: DepotState,
         contexts: ContextTable,
         stores: Stores,
-        flights: FlightTable,
         quarantine: QuarantineTable,
-        agents: Agents,
-        contents: ContentIndex,
+        features: Features,
     ) -> None:
         self._state = state
         self._contexts = contexts
         self._stores = stores
-        self._flights = flights
         self._quarantine = quarantine
-        self._agents = agents
-        self._contents = contents
+        self._features = features
 
     def fields(self) -> dict[str, Any]:
         """Return the fields of `DepotStatus` that need no socket."""
         state, index, usage = self._state, self._state.index, self._state.usage
-        return {
+        fields = {
+            "features": list(self._features.by_name),
             "num_entries": index.entries.num_sealed,
             "num_chunks": len(index.nodes),
             "max_entries": index.table.num_records,
@@ -54,17 +48,12 @@ class StatusReport:
             "pool_used_bytes": index.extents.used_bytes,
             "quarantined_bytes": self._quarantine.num_bytes + self._stores.num_late_bytes,
             "num_leases": len(state.leases),
-            "num_pins": len(self._agents.pins),
-            "num_agent_sessions": len(self._agents.prefixes),
             "draining": state.is_draining,
             "num_tickets": len(self._stores.tickets),
             "num_unwritten": state.tiering.num_unwritten if state.tiering else 0,
-            "num_flights": len(self._flights),
-            "num_segments": len(self._contents),
             "prefill_seconds_saved": usage.saved_seconds,
             "contexts": self._contexts_status(),
             "tenants": self._tenant_status(),
-            "generations": self._generations_status(),
             "tiers": state.tiering.status() if state.tiering else [],
             "counter_texts": depot_counter.texts,
             "tier_counter_texts": tier_counter.texts,
@@ -85,19 +74,18 @@ class StatusReport:
                 for name, (stored, retrieved) in usage.moved_bytes.items()
             },
             "eviction_ages": index.evictor.eviction_ages.status(),
-            "estimates": index.hit_rates.estimates(),
-            "estimated_chunks": index.hit_rates.num_chunks,
-            "estimate_rate": index.hit_rates.rate,
             "pool_regions": list(index.extents.region_bytes),
             "events": [(state.clock() - at, text) for at, text in state.events],
         }
+        for report in self._features.report:
+            report(fields)
+        return fields
 
     def _tenant_status(self) -> dict[str, dict[str, int]]:
         quotas = self._state.index.quotas
         tenants = {name: {"used_bytes": used} for name, used in quotas.first_tenants(MAXIMUM_ROWS)}
-        for name, (share, quota, used) in quotas.usage().items():
-            retained = self._agents.pins.bytes_of(share)
-            tenants[name] = {"used_bytes": used, "quota_bytes": quota, "retained_bytes": retained}
+        for name, (_, quota, used) in quotas.usage().items():
+            tenants[name] = {"used_bytes": used, "quota_bytes": quota}
         rest = sum(quotas.used_bytes) - sum([usage["used_bytes"] for usage in tenants.values()])
         if rest:
             tenants[OTHERS] = {"used_bytes": rest}
@@ -105,21 +93,6 @@ class StatusReport:
             usage = tenants.setdefault(name, {"used_bytes": 0})
             usage["lookup_tokens"], usage["pool_hit_tokens"], usage["tier_hit_tokens"] = asked, in_pool, in_tiers
         return tenants
-
-    def _generations_status(self) -> list[GenerationStatus]:
-        found: list[GenerationStatus] = []
-        for usage in self._contexts.generations.usage():
-            found.append(
-                GenerationStatus(
-                    lineage=lineage_of(usage.weights),
-                    name=generation_of(usage.weights),
-                    models=list(usage.models),
-                    num_schedulers=usage.num_schedulers,
-                    used_bytes=usage.num_bytes,
-                    is_outdated=usage.is_outdated,
-                )
-            )
-        return found[-MAXIMUM_ROWS:]
 
     def _contexts_status(self) -> list[ContextStatus]:
         tickets = Counter(ticket.context for ticket in self._stores.tickets.values())
@@ -164,7 +137,7 @@ def _registered_status(context: Context) -> ContextStatus:
         groups=[],
     )
     if registration is None:
-        return msgspec.structs.replace(common, blend=context.blend, weights=generation_of(context.weights))
+        return msgspec.structs.replace(common, blend=context.blend, weights=context.weights.partition(" ")[2])
     groups = [_group_status(shape, detail) for shape, detail in zip(spec.groups, registration.details, strict=True)]
     return msgspec.structs.replace(
         common,

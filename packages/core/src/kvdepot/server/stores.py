@@ -15,7 +15,8 @@ from kvdepot.index.entries import NewRun, PartPlace, Wanted, pack_extent
 from kvdepot.index.tree import NO_NODE
 from kvdepot.pool.table import Entry, Writer
 from kvdepot.server.contexts import Context, ContextTable, WorkerKey, check_run
-from kvdepot.server.flights import FlightTable
+from kvdepot.server.feature import Features
+from kvdepot.server.sources import Source
 from kvdepot.server.state import DepotState
 from kvdepot.server.turns import CHORES_FAILED, Refused, Task
 from kvdepot.wire import frames
@@ -126,6 +127,8 @@ class Ticket:
     context: int
     request_id: str
     entries: list[Entry]
+    digests: bytes  # of the chunks, those without a new entry included
+    chunk_bytes: int  # of a whole chunk, with the parts of other workers
     num_bytes: int
     began: float  # by the depot's clock
     extents: bytes = b""  # packed; empty if the worker writes them itself
@@ -134,10 +137,23 @@ class Ticket:
 
 
 class Stores:
-    """All stores under way."""
+    """All stores under way.
+
+    Args:
+        state: the depot's state.
+        contexts: the depot's contexts.
+        quarantine: holds the entries of workers that left.
+        sources: told of chunks that will not be stored; the list may grow.
+        features: told of commits.
+    """
 
     def __init__(
-        self, state: DepotState, contexts: ContextTable, quarantine: QuarantineTable, flights: FlightTable
+        self,
+        state: DepotState,
+        contexts: ContextTable,
+        quarantine: QuarantineTable,
+        sources: Sequence[Source],
+        features: Features,
     ) -> None:
         self.ticket_seconds = _TICKET_LEASES * state.leases.lease_seconds
         self.tickets: dict[int, Ticket] = {}  # oldest first
@@ -149,7 +165,8 @@ class Stores:
         self._counters = state.counters
         self._contexts = contexts
         self._quarantine = quarantine
-        self._flights = flights
+        self._sources = sources
+        self._features = features
 
     @property
     def num_late_bytes(self) -> int:
@@ -179,7 +196,7 @@ class Stores:
                 # No lookup could find these chunks without it.
                 return self._decline(context, request, "the chunk before it was evicted")
             parent = NO_NODE if above is None else above
-        weights = self._contexts.generations.weights_of(context.instance)
+        weights = self._contexts.weights_of(context.instance)
         try:
             label = state.labels.number_of(request.tenant, context.model, weights)
         except Refused as error:
@@ -204,10 +221,9 @@ class Stores:
         counters[_STORE_ENTRIES_PRESENT] += num_present
         if num_declined:
             counters[_STORE_ENTRIES_DECLINED] += num_declined
-            self._flights.cut(context, request.request_id, request.first_chunk + (begun[-1][0] + 1 if begun else 0))
+            self._cut(context, request.request_id, request.first_chunk + (begun[-1][0] + 1 if begun else 0))
         if not begun:
             return m.StorePlan(state.epoch, 0, b"", num_present, num_declined)
-        index.hit_rates.stored(request.digests, self._contexts.chunk_bytes[space.number])
         entries: list[Entry] = []
         extents: list[bytes] = []
         num_bytes = 0
@@ -221,6 +237,8 @@ class Stores:
             context.number,
             request.request_id,
             entries,
+            request.digests,
+            self._contexts.chunk_bytes[space.number],
             num_bytes,
             state.clock(),
             packed if context.has_mover else b"",
@@ -231,7 +249,7 @@ class Stores:
 
     def _decline(self, context: Context, request: m.PrepareStore, why: str) -> m.StorePlan:
         num_declined = sum(request.covered)
-        self._flights.cut(context, request.request_id, request.first_chunk)
+        self._cut(context, request.request_id, request.first_chunk)
         logger.debug("store of %s: all %d entries declined: %s", request.request_id, num_declined, why)
         self._counters[_STORE_ENTRIES_DECLINED] += num_declined
         return m.StorePlan(self._state.epoch, 0, b"", 0, num_declined)
@@ -259,8 +277,8 @@ class Stores:
         if state.tiering is not None:
             is_first = (context.instance, ticket.request_id) in self._contexts.handing_over
             state.tiering.stored(ticket.entries, is_first=is_first)
-        if self._flights:
-            self._flights.arrived(nodes)
+        for stored in self._features.stored:
+            stored(ticket, nodes)
         return m.Done(state.epoch, len(ticket.entries))
 
     def abort(self, context: Context, request: m.AbortStore) -> frames.Reply:
@@ -300,16 +318,19 @@ class Stores:
     def _abort(self, ticket: Ticket) -> None:
         """Free the entries of a ticket: now, or once its mover has ended the copy."""
         ticket.is_aborted = True
-        self._tell_waiting(ticket)
+        self._cut_all(ticket)
         if not ticket.is_moving:
             self._drop(ticket)
             self._quarantine.discard(ticket.entries)
 
-    def _tell_waiting(self, ticket: Ticket) -> None:
-        """End the single flight of a request whose chunks will not arrive."""
+    def _cut_all(self, ticket: Ticket) -> None:
         context = self._contexts.by_number.get(ticket.context)
         if context is not None:
-            self._flights.cut(context, ticket.request_id)
+            self._cut(context, ticket.request_id, 0)
+
+    def _cut(self, worker: Context, request_id: str, stop: int) -> None:
+        for source in self._sources:
+            source.cut(worker, request_id, stop)
 
     def _drop(self, ticket: Ticket) -> None:
         if self.tickets.pop(ticket.number, None) is None:
@@ -354,7 +375,7 @@ class Stores:
         for entry in reversed(ticket.entries):
             self._index.abandon_entry(entry)
         self._counters[_STORES_LATE] += 1
-        self._tell_waiting(ticket)
+        self._cut_all(ticket)
 
     def end_one_above_quota(self) -> bool:
         """End one store of a share above its quota, so that the chunks before it can be evicted.

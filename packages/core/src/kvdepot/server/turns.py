@@ -31,7 +31,6 @@ CHORES_FAILED: Final = depot_counter("chores_failed", "Background tasks that fai
 
 MAXIMUM_OPERATIONS: Final = 64  # operators' requests that wait for their turn: people and scripts send few at a time
 _MOST_HINTS: Final = 1024  # each holds the rest of one prefix; without room for it, only the end is ranked
-_MOST_NOTES: Final = 16  # each holds the names of a prompt's segments, 192 KiB at most
 _MOST_REMOVALS: Final = 1024  # one for each worker that has just registered: many times those of a node
 _DONE_AT_ONCE: Final = 64  # steps, each one lease: an end of more takes turns
 
@@ -133,6 +132,15 @@ class Turns:
         self._background.num_waiting += 1
         return True
 
+    def first(self) -> Generator[Wait, bool, None]:
+        """Wait for a first turn within a handler.
+
+        Raises:
+            Refused: the queue is full.
+        """
+        if not (yield self.enter):
+            raise Refused(ErrorCode.DRAINING, f"{self._most} such requests wait already: ask again")
+
     def again(self, resume: Callable[[], None]) -> bool:
         """Wait for a further turn: at the front if this queue has the present turn, else at the end."""
         if self._background.present is self:
@@ -185,20 +193,13 @@ class Background:
         self._counters = counters
         self._others = deque[Turns]()
         self.urgent = Turns(self, None)
-        self.operators = self._other(MAXIMUM_OPERATIONS)
-        self.hints = self._other(_MOST_HINTS)  # the rest of long prefixes; a request ranks their ends itself
-        self.notes = self._other(_MOST_NOTES)  # contents of chunks, for blends
-        self.endings = self._other(1)  # prefixes whose time to live has passed
-        self.unpinnings = self._other(1)  # pins whose time has passed
-        self.generations = self._other(1)  # chunks of weights that became outdated
-        self.unreadable = self._other(_MOST_REMOVALS)  # entries with other page sizes than those of a new worker
-        self.samples = self._other(1)  # counts a very long lookup for the estimates
-        self.replays = self._other(1)  # resends events
-        self.hottest = self._other(1)  # lists the most used prefixes
-        self.descriptions = self._other(1)  # reads the tokens of an earlier server, or rewrites the file of tokens
+        self.operators = self.queue(MAXIMUM_OPERATIONS)
+        self.hints = self.queue(_MOST_HINTS)  # the rest of long prefixes; a request ranks their ends itself
+        self.unreadable = self.queue(_MOST_REMOVALS)  # entries with other page sizes than those of a new worker
+        self.endings = self.queue(1)  # prefixes whose time to live has passed
 
-    def _other(self, most: int) -> Turns:
-        """Return another queue of those that take turns."""
+    def queue(self, most: int) -> Turns:
+        """Return a new queue, which takes turns with the others, for at most this many pieces of work."""
         self._others.append(Turns(self, most))
         return self._others[-1]
 

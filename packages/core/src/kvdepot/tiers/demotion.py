@@ -173,7 +173,7 @@ class Demotions:
         while leaving := index.evictor.end_of(node, _CHUNKS_A_STEP, may_leave):
             node = nodes.tree.parent[leaving[-1]]
             for each in leaving:
-                index.hit_rates.ended(nodes.key_of(each))
+                index.watchers.ended(nodes.key_of(each))
             index.evictor.evict_all(leaving)
             index.evictor.log_evicted("of an ended session, which a tier has")
             count += len(leaving)

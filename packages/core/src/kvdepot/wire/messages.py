@@ -237,14 +237,16 @@ class Lookup(ContextRequest, tag="lookup", frozen=True):
 
 
 class Release(ContextRequest, tag="release", frozen=True):
-    """Release leases. Leases that no longer exist are ignored.
-
-    After a blend, the other fields count its tokens: reused unchanged, and recomputed.
-    """
+    """Release leases. Leases that no longer exist are ignored."""
 
     leases: Annotated[tuple[Identifier, ...], Meta(max_length=4096)]
-    reused_tokens: Count = 0
-    recomputed_tokens: Count = 0
+
+
+class ReportBlend(ContextRequest, tag="report_blend", frozen=True):
+    """Report a blended prompt: the number of its tokens that were reused unchanged, and recomputed."""
+
+    reused_tokens: Count
+    recomputed_tokens: Count
 
 
 class EndRequest(ContextRequest, tag="end_request", frozen=True):

@@ -119,6 +119,7 @@ class DepotStatus(Struct, frozen=True, kw_only=True):
     pid: int
     uptime_seconds: float
     policy: str
+    features: list[str] = []  # the features that run
     num_entries: int
     num_chunks: int
     max_entries: int

@@ -12,9 +12,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from kvdepot.client.answers import BlendRun
 from kvdepot.client.scheduler import SchedulerClient
 from kvdepot.counting import CounterName, Counts, engine_counter
+from kvdepot.features.blend.client import BlendRun, note_contents, report_blend, submit_blend_lookup
 from kvdepot.keys import KeyRun, Namespace
 from kvdepot_vllm.engine import BlockPool, BlockTable, EngineRequest
 from kvdepot_vllm.groups import EngineCache
@@ -24,7 +24,7 @@ from kvdepot_vllm.settings import Settings
 from kvdepot_vllm.state import BlendOffer, BlendState, Outcome, RequestState
 
 if TYPE_CHECKING:
-    from kvdepot.client.segments import Segments
+    from kvdepot.features.blend.segments import Segments
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +130,7 @@ class Blends:
         segments = named(namespace, state.request, tokens, how.borders)
         # Under a name of its own: withdrawing an announcement releases all leases of the request.
         name = state.request_id + _SUFFIX
-        lookup = self._client.submit_blend_lookup(name, segments, min_run_tokens=LEAST_RUN_TOKENS)
+        lookup = submit_blend_lookup(self._client, name, segments, min_run_tokens=LEAST_RUN_TOKENS)
         state.blend = BlendState(how, segments, lookup)
 
     def offer(self, state: RequestState, exact_tokens: int, token_seconds: float) -> Outcome:
@@ -245,8 +245,9 @@ class Blends:
         if blend.lookup is not None:
             blend.lookup.cancel()
         elif blend.hit is not None:
-            reused, recomputed = (figures.reused, figures.recomputed) if figures is not None else (0, 0)
-            self._client.release(blend.hit.lease, reused_tokens=reused, recomputed_tokens=recomputed)
+            self._client.release(blend.hit.lease)
+            if figures is not None:
+                report_blend(self._client, figures.reused, figures.recomputed)
         blend.lookup = blend.hit = state.offer = None
 
     def _run_job(self, run: BlendRun, row: list[int], staging: "_Staging") -> RunJob:
@@ -352,7 +353,7 @@ class Blends:
         else:
             tokens = request.all_token_ids[: min(num_tokens, request.num_prompt_tokens)]
             segments = named(namespace, request, tokens)
-        self._client.note_contents(key, segments)
+        note_contents(self._client, key, segments)
 
 
 class _Staging:
@@ -385,7 +386,9 @@ def named(
     namespace: Namespace, request: EngineRequest, tokens: Sequence[int], borders: Collection[int] = ()
 ) -> "Segments":
     """Return the segments of a prompt. Requests with different cache salts share none."""
-    from kvdepot.client.segments import SegmentNamer  # loads numpy, which engines that do not blend do not need here
+    from kvdepot.features.blend.segments import (
+        SegmentNamer,  # loads numpy, which engines that do not blend do not need here
+    )
 
     if request.cache_salt:
         namespace = replace(namespace, extra=(*namespace.extra, ("cache salt", request.cache_salt)))

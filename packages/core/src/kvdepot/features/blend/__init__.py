@@ -1,0 +1,1 @@
+"""Blend: reuses text that is not a prefix."""

@@ -1,0 +1,171 @@
+"""The feature: publishes KV events on ZeroMQ sockets, and serves engines that describe chunks and follow the news."""
+
+import logging
+from collections.abc import Mapping
+from functools import partial
+from itertools import islice
+from typing import Any, Final
+
+import zmq
+
+from kvdepot.config import ServerConfig
+from kvdepot.features.routers.desk import NewsDesk
+from kvdepot.features.routers.events import EVENT_BATCHES, EVENT_FLOODS, EventPublisher, check_endpoint
+from kvdepot.features.routers.holdings import Holdings
+from kvdepot.features.routers.zeromq import LOOK_SECONDS, Listeners
+from kvdepot.keys import digest_at
+from kvdepot.server.contexts import Context
+from kvdepot.server.depot import Depot
+from kvdepot.server.feature import Feature, Handler
+from kvdepot.server.query import Query
+from kvdepot.wire import messages as m
+
+logger = logging.getLogger(__name__)
+
+_MOST_BROKEN: Final = 128  # chunks removed as corrupt that a lookup considers, in 0.02 ms; nearly always there is none
+
+
+def make(depot: Depot) -> "Routers | None":
+    """Make the feature of a depot that publishes events. Otherwise discard the tokens that an earlier one kept."""
+    if depot.config is not None and depot.config.events is not None:
+        return Routers(depot)
+    if depot.files is not None:
+        depot.files.tokens.clear()
+    return None
+
+
+class Routers(Feature):
+    """See the module.
+
+    Args:
+        depot: the depot. Without its settings, nothing is published, and only attached engines get news.
+        holdings: the described chunks; None to make them from the settings.
+
+    Raises:
+        ConfigError: it cannot listen on an endpoint.
+    """
+
+    name = "routers"
+
+    def __init__(self, depot: Depot, holdings: Holdings | None = None) -> None:
+        config = depot.config
+        topic = "" if config is None else config.topic
+        self.holdings = Holdings(topic, self._is_in_tier) if holdings is None else holdings
+        self.desk = NewsDesk(depot.state, self.holdings, depot.background.queue(1))
+        self.publisher: EventPublisher | None = None
+        self._state = depot.state
+        self._index = depot.index
+        self._replays = depot.background.queue(1)
+        depot.index.watchers.all.append(self.holdings)
+        if depot.files is not None:
+            self.desk.keep_in(depot.files.tokens)
+        if config is not None and config.events is not None:
+            self._publish(config, config.events)
+
+    def handlers(self) -> Mapping[type[m.ContextRequest], Handler]:
+        """See `Feature`."""
+        return {m.DescribeChunks: self.desk.describe, m.AwaitNews: self.desk.await_news}
+
+    def attached(self, context: Context) -> None:
+        """See `Feature`. The new shelf of a model tells routers that it is empty."""
+        if context.served_model:
+            context.wants_tokens = True
+            self.holdings.shelf_of(context.served_model)
+
+    def detached(self, context: Context) -> None:
+        """See `Feature`."""
+        self.desk.end_context(context.number)
+
+    def looked_up(self, query: Query) -> None:
+        """See `Feature`."""
+        if query.match.nodes and query.context.served_model:
+            query.wants_tokens = self._lacks_tokens(query)
+
+    def missed(self, query: Query) -> None:
+        """See `Feature`. Reports chunks as removed that no tier delivered."""
+        if query.waited_for:
+            self.holdings.missed(query.context.space, query.digests, query.found)
+
+    def restored(self) -> None:
+        """See `Feature`."""
+        self.desk.restore()
+
+    def swept(self, now: float) -> None:
+        """See `Feature`. ZeroMQ's descriptors are edge-triggered, and another call may have consumed the edge."""
+        if self.publisher is not None:
+            self._turn()
+
+    def report(self, fields: dict[str, Any]) -> None:
+        """See `Feature`."""
+        publisher = self.publisher
+        if publisher is not None:
+            fields["event_endpoints"] = [publisher.endpoint, publisher.replay_endpoint]
+            fields["counters"][EVENT_BATCHES] = publisher.num_batches
+            fields["counters"][EVENT_FLOODS] = publisher.num_floods
+
+    def close(self) -> None:
+        """See `Feature`."""
+        if self.publisher is not None:
+            self._listeners.close()
+            self._context.destroy(linger=0)
+
+    def _lacks_tokens(self, query: Query) -> bool:
+        """Return whether routers do not know all of the found chunks."""
+        holdings, nodes, space = self.holdings, self._index.nodes, query.context.space
+        if not holdings.is_described(query.match.nodes[-1]):
+            return True
+        # A chunk that was removed as corrupt and came back has no description, although those after it have theirs.
+        for node in islice(holdings.broken, _MOST_BROKEN):
+            depth = nodes.depth[node]
+            is_of_space = depth < query.found and nodes.space_number[node] == space.number
+            if is_of_space and nodes.tree.keys[node] == digest_at(query.digests, depth):
+                return True
+        return False
+
+    def _is_in_tier(self, node: int) -> bool:
+        tiering = self._state.tiering
+        return tiering is not None and tiering.holds(node)
+
+    # --- the loop -------------------------------------------------------------------------------------------------
+
+    def _publish(self, config: ServerConfig, endpoint: str) -> None:
+        self._context = zmq.Context()
+        try:
+            self.publisher = EventPublisher(self._context, self.holdings, endpoint, config.events_replay)
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+        for each, flag in ((endpoint, "--events"), (config.events_replay, "--events-replay")):
+            if each is not None and not check_endpoint(each, flag):
+                logger.warning("%s %s: everybody who can connect sees the tokens of prompts", flag, each)
+        self._listeners = Listeners(self.publisher.listeners)
+        self._timer = 0
+        descriptors = self.publisher.filenos()
+        self._state.watched.update(dict.fromkeys(descriptors, self._turn))
+        self.holdings.await_change(self._turn_soon)
+        self._look(descriptors[0])
+
+    def _look(self, descriptor: int) -> None:
+        """Keep new subscribers out while few descriptors are left. ZeroMQ accepts them in a thread of its own."""
+        self._listeners.look(descriptor)
+        self._state.timers.call_at(self._state.clock() + LOOK_SECONDS, partial(self._look, descriptor))
+
+    def _turn_soon(self) -> None:
+        self._turn_at(self._state.clock())
+
+    def _turn_at(self, when: float) -> None:
+        self._state.timers.cancel(self._timer)
+        self._timer = self._state.timers.call_at(when, self._turn)
+
+    def _turn(self) -> None:
+        """Serve subscribers. Come back soon if there is more to do."""
+        publisher = self.publisher
+        assert publisher is not None
+        replay = publisher.serve()
+        if replay is not None:
+            self._replays.add(replay)
+        if publisher.has_work:
+            self._turn_soon()
+        else:
+            self._turn_at(publisher.due)
+            self.holdings.await_change(self._turn_soon)

@@ -1,0 +1,545 @@
+"""`Holdings`: the blocks that are reported to routers, with their tokens and the engines' ids for them.
+
+Engines describe their chunks (`m.DescribeChunks`) after a store, and after a hit on undescribed chunks. A described
+chunk appears as soon as lookups find it, and leaves when the index reports that they no longer do. If it is evicted and
+a tier has it, it appears in that medium until it is promoted or described again, or a lookup misses it. Each change is
+appended to the log of its topic. Readers (the published stream and attached engines) follow the log. A reader that is
+new or too far behind first scans all held chunks. A scan may be slow: the changes since its start follow it, and
+reporting a change twice does no harm.
+"""
+
+import logging
+import struct
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+from weakref import WeakValueDictionary
+
+import msgspec
+
+from kvdepot.index.tree import NO_NODE, Space
+from kvdepot.index.visibility import Watcher
+from kvdepot.keys import digest_at, num_digests
+from kvdepot.wire import messages as m
+
+logger = logging.getLogger(__name__)
+
+POOL: Final = "CPU"  # vLLM's names: routers score other names wrongly, or not at all
+TIER: Final = "STORAGE"
+LOCAL: Final = "LOCAL"
+
+_MODEL: Final = "{model}"
+_ID_BYTES: Final = 8  # engines' ids of blocks have 64 bits
+_TOKEN_BYTES: Final = 4  # no vocabulary needs more than 32 bits
+_MOST_BYTES: Final = 320 << 20  # for tokens and ids: 64 million tokens in blocks of 16 or more
+_MOST_IN_TIER: Final = 65_536  # chunks that are only in a tier: 72 MiB if each has 256 tokens in 16 blocks
+_TIER_SHARE: Final = 4  # 80 MiB: chunks that are only in a tier may take `_MOST_BYTES` divided by this in addition
+_MOST_TOPICS: Final = 1024  # a bound on the model names that engines can invent
+LONGEST_LOG: Final = 65_536  # changes; a reader that is further behind scans. Up to twice as many are kept: 11 MiB
+_SCANNED_AT_ONCE: Final = 1024  # nodes per step, in 0.4 ms if all are described
+_TAKEN_AT_ONCE: Final = 1024  # changes per step, in 0.7 ms if all are removals of four blocks
+_TOLD, _PASSED_OVER = 1, 2
+
+
+class BlockStored(msgspec.Struct, omit_defaults=True, tag=True):
+    """A run of blocks can be loaded."""
+
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int  # tokens
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[Any] | None = None  # one item per block
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+    locality: str | None = None
+
+
+class BlockRemoved(msgspec.Struct, omit_defaults=True, tag=True):
+    """Blocks can no longer be loaded from a medium."""
+
+    block_hashes: list[int]
+    medium: str | None
+    group_idx: int | None = None
+    locality: str | None = None
+
+
+class AllBlocksCleared(msgspec.Struct, tag=True):
+    """All earlier events are void."""
+
+
+Event = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class Family:
+    """Engines that share chunks, and their division of chunks into blocks."""
+
+    space: int
+    namespace: bytes
+    blocks_per_chunk: int
+    block_tokens: int
+    groups: tuple[m.DescribedGroup, ...]
+
+
+class Described(msgspec.Struct, gc=False):
+    """A chunk with its tokens."""
+
+    above: int  # node of the chunk before it, `NO_NODE` for a first chunk
+    family: Family
+    shelf: "Shelf"
+    content: bytes  # packed: id of the block before, ids of its own blocks, its tokens
+    is_first: bool  # whether no block is before it
+    lora_name: str | None
+    extra_keys: tuple[Any, ...]  # one item per block; empty for none
+
+    @property
+    def parent_id(self) -> int | None:
+        """The id of the block before."""
+        return None if self.is_first else int.from_bytes(self.content[:_ID_BYTES], "little")
+
+    @property
+    def block_ids(self) -> tuple[int, ...]:
+        """The ids of its blocks."""
+        return struct.unpack_from(f"<{self.family.blocks_per_chunk}Q", self.content, _ID_BYTES)
+
+    @property
+    def last_id(self) -> int:
+        """The id of its last block, which identifies all tokens up to there."""
+        return int.from_bytes(self.content[self._tokens_at - _ID_BYTES : self._tokens_at], "little")
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Its tokens."""
+        count = (len(self.content) - self._tokens_at) // _TOKEN_BYTES
+        return struct.unpack_from(f"<{count}I", self.content, self._tokens_at)
+
+    @property
+    def _tokens_at(self) -> int:
+        return _ID_BYTES * (1 + self.family.blocks_per_chunk)
+
+
+class Change(NamedTuple):
+    """A chunk appeared in a medium or left it."""
+
+    chunk: Described
+    medium: str
+    is_stored: bool
+    is_public: bool  # False if another tenant's chunk with the same ids is still there, or was there before
+
+
+@dataclass(slots=True, eq=False)
+class Shelf:
+    """The state of one topic: the log of changes, and the number of chunks with the same ids."""
+
+    topic: str
+    log: list[Change] = field(default_factory=list[Change])
+    first: int = 1  # position of `log[0]`
+    # number of chunks by (id of the last block, whether in a tier)
+    counts: dict[int, int] = field(default_factory=dict[int, int])
+
+    @property
+    def end(self) -> int:
+        """The position of the next change."""
+        return self.first + len(self.log)
+
+    def show(self, chunk: Described, medium: str) -> None:
+        """Note that a chunk appeared in a medium."""
+        name = chunk.last_id << 1 | (medium == TIER)
+        count = self.counts.get(name, 0)
+        self.counts[name] = count + 1
+        self._append(Change(chunk, medium, True, not count))
+
+    def hide(self, chunk: Described, medium: str) -> None:
+        """Note that a chunk left a medium."""
+        name = chunk.last_id << 1 | (medium == TIER)
+        count = self.counts.pop(name) - 1
+        if count:
+            self.counts[name] = count
+        self._append(Change(chunk, medium, False, not count))
+
+    def forget(self) -> None:
+        """Make all readers scan again."""
+        self.first = self.end
+        self.log.clear()
+
+    def _append(self, change: Change) -> None:
+        self.log.append(change)
+        if len(self.log) > 2 * LONGEST_LOG:
+            del self.log[:LONGEST_LOG]
+            self.first += LONGEST_LOG
+
+
+class Holdings(Watcher):
+    """All described chunks that lookups find. The index reports which ones leave.
+
+    Args:
+        topic: the topic of events, in which {model} stands for the model's name.
+        is_in_tier: returns whether a tier has a node that is about to be evicted.
+        most_bytes: the limit for tokens and ids. Further descriptions are declined.
+
+    Attributes:
+        num_changes: the number of changes so far in all topics.
+    """
+
+    def __init__(
+        self, topic: str = "", is_in_tier: Callable[[int], bool] = lambda _node: False, most_bytes: int = _MOST_BYTES
+    ) -> None:
+        self.shelves: dict[str, Shelf] = {}
+        self.num_changes = 0
+        self.num_bytes = 0
+        self.num_declined = 0  # chunks declined for lack of room
+        self._on_change = list[Callable[[], None]]()  # called at the next change
+        self._topic = topic
+        self._is_in_tier = is_in_tier
+        self._most_bytes = most_bytes
+        self._by_node: list[Described | None] = []  # descriptions of visible nodes
+        self._in_tier: dict[tuple[int, bytes], Described] = {}  # chunks that are only in a tier, first evicted first
+        self._num_tier_bytes = 0
+        self._broken: set[int] = set()  # hidden nodes with children
+        # By hash, as long as a chunk has them: engines invent namespaces and groups.
+        self._families = WeakValueDictionary[int, Family]()
+        if _MODEL not in topic:
+            self.shelf_of("")
+
+    def shelf_of(self, model: str) -> Shelf | None:
+        """Return the shelf of a model. Create it if it is new. None if there are too many."""
+        topic = self._topic.replace(_MODEL, model)
+        shelf = self.shelves.get(topic)
+        if shelf is None and len(self.shelves) < _MOST_TOPICS:
+            shelf = self.shelves[topic] = Shelf(topic)
+        return shelf
+
+    def is_described(self, node: int) -> bool:
+        """Return whether a node is described, and so reported to routers."""
+        return node < len(self._by_node) and self._by_node[node] is not None
+
+    @property
+    def broken(self) -> Collection[int]:
+        """The nodes whose description was removed although others follow, and was not given again."""
+        return self._broken
+
+    def await_change(self, on_change: Callable[[], None]) -> None:
+        """Have a function called once, at the next change."""
+        if on_change not in self._on_change:
+            self._on_change.append(on_change)
+
+    def describe(self, space: Space, model: str, request: m.DescribeChunks, nodes: Sequence[tuple[int, int]]) -> int:
+        """Take the description of chunks that lookups find. Return the number of newly described ones.
+
+        Args:
+            space: the space of the chunks.
+            model: the name under which engines serve the model.
+            request: the description.
+            nodes: the nodes of the chunks, as from `Visibility.find_run`.
+
+        Raises:
+            ValueError: the description is inconsistent.
+        """
+        count, chunk_tokens = num_digests(request.digests), space.spec.chunk_tokens
+        per_chunk = self._check(request, count, chunk_tokens)
+        shelf = self.shelf_of(model)
+        if shelf is None or not count:
+            return 0
+        family = Family(space.number, request.namespace, per_chunk, chunk_tokens // per_chunk, request.groups)
+        known = self._families.get(hash(family))
+        if known is not None and known == family:
+            family = known
+        else:
+            self._families[hash(family)] = family
+        parent, num_new, size = request.parent_id, 0, _ID_BYTES * per_chunk
+        for chunk in range(count):
+            ids = request.block_ids[chunk * size : (chunk + 1) * size]
+            node, above = nodes[chunk]
+            if node == NO_NODE or not (above == NO_NODE or self.is_described(above)):
+                break  # without the chunk before it, a router could not place it
+            if not self.is_described(node):
+                tokens = request.tokens[chunk * chunk_tokens * _TOKEN_BYTES : (chunk + 1) * chunk_tokens * _TOKEN_BYTES]
+                content = (parent or bytes(_ID_BYTES)) + ids + tokens
+                if self.num_bytes + len(content) > self._most_bytes:
+                    self.num_declined += count - chunk
+                    break
+                extra = request.extra_keys[chunk * per_chunk : (chunk + 1) * per_chunk]
+                described = Described(above, family, shelf, content, not parent, request.lora_name or None, extra)
+                self._show(node, digest_at(request.digests, chunk), described)
+                num_new += 1
+            parent = ids[-_ID_BYTES:]
+        return num_new
+
+    def _check(self, request: m.DescribeChunks, count: int, chunk_tokens: int) -> int:
+        """Check a description. Return the number of blocks per chunk."""
+        num_tokens, rest = divmod(len(request.tokens), _TOKEN_BYTES)
+        num_blocks, more = divmod(len(request.block_ids), _ID_BYTES)
+        if rest or more or num_tokens != count * chunk_tokens:
+            raise ValueError(f"{len(request.tokens)} bytes of tokens for {count} chunks of {chunk_tokens}")
+        per_chunk = num_blocks // count if count else 1
+        if not per_chunk or num_blocks != per_chunk * count or chunk_tokens % per_chunk:
+            raise ValueError(f"{num_blocks} ids of blocks for {count} chunks of {chunk_tokens} tokens")
+        if len(request.extra_keys) not in (0, num_blocks):
+            raise ValueError(f"extra keys of {len(request.extra_keys)} blocks, of {num_blocks}")
+        if len(request.parent_id) != (_ID_BYTES if request.first_chunk else 0):
+            raise ValueError(f"a parent of {len(request.parent_id)} bytes before chunk {request.first_chunk}")
+        return per_chunk
+
+    def _show(self, node: int, key: bytes, chunk: Described) -> None:
+        if node >= len(self._by_node):
+            self._by_node.extend([None] * (node + 1 - len(self._by_node)))
+        self._by_node[node] = chunk
+        self.num_bytes += len(chunk.content)
+        self._leave_tier((chunk.family.space, key))
+        chunk.shelf.show(chunk, POOL)
+        if node in self._broken:
+            self._broken.remove(node)
+            chunk.shelf.forget()  # earlier scans skipped the chunks after it
+        self._count()
+
+    def hidden(self, node: int, /, *, has_children: bool) -> None:
+        """See `Watcher`."""
+        if node < len(self._by_node):
+            chunk = self._by_node[node]
+            if chunk is not None:
+                self._by_node[node] = None
+                self.num_bytes -= len(chunk.content)
+                if has_children:
+                    self._broken.add(node)
+                chunk.shelf.hide(chunk, POOL)
+                self._count()
+
+    def evicted(self, node: int, key: bytes, /) -> None:
+        """Note that a chunk is evicted from the pool. A tier may still have it."""
+        chunk = self._by_node[node] if node < len(self._by_node) else None
+        if chunk is None or not self._is_in_tier(node):
+            return
+        self._in_tier[chunk.family.space, key] = chunk
+        self._num_tier_bytes += len(chunk.content)
+        chunk.shelf.show(chunk, TIER)
+        while len(self._in_tier) > _MOST_IN_TIER or self._num_tier_bytes > self._most_bytes // _TIER_SHARE:
+            self._leave_tier(next(iter(self._in_tier)))
+        self._count()
+
+    @property
+    def awaits_promoted(self) -> bool:
+        """See `Watcher`."""
+        return bool(self._in_tier)
+
+    def promoted(self, space: Space, digests: bytes, nodes: Sequence[tuple[int, int]], /) -> None:
+        """Note that a tier brought chunks. Show those whose descriptions were kept at their eviction."""
+        for chunk, (node, above) in enumerate(nodes):
+            if node == NO_NODE or not (above == NO_NODE or self.is_described(above)):
+                return
+            if self.is_described(node):
+                continue
+            key = digest_at(digests, chunk)
+            described = self._in_tier.get((space.number, key))
+            if described is None or self.num_bytes + len(described.content) > self._most_bytes:
+                return  # the engine that finds it describes it
+            described.above = above
+            self._show(node, key, described)
+
+    def _leave_tier(self, name: tuple[int, bytes]) -> bool:
+        chunk = self._in_tier.pop(name, None)
+        if chunk is None:
+            return False
+        self._num_tier_bytes -= len(chunk.content)
+        chunk.shelf.hide(chunk, TIER)
+        self._count()
+        return True
+
+    def missed(self, space: Space, digests: bytes, first: int) -> None:
+        """Note that no tier delivered the chunks from `first` on for a lookup. Report them as removed."""
+        if self._in_tier:
+            for chunk in range(first, num_digests(digests)):
+                if not self._leave_tier((space.number, digest_at(digests, chunk))):
+                    return
+
+    def _count(self) -> None:
+        self.num_changes += 1
+        waiting, self._on_change = self._on_change, []
+        for on_change in waiting:
+            on_change()
+
+    def scan(self, shelf: Shelf, is_wanted: Callable[[Described], bool]) -> Iterator[tuple[Described, str] | None]:
+        """Yield the chunks of a shelf with their medium, each after the chunk before it. Yield None between steps.
+
+        Chunks after a broken chunk are left out, as lookups end there.
+        """
+        by_node = self._by_node
+        seen = bytearray(len(by_node))
+        for start in range(len(seen)):
+            if start % _SCANNED_AT_ONCE == 0:
+                yield None
+            if seen[start] or by_node[start] is None:
+                continue
+            chain, node = list[int](), start
+            while node < len(seen) and not seen[node] and (chunk := by_node[node]) is not None:
+                chain.append(node)
+                node = chunk.above
+            is_told = node == NO_NODE or (node < len(seen) and seen[node] == _TOLD)
+            for node in reversed(chain):
+                seen[node] = _TOLD if is_told else _PASSED_OVER
+                chunk = by_node[node]
+                if is_told and chunk is not None and chunk.shelf is shelf and is_wanted(chunk):
+                    yield chunk, POOL
+        # Reversed: the last chunk of a prompt is evicted first.
+        for number, chunk in enumerate(reversed(list(self._in_tier.values()))):
+            if number % _SCANNED_AT_ONCE == 0:
+                yield None
+            if chunk.shelf is shelf and is_wanted(chunk):
+                yield chunk, TIER
+
+    def check_integrity(self, is_visible: Sequence[int]) -> None:
+        """Check that lookups find all described chunks.
+
+        Raises:
+            AssertionError: a lookup does not find a described chunk.
+        """
+        for node, chunk in enumerate(self._by_node):
+            assert chunk is None or is_visible[node], f"node {node} is not visible"
+        held = [chunk for chunk in self._by_node if chunk is not None]
+        assert self.num_bytes == sum(len(chunk.content) for chunk in held), "the bytes are miscounted"
+        in_tier = self._in_tier.values()
+        assert self._num_tier_bytes == sum(len(chunk.content) for chunk in in_tier), "the bytes in tiers are miscounted"
+        assert sum(sum(shelf.counts.values()) for shelf in self.shelves.values()) == len(held) + len(in_tier)
+
+
+class Reader:
+    """Follows one shelf: first all of its chunks, then all changes. `take` returns the next events.
+
+    Args:
+        holdings: the holdings of the shelf.
+        shelf: the shelf to follow.
+        namespace: report only chunks of this namespace. None: report all, but equal ids of several tenants only once.
+
+    Attributes:
+        is_starting: whether the next events begin to list everything.
+    """
+
+    def __init__(self, holdings: Holdings, shelf: Shelf, namespace: bytes | None = None) -> None:
+        self.shelf = shelf
+        self.namespace = namespace
+        self.position = 0
+        self.is_starting = True
+        self.holdings = holdings
+        self._scan: Iterator[tuple[Described, str] | None] | None = None
+
+    def restart(self) -> None:
+        """Begin to list everything again."""
+        self.is_starting, self._scan = True, None
+
+    @property
+    def is_scanning(self) -> bool:
+        """Whether it is listing everything."""
+        return self._scan is not None
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the log lacks changes that it needs, so that it must list everything again."""
+        return self._scan is None and not self.is_starting and self.position < self.shelf.first
+
+    @property
+    def has_more(self) -> bool:
+        """Whether `take` has events."""
+        return self.is_starting or self._scan is not None or self.position < self.shelf.end
+
+    def take(self, most_tokens: int) -> list[Event]:
+        """Return the next events, with about `most_tokens` tokens or removed blocks at most. The result may be empty.
+
+        The first event, which voids all earlier ones, comes alone.
+        """
+        told = _Telling()
+        if self.is_starting or self.is_behind:
+            self.is_starting = False
+            self.position = self.shelf.end
+            self._scan = self.holdings.scan(self.shelf, self._is_wanted)
+            return [AllBlocksCleared()]
+        if self._scan is not None:
+            for found in self._scan:
+                if found is None:
+                    break
+                told.add(*found, is_stored=True)
+                if told.num_tokens >= most_tokens:
+                    break
+            else:
+                self._scan = None
+            return told.events
+        start = self.position - self.shelf.first
+        for change in self.shelf.log[start : start + _TAKEN_AT_ONCE]:
+            self.position += 1
+            if change.is_public if self.namespace is None else self._is_wanted(change.chunk):
+                told.add(change.chunk, change.medium, is_stored=change.is_stored)
+                if told.num_tokens >= most_tokens:
+                    break
+        return told.events
+
+    def _is_wanted(self, chunk: Described) -> bool:
+        return self.namespace is None or chunk.family.namespace == self.namespace
+
+
+class _Telling:
+    """Builds events from changes, and joins neighbours."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.num_tokens = 0  # tokens plus removed blocks
+        self._last: Described | None = None  # the last chunk of the open event
+        self._open: list[Any] = []
+        self._is_stored = False
+        self._medium = ""
+
+    def add(self, chunk: Described, medium: str, *, is_stored: bool) -> None:
+        """Add the change of a chunk in a medium."""
+        last = self._last
+        is_next = (
+            last is not None
+            and self._is_stored is is_stored
+            and self._medium == medium
+            and last.family is chunk.family
+            and (
+                not is_stored
+                or (
+                    chunk.parent_id == last.last_id
+                    and chunk.lora_name == last.lora_name
+                    and bool(chunk.extra_keys) is bool(last.extra_keys)
+                )
+            )
+        )
+        ids = chunk.block_ids
+        if not is_next:
+            groups = chunk.family.groups or (None,)
+            self._open = [(_stored if is_stored else _removed)(chunk, medium, group) for group in groups]
+            self.events += self._open
+        tokens = chunk.tokens if is_stored else ()
+        for event in self._open:
+            event.block_hashes.extend(ids)
+            if is_stored:
+                event.token_ids.extend(tokens)
+                if chunk.extra_keys:
+                    event.extra_keys.extend(chunk.extra_keys)
+        self._last, self._is_stored, self._medium = chunk, is_stored, medium
+        self.num_tokens += len(tokens) or len(ids)
+
+
+def _stored(chunk: Described, medium: str, group: m.DescribedGroup | None) -> BlockStored:
+    event = BlockStored(
+        [],
+        chunk.parent_id,
+        [],
+        chunk.family.block_tokens,
+        None,
+        medium,
+        chunk.lora_name,
+        [] if chunk.extra_keys else None,
+        locality=LOCAL,
+    )
+    if group is not None:
+        event.group_idx = group.number
+        event.kv_cache_spec_kind = group.kind or None
+        event.kv_cache_spec_sliding_window = group.window_tokens or None
+    return event
+
+
+def _removed(_chunk: Described, medium: str, group: m.DescribedGroup | None) -> BlockRemoved:
+    return BlockRemoved([], medium, None if group is None else group.number, LOCAL)

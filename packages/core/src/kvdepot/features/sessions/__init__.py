@@ -1,0 +1,1 @@
+"""Agent sessions: named conversations whose last prefix is kept, promoted, demoted or forgotten by their name."""

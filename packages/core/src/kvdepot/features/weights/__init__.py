@@ -1,0 +1,1 @@
+"""Weights: chunks of weights that no engine uses any more are evicted first."""

@@ -1,0 +1,736 @@
+"""KV events at a router: they announce exactly the chunks that lookups find."""
+
+import random
+import resource
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import msgspec
+import pytest
+import zmq
+
+from kvdepot.client.operator import ask_depot
+from kvdepot.config import ServerConfig
+from kvdepot.errors import ConfigError, ErrorCode, RemoteError
+from kvdepot.features.routers.events import EventPublisher, check_endpoint
+from kvdepot.features.routers.feature import make
+from kvdepot.features.routers.feed import Description
+from kvdepot.features.routers.holdings import Holdings, Reader
+from kvdepot.keys import KeyRun
+from kvdepot.lab.processes import DepotProcess, wait_until
+from kvdepot.pool.folder import TOKENS_FILE
+from kvdepot.pool.tokens import TokensFile
+from kvdepot.server import commands
+from kvdepot.server.depot import Depot
+from kvdepot.wire import messages as m
+from kvdepot.wire import operations as o
+from support.events import (
+    FLAGS,
+    MODEL,
+    NAMESPACE,
+    Context,
+    Engine,
+    Router,
+    View,
+    anonymous_bytes,
+    block_id,
+    description,
+    events_of,
+    ids_of,
+    kept,
+    tokens_of,
+)
+from support.index import HYBRID, PLAIN, SHARDED, Bench
+from support.index import prompt as chunks
+from support.peer import prompt
+
+
+@pytest.fixture
+def engine(depot: DepotProcess) -> Iterator[Engine]:
+    engine = Engine(depot)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def depot() -> Iterator[DepotProcess]:
+    with DepotProcess(*FLAGS, "--events-topic", "kv@here@{model}", pool_size="1MiB") as depot:
+        yield depot
+
+
+def test_a_router_knows_what_can_be_found(depot: DepotProcess, engine: Engine, context: Context) -> None:
+    router, run = Router(depot, context), prompt(5, "a")
+    assert engine.store(run) == 5
+    wait_until(lambda: router.knows(run))
+    assert router.topics == {b"kv@here@served"}
+    assert [token for each in ids_of(run) for token in router.tokens[each]] == tokens_of(run, 64)
+    for number in range(60):
+        engine.store(prompt(9, f"b{number}"))
+    ask_depot(o.Clear(), depot.url, 30)
+    wait_until(lambda: (router.take_all(), not router.found)[1], 20)
+    assert depot.status().counters["chunks_evicted"] > 0
+
+
+def test_a_run_is_one_event_with_its_parent_and_everything_that_routers_read(
+    depot: DepotProcess, engine: Engine, context: Context
+) -> None:
+    router, run = Router(depot, context), prompt(6, "a")
+    engine.worker.store(run)
+    groups = (m.DescribedGroup(0, "full_attention"), m.DescribedGroup(2, "sliding_window", 128))
+    extra = tuple(((f"salt{n}", ("picture", n)) if n % 2 else None) for n in range(6))
+    assert engine.describe(run, groups=groups, lora_name="poet", extra_keys=extra) == 6
+    wait_until(lambda: router.knows(run))
+    stored = [e for _, events in router.ask_again(0) for e in events if e["type"] == "BlockStored"]
+    told = [(e["group_idx"], e["kv_cache_spec_kind"], e.get("kv_cache_spec_sliding_window")) for e in stored]
+    once = [(0, "full_attention", None), (2, "sliding_window", 128)]
+    assert told in (once, once * 2), "the snapshot of a subscription that comes late repeats it"
+    for event in stored:
+        assert event["block_hashes"] == ids_of(run)
+        assert event["token_ids"] == tokens_of(run, 64)
+        assert (event["parent_block_hash"], event["block_size"], event["lora_name"]) == (None, 64, "poet")
+        assert event["extra_keys"] == [[f"salt{n}", ["picture", n]] if n % 2 else None for n in range(6)]
+        assert "lora_id" in event
+    ask_depot(o.Clear(), depot.url, 30)
+    wait_until(lambda: (router.take_all(), not router.found)[1])
+    removed = [e for _, events in router.ask_again(0) for e in events if e["type"] == "BlockRemoved"]
+    assert {e["group_idx"] for e in removed} == {0, 2}
+
+
+def test_a_router_that_comes_late_or_again_is_told_of_everything(
+    depot: DepotProcess, engine: Engine, context: Context
+) -> None:
+    runs = [prompt(4, f"{number}") for number in range(8)]
+    for run in runs:
+        engine.store(run)
+    for _ in range(2):
+        router = Router(depot, context)
+        wait_until(lambda: all(map(router.knows, runs)))  # noqa: B023
+        assert router.num_clears >= 1
+
+
+def test_a_depot_that_starts_empty_says_so_and_goes_on_with_higher_numbers(context: Context) -> None:
+    """Dynamo ignores a batch with a lower number than the last as old."""
+    last = 0
+    for _ in range(2):
+        with DepotProcess(*FLAGS, "--events-topic", "", pool_size="1MiB") as depot:
+            router = Router(depot, context)
+            wait_until(lambda: (router.take_all(), router.num_clears)[1])  # noqa: B023
+            assert router.topics == {b""}
+            assert router.next > last
+            last = router.next
+
+
+def test_missed_batches_are_sent_again(depot: DepotProcess, engine: Engine, context: Context) -> None:
+    router = Router(depot, context)
+    for number in range(50):
+        run = prompt(1, str(number))
+        engine.store(run)
+        wait_until(lambda: router.knows(run))  # noqa: B023
+    batches = router.ask_again(0)
+    numbers = [number for number, _ in batches]
+    assert len(numbers) >= 50
+    assert numbers == list(range(numbers[0], router.next))
+    later = [number for number, _ in router.ask_again(numbers[-9])]
+    assert later[:9] == numbers[-9:], "the snapshot that number 0 asked for may follow"
+    assert router.ask_again(router.next + 1000) == []
+    again = View()
+    again.apply(batches)
+    assert again.found == router.found
+
+
+def test_a_subscriber_that_asks_for_too_much_gets_a_snapshot(
+    depot: DepotProcess, engine: Engine, context: Context
+) -> None:
+    router = Router(depot, context)
+    engine.store(prompt(3, "a"))
+    wait_until(lambda: router.knows(prompt(3, "a")))
+    clears = router.num_clears
+    wait_until(lambda: (router.ask_again(0), router.take_all(), router.num_clears > clears)[2])
+    wait_until(lambda: router.knows(prompt(3, "a")))
+
+
+def test_nonsense_at_the_replay_hurts_nobody(depot: DepotProcess, engine: Engine, context: Context) -> None:
+    router = Router(depot, context)
+    asking = router.context.socket(zmq.DEALER)
+    kept.append(asking)
+    asking.connect(router.replay_endpoint)
+    for frames in ([b""], [b"", b"x"], [b"x"] * 9, [b"", b"", b""], [b"", bytes(60)], [b"", bytes(100)]):
+        asking.send_multipart(frames)
+    run = prompt(1, "a")
+    engine.store(run)
+    wait_until(lambda: router.knows(run))
+    assert router.ask_again(0)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tokens": b"\0" * 4},
+        {"tokens": b"\0" * 255},
+        {"block_ids": b"\0" * 7},
+        {"block_ids": b""},
+        {"block_ids": b"\0" * 8 * 3},
+        {"parent_id": b"\0" * 8},
+        {"extra_keys": (("a",), ("b",))},
+        {"digests": b"\0" * 31},
+    ],
+)
+def test_a_description_that_contradicts_itself_is_refused(engine: Engine, change: dict[str, Any]) -> None:
+    run = prompt(1, "a")
+    engine.worker.store(run)
+    (request,) = description(run).requests(engine.scheduler.context, run)
+    code = engine.scheduler.refusal(msgspec.structs.replace(request, **change))
+    assert code in (ErrorCode.MALFORMED, ErrorCode.BAD_KEY)
+    assert engine.describe(run) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.promise(74)
+def test_descriptions_of_chunks_that_are_not_here_leave_nothing_behind(depot: DepotProcess, engine: Engine) -> None:
+    # Regression: each namespace and each list of groups that an engine ever sent was kept, here 46 MB.
+    run, groups = prompt(1, "a"), [(m.DescribedGroup(number, "x" * 200),) * 64 for number in range(2000)]
+    engine.describe(run, groups=groups[0])
+    before = anonymous_bytes(depot.pid)
+    for each in groups:
+        assert engine.describe(run, groups=each) == 0
+    assert anonymous_bytes(depot.pid) - before < 8 << 20
+    assert engine.store(run) == 1
+
+
+def test_without_events_no_engine_is_asked_for_tokens() -> None:
+    with DepotProcess(pool_size="1MiB") as depot:
+        engine = Engine(depot)
+        assert not engine.scheduler.session.wants_tokens
+        with pytest.raises(RemoteError, match="without the feature that answers describe_chunks"):
+            engine.store(prompt(2, "a"))
+        reply = engine.scheduler.find(prompt(2, "a"))
+        assert (reply.num_chunks, reply.wants_tokens) == (2, False)
+        engine.close()
+
+
+def test_a_hit_that_nobody_described_asks_for_its_tokens(engine: Engine) -> None:
+    run = prompt(3, "a")
+    engine.worker.store(run)
+    assert engine.scheduler.session.wants_tokens
+    assert engine.scheduler.find(run).wants_tokens
+    assert not engine.worker.find(run).wants_tokens, "it publishes no events"
+    assert engine.describe(run.slice(1, 3)) == 0, "a router would not know where these blocks belong"
+    assert engine.describe(run) == 3
+    assert not engine.scheduler.find(run).wants_tokens
+
+
+class Described:
+    """A bench whose stored chunks are described."""
+
+    def __init__(self, groups: tuple[m.GroupShape, ...] = PLAIN, holdings: Holdings | None = None) -> None:
+        self.holdings = holdings or Holdings()
+        self.bench = Bench(groups, pages=20, num_records=24, holdings=self.holdings)
+
+    def reader(self, namespace: bytes | None = None) -> Reader:
+        return Reader(self.holdings, self.holdings.shelf_of(MODEL) or pytest.fail(), namespace)
+
+    def describe(self, request: m.DescribeChunks, model: str = MODEL) -> int:
+        space = self.bench.index.spaces[0]
+        nodes = self.bench.index.visibility.find_run(space, request.digests, request.first_chunk)
+        return self.holdings.describe(space, model, request, nodes)
+
+    def store(self, run: KeyRun, model: str = MODEL) -> int:
+        self.bench.worker().store(run)
+        (request,) = description(run, 1).requests(0, run)
+        return self.describe(request, model)
+
+    def check_integrity(self) -> None:
+        self.holdings.check_integrity(self.bench.index.visibility.is_visible)
+
+
+class Published(Described):
+    """A bench whose described chunks are published, by a clock that tests set."""
+
+    def __init__(self, context: Context, folder: Path, *, replays: bool = False, topic: str = "") -> None:
+        super().__init__(holdings=Holdings(topic))
+        self.context, self.now = context, 100.0
+        replay = f"ipc://{folder}/replay" if replays else None
+        self.publisher = EventPublisher(context, self.holdings, f"ipc://{folder}/events", replay, lambda: self.now)
+        kept.append(self.publisher)
+
+    def subscribe(self) -> "zmq.Socket[bytes]":
+        """Subscribe, and wait until the publisher could see it. The publisher has not sent anything for it yet."""
+        subscriber = self.context.socket(zmq.SUB)
+        kept.append(subscriber)
+        subscriber.subscribe(b"")
+        subscriber.connect(self.publisher.endpoint)
+        wait_until(lambda: self.publisher.socket.poll(0))
+        return subscriber
+
+    def serve_all(self, seconds: float = 10.0) -> None:
+        self.now += seconds
+        seen = -1
+        while self.publisher.has_work or self.publisher.due <= self.now or seen != self.holdings.num_changes:
+            seen = self.holdings.num_changes
+            self.publisher.serve()
+
+
+def follow(reader: Reader, view: View, most: int = 100) -> View:
+    """Take all events of a reader."""
+    while reader.has_more:
+        for event in msgspec.to_builtins(reader.take(most)):
+            view.take(event)
+    return view
+
+
+def test_chunks_of_two_tenants_with_the_same_ids_leave_with_the_last_one() -> None:
+    described, view = Described(), View()
+    bench, reader = described.bench, described.reader()
+    worker = bench.worker()
+    runs = [chunks(2, name) for name in (1, 2)]
+    for number, run in enumerate(runs):
+        worker.store(run)
+        request = next(Description(bytes([number]) * 32, [1, 2], [7, 8]).requests(0, run))
+        assert described.describe(request) == 2
+    assert follow(reader, view).found == {7, 8}
+    for run, rest in zip(runs, ({7, 8}, set[int]()), strict=True):
+        space = bench.index.spaces[0]
+        for start in (32, 0):
+            assert bench.index.evictor.evict(space.nodes[run.digests[start : start + 32]])
+        assert follow(reader, view).found == rest
+    described.check_integrity()
+
+
+def test_tokens_beyond_the_bound_are_declined() -> None:
+    described = Described(holdings=Holdings(most_bytes=50))
+    assert described.store(chunks(5, 1)) == 2
+    assert (described.holdings.num_declined, described.holdings.num_bytes) == (3, 40)
+
+
+@pytest.mark.parametrize("groups", [PLAIN, SHARDED, HYBRID], ids=["plain", "sharded", "hybrid"])
+def test_random_traffic_announces_exactly_what_can_be_found(groups: tuple[m.GroupShape, ...]) -> None:
+    rng = random.Random(6)
+    described = Described(groups)
+    bench, holdings = described.bench, described.holdings
+    workers = [bench.worker(shard) for shard in range(2 if groups is SHARDED else 1)]
+    followers = [(described.reader(namespace), View()) for namespace in (None, NAMESPACE)]
+    index, num_told = bench.index, 0
+    for _ in range(300):
+        run = chunks(rng.randint(1, 6), rng.randrange(12))
+        plans = [(worker, worker.prepare(run)) for worker in workers]
+        for worker, plan in plans:
+            if plan.ticket and rng.random() < 0.9:
+                worker.commit(plan)
+            elif plan.ticket:
+                worker.ask(m.AbortStore(worker.context, plan.ticket))
+        for request in description(run, 1).requests(0, run):
+            described.describe(request)
+        if rng.random() < 0.1:
+            records = [record for record in index.table.records() if record.state == 2]
+            if records:
+                index.remove_entry(rng.choice(records).entry)
+        if rng.random() < 0.05:
+            sum(commands.clear_pool(bench.depot, None))
+        described.check_integrity()
+        expected = {
+            block_id(key)
+            for key, node in index.spaces[0].nodes.items()
+            if holdings.is_described(node) and index.visibility.is_reachable(node)
+        }
+        for reader, view in followers:
+            if rng.random() < 0.05:
+                reader.restart()
+            if rng.random() < 0.7:
+                while reader.has_more:
+                    for event in msgspec.to_builtins(reader.take(rng.choice((1, 3, 1000)))):
+                        view.take(event)
+                        num_told += 1
+                assert view.reached() == expected
+    assert num_told > 100
+
+
+def test_a_follower_that_is_far_behind_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvdepot.features.routers.holdings.LONGEST_LOG", 4)
+    described = Described()
+    reader = described.reader()
+    follow(reader, View())
+    for name in range(12):
+        described.store(chunks(1, name))
+    view, is_first = View(), True
+    view.found = {1, 2, 3}
+    while reader.has_more:
+        for event in msgspec.to_builtins(reader.take(3)):
+            assert not is_first or event["type"] == "AllBlocksCleared"
+            is_first = False
+            view.take(event)
+    assert len(view.found) == 12
+
+
+def test_a_store_has_no_follower_start_again() -> None:
+    """Regression: each chunk that had a next one in its run made followers start again."""
+    described, view = Described(), View()
+    reader = described.reader()
+    for _ in range(2):
+        follow(reader, view)
+        described.store(chunks(5, 1))
+    assert (len(view.found), view.num_clears) == (5, 1)
+
+
+@pytest.mark.parametrize("endpoint", ["", "tcp://", "tcp://127.0.0.1", "ipc://", "udp://x:1", "127.0.0.1:5557"])
+def test_an_endpoint_that_is_none_is_refused(endpoint: str) -> None:
+    with pytest.raises(ConfigError, match="tcp://HOST:PORT"):
+        check_endpoint(endpoint, "--events")
+
+
+@pytest.mark.parametrize("setting", [{"events_topic": "kv-events"}, {"events_replay": "tcp://127.0.0.1:1"}])
+def test_a_topic_and_a_replay_need_events(setting: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="needs --events tcp"):
+        ServerConfig(**setting)
+
+
+def test_a_port_that_is_taken_is_an_error_in_words(depot: DepotProcess, context: Context) -> None:
+    with pytest.raises(ConfigError, match="--events"):
+        EventPublisher(context, Holdings(), depot.status().event_endpoints[0], None)
+
+
+@pytest.mark.slow
+def test_a_slow_subscriber_misses_no_message_within_the_bound(context: Context, tmp_path: Path) -> None:
+    """Regression: the bound was set after binding, so ZMQ's default of 1,000 held, also for batches sent again."""
+    described, num_batches = Described(), 3000
+    bench = described.bench
+    publisher = EventPublisher(context, described.holdings, f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay")
+    kept.append(publisher)
+    slow = context.socket(zmq.SUB)
+    kept.append(slow)
+    slow.subscribe(b"")
+    slow.set_hwm(1)
+    slow.connect(publisher.endpoint)
+    run, worker = chunks(1, 1), bench.worker()
+    (request,) = description(run, 1).requests(0, run)
+
+    def tell() -> None:
+        worker.store(run)
+        described.describe(request)
+        publisher.serve()
+        assert bench.index.evictor.evict(bench.index.spaces[0].nodes[run.digests])
+        publisher.serve()
+
+    wait_until(lambda: (tell(), slow.poll(10))[1])
+    for _ in range(4):
+        tell()  # past the end of the snapshot, whose first batch is followed by steps without a batch
+    num_before = publisher.num_batches
+    for _ in range(num_batches // 2):
+        tell()
+    first = int.from_bytes(slow.recv_multipart()[1], "big")
+    for number in range(first + 1, first + publisher.num_batches):
+        assert slow.poll(10_000)
+        assert int.from_bytes(slow.recv_multipart()[1], "big") == number
+    assert publisher.num_batches - num_before == num_batches
+
+
+def test_subscribers_that_come_again_and_again_leave_each_snapshot_its_end(
+    context: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvdepot.features.routers.events.BATCH_TOKENS", 1)
+    published = Published(context, tmp_path)
+    publisher = published.publisher
+    published.store(chunks(5, 1))
+    first = published.subscribe()
+    while publisher.num_batches < 2:  # a clear, and one chunk
+        publisher.serve()
+    published.subscribe()
+    publisher.serve()
+    assert publisher.due == published.now + 0.25
+    published.serve_all()
+    events: list[dict[str, Any]] = []
+    while first.poll(1000):
+        events += events_of(first.recv_multipart()[2])
+    kinds = [event["type"] for event in events]
+    assert kinds == ["AllBlocksCleared", *["BlockStored"] * 5] * 2
+    assert publisher.due == float("inf")
+
+
+def test_a_busy_topic_leaves_room_to_keep_batches_of_others(
+    context: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: once one topic held all bytes, the others kept none, and each replay of theirs caused a snapshot."""
+    monkeypatch.setattr("kvdepot.features.routers.events.KEPT_BYTES", 400)  # two batches
+    published = Published(context, tmp_path, replays=True, topic="{model}")
+    publisher, router, asking = published.publisher, published.subscribe(), context.socket(zmq.DEALER)
+    kept.append(asking)
+    asking.connect(publisher.replay_endpoint)
+
+    def store(model: str, run: KeyRun, seconds: float = 0.0) -> None:
+        published.store(run, model)
+        published.serve_all(seconds)
+
+    store("busy", chunks(1, 100))
+    store("quiet", chunks(1, 101))
+    for number in range(16):
+        store("busy", chunks(1, number), 1.0)
+    store("quiet", chunks(1, 102))
+    numbers: dict[bytes, int] = {}
+    while b"quiet" not in numbers or router.poll(1000):
+        topic, number, _ = router.recv_multipart()
+        numbers[topic] = int.from_bytes(number, "big")
+    asking.send_multipart([b"", numbers[b"quiet"].to_bytes(8, "big")])
+    wait_until(lambda: (sum(publisher.serve() or ()), asking.poll(10))[1])
+    told: list[tuple[bytes, int]] = []
+    while asking.poll(1000):
+        _, topic, number, _ = asking.recv_multipart()
+        told.append((topic, int.from_bytes(number, "big")))
+    assert (b"quiet", numbers[b"quiet"]) in told
+
+
+def test_a_topic_that_fell_behind_lists_all_topics_again(
+    context: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: it cleared its topic alone, and llm-d drops the blocks of all topics of the node then."""
+    monkeypatch.setattr("kvdepot.features.routers.holdings.LONGEST_LOG", 4)
+    published = Published(context, tmp_path, topic="{model}")
+    router = published.subscribe()
+
+    def told() -> list[tuple[bytes, str]]:
+        published.serve_all()
+        events: list[tuple[bytes, str]] = []
+        while router.poll(1000):
+            topic, _, payload = router.recv_multipart()
+            events += ((topic, event["type"]) for event in events_of(payload))
+        return events
+
+    published.store(chunks(1, 1), "one")
+    published.store(chunks(1, 2), "two")
+    first = told()
+    published.store(chunks(10, 2), "two")
+    for events in (first, told()):
+        assert events[:2] == [(b"one", "AllBlocksCleared"), (b"two", "AllBlocksCleared")]
+        assert sorted(events[2:]) == [(b"one", "BlockStored"), (b"two", "BlockStored")]
+
+
+def test_no_message_of_a_stranger_unsubscribes_others(context: Context, tmp_path: Path) -> None:
+    """Regression: ZeroMQ does not say who sent an unsubscription, and passes other messages on, too."""
+    published = Published(context, tmp_path)
+    publisher, subscriber = published.publisher, published.subscribe()
+    published.serve_all()
+    stranger = socket.socket(socket.AF_UNIX)
+    stranger.settimeout(10)
+    stranger.connect(f"{tmp_path}/events")
+    greeting = b"\xff".ljust(9, b"\0") + b"\x7f\3\0" + b"NULL".ljust(52, b"\0")  # ZMTP 3.0
+    ready, answer = b"\5READY\x0bSocket-Type\0\0\0\3SUB", b""
+    stranger.sendall(greeting)
+    while not answer.endswith(b"XPUB"):
+        answer += stranger.recv(100)
+    stranger.sendall(b"\4" + bytes([len(ready)]) + ready)
+    for message in (b"\0", b"\2"):
+        frame = b"\0" + bytes([len(message)]) + message
+        wait_until(lambda: (stranger.sendall(frame), publisher.socket.poll(10))[1])  # noqa: B023
+        published.serve_all()
+    published.store(chunks(1, 1))
+    published.serve_all()
+    kinds: list[str] = []
+    while "BlockStored" not in kinds:
+        assert subscriber.poll(10_000)
+        kinds += [event["type"] for event in events_of(subscriber.recv_multipart()[2])]
+    stranger.close()
+
+
+@pytest.mark.slow
+@pytest.mark.promise(74)
+def test_many_subscriptions_of_a_stranger_take_no_memory_and_routers_come_back(
+    depot: DepotProcess, engine: Engine, context: Context
+) -> None:
+    """ZeroMQ keeps each topic: 1,000,000 of 60 bytes took 2.9 GB, which the depot kept after the stranger had left."""
+    router, before = Router(depot, context), resident_bytes(depot)
+    engine.store(prompt(5, "a"))
+    wait_until(lambda: router.knows(prompt(5, "a")))
+    stranger = context.socket(zmq.SUB)
+    stranger.setsockopt(zmq.SNDHWM, 0)
+    stranger.setsockopt(zmq.RECONNECT_IVL, -1)
+    stranger.connect(depot.status().event_endpoints[0])
+    for _ in range(200_000):
+        stranger.subscribe(random.randbytes(50))
+    wait_until(lambda: depot.status().counters["event_floods"], 60)
+    engine.store(prompt(5, "b"))
+    wait_until(lambda: router.knows(prompt(5, "a")) and router.knows(prompt(5, "b")), 60)
+    stranger.close(linger=0)
+    assert resident_bytes(depot) - before < 64 << 20
+
+
+def resident_bytes(depot: DepotProcess) -> int:
+    pages = Path(f"/proc/{depot.pid}/statm").read_text().split()[1]
+    return int(pages) * resource.getpagesize()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_kills", [1, 2])
+def test_tokens_survive_a_killed_depot(num_kills: int, depot: DepotProcess, context: Context) -> None:
+    engine, run = Engine(depot), prompt(5, "a")
+    engine.store(run)
+    engine.close()
+    for _ in range(num_kills):
+        depot.kill()
+        depot.start()
+    router = Router(depot, context)
+    wait_until(lambda: router.knows(run))
+    assert [token for each in ids_of(run) for token in router.tokens[each]] == tokens_of(run, 64)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("space", "missing"), [(-1, 0), (0, 1)], ids=["space", "digests"])
+def test_tokens_that_no_depot_keeps_describe_nothing(space: int, missing: int, depot: DepotProcess) -> None:
+    """Regression: the space -1 was taken for the last one, and a part of a digest ended the reading of the file."""
+    engine, run = Engine(depot), prompt(2, "a")
+    engine.store(run)
+    (request,) = description(run).requests(1, run)
+    engine.close()
+    depot.kill()
+    file = TokensFile.create(depot.pool_directory / TOKENS_FILE)
+    request = msgspec.structs.replace(request, digests=request.digests[: len(request.digests) - missing])
+    file.append(msgspec.msgpack.encode((space, MODEL, request)))
+    file.close()
+    depot.start()
+    engine = Engine(depot)
+    wait_until(lambda: (depot.pool_directory / TOKENS_FILE).stat().st_size < 100, what="a file without that message")
+    assert engine.scheduler.find(run).wants_tokens
+    engine.close()
+
+
+@pytest.mark.slow
+def test_damaged_tokens_end_the_file_and_nothing_else(depot: DepotProcess, context: Context) -> None:
+    engine, runs = Engine(depot), [prompt(2, name) for name in "abc"]
+    for run in runs:
+        engine.store(run)
+    engine.close()
+    depot.kill()
+    path = depot.pool_directory / TOKENS_FILE
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    depot.start()
+    router = Router(depot, context)
+    wait_until(lambda: router.knows(runs[0]))
+    assert not router.knows(runs[2])
+    engine = Engine(depot)
+    assert engine.scheduler.find(runs[2]).wants_tokens
+    assert engine.describe(runs[2]) == 2
+    wait_until(lambda: router.knows(runs[2]))
+    engine.close()
+
+
+def test_a_file_of_tokens_keeps_wanted_messages_and_those_that_come_meanwhile(tmp_path: Path) -> None:
+    path = tmp_path / TOKENS_FILE
+    file = TokensFile.create(path)
+    for number in range(10):
+        file.append(bytes([number]) * 100)
+    steps = file.rewrite(lambda body: body[0] % 2 == 0)
+    next(steps)
+    file.append(b"new")
+    assert TokensFile.open(path).size_bytes > 1000, "a server that is killed now has lost nothing"
+    for _ in steps:
+        pass
+    told: list[bytes] = []
+    for _ in TokensFile.open(path).rewrite(lambda body: told.append(body) is None):
+        pass
+    assert sorted(told) == sorted([b"new", *(bytes([number]) * 100 for number in range(0, 10, 2))])
+
+
+def test_a_depot_without_events_forgets_the_tokens_of_an_earlier_one(tmp_path: Path) -> None:
+    file = TokensFile.create(tmp_path / TOKENS_FILE)
+    file.append(b"secret")
+    Depot(Bench().index, epoch=1, lease_seconds=1.0, clock=lambda: 0.0, files=Mock(tokens=file), features=[make])
+    assert b"secret" not in (tmp_path / TOKENS_FILE).read_bytes()
+
+
+@pytest.mark.slow
+def test_chunks_that_only_a_tier_has_are_announced_there(tmp_path: Path, context: Context) -> None:
+    """They leave the tier's medium when a lookup or a command promotes them. No engine describes them again."""
+    tier = f"disk://{tmp_path}/tier?capacity=64MiB"
+    flags = (*FLAGS, "--tier", tier, "--promote-seconds", "10", "--policy", "lru")
+    with DepotProcess(*flags, pool_size="1MiB") as depot:
+        engine, router, run = Engine(depot), Router(depot, context), prompt(5, "a")
+        engine.store(run)
+        wait_until(lambda: depot.status().tiers[0].counters.get("written_entries", 0) >= 5)
+        others = iter(range(1000))
+
+        def is_only_in_tier() -> bool:
+            engine.store(prompt(9, f"b{next(others)}"))
+            router.take_all()
+            return set(ids_of(run)) <= router.in_tier
+
+        wait_until(is_only_in_tier, 20)
+        assert not set(ids_of(run)) & router.found
+        late = Router(depot, context)
+        wait_until(lambda: (late.take_all(), set(ids_of(run)) <= late.in_tier)[1])
+
+        ask_depot(o.Warm(tenant=run.tenant, digests=run.digests), depot.url, 30)
+        wait_until(lambda: router.knows(run))
+        assert not set(ids_of(run)) & router.in_tier
+        wait_until(is_only_in_tier, 20)
+        request = m.Lookup(engine.scheduler.context, "r", run.digests, run.tenant, wait_seconds=10.0)
+        reply = engine.scheduler.channel.call(request, 20)
+        assert isinstance(reply, m.LookupReply)
+        assert (reply.num_chunks, reply.num_promoted, reply.wants_tokens) == (5, 5, False)
+        wait_until(lambda: router.knows(run))
+        assert not set(ids_of(run)) & router.in_tier
+        engine.close()
+
+
+@pytest.mark.slow
+def test_a_corrupt_chunk_that_a_tier_brought_back_is_described_again(tmp_path: Path, context: Context) -> None:
+    tier = f"disk://{tmp_path}/tier?capacity=64MiB"
+    with DepotProcess(*FLAGS, "--tier", tier, "--promote-seconds", "10", pool_size="1MiB") as depot:
+        engine, router, run, other = Engine(depot), Router(depot, context), prompt(5, "a"), prompt(4, "b")
+        engine.store(run)
+        engine.store(other)
+        wait_until(lambda: depot.status().tiers[0].counters.get("written_entries", 0) >= 9)
+        wait_until(lambda: router.knows(run))
+        plan = engine.worker.ask(m.PrepareRetrieve(engine.worker.context, "r", run.digests, 0, (5,)))
+        assert isinstance(plan, m.RetrievePlan)
+        (wrong,) = [(extent[3], extent[5]) for extent in m.EXTENT.iter_unpack(plan.extents) if extent[0] == 2]
+        engine.worker.ask(m.Release(engine.worker.context, (plan.lease,)))
+        assert engine.worker.ask(m.ReportCorrupt(engine.worker.context, (wrong,))) == m.Done(depot.status().epoch, 1)
+        request = m.Lookup(engine.scheduler.context, "r", run.digests, run.tenant, wait_seconds=10.0)
+        reply = engine.scheduler.channel.call(request, 20)
+        assert isinstance(reply, m.LookupReply)
+        assert (reply.num_chunks, reply.wants_tokens) == (5, True)
+        assert not engine.scheduler.find(run.slice(0, 2)).wants_tokens, "the chunks before it are described"
+        assert not engine.scheduler.find(other).wants_tokens
+        assert engine.describe(run) == 1
+        assert not engine.scheduler.find(run).wants_tokens
+        late = Router(depot, context)
+        wait_until(lambda: router.knows(run) and late.knows(run))
+        engine.close()
+
+
+def test_promoted_chunks_are_announced_as_far_as_their_descriptions_were_kept() -> None:
+    described = Described(holdings=Holdings(is_in_tier=lambda _node: True, most_bytes=20 * 8))
+    view, run, bench, reader = View(), chunks(3, 1), described.bench, described.reader()
+    assert described.store(run) == 3
+    while bench.index.evictor.evict_one():
+        pass
+    follow(reader, view)
+    assert (view.in_tier, view.found) == (set(ids_of(run)[:2]), set()), "there is room for 40 bytes: two chunks"
+    bench.worker().store(run)
+    bench.index.visibility.promoted(bench.index.spaces[0], run.digests, 0, 3)
+    follow(reader, view)
+    assert (view.in_tier, view.found) == (set(), set(ids_of(run)[:2]))
+    described.check_integrity()
+    assert described.store(run) == 1, "an engine describes the rest"
+    assert follow(reader, view).found == set(ids_of(run))
+    described.check_integrity()
+
+
+def test_chunks_that_a_tier_lost_are_taken_back_by_the_lookup_that_misses_them() -> None:
+    described = Described(holdings=Holdings(is_in_tier=lambda _node: True, most_bytes=20 * 8))
+    view, run = View(), chunks(3, 1)
+    bench, reader = described.bench, described.reader()
+    for name in (1, 2):
+        run = chunks(3, name)
+        assert described.store(run) == 3
+        for start in range(len(run.digests) - 32, -1, -32):
+            bench.index.evictor.evict_one()
+            assert run.digests[start : start + 32] not in bench.index.spaces[0].nodes
+        described.check_integrity()
+    told = follow(reader, view).in_tier
+    assert told == set(ids_of(run)[:2]), "there is room for 40 bytes: two chunks, the last evicted ones"
+    described.holdings.missed(bench.index.spaces[0], run.digests, 0)
+    assert (follow(reader, view).in_tier, view.found) == (set(), set())
+    described.check_integrity()
