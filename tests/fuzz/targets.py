@@ -3,7 +3,6 @@
 Nothing here needs atheris: `tests/core/test_fuzz_corpus.py` calls the same functions with every input of the corpus.
 """
 
-import io
 import mmap
 import os
 import random
@@ -21,11 +20,10 @@ from fuzz import control, events, tiers, tokens, weights
 from fuzz.depot import PAGE, PROMPTS, SPECS, Bytes, Life, live, spec_of
 from fuzz.movers import OFFER, REGISTRATION, LifeWithMovers, live_with_movers
 from kvdepot.config import directory_of_url, parse_quota, parse_size
-from kvdepot.errors import ConfigError, ErrorCode, PoolError, TraceError
+from kvdepot.errors import ConfigError, ErrorCode, PoolError
 from kvdepot.index.entries import PartPlace
 from kvdepot.index.index import ChunkIndex
 from kvdepot.index.restore import restore
-from kvdepot.lab.trace import MAXIMUM_LINE_BYTES, requests_of
 from kvdepot.layout import GroupKind
 from kvdepot.movers.protocol import (
     MAXIMUM_ANSWER_BYTES,
@@ -322,16 +320,6 @@ def _records_seeds() -> list[bytes]:
     return seeds
 
 
-def trace(data: bytes) -> None:
-    """A trace: requests, then perhaps one `TraceError`."""
-    try:
-        for found in requests_of(io.BytesIO(data), Path("trace")):
-            assert found.timestamp_ms >= 0
-    except TraceError as error:
-        assert str(error).startswith("trace, line ")
-        assert len(str(error)) < 1000
-
-
 def settings(data: bytes) -> None:
     """Sizes, quotas and URLs from users."""
     text = data.decode(errors="replace")
@@ -343,17 +331,6 @@ def settings(data: bytes) -> None:
         assert size >= 0
     with suppress(ConfigError):
         directory_of_url(text)
-
-
-def _trace_seeds() -> list[bytes]:
-    line = b'{"timestamp": 27, "input_length": 1100, "output_length": 30, "hash_ids": [4, 5, 9]}\n'
-    return [
-        line * 2,
-        line.replace(b"27", b"1e400"),
-        b"\n \n" + line,
-        b'{"x": ' + b"[" * 5000,
-        b" " * (MAXIMUM_LINE_BYTES + 1),
-    ]
 
 
 def _settings_seeds() -> list[bytes]:
@@ -435,7 +412,6 @@ TARGETS: Final[dict[str, Target]] = {
     "sessions": Target(sessions, _sessions_seeds, 8000),
     "header": Target(header, _header_seeds, 55),
     "records": Target(records, _records_seeds, 1 + _NUM_RECORDS * RECORD_BYTES),
-    "trace": Target(trace, _trace_seeds, 20_000),
     "settings": Target(settings, _settings_seeds, 6000),
     "depot": Target(live, _depot_seeds, 400),
     "movers": Target(live_with_movers, _movers_seeds, 400),
@@ -444,7 +420,6 @@ TARGETS: Final[dict[str, Target]] = {
     "disk": Target(tiers.disk, tiers.disk_seeds, 200),
     "resp": Target(tiers.resp, tiers.resp_seeds, 10_000),
     "valkey": Target(tiers.valkey, tiers.valkey_seeds, 12_000),
-    "mooncake": Target(tiers.mooncake_replies, tiers.mooncake_seeds, 3000, is_message=True),
     "runs": Target(tiers.runs, tiers.runs_seeds, 12_000),
     "tokens": Target(tokens.restore, tokens.seeds, 2000, is_message=True, prefix=1),
     "weights": Target(weights.parse, weights.seeds, 3000),
@@ -453,6 +428,14 @@ if find_spec("obstore"):  # kvdepot[object]
     from fuzz import objects
 
     TARGETS["objects"] = Target(objects.objects, objects.seeds, 200)
+if find_spec("kvdepot_mooncake"):
+    from fuzz import mooncake
+
+    TARGETS["mooncake"] = Target(mooncake.replies, mooncake.seeds, 3000, is_message=True)
+if find_spec("kvdepot_plan"):
+    from fuzz import trace
+
+    TARGETS["trace"] = Target(trace.read, trace.seeds, 20_000)
 if find_spec("kvdepot_vllm"):
     from fuzz import news, wishes
 

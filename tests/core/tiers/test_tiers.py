@@ -182,6 +182,15 @@ def test_a_url_that_cannot_work_says_why(text: str, words: str) -> None:
         open_tier(TierUrl.parse(text), make_pool())
 
 
+def test_a_tier_of_a_package_that_is_not_installed_names_the_command_that_adds_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    install(monkeypatch, lambda _url, pool: MemoryTier(pool, 1))
+    said = r"^--tier mooncake://a:1 needs a package: pip install 'kvdepot\[mooncake\]'$"
+    with pytest.raises(ConfigError, match=said):
+        open_tier(TierUrl.parse("mooncake://a:1?segment=0"), make_pool())
+
+
 def test_passwords_of_a_url_are_not_in_its_name() -> None:
     assert TierUrl.parse("valkey://me:secret@host:1/0?password=x").name == "valkey://host:1/0"
 

@@ -128,6 +128,8 @@ def open_tier(url: TierUrl, pool: TierPool) -> Tier:
         ConfigError: there is no such tier, a library is missing, or the URL is invalid. The text gives the remedy.
     """
     entry = {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}.get(url.scheme)
+    if entry is None and url.scheme in KNOWN_TIERS:
+        raise ConfigError(f"--tier {url.name} needs a package: pip install '{KNOWN_TIERS[url.scheme]}'")
     if entry is None:
         known = ", ".join(sorted({*KNOWN_TIERS, *(e.name for e in entry_points(group=ENTRY_POINT_GROUP))}))
         raise ConfigError(f"--tier {url.name}: no tier {url.scheme!r}; there are {known}")
