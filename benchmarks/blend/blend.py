@@ -21,8 +21,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
-from kvdepot.lab.plot import curves_as_svg
 from kvdepot.lab.processes import DepotProcess
+from kvdepot_plan.plot import curves_as_svg
 from support.vllm.engines import Engine, Prompt, connector, prompts
 from support.vllm.models import make_model
 

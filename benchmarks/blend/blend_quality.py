@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 import torch
 from vllm import LLM
 
-from kvdepot.lab.plot import curves_as_svg
+from kvdepot_plan.plot import curves_as_svg
 from kvdepot_vllm.blend.policies import Budget
 from support.vllm import recall
 from support.vllm.blending import Bench, Case, blender_of

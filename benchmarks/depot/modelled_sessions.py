@@ -29,10 +29,10 @@ from kvdepot.keys import KeyRun, split_digests
 from kvdepot.layout import GroupKind
 from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.table import IndexTable, Writer, table_size_bytes
-from kvdepot.server.commands import HANDLERS
+from kvdepot.server.commands import Operators
 from kvdepot.server.depot import Depot
 from kvdepot.server.feature import installed_features
-from kvdepot.server.turns import PendingReply, run
+from kvdepot.server.turns import PendingReply
 from kvdepot.tiers import queue
 from kvdepot.tiers.base import Extents, Tier, TierPool, TierUsage
 from kvdepot.tiers.jobs import Call, JobKind
@@ -175,6 +175,7 @@ class World:
         self._depot = Depot(
             self._index, epoch=1, lease_seconds=60.0, clock=self.clock, features=installed_features(["routers"])
         )
+        self._operators = Operators(self._depot, {})
         with patch.object(queue, "TierWorkers", Threads):
             self._queue = TierQueue(Disk(), TierPool(-1, memoryview(bytearray())), "disk", clock=self.clock)
         self._threads: Any = self._queue._workers  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
@@ -262,8 +263,7 @@ class World:
         def on_reply(reply: frames.Reply) -> None:
             retained.append(reply.count if isinstance(reply, m.Done) else 0)
 
-        steps: Any = HANDLERS[type(operation)](self._depot, operation, lambda: "the replay")
-        pending: Any = run(steps, self._depot.state.fail)
+        pending: Any = self._operators.answer(operation, lambda: "the replay")
         pending.on_reply = on_reply
 
     def _prefetch(self, turn: Turn) -> None:

@@ -13,8 +13,8 @@ from itertools import count
 from typing import Final
 
 from kvdepot.index.eviction import AUTO
-from kvdepot.lab.simulate import BYTES_PER_TOKEN, UNLIMITED, simulate
-from kvdepot.lab.trace import BLOCK_TOKENS, TraceRequest, read_trace
+from kvdepot_plan.simulate import BYTES_PER_TOKEN, UNLIMITED, simulate
+from kvdepot_plan.trace import BLOCK_TOKENS, TraceRequest, read_trace
 
 SIZES: Final = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.8)  # of the different chunks
 CHUNK_BYTES: Final = BLOCK_TOKENS * BYTES_PER_TOKEN

@@ -14,7 +14,7 @@ from typing import Final
 
 from policies import agents
 
-from kvdepot.lab.trace import BLOCK_TOKENS
+from kvdepot_plan.trace import BLOCK_TOKENS
 
 _NUM_REQUESTS: Final = 300
 

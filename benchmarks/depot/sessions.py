@@ -41,8 +41,8 @@ from kvdepot.keys import KeyRun, Namespace, hash_prefix, split_digests
 from kvdepot.lab.bench import describe_machine
 from kvdepot.lab.engine_model import EngineModel, Geometry
 from kvdepot.lab.processes import DepotProcess, wait_until
-from kvdepot.lab.trace import read_trace
 from kvdepot.wire import operations as o
+from kvdepot_plan.trace import read_trace
 
 GEOMETRY = Geometry("small", num_layers=4, num_kv_heads=2, head_dim=128)  # 4 KiB a token
 CHUNK_TOKENS = 64

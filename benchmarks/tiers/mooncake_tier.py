@@ -27,9 +27,9 @@ from kvdepot.testing.tier_traffic import clear, make_key, run
 from kvdepot.tiers.jobs import Job, JobKind
 from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.url import TierUrl, open_tier
+from support.mooncake.cluster import Master, Node
+from support.mooncake.node import make_shared_pool
 from support.tiers.direct import write_to
-from support.tiers.mooncake_cluster import Master, Node
-from support.tiers.mooncake_node import make_shared_pool
 
 MIB = 1 << 20
 

@@ -1,11 +1,13 @@
 """The project's own rules that no linter checks."""
 
+import ast
 import re
 from pathlib import Path
 from typing import Final
 
 ROOT: Final = Path(__file__).parents[2]
 PATCH_OF_PRIVATE: Final = re.compile(r'\b(?:setattr|delattr|patch|object)\((?:[^"()]+, )?"(?:[^"]*\.)?_(?!_)')
+UNNAMED: Final = re.compile(r"\b(those|such)\b", re.IGNORECASE)
 MAKES_ENTRY: Final = re.compile(r"\bEntry\(|\bcast\([^,]*\bEntry\b")
 
 
@@ -23,6 +25,19 @@ def test_only_the_pool_and_the_index_make_entries() -> None:
     paths = sorted((ROOT / "packages").rglob("*.py"))
     makers = {"/".join(path.parts[-2:]) for path in paths if MAKES_ENTRY.search(path.read_text())}
     assert makers == {"index/entries.py", "pool/table.py"}
+
+
+def test_the_first_line_of_a_docstring_names_its_object() -> None:
+    paths = sorted((ROOT / "packages").rglob("*.py"))
+    assert len(paths) > 100
+    unnamed = {
+        f"{path}: {first}"
+        for path in paths
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        if UNNAMED.search(first := (ast.get_docstring(node) or "").partition("\n")[0])
+    }
+    assert unnamed == set()
 
 
 def test_every_benchmark_is_in_the_table() -> None:

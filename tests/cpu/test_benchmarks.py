@@ -8,21 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from support.commands import run_kvdepot
-
 _BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
-_EXAMPLES = _BENCHMARKS.parent / "examples"
-
-
-def test_the_sample_trace_is_the_generated_one_and_can_be_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", [str(_BENCHMARKS / "depot"), *sys.path])  # its neighbours
-    trace = _EXAMPLES / "trace.jsonl"
-    assert runpy.run_path(str(_BENCHMARKS / "depot" / "sample_trace.py"))["sample"]() == trace.read_text()
-    done = run_kvdepot("replay", str(trace), "--simulate")
-    assert done.returncode == 0, done.stderr
-    assert "300 requests" in done.stdout
-    assert "recommended: --policy" in done.stdout
 
 
 def test_bars_of_the_performance_page_are_drawn_from_its_tables() -> None:

@@ -25,20 +25,6 @@ def run_json(*arguments: str) -> Any:
     return json.loads(result.stdout)
 
 
-@pytest.fixture
-def trace(tmp_path: Path) -> Path:
-    """Conversations of three turns each that share a system prompt."""
-    lines: list[str] = []
-    for turn in range(1, 4):
-        for conversation in range(20):
-            ids = [0, 1, *(1000 * conversation + 10 + place for place in range(turn * 3))]
-            request = {"timestamp": len(lines), "input_length": 512 * len(ids), "output_length": 10, "hash_ids": ids}
-            lines.append(json.dumps(request))
-    path = tmp_path / "trace.jsonl"
-    path.write_text("\n".join(lines))
-    return path
-
-
 @pytest.mark.slow
 @pytest.mark.promise(23, 29)
 def test_the_demo_verifies_what_two_engines_share_and_survives_a_killed_depot() -> None:
@@ -54,30 +40,6 @@ def test_the_demo_verifies_what_two_engines_share_and_survives_a_killed_depot() 
     assert without["retrieved_bytes"] == without["stored_bytes"] == 0
     assert without["hit_rate"] < summary["hit_rate"]
     assert without["compute_seconds"] > summary["compute_seconds"]
-
-
-@pytest.mark.slow
-def test_a_trace_is_replayed_with_real_bytes(trace: Path) -> None:
-    summary = run_json("replay", str(trace), "--pool-size", "64MiB", "--policy", "arc")
-    assert summary["num_requests"] == 60
-    assert summary["wrong_bytes"] == 0
-    assert summary["verified_bytes"] > 0
-    assert summary["hit_rate"] > 0.4
-
-
-def test_a_simulation_tells_hit_rate_by_pool_size_for_each_policy(trace: Path) -> None:
-    table = run_json("replay", str(trace), "--simulate", "--pool-size", "1GiB,64GiB")
-    assert {row["policy"] for row in table["rows"]} >= {"lru", "arc", "belady", "unlimited"}
-    assert all(0 <= row["hit_rate"] <= 1 for row in table["rows"])
-
-
-def test_a_trace_that_is_none_is_an_error_in_one_line(tmp_path: Path) -> None:
-    path = tmp_path / "trace.jsonl"
-    path.write_text("no trace\n")
-    result = run_kvdepot("replay", str(path), "--simulate")
-    assert result.returncode == 1
-    assert "line 1" in result.stderr
-    assert "Traceback" not in result.stderr
 
 
 @pytest.mark.slow

@@ -108,7 +108,7 @@ def test_policies_budgets_services_and_monitors_select_pods_that_are_there(overl
 
 @needs_kubectl
 def test_a_tier_of_mooncake_keeps_its_memory_outside_the_depot() -> None:
-    """`tests/tiers/test_mooncake.py` runs the same programs with the same flags."""
+    """`tests/mooncake_tier/test_mooncake.py` runs the same programs with the same flags."""
     pods = workloads("mooncake")
     (url,) = (each for each in pods["kvdepot"]["containers"][0]["args"] if each.startswith("--tier="))
     tier = TierUrl.parse(url.removeprefix("--tier="))

@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-_GUIDED = ("kvdepot", "kvdepot_vllm")
+_GUIDED = ("kvdepot", "kvdepot_mooncake", "kvdepot_plan", "kvdepot_vllm")
 _ATHERIS: Any = import_module("atheris") if find_spec("atheris") else None  # without types; no wheel for some machines
 
 

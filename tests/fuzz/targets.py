@@ -3,7 +3,6 @@
 Nothing here needs atheris: `tests/core/test_fuzz_corpus.py` calls the same functions with every input of the corpus.
 """
 
-import io
 import mmap
 import os
 import random
@@ -21,11 +20,10 @@ from fuzz import control, events, tiers, tokens, weights
 from fuzz.depot import PAGE, PROMPTS, SPECS, Bytes, Life, live, spec_of
 from fuzz.movers import OFFER, REGISTRATION, LifeWithMovers, live_with_movers
 from kvdepot.config import directory_of_url, parse_quota, parse_size
-from kvdepot.errors import ConfigError, ErrorCode, PoolError, TraceError
+from kvdepot.errors import ConfigError, ErrorCode, PoolError
 from kvdepot.index.entries import PartPlace
 from kvdepot.index.index import ChunkIndex
 from kvdepot.index.restore import restore
-from kvdepot.lab.trace import MAXIMUM_LINE_BYTES, requests_of
 from kvdepot.layout import GroupKind
 from kvdepot.movers.protocol import (
     MAXIMUM_ANSWER_BYTES,
@@ -39,7 +37,7 @@ from kvdepot.movers.protocol import (
     take_answers,
 )
 from kvdepot.pool.extents import ExtentAllocator
-from kvdepot.pool.names import MAGIC, Label, Names, decode_names, encode_names
+from kvdepot.pool.names import Label, Names, NamesFile
 from kvdepot.pool.prefixes import PrefixFile
 from kvdepot.pool.table import HEADER_PAGE_BYTES, RECORD_BYTES, SEALED, WRITING, IndexTable, table_size_bytes
 from kvdepot.server.depot import Depot
@@ -56,6 +54,7 @@ _SEQUENCE: Final = bytes(range(8))
 _VERSION: Final = m.PROTOCOL_VERSION
 _POOL_ID: Final = bytes(range(16))
 _CRC: Final = 116  # offset in a record
+_A_NAME: Final = Names(labels=[Label("a", "b")])
 _NUM_RECORDS: Final = 32
 _NUM_LABELS: Final = 2
 _SEGMENTS: Final = m.SEGMENT.pack(bytes(16), 0, 20) + m.SEGMENT.pack(bytes(range(16)), 20, 1)
@@ -194,15 +193,19 @@ def sessions(data: bytes) -> None:
 
 
 def names(data: bytes) -> None:
-    """The names file, raw and as a frame of a correct one: `PoolError`, or names with which a server can start."""
-    frame = len(data).to_bytes(4, "little") + zlib.crc32(data).to_bytes(4, "little") + data
-    for raw in (data, MAGIC + frame, MAGIC + encode_names(Names(labels=[Label("a", "b")])) + frame + data):
+    """The names file, from its magic on and as a frame: `PoolError`, or names with which a server can start."""
+    for raw in (data, tokens.frame(data), tokens.frame(msgspec.msgpack.encode(_A_NAME)) + tokens.frame(data) + data):
+        fd = os.memfd_create("names")
         try:
-            found, num_bytes = decode_names(raw)
+            os.write(fd, NamesFile.MAGIC + raw)
+            file = NamesFile(fd, Path("names"), os.fstat(fd).st_size)
+            found = file.found
+            assert file.size_bytes == os.fstat(fd).st_size <= len(NamesFile.MAGIC + raw)
+            assert NamesFile(fd, Path("names"), file.size_bytes).found == found
         except PoolError:
             continue
-        assert num_bytes <= len(raw)
-        assert decode_names(raw[:num_bytes]) == (found, num_bytes)
+        finally:
+            os.close(fd)
         index = ChunkIndex(ExtentAllocator(PAGE), IndexTable.in_memory(4))
         depot = Depot(index, epoch=1, lease_seconds=1.0, clock=lambda: 0.0, features=STANDARD)
         depot.labels.restore(found.labels)
@@ -287,7 +290,9 @@ def _names_seeds() -> list[bytes]:
         msgspec.msgpack.encode(Names(list(SPECS), [Label("default", "model"), Label("tenant", "")])),
         msgspec.msgpack.encode(Names()),
         b"\x92" + b"\x91" * 900,
-        MAGIC + encode_names(Names(list(SPECS))) + encode_names(Names(labels=[Label("a", "b")])) + b"\x05",
+        tokens.frame(msgspec.msgpack.encode(Names(list(SPECS))))
+        + tokens.frame(msgspec.msgpack.encode(_A_NAME))
+        + b"\x05",
     ]
 
 
@@ -315,16 +320,6 @@ def _records_seeds() -> list[bytes]:
     return seeds
 
 
-def trace(data: bytes) -> None:
-    """A trace: requests, then perhaps one `TraceError`."""
-    try:
-        for found in requests_of(io.BytesIO(data), Path("trace")):
-            assert found.timestamp_ms >= 0
-    except TraceError as error:
-        assert str(error).startswith("trace, line ")
-        assert len(str(error)) < 1000
-
-
 def settings(data: bytes) -> None:
     """Sizes, quotas and URLs from users."""
     text = data.decode(errors="replace")
@@ -336,17 +331,6 @@ def settings(data: bytes) -> None:
         assert size >= 0
     with suppress(ConfigError):
         directory_of_url(text)
-
-
-def _trace_seeds() -> list[bytes]:
-    line = b'{"timestamp": 27, "input_length": 1100, "output_length": 30, "hash_ids": [4, 5, 9]}\n'
-    return [
-        line * 2,
-        line.replace(b"27", b"1e400"),
-        b"\n \n" + line,
-        b'{"x": ' + b"[" * 5000,
-        b" " * (MAXIMUM_LINE_BYTES + 1),
-    ]
 
 
 def _settings_seeds() -> list[bytes]:
@@ -428,7 +412,6 @@ TARGETS: Final[dict[str, Target]] = {
     "sessions": Target(sessions, _sessions_seeds, 8000),
     "header": Target(header, _header_seeds, 55),
     "records": Target(records, _records_seeds, 1 + _NUM_RECORDS * RECORD_BYTES),
-    "trace": Target(trace, _trace_seeds, 20_000),
     "settings": Target(settings, _settings_seeds, 6000),
     "depot": Target(live, _depot_seeds, 400),
     "movers": Target(live_with_movers, _movers_seeds, 400),
@@ -437,7 +420,6 @@ TARGETS: Final[dict[str, Target]] = {
     "disk": Target(tiers.disk, tiers.disk_seeds, 200),
     "resp": Target(tiers.resp, tiers.resp_seeds, 10_000),
     "valkey": Target(tiers.valkey, tiers.valkey_seeds, 12_000),
-    "mooncake": Target(tiers.mooncake_replies, tiers.mooncake_seeds, 3000, is_message=True),
     "runs": Target(tiers.runs, tiers.runs_seeds, 12_000),
     "tokens": Target(tokens.restore, tokens.seeds, 2000, is_message=True, prefix=1),
     "weights": Target(weights.parse, weights.seeds, 3000),
@@ -446,6 +428,14 @@ if find_spec("obstore"):  # kvdepot[object]
     from fuzz import objects
 
     TARGETS["objects"] = Target(objects.objects, objects.seeds, 200)
+if find_spec("kvdepot_mooncake"):
+    from fuzz import mooncake
+
+    TARGETS["mooncake"] = Target(mooncake.replies, mooncake.seeds, 3000, is_message=True)
+if find_spec("kvdepot_plan"):
+    from fuzz import trace
+
+    TARGETS["trace"] = Target(trace.read, trace.seeds, 20_000)
 if find_spec("kvdepot_vllm"):
     from fuzz import news, wishes
 

@@ -1,4 +1,4 @@
-"""Data from tiers as targets: files on a disk, replies of Valkey, messages of Mooncake's process.
+"""Data from tiers as targets: files on a disk, replies of Valkey.
 
 A tier may always miss. It never returns other bytes than were written, and raises only errors that its queue expects.
 """
@@ -18,8 +18,6 @@ from pathlib import Path
 from typing import Any, Final, cast
 from unittest.mock import patch
 
-import msgspec
-
 from fuzz.depot import Bytes
 from kvdepot.keys import DIGEST_BYTES
 from kvdepot.testing.tier_traffic import EXTENT_BYTES, content, extents_of, fill, make_key, make_pool
@@ -27,10 +25,6 @@ from kvdepot.tiers.base import TierPool
 from kvdepot.tiers.disk.files import name_of
 from kvdepot.tiers.disk.tier import DiskTier
 from kvdepot.tiers.keys import MOST_CHUNKS_A_RUN
-from kvdepot.tiers.mooncake import messages as mooncake
-from kvdepot.tiers.mooncake.options import MooncakeUnavailable
-from kvdepot.tiers.mooncake.process import ChildProcess
-from kvdepot.tiers.mooncake.tier import MooncakeTier
 from kvdepot.tiers.runs import HEAD_BYTES, RunHead, make_head
 from kvdepot.tiers.trailer import TRAILER_BYTES, checksum_of, make_trailer
 from kvdepot.tiers.valkey.connections import Server
@@ -38,13 +32,13 @@ from kvdepot.tiers.valkey.resp import ReplyError, receive
 from kvdepot.tiers.valkey.tier import ValkeyTier
 from support.tiers.direct import read_from, write_to
 
-_SIZES: Final = (EXTENT_BYTES, 4096, 5000, 1)
-_KEYS: Final = [make_key(number) for number in range(len(_SIZES))]
+SIZES: Final = (EXTENT_BYTES, 4096, 5000, 1)
+KEYS: Final = [make_key(number) for number in range(len(SIZES))]
 
 
 @cache
-def _shared_pool() -> TierPool:
-    return make_pool(2 * len(_SIZES) * EXTENT_BYTES)
+def shared_pool() -> TierPool:
+    return make_pool(2 * len(SIZES) * EXTENT_BYTES)
 
 
 def _make_folder() -> Path:
@@ -67,12 +61,12 @@ def disk(data: bytes) -> None:
 
     An entry is read as it was written or not at all, and foreign files stay.
     """
-    source, pool, folder = Bytes(data), _shared_pool(), FOLDER / "tier"
+    source, pool, folder = Bytes(data), shared_pool(), FOLDER / "tier"
     shutil.rmtree(folder, ignore_errors=True)
     tier = DiskTier(pool, folder, 1 << 20, num_threads=2)
-    fill(pool, 0, _KEYS, _SIZES)
-    assert write_to(tier, pool, _KEYS, extents_of(0, _SIZES)) == [True] * len(_KEYS)
-    paths = [folder / name_of(key) for key in _KEYS]
+    fill(pool, 0, KEYS, SIZES)
+    assert write_to(tier, pool, KEYS, extents_of(0, SIZES)) == [True] * len(KEYS)
+    paths = [folder / name_of(key) for key in KEYS]
     if source.byte() & 1:  # another depot opens the folder
         tier.close()
         foreign = change(source, folder, paths)
@@ -81,8 +75,8 @@ def disk(data: bytes) -> None:
     else:
         foreign = change(source, folder, paths)
     try:
-        for number, (key, size) in enumerate(zip(_KEYS, _SIZES, strict=True)):
-            extents = extents_of(len(_SIZES) + number, [size])
+        for number, (key, size) in enumerate(zip(KEYS, SIZES, strict=True)):
+            extents = extents_of(len(SIZES) + number, [size])
             with contextlib.suppress(OSError):
                 if read_from(tier, pool, [key], extents)[0]:
                     offset = extents[0][0]
@@ -163,7 +157,7 @@ def runs(data: bytes) -> None:
 
 def runs_seeds() -> list[bytes]:
     """Return heads of one and of most chunks, and one that is cut and one with a wrong count."""
-    trailer = make_trailer(_KEYS[0], _SIZES[0], checksum_of(b"something"))
+    trailer = make_trailer(KEYS[0], SIZES[0], checksum_of(b"something"))
     digests = [number.to_bytes(DIGEST_BYTES, "big") for number in range(MOST_CHUNKS_A_RUN)]
     one, most = (make_head(some, [5] * len(some), [trailer] * len(some)) for some in (digests[:1], digests))
     twice = make_head(digests[:1] * 2, [5, 6], [trailer] * 2)
@@ -214,7 +208,7 @@ def valkey(data: bytes) -> None:
 
     No entry may be found, as none was written.
     """
-    pool, keys, extents = _shared_pool(), _KEYS[1:3], extents_of(0, _SIZES[1:3])
+    pool, keys, extents = shared_pool(), KEYS[1:3], extents_of(0, SIZES[1:3])
     pool.view[: 2 * EXTENT_BYTES] = bytes(2 * EXTENT_BYTES)
     with contextlib.ExitStack() as sockets:
 
@@ -247,10 +241,10 @@ def valkey(data: bytes) -> None:
 
 def valkey_seeds() -> list[bytes]:
     """Return replies to each question, after the reply to the password: right ones, heads without parts, refusals."""
-    parts = [b"$%d\r\n%b\r\n" % (size, bytes(size)) for size in _SIZES[1:3]]
+    parts = [b"$%d\r\n%b\r\n" % (size, bytes(size)) for size in SIZES[1:3]]
     heads = [
         make_trailer(key, size, checksum_of(b"something else")) + (1).to_bytes(4, "little")
-        for key, size in zip(_KEYS[1:3], _SIZES[1:3], strict=True)
+        for key, size in zip(KEYS[1:3], SIZES[1:3], strict=True)
     ]
     heads = [b"$%d\r\n%b\r\n" % (len(head), head) for head in heads]
     return [
@@ -267,66 +261,3 @@ def valkey_seeds() -> list[bytes]:
             b"",
         )
     ]
-
-
-class _Child:
-    """Stands for Mooncake's process. It answers every request with the same packet."""
-
-    pid = 0
-
-    def __init__(self, packet: bytes) -> None:
-        self._packet = packet
-
-    def ask(self, request: object, expected: type[Any], *, is_probe: bool = False) -> Any:
-        del request, is_probe
-        try:
-            reply = mooncake.decode_reply(self._packet)
-        except OSError as error:
-            raise MooncakeUnavailable(str(error)) from error
-        if isinstance(reply, expected):
-            return reply
-        raise MooncakeUnavailable("an unexpected reply")
-
-
-class _Answered(MooncakeTier):
-    """A tier with a `_Child` as its process."""
-
-    def __init__(self, packet: bytes) -> None:
-        self._packet = packet
-        super().__init__(cast("Any", None), _shared_pool())
-
-    def _new_child(self) -> ChildProcess:
-        return cast("ChildProcess", _Child(self._packet))
-
-
-def mooncake_replies(data: bytes) -> None:
-    """Replies of Mooncake's process: as many outcomes as keys, or `MooncakeUnavailable`."""
-    tier, pool, keys, extents = _Answered(data), _shared_pool(), _KEYS[:2], extents_of(0, _SIZES[:2])
-    pool.view[: 2 * EXTENT_BYTES] = bytes(2 * EXTENT_BYTES)
-    for ask in (
-        lambda: tier.contains(keys),
-        lambda: tier.write(keys, [bytes(TRAILER_BYTES)] * 2, extents),
-        lambda: tier.read(keys, extents),
-    ):
-        with contextlib.suppress(MooncakeUnavailable):
-            assert len(ask()) == len(keys)
-    with contextlib.suppress(MooncakeUnavailable):
-        for key, is_here in zip(keys, read_from(tier, pool, keys, extents), strict=True):
-            assert not is_here, f"{key.hex()} was never written"
-
-
-def mooncake_seeds() -> list[bytes]:
-    """Return a reply of each kind, including too few and too many outcomes."""
-    here, miss = mooncake.KeyOutcome.HERE, mooncake.KeyOutcome.MISS
-    trailer = make_trailer(_KEYS[0], _SIZES[0], checksum_of(b"something else"))
-    replies = [
-        mooncake.Joined(),
-        mooncake.Cleared(3),
-        mooncake.NodeFailed("no"),
-        mooncake.Outcomes([here, miss], [trailer, b""]),
-        mooncake.Outcomes([here, here], [trailer]),
-        mooncake.Outcomes([here], [trailer]),
-        mooncake.Outcomes([here, miss]),
-        mooncake.Outcomes([mooncake.KeyOutcome.NO_SPACE, mooncake.KeyOutcome.TRANSFER_FAILED], [b"", b"x"]),
-    ]
-    return [*(msgspec.msgpack.encode(reply) for reply in replies), b"\x92\xa6failed\xa1\xff", b"\x91" * 3000]

@@ -10,7 +10,7 @@ from fuzz.tiers import FOLDER
 from kvdepot.features.routers.feature import Routers
 from kvdepot.features.routers.holdings import Holdings
 from kvdepot.layout import GroupKind
-from kvdepot.pool.tokens import MAGIC, TokensFile
+from kvdepot.pool.tokens import TokensFile
 from kvdepot.server.turns import CHORES_FAILED
 from kvdepot.wire import messages as m
 from support.events import description
@@ -22,7 +22,8 @@ _RUNS: Final = (prompt(3), prompt(2, 1), prompt(5).slice(3, 5))
 _OTHER: Final = m.CacheSpec(2, (m.GroupShape(GroupKind.FULL_ATTENTION, 1),), "another space")
 
 
-def _frame(body: bytes) -> bytes:
+def frame(body: bytes) -> bytes:
+    """Return a frame with its right checksum."""
     return _FRAME.pack(len(body), zlib.crc32(body)) + body
 
 
@@ -32,10 +33,10 @@ def restore(data: bytes) -> None:
     Byte 0 says whether the rest is the body of a message, before and after which there are others, or all of the file.
     """
     body = data[1:]
-    raw = b"".join(map(_frame, (_bodies()[0], body, _bodies()[1]))) if data[:1] and data[0] & 1 else body
-    _PATH.write_bytes(MAGIC + raw)
+    raw = b"".join(map(frame, (_bodies()[0], body, _bodies()[1]))) if data[:1] and data[0] & 1 else body
+    _PATH.write_bytes(TokensFile.MAGIC + raw)
     num_bytes, kept = _start()
-    assert len(kept) <= len(MAGIC + raw)
+    assert len(kept) <= len(TokensFile.MAGIC + raw)
     assert _start() == (num_bytes, kept)
 
 
@@ -77,6 +78,6 @@ def seeds() -> list[bytes]:
     messages = [(number, "served", request) for number in (0, 1, -1, 2, 1 << 70 >> 7)]
     messages += [(0, "other", each) for each in more.requests(1, _RUNS[0])]
     bodies = [*_bodies(), *map(msgspec.msgpack.encode, messages), b"\x91" * 900, b""]
-    whole = b"".join(map(_frame, bodies))
+    whole = b"".join(map(frame, bodies))
     files = [whole, whole[:-1], whole[:200] + b"\xff" + whole[201:], _FRAME.pack(1 << 31, 0), b"\0" * 8 + whole]
     return [*(b"\1" + body for body in bodies), *(b"\0" + file for file in files)]

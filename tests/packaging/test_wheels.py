@@ -1,4 +1,4 @@
-"""The six wheels agree with each other and require nothing heavy."""
+"""The wheels agree with each other and require nothing heavy."""
 
 import re
 import subprocess
@@ -17,6 +17,8 @@ MODULES = {
     "kvdepot-cpu": "kvdepot_cpu",
     "kvdepot-cuda": "kvdepot_cuda",
     "kvdepot-hpu": "kvdepot_hpu",
+    "kvdepot-mooncake": "kvdepot_mooncake",
+    "kvdepot-plan": "kvdepot_plan",
     "kvdepot-sglang": "kvdepot_sglang",
     "kvdepot-vllm": "kvdepot_vllm",
 }
@@ -42,7 +44,7 @@ def install(wheels: set[Path], environment: Path) -> Path:
     return python
 
 
-def test_all_six_are_built(wheels: dict[str, Path]) -> None:
+def test_all_are_built(wheels: dict[str, Path]) -> None:
     assert set(wheels) == set(MODULES)
 
 
@@ -105,9 +107,10 @@ def test_no_requirement_has_an_upper_bound_that_could_downgrade_an_engine(wheels
                 assert all(part.operator == ">=" for part in requirement.specifier), str(requirement)
 
 
-def test_the_extras_of_the_core_name_the_backends(wheels: dict[str, Path]) -> None:
-    for extra, package in (*((name, name) for name in ("cpu", "cuda", "hpu", "sglang", "vllm")), ("xpu", "cpu")):
-        named = requirements(wheels["kvdepot"], extra)[f"kvdepot-{package}"]
+def test_the_extras_of_the_core_name_the_other_packages(wheels: dict[str, Path]) -> None:
+    extras = {package.removeprefix("kvdepot-"): package for package in MODULES if package != "kvdepot"}
+    for extra, package in (*extras.items(), ("xpu", "kvdepot-cpu")):
+        named = requirements(wheels["kvdepot"], extra)[package]
         assert not named.extras, "torch and engines come from the user: an extra of the backend would bring them"
 
 
@@ -137,6 +140,24 @@ def test_each_installs_with_the_core_alone_and_imports(name: str, wheels: dict[s
     heavy = "{'torch', 'sglang', 'vllm', 'numpy', 'zmq', 'kvdepot.server', 'habana_frameworks', 'cuda'}"
     code = f"import sys, {MODULES[name]}; found = {heavy} & set(sys.modules); sys.exit(str(found) if found else 0)"
     subprocess.run([str(python), "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "added"),
+    [
+        ("mooncake", ["serve", "--tier", "mooncake://127.0.0.1:1"], "pip install mooncake-transfer-engine-non-cuda"),
+        ("plan", ["replay", "TRACE", "--simulate"], "TRACE cannot be read: No such file"),
+    ],
+)
+def test_the_core_alone_names_the_command_that_adds_a_package_and_finds_it_then(
+    name: str, arguments: list[str], added: str, wheels: dict[str, Path], tmp_path: Path
+) -> None:
+    for names, said in (["kvdepot"], f"pip install 'kvdepot[{name}]'"), (["kvdepot", f"kvdepot-{name}"], added):
+        python = install({wheels[each] for each in names}, tmp_path / f"venv-{len(names)}")
+        command = [str(python.with_name("kvdepot")), "--dir", str(tmp_path / "run"), *arguments]
+        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+        assert done.returncode == 1
+        assert said in done.stderr
 
 
 @pytest.mark.promise(35)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvdepot.errors import PoolError
 from kvdepot.layout import Part
-from kvdepot.pool.names import MAGIC, NamesFile
+from kvdepot.pool.names import NamesFile
 from kvdepot.pool.table import IndexTable, table_size_bytes
 
 PAGE = 4096
@@ -77,15 +77,11 @@ class CrashingNames(NamesFile):
 
     fuse: Fuse
 
-    @property
-    def size_bytes(self) -> int:
-        return self._size_bytes
-
-    def _append(self, frame: bytes) -> None:
+    def _write(self, frame: bytes) -> None:
         if self.fuse.burn():
-            os.pwrite(self._fd, frame[: self.fuse.torn], self._size_bytes)
+            os.pwrite(self._fd, frame[: self.fuse.torn], self.size_bytes)
             raise Crash
-        super()._append(frame)
+        super()._write(frame)
 
 
 def num_pages(num_bytes: int) -> int:
@@ -135,7 +131,7 @@ class Memory:
         self.table = bytearray(table_size_bytes(NUM_RECORDS))
         self.sessions = mmap.mmap(-1, 64 * 1024)
         self.names_fd = os.memfd_create("names")
-        os.write(self.names_fd, MAGIC)
+        os.write(self.names_fd, NamesFile.MAGIC)
         self.pages: list[Tag | None] = [None] * num_pages
         self.claims: dict[int, Claim] = {}  # by page
         self.copied = Counter[int]()  # pages that a tier copies
@@ -151,7 +147,7 @@ class Memory:
             Violation: a server could not start with them, or the next one could read what a crash has left.
         """
         try:
-            names = CrashingNames.open(Path(f"/proc/self/fd/{self.names_fd}"))
+            names = CrashingNames(os.dup(self.names_fd), Path("names"), os.fstat(self.names_fd).st_size)
         except PoolError as error:
             raise Violation(f"the names of an earlier server cannot be read: {error}") from error
         if os.fstat(self.names_fd).st_size > names.size_bytes:  # a shorter new name would keep the old end

@@ -24,7 +24,7 @@ from kvdepot.index.tree import digest_of
 from kvdepot.keys import DIGEST_BYTES, KeyRun
 from kvdepot.layout import Part, mask_of
 from kvdepot.pool.extents import ExtentAllocator
-from kvdepot.pool.names import MAGIC
+from kvdepot.pool.names import NamesFile
 from kvdepot.pool.prefixes import PrefixFile
 from kvdepot.pool.table import (
     FREE,
@@ -399,7 +399,7 @@ class World(Node):
             return "a byte of the sessions is another"
         if c % 3 == 0:
             size = os.fstat(memory.names_fd).st_size
-            os.ftruncate(memory.names_fd, max(len(MAGIC), size - 1 - b))
+            os.ftruncate(memory.names_fd, max(len(NamesFile.MAGIC), size - 1 - b))
             return f"the names lose up to {1 + b} bytes"
         if c % 3 == 1:
             if table.state(table.entries[number]) == WRITING:

@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Generator
 from functools import cache
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Final
 
@@ -27,6 +28,7 @@ _MODULES: Final = (
     *("email.parser", "importlib.metadata", "socketserver", "statistics"),  # imported when a depot needs them
     *("kvdepot.ops.cli", "kvdepot.ops.operate", "kvdepot.ops.serve", "kvdepot.server.app", "kvdepot.tiers.disk.tier"),
     *("support.other_users", "support.peer"),
+    *(feature.module for feature in entry_points(group="kvdepot.features")),
 )
 
 _IMPORTS: Final = """

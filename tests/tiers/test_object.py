@@ -341,13 +341,13 @@ def test_a_folder_that_other_users_reach_is_named_and_a_new_one_is_private(
         ("s3:///prefix", "write s3://BUCKET/PREFIX"),
         ("file://folder", "three slashes"),
         ("s3://bucket?endpoint=http://x&sign_payload=maybe", "yes or no"),
-        ("s3://bucket?secret_access_key=x", "no option 'secret_access_key'"),
+        ("s3://bucket?secret_access_key=x", "unknown option 'secret_access_key'"),
         ("s3://bucket?ca=/nowhere.pem", "No such file"),
         ("az://container/prefix", "account|Account"),
-        ("gs://bucket?region=x", "no option 'region'"),
+        ("gs://bucket?region=x", "unknown option 'region'"),
         ("s3://bucket?timeout=1", "timeout=1 is not below the tier's deadline of 1 s: lower it, or raise deadline"),
         ("s3://bucket?deadline=5&timeout=8", "not below the tier's deadline of 5 s"),
-        ("s3://bucket?batch=4", "no option 'batch'"),
+        ("s3://bucket?batch=4", "unknown option 'batch'"),
     ],
 )
 def test_a_url_that_cannot_work_says_why(text: str, words: str) -> None:

@@ -11,7 +11,7 @@ from kvdepot.keys import KeyRun
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.layout import Part, Plane
 from kvdepot.testing.plan import Cache, GroupPlan, WorkerPlan, prompt
-from support.tiers.mooncake_cluster import Client, Master, need_sdk
+from support.mooncake.cluster import Client, Master, need_sdk
 from support.tiers.servers import S3Server, ValkeyServer, valkey_program
 from support.tools import needs_tool
 

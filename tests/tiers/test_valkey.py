@@ -428,7 +428,7 @@ def test_connections_are_lent_to_one_thread_at_a_time_and_kept(server: ValkeySer
         ("valkey://host/first", "write valkey://HOST:PORT/DATABASE"),
         ("redis://host?ttl=soon", "write for example 90s"),
         ("valkeys://host?ca=/nowhere.pem", "certificates"),
-        ("valkey://host?ca=/some.pem", "no option 'ca'"),
+        ("valkey://host?ca=/some.pem", "unknown option 'ca'"),
         ("valkey://host?password_file=/nowhere", "password_file"),
         ("valkey://host?timeout=1.5", "not below the tier's deadline of 1 s: lower it, or raise deadline"),
         ("valkey://host?timeout=nan", "a number from 0.001 to 1,000,000"),

@@ -656,7 +656,7 @@ def test_a_failure_after_a_store_keeps_no_other_store_s_blocks(
     it = scene()
     request = it.request(100)
     plans = [it.step(request, 48, (blocks(1, 7),)), it.step(request, 48, (blocks(1, 7),))]
-    monkeypatch.setattr(it.client, "describe", raising(error))
+    monkeypatch.setattr(it.client, "post", raising(error))
     it.side.workers_reported(WorkerReport({job.number: (1, 3) for plan in plans for job in plan.stores}), (), (), set())
     assert (it.pool.held(), it.side.has_pending_stores) == (set(), False)
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-import kvdepot.tiers
 from kvdepot.lab.processes import DepotProcess
 from kvdepot.ops.status import describe_status
 from kvdepot.wire import messages as m
@@ -176,7 +175,8 @@ def documented() -> set[str]:
 
 def declared_by_tiers() -> set[str]:
     """Return the counters of all tiers, including those that are not loaded here."""
-    sources = Path(kvdepot.tiers.__file__).parent.rglob("*.py")
+    packages = DEPLOY.parent / "packages"
+    sources = [path for folder in ("core/src/kvdepot/tiers", "mooncake") for path in (packages / folder).rglob("*.py")]
     names = {name for path in sources for name in re.findall(r'tier_counter\(\s*"(\w+)"', path.read_text())}
     return {f"tier_{name}_total" for name in names}
 

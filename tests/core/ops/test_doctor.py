@@ -1,13 +1,13 @@
 """The doctor finds problems and says what to do about them. On a sound machine it reports none."""
 
 import os
+import resource
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kvdepot.backends import BackendStatus
-from kvdepot.client.scheduler import SchedulerClient
 from kvdepot.config import ServerConfig
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.ops.doctor import DESCRIPTORS_OF_SCHEDULER, Facts, NumaNodes, Verdict, diagnose, read_facts, read_nodes
@@ -16,20 +16,18 @@ from support.peer import SPEC, Peer, prompt
 
 GIB = 1 << 30
 CPU = BackendStatus("cpu", "kvdepot-cpu 0.1.0", "cpu", ("compiled_copy",), None)
+CONFIG = ServerConfig(directory=Path("/run/kvdepot"), pool_directory=Path("/dev/shm/kvdepot"), pool_size_bytes=32 * GIB)
 SOUND = Facts(
+    config=CONFIG,
     kernel=(6, 8),
-    pool_path=Path("/dev/shm/kvdepot"),
     pool_file_system="tmpfs",
     pool_free_bytes=64 * GIB,
-    pool_bytes=32 * GIB,
     available_bytes=100 * GIB,
     cgroup_limit_bytes=None,
     swap_bytes=0,
-    locked_memory_bytes=None,
+    locked_memory_bytes=resource.RLIM_INFINITY,
     descriptors=65536,
-    directory=Path("/run/kvdepot"),
     directory_is_writable=True,
-    has_compiler=True,
     backends=(CPU,),
     packages={"kvdepot": "0.1.0"},
 )
@@ -49,7 +47,11 @@ def test_a_sound_machine_has_no_troubles() -> None:
     ("change", "subject", "words"),
     [
         ({"pool_file_system": "ext4"}, "pool", "slower: /dev/shm/kvdepot is on ext4"),
-        ({"pool_bytes": None, "pool_free_bytes": 64 << 20}, "pool", "slower: /dev/shm/kvdepot has room for 64.0 MiB"),
+        (
+            {"config": replace(CONFIG, pool_size_bytes=None), "pool_free_bytes": 64 << 20},
+            "pool",
+            "slower: /dev/shm/kvdepot has room for 64.0 MiB, less than a quarter of the free memory (100.0 GiB)",
+        ),
         ({"pool_free_bytes": 16 * GIB}, "pool", "broken: --pool-size 32.0 GiB is more than the free space"),
         ({"available_bytes": 16 * GIB}, "pool", "broken: --pool-size 32.0 GiB is more than the free memory"),
         ({"cgroup_limit_bytes": 8 * GIB}, "pool", "broken: --pool-size 32.0 GiB is more than the memory limit"),
@@ -68,20 +70,13 @@ def test_each_trouble_is_named(change: dict[str, object], subject: str, words: s
     assert found[subject].startswith(words)
 
 
-def test_engines_say_whether_they_blend() -> None:
-    on, off = "blend is on; self-test: keys differ by 0.013", "blend is off: the KV cache is quantized (fp8)"
-    with DepotProcess() as depot:
-        config = ServerConfig(directory=Path(depot.url))
-        clients = [SchedulerClient(SPEC, name, url=depot.url, blend=text) for name, text in (("a", on), ("b\x1b", off))]
-        clients.append(SchedulerClient(SPEC, "exact", url=depot.url))
-        for client in clients:
-            client.wait_until_connected(10)
-        findings = {finding.subject: finding for finding in diagnose(read_facts(config))}
-        for client in clients:
-            client.close()
-    engines = {name: finding for name, finding in findings.items() if name.startswith("engine")}
-    assert {name: finding.text for name, finding in engines.items()} == {"engine a": on, "engine b\\x1b": off}
-    assert [finding.verdict for finding in engines.values()] == [Verdict.FINE, Verdict.SLOWER]
+def test_limits_of_locked_memory_matter_on_cuda_alone() -> None:
+    cuda = replace(CPU, name="cuda", distribution="kvdepot-cuda 0.1.0")
+    limited = replace(SOUND, locked_memory_bytes=8 << 20)
+    assert troubles(limited) == {}
+    assert troubles(replace(limited, backends=(CPU, cuda))) == {
+        "locked memory": "slower: workers on CUDA may lock 8.0 MiB"
+    }
 
 
 @pytest.mark.parametrize(
@@ -91,21 +86,21 @@ def test_engines_say_whether_they_blend() -> None:
         (NumaNodes((1,), (0,)), "the GPUs are on node 1, and the pool comes from node 0", "--cpunodebind=1"),
         (
             NumaNodes((0, 1), (0, 1)),
-            "GPUs are on nodes 0 and 1, and the pool comes from node 0 or 1",
+            "the GPUs are on node 0 and 1, and the pool comes from node 0 or 1",
             "--interleave=0,1",
         ),
         (
             NumaNodes((0, 1), (0,), "bind:0"),
-            "GPUs are on nodes 0 and 1, and the pool comes from node 0",
+            "the GPUs are on node 0 and 1, and the pool comes from node 0",
             "--interleave=0,1",
         ),
         (
             NumaNodes((0, 1), (0, 1), "interleave:0-1"),
-            "GPUs on node 0 and 1, the pool is spread over nodes 0 and 1",
+            "the GPUs are on node 0 and 1, and the pool comes from node 0 and 1",
             "",
         ),
-        (NumaNodes((1,), (0, 1), "prefer:1"), "the GPUs and the pool are on node 1", ""),
-        (NumaNodes((0,), (0,)), "the GPUs and the pool are on node 0", ""),
+        (NumaNodes((1,), (0, 1), "prefer:1"), "the GPUs are on node 1, and the pool comes from node 1", ""),
+        (NumaNodes((0,), (0,)), "the GPUs are on node 0, and the pool comes from node 0", ""),
         (NumaNodes((), (0, 1)), "", ""),
     ],
 )
@@ -156,8 +151,7 @@ def test_it_says_how_many_engines_the_descriptors_are_enough_for(depot: DepotPro
 def test_a_pool_that_a_stopped_depot_left_is_named_with_the_way_to_free_it(depot: DepotProcess) -> None:
     depot.kill()
     facts = read_facts(ServerConfig(directory=depot.directory))
-    assert facts.num_stopped_pools >= 1
-    assert facts.stopped_pool_bytes >= 64 << 20
+    assert sum(pool.allocated_bytes for pool in facts.stopped_pools) >= 64 << 20
     (found,) = [finding for finding in diagnose(facts) if finding.subject == "other pools"]
     assert "kvdepot pools --remove" in found.way_out
 

@@ -10,6 +10,7 @@ import pytest
 
 from kvdepot.lab.processes import DepotProcess
 from kvdepot.ops.cli import make_parser
+from kvdepot.ops.extensions import KNOWN_COMMANDS
 from kvdepot.pool.size import MEMORY_FILE_SYSTEMS, file_system_of
 from support.commands import KVDEPOT, run_kvdepot
 
@@ -28,17 +29,9 @@ def run(*arguments: str, prefix: Sequence[str] = ()) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
-@pytest.fixture
-def trace(tmp_path: Path) -> str:
-    path = tmp_path / "trace.jsonl"
-    path.write_text('{"timestamp": 0, "input_length": 100, "output_length": 1, "hash_ids": [1]}\n')
-    return str(path)
-
-
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["replay", "TRACE", "--requests", "-4"], "is not a whole number from 1 to"),
         (["serve", "--demote-min-tokens", "-5"], "is not a whole number from 0 to"),
         (["serve", "--promote-min-tokens", "1e9"], "is not a whole number from 0 to"),
         (["serve", "--events", "tcp://127.0.0.1:9", "--events-topic", "a\nb"], "characters that cannot be printed"),
@@ -49,8 +42,8 @@ def trace(tmp_path: Path) -> str:
         (["session", "forget", "s", "--tenant", "x" * 257], "257 characters: a tenant's name has 1 to 256"),
     ],
 )
-def test_a_value_out_of_bounds_is_refused_in_one_line(arguments: list[str], reason: str, trace: str) -> None:
-    status, said = run(*(trace if each == "TRACE" else each for each in arguments))
+def test_a_value_out_of_bounds_is_refused_in_one_line(arguments: list[str], reason: str) -> None:
+    status, said = run(*arguments)
     assert status > 0
     assert reason in said
     assert said.count("\n") == 1
@@ -149,7 +142,6 @@ _COMMANDS = (
     "pools",
     "backends",
     "demo",
-    "replay TRACE",
     "doctor",
     "sizing MODEL",
     "bench transfer",
@@ -158,7 +150,9 @@ _COMMANDS = (
 
 
 def names_in_help(*group: str) -> list[str]:
-    return re.findall(r"^    (\w+) ", run_kvdepot(*group, "--help").stdout, re.MULTILINE)
+    """Return the commands of the core in a help."""
+    names = re.findall(r"^    (\w+) ", run_kvdepot(*group, "--help").stdout, re.MULTILINE)
+    return [name for name in names if name not in KNOWN_COMMANDS]
 
 
 @pytest.mark.parametrize("command", _COMMANDS)
@@ -209,14 +203,6 @@ def test_no_file_and_no_error_is_named_twice(tmp_path: Path) -> None:
         status, said = run(*arguments)
         assert (status, said.count(missing)) == (1, 1), said
         assert "Errno" not in said
-
-
-def test_a_plot_that_cannot_be_written_is_refused_before_the_work(trace: str, tmp_path: Path) -> None:
-    status, said = run("replay", trace, "--simulate", "--plot", str(tmp_path / "missing" / "x.svg"))
-    assert (status, said.count("\n")) == (1, 1), "and no row of the table"
-    assert "its folder does not exist or cannot be written" in said
-    status, said = run("replay", trace, "--simulate", "--pool-size", "0")
-    assert (status, "a pool of 0 bytes: give a size above 0" in said) == (1, True)
 
 
 def test_doctor_knows_that_proc_takes_no_files() -> None:

@@ -132,7 +132,7 @@ def test_tiers_come_and_go(run: Run, peer: Peer, depot: DepotProcess) -> None:
     for url, why in (
         ("memory://two", "already in use"),
         ("tape://x", "no tier 'tape'"),
-        ("memory://three?size=1", "no option"),
+        ("memory://three?size=1", "unknown option"),
         ("x", "write a URL"),
     ):
         code, _, err = run("tier", "add", url)

@@ -62,7 +62,6 @@ def test_numbers_that_are_not_finite_are_refused_wherever_they_stand(
         ["session", "retain", "agent"],
         ["drain", "--wait"],
         ["top", "--interval"],
-        ["replay", "x", "--session-ends"],
     ):
         with pytest.raises(SystemExit):
             make_parser().parse_args([*command, value])

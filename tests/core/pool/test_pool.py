@@ -6,16 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
-from zlib import crc32
 
-import msgspec
 import pytest
 
 from kvdepot.errors import DepotBusy, PoolError
 from kvdepot.layout import GroupKind
 from kvdepot.pool.files import PoolFiles, allocate_first, allocate_in_background, is_locked, open_pool, open_with_lock
 from kvdepot.pool.inventory import find_pools, look_at, remove_pool
-from kvdepot.pool.names import MAGIC, Label, Names, NamesFile, decode_names
+from kvdepot.pool.names import Label, Names, NamesFile
 from kvdepot.wire import messages as m
 
 NUMBER = (1 << 61) + 5
@@ -40,6 +38,12 @@ def test_a_lock_lasts_as_long_as_a_descriptor_or_a_mapping(tmp_path: Path) -> No
 SPECS = [m.CacheSpec(16 * number, (m.GroupShape(GroupKind.FULL_ATTENTION, 16),), "bf16") for number in (1, 2, 3)]
 
 
+def names_in(path: Path) -> Names:
+    file = NamesFile.open(path)
+    file.close()
+    return file.found
+
+
 @pytest.mark.promise(23)
 def test_names_are_found_in_the_order_in_which_they_were_added(tmp_path: Path) -> None:
     file = NamesFile.create(tmp_path / "names")
@@ -50,18 +54,7 @@ def test_names_are_found_in_the_order_in_which_they_were_added(tmp_path: Path) -
     assert file.found == Names(SPECS[:2], [Label("a", "m"), Label("b", "m"), Label("b", "n")])
     file.add(Names(SPECS[2:]))
     file.close()
-    assert decode_names((tmp_path / "names").read_bytes())[0] == Names(
-        SPECS, [Label("a", "m"), Label("b", "m"), Label("b", "n")]
-    )
-
-
-def test_labels_of_an_earlier_release_name_no_weights(tmp_path: Path) -> None:
-    body = msgspec.msgpack.encode([[], [["a", "m"]]])
-    (tmp_path / "names").write_bytes(MAGIC + len(body).to_bytes(4, "little") + crc32(body).to_bytes(4, "little") + body)
-    file = NamesFile.open(tmp_path / "names")
-    file.add(Names(labels=[Label("a", "m", "lineage 7")]))
-    file.close()
-    assert decode_names((tmp_path / "names").read_bytes())[0].labels == [Label("a", "m"), Label("a", "m", "lineage 7")]
+    assert names_in(tmp_path / "names") == Names(SPECS, [Label("a", "m"), Label("b", "m"), Label("b", "n")])
 
 
 @pytest.mark.promise(61)
@@ -87,10 +80,37 @@ def test_a_frame_that_ends_early_does_not_count_and_the_next_one_takes_its_place
     os.truncate(path, kept)
     file = NamesFile.open(path)
     assert file.found == Names()
-    assert path.stat().st_size == len(MAGIC), "the rest of it would follow a shorter name"
+    assert path.stat().st_size == len(NamesFile.MAGIC), "the rest of it would follow a shorter name"
     file.add(Names(labels=[Label("b", "m")]))
     file.close()
-    assert decode_names(path.read_bytes())[0] == Names(labels=[Label("b", "m")])
+    assert names_in(path) == Names(labels=[Label("b", "m")])
+
+
+def test_names_before_a_damaged_frame_stay(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "names"
+    file, sizes = NamesFile.create(path), list[int]()
+    for tenant in "abc":
+        file.add(Names(labels=[Label(tenant, "m")]))
+        sizes.append(file.size_bytes)
+    file.close()
+    data = bytearray(path.read_bytes())
+    data[sizes[1] - 1] ^= 1
+    path.write_bytes(data)
+    assert names_in(path) == Names(labels=[Label("a", "m")])
+    assert path.stat().st_size == sizes[0]
+    assert caplog.messages == [f"names: cutting off {sizes[2] - sizes[0]} damaged bytes"]
+
+
+def test_a_file_of_frames_without_room_for_its_magic_is_not_created(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write_five(fd: int, data: bytes, offset: int) -> int:
+        return write(fd, data[:5], offset)
+
+    write = os.pwrite
+    monkeypatch.setattr(os, "pwrite", write_five)
+    with pytest.raises(OSError, match="no room for names"):
+        NamesFile.create(tmp_path / "names")
 
 
 @pytest.mark.promise(23)
@@ -111,7 +131,7 @@ def test_a_name_that_finds_no_room_is_not_there_and_the_next_one_is(
     monkeypatch.undo()
     file.add(Names(labels=[Label("b", "m")]))
     file.close()
-    assert decode_names(path.read_bytes())[0] == Names(labels=[Label("a", "m"), Label("b", "m")])
+    assert names_in(path) == Names(labels=[Label("a", "m"), Label("b", "m")])
 
 
 SIZE = 1 << 20

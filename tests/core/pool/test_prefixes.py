@@ -5,6 +5,7 @@ import os
 import random
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -49,6 +50,47 @@ def test_a_prefix_may_become_shorter_or_turn_elsewhere() -> None:
         file.remember("a", "agent", run)
         file.check_integrity()
         assert file.find("a", "agent") == run
+
+
+class CountingMemory(mmap.mmap):
+    """Memory that counts the blocks written to it. A block that is freed gets only an empty header."""
+
+    num_written = 0
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.num_written += len(value) > 32
+        super().__setitem__(key, value)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "num_blocks_written"),
+    [
+        (digests(93), digests(93), 0),
+        (digests(95), digests(95), 0),
+        (digests(95), digests(70), 1),
+        (digests(93), digests(93) + digests(4, name=1), 1),
+        (digests(95), digests(124), 1),
+        (digests(95), digests(125), 2),
+        (digests(95), digests(62), 0),
+        (digests(310), digests(248) + digests(70, name=1), 3),
+        (digests(310), digests(310, name=1), 10),
+        (digests(1) * 5, digests(1) * 40, 2),
+    ],
+)
+def test_of_a_prefix_that_continues_the_last_one_only_the_new_end_is_written(
+    before: bytes, after: bytes, num_blocks_written: int
+) -> None:
+    memory = CountingMemory(-1, 20 * 1024)
+    file = PrefixFile(memory)
+    file.remember("a", "agent", before)
+    memory.num_written = 0
+    file.remember("a", "agent", after)
+    assert memory.num_written == num_blocks_written
+    file.check_integrity()
+    file = PrefixFile(memory)
+    for _ in file.restore():
+        pass
+    assert file.find("a", "agent") == after
 
 
 def test_of_a_very_long_prefix_the_beginning_is_remembered() -> None:

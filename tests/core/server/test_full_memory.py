@@ -80,3 +80,25 @@ def test_tokens_that_cannot_be_rewritten_are_read_nevertheless(tmp_path: Path) -
     for _ in TokensFile.open(tmp_path / "tokens").rewrite(lambda body: told.append(body) is None):
         pass
     assert told == [b"a", b"b", b"a", b"b", b"c"]
+
+
+def test_one_line_says_that_tokens_find_no_room_and_one_more_when_that_happens_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = TokensFile.create(tmp_path / "tokens")
+    for _ in range(2):
+        file.append(b"a")
+        size = file.size_bytes
+        limit_files(0, size + 1)
+        try:
+            file.append(b"b")
+            file.append(b"b")
+        finally:
+            limit_files(0)
+        assert file.size_bytes == size == (tmp_path / "tokens").stat().st_size
+        assert len(caplog.messages) == 1
+        assert f"no room for tokens in {tmp_path}" in caplog.text
+        caplog.clear()
+    file.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        file.add_frame(b"after the end")

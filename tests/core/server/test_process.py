@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 import kvdepot
@@ -25,7 +26,7 @@ from kvdepot.index.eviction import AdaptiveReplacement
 from kvdepot.keys import KeyRun
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.pool.folder import NAMES_FILE, TABLE_FILE
-from kvdepot.pool.names import MAGIC, Label, Names, decode_names, encode_names
+from kvdepot.pool.names import Label, Names, NamesFile
 from kvdepot.pool.table import HEADER_PAGE_BYTES, RECORD_BYTES, IndexTable
 from kvdepot.server.app import DepotServer
 from kvdepot.wire import messages as m
@@ -193,19 +194,29 @@ def frame(body: bytes) -> bytes:
     return len(body).to_bytes(4, "little") + zlib.crc32(body).to_bytes(4, "little") + body
 
 
+def frame_of(spaces: list[m.CacheSpec], labels: list[Label]) -> bytes:
+    return frame(msgspec.msgpack.encode(Names(spaces, labels)))
+
+
+def names_in(path: Path) -> Names:
+    file = NamesFile.open(path)
+    file.close()
+    return file.found
+
+
 @pytest.mark.slow
 @pytest.mark.promise(60)
 @pytest.mark.parametrize(
     "raw",
     [
-        MAGIC + frame(b"\x92\x90\x91\x92\xa1\xff\xa0"),
-        MAGIC + frame(b"\x92" + b"\x91" * 5000),
-        MAGIC + frame(b"\x81\x00"),
-        MAGIC + frame(b""),
-        b"KVDEPOTN\x02" + MAGIC[9:],
-        MAGIC + encode_names(Names([SPEC], [Label("default", "model")]))[:-1] + b"m",
-        MAGIC + encode_names(Names([SPEC], [Label("default", "model")])) + encode_names(Names([SPEC])),
-        MAGIC + encode_names(Names([SPEC], [Label("a", "m"), Label("default", "model"), Label("a", "m")])),
+        NamesFile.MAGIC + frame(b"\x92\x90\x91\x92\xa1\xff\xa0"),
+        NamesFile.MAGIC + frame(b"\x92" + b"\x91" * 5000),
+        NamesFile.MAGIC + frame(b"\x81\x00"),
+        NamesFile.MAGIC + frame(b""),
+        b"KVDEPOTN\x02" + NamesFile.MAGIC[9:],
+        NamesFile.MAGIC + frame_of([SPEC], [Label("default", "model")])[:-1] + b"m",
+        NamesFile.MAGIC + frame_of([SPEC], [Label("default", "model")]) + frame_of([SPEC], []),
+        NamesFile.MAGIC + frame_of([SPEC], [Label("a", "m"), Label("default", "model"), Label("a", "m")]),
     ],
     ids=[
         "text that is none",
@@ -225,7 +236,7 @@ def test_names_that_no_server_wrote_are_a_cold_start(raw: bytes, depot: DepotPro
     peer.close()
     depot.kill()
     path = depot.pool_directory / NAMES_FILE
-    assert decode_names(path.read_bytes())[0] == Names([SPEC], [Label("default", "model")])
+    assert names_in(path) == Names([SPEC], [Label("default", "model")])
     path.write_bytes(raw)
     depot.start()
     wait_until(lambda: not depot.status().recovering)
@@ -250,7 +261,7 @@ def test_a_name_that_was_not_written_to_its_end_is_cut_off(tail: bytes, depot: D
     assert peer.find(of_tenant("a")).num_chunks == 2
     peer.close()
     depot.kill()
-    assert decode_names(path.read_bytes())[0] == Names([SPEC], [Label("a", "model"), Label("b", "model")])
+    assert names_in(path) == Names([SPEC], [Label("a", "model"), Label("b", "model")])
     depot.start()
     wait_until(lambda: not depot.status().recovering)
     assert depot.status().num_entries == 4

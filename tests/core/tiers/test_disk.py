@@ -640,7 +640,7 @@ def test_two_depots_do_not_share_a_folder(disk: Disk) -> None:
         ("disk://host/path?capacity=1GiB", "three slashes"),
         ("disk:///proc/nothing?capacity=1GiB", "No such file"),
         ("disk:///tmp/x", "needs its capacity"),
-        ("disk:///tmp/x?capcity=1GiB", "has no option 'capcity'"),
+        ("disk:///tmp/x?capcity=1GiB", "unknown option 'capcity'; choose from capacity, "),
     ],
 )
 def test_a_folder_that_cannot_be_says_why(url: str, words: str) -> None:

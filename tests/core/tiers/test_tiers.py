@@ -173,13 +173,22 @@ def test_closing_does_not_wait_for_a_storage_that_hangs(bench: FaultyBench) -> N
         ("disk", "write a URL"),
         ("nonsense://x", "no tier 'nonsense'; there are az, disk"),
         ("memory://?capacity=much", "not a size"),
-        ("memory://?colour=red", "no option 'colour'"),
+        ("memory://?colour=red", "unknown option 'colour'"),
         ("memory://?capacity", "bad query field"),
     ],
 )
 def test_a_url_that_cannot_work_says_why(text: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words.replace("?", r"\?")):
         open_tier(TierUrl.parse(text), make_pool())
+
+
+def test_a_tier_of_a_package_that_is_not_installed_names_the_command_that_adds_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    install(monkeypatch, lambda _url, pool: MemoryTier(pool, 1))
+    said = r"^--tier mooncake://a:1 needs a package: pip install 'kvdepot\[mooncake\]'$"
+    with pytest.raises(ConfigError, match=said):
+        open_tier(TierUrl.parse("mooncake://a:1?segment=0"), make_pool())
 
 
 def test_passwords_of_a_url_are_not_in_its_name() -> None:

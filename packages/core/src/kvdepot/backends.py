@@ -270,7 +270,7 @@ class Backend(Protocol):
     settings: frozenset[str] = frozenset()
 
     def why_unsuited(self, engine: EngineTraits) -> str | None:
-        """Return None if such an engine can use the backend on this device, else the reason and the remedy.
+        """Return None if the described engine can use the backend on this device, else the reason and the remedy.
 
         An engine's port to a device may behave differently, for example move blocks without changing their ids.
         """

@@ -42,7 +42,7 @@ _SECONDS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def parse_size(text: str) -> int:
-    """Parse a size, such as "4GiB", "512M", "1.5G" or "4096". Return it in bytes.
+    """Parse a size like "4GiB", "512M", "1.5G" or "4096". Return it in bytes.
 
     K, M, G and T are powers of 1024 with or without the "i".
 
@@ -403,7 +403,7 @@ class ServerConfig:
 
     @property
     def topic(self) -> str:
-        """The topic of events, with {node} replaced, but not {model}."""
+        """The topic of events with the node's name; {model} is filled in per event."""
         return self.events_topic.replace("{node}", platform.node())
 
     @property

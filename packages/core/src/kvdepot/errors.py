@@ -26,10 +26,6 @@ class PoolError(KVDepotError):
     """The pool's files cannot be created, mapped or trusted."""
 
 
-class TraceError(KVDepotError):
-    """A trace cannot be replayed. The text names the file and the line."""
-
-
 class BackendUnavailable(KVDepotError):
     """An accelerator backend is missing, not built, or has no device."""
 

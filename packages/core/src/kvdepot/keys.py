@@ -185,7 +185,7 @@ class PrefixHasher:
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens added so far, including those of an incomplete chunk."""
+        """The number of tokens added so far, including an incomplete chunk's."""
         return self.num_chunks * self._chunk_tokens + len(self._rest)
 
     @property

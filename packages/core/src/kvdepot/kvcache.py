@@ -32,7 +32,7 @@ NO_BLOCK: Final = -1
 
 
 class Direction(enum.IntEnum):
-    """The direction of a copy. The numbers index pairs, such as one stream per direction."""
+    """The direction of a copy. The numbers index pairs: one stream per direction, for example."""
 
     STORE = 0  # from the device to the pool
     RETRIEVE = 1

@@ -104,7 +104,7 @@ def fewest(part: int, parts: tuple[int, ...], heads: int) -> tuple[int, ...]:
             return None if missing else []
         found: list[int] | None = None
         for mask, other in useful.items():
-            if mask & missing & -missing:  # one of them has to have the first missing cell
+            if mask & missing & -missing:  # try only parts that cover the first gap
                 rest = search(missing & ~mask, most - 1)
                 if rest is not None:
                     found, most = [other, *rest], len(rest)

@@ -1,4 +1,4 @@
-"""Tells files, folders and processes of this user from those of other users of the machine. Root counts as this user.
+"""Tells files, folders and processes of this user from other users' on the machine. Root counts as this user.
 
 Folders below /tmp and /dev/shm have names that others can guess, so a stranger may make one before a depot does, with
 files or a socket in it. Nobody can forge the owner of a file, or the user that the kernel reports for a peer.

@@ -20,7 +20,7 @@ from typing import Final
 
 EXHAUSTED: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
-_MAXIMUM_DESCRIPTORS: Final = 65_536  # more than twice what 4,096 sessions of workers take, seven each
+_MAXIMUM_DESCRIPTORS: Final = 65_536  # 4,096 workers x 7 descriptors, doubled
 _RESERVE: Final = 256  # for files of tiers, pidfds and replies, so that only new connections suffer from a full table
 _RESERVE_SHARE: Final = 8  # a small limit reserves one descriptor in 8
 _PR_SET_PDEATHSIG: Final = 1

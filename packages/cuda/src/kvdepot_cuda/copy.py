@@ -114,7 +114,7 @@ class CopyEngine(Copier):
         return self._registering is not None and not self._registering.is_alive() and not is_loading
 
     def watch(self, on_hang: Callable[[Direction, str], None], seconds: float) -> None:
-        """From now on, report a copy that does not return within `seconds`: see `Watchdog`. Such a copy fails."""
+        """From now on, fail and report a copy that does not return within `seconds`: see `Watchdog`."""
         self._watchdog = Watchdog(on_hang, seconds)
 
     # --- order ----------------------------------------------------------------------------------------------------

@@ -137,7 +137,7 @@ class Driver(Protocol):
         ...
 
     def free_device(self, address: int) -> None:
-        """Free such memory. May wait for all work of the device."""
+        """Free memory from `allocate_device`. May wait for all work of the device."""
         ...
 
     def load_kernel(self, image: bytes, name: str) -> int:

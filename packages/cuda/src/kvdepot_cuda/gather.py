@@ -85,7 +85,7 @@ def compile_gather(capability: int) -> GatherImage:
     if not has_triton():
         raise KernelUnavailable("triton is not installed: pip install 'triton>=3.3'")
     try:
-        return importlib.import_module("kvdepot_cuda.gather_kernel").image_for(capability)
+        return GatherImage(**importlib.import_module("kvdepot_cuda.gather_kernel").image_for(capability))
     except Exception as error:  # a compiler may raise anything
         raise KernelUnavailable(f"triton cannot compile it: {type(error).__name__}: {error}") from error
 

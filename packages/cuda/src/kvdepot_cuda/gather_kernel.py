@@ -6,14 +6,12 @@ torch and without Triton's own launcher.
 """
 
 import re
-from typing import Final
+from typing import Any, Final
 
 import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-
-from kvdepot_cuda.gather import GatherImage
 
 WORDS: Final = 1024  # words of 8 bytes that a program copies at a time: 8 KiB
 NUM_WARPS: Final = 4  # 64 bytes of each lane under way, in words of 16 bytes
@@ -62,8 +60,8 @@ def compile_for(capability: int):
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": NUM_WARPS})
 
 
-def image_for(capability: int) -> GatherImage:
-    """Return the kernel for a compute capability, ready to load.
+def image_for(capability: int) -> dict[str, Any]:
+    """Return the kernel for a compute capability, ready to load, as the fields of a `gather.GatherImage`.
 
     Raises:
         ValueError: this Triton's kernels need scratch memory, which they do not get here.
@@ -75,10 +73,10 @@ def image_for(capability: int) -> GatherImage:
             raise ValueError(f"triton {triton.__version__} asks for a {name} of {getattr(metadata, name)}")
     entry = re.search(r"\.entry\s.*?\)", compiled.asm["ptx"], re.DOTALL)
     assert entry is not None
-    return GatherImage(
-        image=compiled.asm["cubin"],
-        name=metadata.name,
-        num_threads=metadata.num_warps * 32,
-        shared_bytes=metadata.shared,
-        num_hidden=entry.group().count(".param") - _NUM_PARAMETERS,
-    )
+    return {
+        "image": compiled.asm["cubin"],
+        "name": metadata.name,
+        "num_threads": metadata.num_warps * 32,
+        "shared_bytes": metadata.shared,
+        "num_hidden": entry.group().count(".param") - _NUM_PARAMETERS,
+    }

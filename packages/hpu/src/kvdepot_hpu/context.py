@@ -1,7 +1,7 @@
 """`HpuTransferContext`: the transfers of a worker whose KV cache is in the memory of a Gaudi.
 
-Other processes cannot open a Gaudi's memory, so the worker copies by itself: `kvdepot.copying.staged` stages blocks in
-host memory and copies them to and from the depot's pool. `kvdepot.client.transfers` communicates with the depot.
+Other processes cannot open a Gaudi's memory, so the worker copies by itself: `kvdepot.copying.staged` copies blocks
+through host memory to and from the depot's pool. `kvdepot.client.transfers` communicates with the depot.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""The plugin: hooks around SGLang's methods tell the linker what SGLang's interface for linkers does not pass.
+"""The plugin: patches SGLang where its interface for linkers lacks an argument.
 
 The entry point is `register` (`sglang.srt.plugins`), which SGLang calls in every process at start. This module imports
 nothing heavy. `kvdepot_sglang.linker` keeps SGLang's KV cache in a kvdepot server.
@@ -30,7 +30,7 @@ UPDATING_METHODS: Final = (
 
 
 def register() -> None:
-    """Hook SGLang's methods that write weights, and those that know the pages before a call of the linker."""
+    """Hook SGLang's methods that write weights, and methods that know the pages before a call of the linker."""
     try:
         hooks: Any = importlib.import_module("sglang.srt.plugins.hook_registry")
         hooks.HookRegistry.register(f"{_WRAPPER}.match", around_match, hooks.HookType.AROUND)
@@ -42,7 +42,7 @@ def register() -> None:
 
 
 class Placed:
-    """A linker that needs the names of the pages before those of a call."""
+    """A linker that needs the names of the pages before the pages of a call."""
 
     page_size: int  # tokens
     before: Sequence[str] = ()  # names of the prompt's pages before those of the call

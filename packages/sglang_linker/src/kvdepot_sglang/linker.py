@@ -228,7 +228,7 @@ class KVDepotLinker(Placed, UnifiedCacheLinker):
         self._ask(rid, ())
 
     def _ask(self, rid: str, tail: Sequence[str]) -> int:
-        """Look up all pages of a prompt. Return how many pages behind those on the device the depot has."""
+        """Look up all pages of a prompt. Return how many pages the depot has behind the pages on the device."""
         began = time.perf_counter()
         found = self._lookups.ask(rid, self._key([*self.before, *tail]), len(self.before))
         self.stats.add(_LOOKUPS)

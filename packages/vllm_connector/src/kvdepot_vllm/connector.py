@@ -362,7 +362,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Plan the request's last stores. vLLM may free its blocks at once: references hold those that stores read."""
+        """Plan the request's last stores. vLLM may free its blocks at once: references hold blocks that stores read."""
         if self.scheduler_side is None:
             return False, None
         reason = request.get_finished_reason()

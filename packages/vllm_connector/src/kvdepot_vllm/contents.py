@@ -236,7 +236,7 @@ class EngineContents:
         return Contents(self._updates, Adapter(adapter_id, name, path, known, is_reloaded))
 
     def admit(self, contents: Contents) -> bool:
-        """Note that vLLM may now give a request blocks. Return whether those in its own cache may be outdated."""
+        """Note that vLLM may now give a request blocks. Return whether blocks in its own cache may be outdated."""
         adapter = contents.adapter
         if adapter is None:
             return self._is_outdated

@@ -110,7 +110,7 @@ def _plain_one(value: Any) -> str | int:
 
 
 class Announcer:
-    """Announces the depot's chunks, and retracts those that are no longer there.
+    """Announces the depot's chunks, and retracts chunks that are no longer there.
 
     Attributes:
         publish: called with each list of events. None until vLLM has made its publisher; meanwhile, `take` returns the

@@ -446,8 +446,8 @@ def _layers(group: EngineGroup, kv_caches: Mapping[str, Any]) -> list[tuple[Any,
         tensors = tuple(cast("Iterable[Any]", layer)) if isinstance(layer, list | tuple) else (layer,)
         if len(tensors) != 1 and (len(tensors) != 2 or group.kind is GroupKind.RECURRENT):
             raise Unsupported(
-                f"KV cache group {group.number}: layer {name} ({group.kind}) has {len(tensors)} tensors, which is not"
-                " supported: one, or keys and values"
+                f"KV cache group {group.number}: layer {name} ({group.kind}) has {len(tensors)} tensors; 1, or 2"
+                " (keys, values), are supported"
             )
         found.setdefault(tuple(tensor.data_ptr() for tensor in tensors), tensors)
     if not found:

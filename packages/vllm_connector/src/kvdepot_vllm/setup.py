@@ -101,7 +101,7 @@ class Start:
         device = current_platform.device_type
         cache_dtype = str(self.vllm_config.cache_config.cache_dtype)
         if device == "cpu" and cache_dtype.endswith("_per_token_head"):
-            raise Unsupported(f"vLLM on CPU writes a {cache_dtype} cache over other pages than it describes")
+            raise Unsupported(f"vLLM on CPU lays out a {cache_dtype} cache differently than it says: not supported")
         _permit_tiles(device)
         backend = get_backend(device)
         kinds = tuple(group.kind for group in cache.groups)

@@ -93,7 +93,7 @@ class Stores:
         offers: Collection[tuple[int, int, int]],
         num_ready: int,
     ) -> None:
-        """Plan stores of the chunks that are ready, and of those whose recurrent states are offered.
+        """Plan stores of the chunks that are ready, and of chunks whose recurrent states are offered.
 
         A store ends at each offered state, because a recurrent group can cover only the last chunk of a store.
 
@@ -168,7 +168,7 @@ class Stores:
         state.num_storing += 1
 
     def plan_put_off(self) -> None:
-        """Plan stores of chunks that were put off, while there is room. Those whose blocks were taken are given up."""
+        """Plan stores of chunks that were put off, while there is room. Give up chunks whose blocks were taken."""
         pool, per_chunk = self.pool, sum(self._blocks_per_chunk)
         while self._put_off and pool is not None:
             if self.num_held_blocks and self._room(pool) < per_chunk:

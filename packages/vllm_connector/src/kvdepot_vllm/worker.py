@@ -65,7 +65,7 @@ class NoBlends:
         return LoadResults()
 
     def take_reports(self) -> tuple[dict[str, tuple[int, bool]], dict[str, BlendFigures]]:
-        """Return the blends whose retrieves ended, and the figures of those that ended, since the last call."""
+        """Return the blends whose retrieves ended since the last call, and the figures of the blends that ended."""
         return {}, {}
 
     def lose(self) -> None:

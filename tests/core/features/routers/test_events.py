@@ -21,7 +21,7 @@ from kvdepot.features.routers.feed import Description
 from kvdepot.features.routers.holdings import Holdings, Reader
 from kvdepot.keys import KeyRun
 from kvdepot.lab.processes import DepotProcess, wait_until
-from kvdepot.pool.folder import TOKENS_FILE
+from kvdepot.pool.folder import TOKENS_FILE, PoolFolder
 from kvdepot.pool.tokens import TokensFile
 from kvdepot.server import commands
 from kvdepot.server.depot import Depot
@@ -624,6 +624,8 @@ def test_a_file_of_tokens_keeps_wanted_messages_and_those_that_come_meanwhile(tm
     next(steps)
     file.append(b"new")
     assert TokensFile.open(path).size_bytes > 1000, "a server that is killed now has lost nothing"
+    with PoolFolder(tmp_path) as folder:
+        assert len(folder.pool_files()) == 2, "the next start would not remove the new file"
     for _ in steps:
         pass
     told: list[bytes] = []

@@ -1,12 +1,8 @@
 """Sessions of agents: their own tenant, and no other, retains, demotes or forgets their prefix by name alone."""
 
-import json
 import mmap
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -332,15 +328,3 @@ def test_operations_take_as_long_among_100_000_sessions_as_alone(monkeypatch: py
     for name in ("hint", "retain", "forget"):
         alone, among = min(times[name, 0]), min(times[name, 100_000])
         assert among < 5 * alone, f"{name}: {among} s, alone {alone} s; a look at each session takes 100 times as long"
-
-
-@pytest.mark.slow
-def test_sessions_end_nearly_all_waits_of_agents_for_a_tier() -> None:
-    script = Path(__file__).parents[3] / "benchmarks" / "depot" / "modelled_sessions.py"
-    command = [sys.executable, str(script), "--sessions", "60", "--open", "12"]
-    printed = subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout.splitlines()
-    without, named = map(json.loads, printed)
-    assert named["wait_p99_ms"] <= 0.2 * without["wait_p99_ms"]
-    assert named["pool_hit_share"] >= without["pool_hit_share"] + 0.1
-    assert 0 < named["largest_retained_of_a_quota"] <= 0.5
-    assert named["waits"]["all"][1] == 0, "a turn waited although all of its session was retained"

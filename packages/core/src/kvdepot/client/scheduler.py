@@ -242,7 +242,7 @@ class SchedulerClient:
             self._post(lease.session, m.Release(lease.session.context, (lease.number,)))
 
     def end_request(self, request_id: str) -> None:
-        """Release all leases of a request, including those of lookups under way, and withdraw its announcement."""
+        """Release all leases of a request, also of lookups under way, and withdraw its announcement."""
         with self._lock:
             channel = self._current() or self._channel
             if channel is not None:

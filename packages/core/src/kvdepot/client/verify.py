@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class Verifier:
-    """Computes checksums of stored entries, and compares those of retrieved entries as the depot demands.
+    """Computes the checksums of stored entries, and compares retrieved entries with theirs as the depot demands.
 
     Without xxhash, it computes and compares none.
     """

@@ -203,7 +203,7 @@ def moves(batch: CopyBatch, shapes: Sequence[StagedGroup]) -> Iterator[StagedMov
 
 
 def _pieces(extents: Sequence[Any], owners: npt.NDArray[Any], places: npt.NDArray[Any]) -> Iterator[Piece]:
-    """Yield the pieces of the blocks at `places` of the chunks `owners`; `extents` has those of each chunk."""
+    """Yield the pieces of the blocks at `places` of the chunks `owners`; `extents` has each chunk's extents."""
     bounds = [0, *(np.flatnonzero(np.diff(owners)) + 1).tolist(), len(owners)]
     for start, stop in itertools.pairwise(bounds):
         first, last = int(places[start]), int(places[stop - 1])

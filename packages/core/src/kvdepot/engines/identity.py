@@ -202,7 +202,7 @@ def fingerprint(path: Path, load_format: str = "") -> Fingerprint:
 
 
 def _loaded(folder: Path, load_format: str) -> tuple[list[Path], set[str]]:
-    """Return the files of a folder that an engine may load weights from, and the names of those that are shards.
+    """Return the files of a folder that an engine may load weights from, and the names of the shards among them.
 
     A file of another name may have a role of its own in a model, so it counts with its name.
     """
@@ -365,7 +365,7 @@ def weights_in(path: Path, what: str = "weights", load_format: str = "") -> str:
     try:
         found = fingerprint(path, load_format)
     except OSError as error:
-        logger.warning("%s in %s cannot be read for their fingerprint: %s", what, path, error)
+        logger.warning("cannot fingerprint %s in %s: %s", what, path, error)
         return ""
     if not found.digest:
         logger.warning("%s in %s have no fingerprint: no file of a known kind is there", what, path)

@@ -71,7 +71,7 @@ class EngineSettings:
                 raise ConfigError(f"{self.PREFIX}{name} is {value}: at least 1")
 
     def backend_options(self, backend: Backend) -> dict[str, int | str]:
-        """Return the options of this backend that are set, and log those that have no effect on it."""
+        """Return the options that are set and that this backend has. Log options without an effect on it."""
         given = {name: getattr(self, name) for name in _BACKEND_OPTIONS if getattr(self, name) is not None}
         for name in given.keys() - backend.settings:
             logger.warning("%s has no effect on %s and is ignored", self.PREFIX + name, backend.name)

@@ -138,7 +138,7 @@ class Entries:
         return self.find(node, group, part) is not None or not self._cells(node, group, part)[1]
 
     def _cells(self, node: int, group: int, part: int) -> tuple[int, int]:
-        """Return two masks of a part's cells: those that entries have or are being written with, and the rest."""
+        """Return two masks of a part's cells: cells that entries have or are being written with, and the rest."""
         heads, here = self._nodes.space_of(node).heads[group], 0
         for entry in self.of(node):
             number, other = self._table.place_of(entry)

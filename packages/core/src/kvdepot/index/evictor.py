@@ -161,7 +161,7 @@ class Evictor:
                 self.settle(node)
 
     def settle(self, node: int) -> int:
-        """If a chunk may be evicted, tell its policy. Drop an unneeded tombstone and those before it.
+        """If a chunk may be evicted, tell its policy. Drop an unneeded tombstone and the tombstones before it.
 
         Return the chunk that is evictable now, `NO_NODE` if there is none.
         """
@@ -325,7 +325,7 @@ class Evictor:
         return None
 
     def _remove(self, nodes: Sequence[int]) -> int:
-        """Remove chunks that at most leases hold, each the only child of the next. Return what `settle` returns."""
+        """Remove a chain of unpinned chunks, leaf first. Return its first surviving ancestor, as `settle` does."""
         self._entries.remove_all(nodes)
         above = NO_NODE
         for node in nodes:

@@ -92,7 +92,7 @@ class ChunkIndex:
         self.make_parts()
 
     def make_parts(self) -> None:
-        """Create all parts, each using those before it, without nodes and records."""
+        """Create all parts, without nodes and records. Each part uses the parts before it."""
         self.nodes = nodes = Nodes(2 * self.table.num_records + SPARE_NODES, self.spaces)
         self.visibility = Visibility(nodes, self.watchers)
         self.entries = Entries(nodes, self.table, self.extents, self.quotas)

@@ -57,12 +57,12 @@ class LeaseTable:
         return number
 
     def find(self, context: int, number: int) -> Lease | None:
-        """Return a lease of a context, None if the context has no such lease (any more)."""
+        """Return a lease of a context, None if the context does not have it (any more)."""
         lease = self._leases.get(number)
         return lease if lease is not None and lease.context == context else None
 
     def release(self, context: int, number: int) -> bool:
-        """End one lease of a context. Return False if the context has no such lease (any more)."""
+        """End one lease of a context. Return False if the context does not have it (any more)."""
         lease = self.find(context, number)
         if lease is None:
             return False
@@ -109,7 +109,7 @@ class LeaseTable:
         return len(self._of_context.get(context, ()))
 
     def count_of_request(self, context: int, request_id: str) -> int:
-        """Return the number of a request's leases, without those that `end_request` is ending."""
+        """Return the number of a request's leases, without leases that `end_request` is ending."""
         return len(self._of_request.get((context, request_id), ()))
 
     def check_integrity(self) -> None:

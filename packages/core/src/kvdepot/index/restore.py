@@ -104,7 +104,7 @@ class TablePass:
         yield from self._tell_policies()
 
     def _read(self, records: list[Record]) -> Iterator[None]:
-        """Read the records of known spaces and labels, and those of all unfinished entries."""
+        """Read the records worth restoring, and all unfinished ones, to free their extents later."""
         for entry in self._index.table.entries:
             record = self._index.table.record(entry)
             if record is not None and (
@@ -151,7 +151,7 @@ class TablePass:
             above = level
 
     def _take_entry(self, record: Record, above: dict[bytes, int], level: dict[bytes, int]) -> bool:
-        """Take over an entry. `level` has the nodes of its depth, `above` those of the depth before.
+        """Take over an entry. `above` and `level` are nodes by key, one depth up and at this depth.
 
         The keys of both are the space and the start of the chunk's key, because records refer to parents like that.
         """

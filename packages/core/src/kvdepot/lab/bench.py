@@ -34,7 +34,7 @@ from kvdepot.wire import operations as o
 
 ENTRY_BYTES: Final = 4096  # of a filler's entry: a page, the smallest extent
 _PATIENT_SECONDS: Final = 30.0  # far beyond a start or a store, so that only a depot that hangs reaches it
-NUM_CLIENTS: Final = 4  # clients at once, so that requests queue in the server, as those of several engines do
+NUM_CLIENTS: Final = 4  # they keep the server's queue full, as several engines do
 _TRANSFER_BYTES: Final = 256 << 20  # far beyond the caches of a processor
 _ROUNDS: Final = 9
 _SECONDS: Final = 3.0  # of lookups in each row
@@ -174,7 +174,7 @@ def filler_spec(chunk_tokens: int) -> m.CacheSpec:
 
 
 def prompt_key(prompt: int, num_chunks: int) -> KeyRun:
-    """Return the key of a prompt of `num_chunks` chunks, with digests like those of a real one."""
+    """Return the key of a prompt of `num_chunks` chunks, with digests as random as real ones."""
     return hash_prefix(Namespace(f"prompt {prompt}"), 1, range(num_chunks))
 
 

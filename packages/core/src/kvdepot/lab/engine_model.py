@@ -55,7 +55,7 @@ GEOMETRY_8B: Final = Geometry("8B GQA", num_layers=32, num_kv_heads=8, head_dim=
 
 
 class RequestReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The outcome of one request. Tokens that were found or retrieved are those of whole chunks."""
+    """The outcome of one request. Found and retrieved tokens are tokens of whole chunks."""
 
     prompt_tokens: int
     device_tokens: int = 0  # found in the engine's own cache
@@ -215,7 +215,7 @@ class EngineModel:
             self._pattern.write(page, seed)
 
     def count_wrong_bytes(self, chunk: bytes) -> int:
-        """Return how many bytes of the chunk's blocks differ from those derived from its key."""
+        """Return how many bytes of the chunk's blocks differ from the bytes derived from its key."""
         return sum(self._pattern.count_wrong_bytes(page, seed) for page, seed in self._pages(chunk))
 
     def _compute_all(self, chunks: Sequence[bytes], num_tokens: int) -> None:

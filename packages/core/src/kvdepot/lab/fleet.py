@@ -211,7 +211,7 @@ class Fleet:
         on_report: Callable[[int, Prompt, RequestReport], None],
         engines: Sequence[FleetEngine] | None = None,
     ) -> None:
-        """Serve every prompt: those of one conversation in order, the conversations side by side on all engines.
+        """Serve every prompt: one conversation's in order, the conversations side by side on all engines.
 
         Args:
             conversations: the prompts.

@@ -142,7 +142,7 @@ class StatusCollector(Collector):
 
 
 Values = Iterable[tuple[Sequence[str], float]]
-"""Values of a metric with those of its labels."""
+"""Pairs of label values and a value."""
 
 
 def _gauge(name: str, text: str, labels: Sequence[str], values: Values) -> Metric:

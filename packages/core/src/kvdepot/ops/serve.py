@@ -318,7 +318,7 @@ def _read_settings(
 def _from_environment(
     declared: Mapping[str, Setting], environment: Mapping[str, str], hidden: Collection[str]
 ) -> dict[str, Any]:
-    """Read all settings except those in `hidden`. Split lists at spaces. Warn of variables that look like settings."""
+    """Read all settings except the `hidden` ones. Split lists at spaces. Warn of variables that look like settings."""
     variables = {_PREFIX + setting.name.upper(): name for name, setting in declared.items()}
     given: dict[str, Any] = {}
     for variable in sorted(environment):
@@ -335,7 +335,7 @@ def _from_environment(
 
 
 def _from_file(path: Path | str, declared: Mapping[str, Setting], hidden: Collection[str]) -> dict[str, Any]:
-    """Read all settings except those in `hidden`."""
+    """Read all settings except the `hidden` ones."""
     try:
         values = tomllib.loads(Path(path).read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:

@@ -130,7 +130,7 @@ def _describe_generations(generations: list[GenerationStatus]) -> list[str]:
             models = f" of {', '.join(each.models)}" if any(each.models) else ""
             text = f"weights  {each.name or 'as loaded'}{models}: {format_size(each.used_bytes)}"
             text += f", {counted(each.num_schedulers, 'engine')}" if each.num_schedulers else ""
-            lines.append(text + (", outdated: first to leave" if each.is_outdated else ""))
+            lines.append(text + (", outdated: evicted first" if each.is_outdated else ""))
     return lines
 
 

@@ -93,7 +93,7 @@ class PoolFiles:
             except OSError as error:
                 raise PoolError(f"no pool in {self.directory}: {error}") from error
             self.unnamed = {}
-            self.tokens.moved(self.directory / TOKENS_FILE)
+            self.tokens.path = self.directory / TOKENS_FILE
             folder.remove_files(only_unfinished=True)  # of killed starts; a concurrent start has lost the race
         if self.why_new:
             logger.warning("discarding the cache of an earlier server in %s: %s", self.directory, self.why_new)
@@ -312,7 +312,7 @@ def _reopen(folder: PoolFolder, size_bytes: int, lock_fd: int) -> PoolFiles:
         undo.callback(os.close, table_fd)
         tokens = TokensFile.open(folder.place_of(TOKENS_FILE))
         undo.callback(tokens.close)
-        tokens.moved(folder.path / TOKENS_FILE)  # `folder` is closed by the time that the file is rewritten
+        tokens.path = folder.path / TOKENS_FILE  # `folder` is closed by the time that the file is rewritten
         files = PoolFiles(folder.path, size_bytes, fd, lock_fd, table, table_fd, names, tokens, prefixes, is_new=False)
         undo.pop_all()
     return files

@@ -14,10 +14,10 @@ from typing import Final, Self
 
 from kvdepot.errors import PoolError
 from kvdepot.ownership import open_folder, refuse_foreign
-from kvdepot.pool.names import MAGIC as NAMES_MAGIC
+from kvdepot.pool.names import NamesFile
 from kvdepot.pool.prefixes import MAGIC as PREFIXES_MAGIC
 from kvdepot.pool.table import MAGIC as TABLE_MAGIC
-from kvdepot.pool.tokens import MAGIC as TOKENS_MAGIC
+from kvdepot.pool.tokens import TokensFile
 
 POOL_FILE: Final = "pool"
 TABLE_FILE: Final = "index"
@@ -30,8 +30,8 @@ POOL_MAGIC: Final = b"KVDEPOTP"
 _MAGICS: Final = {
     POOL_FILE: POOL_MAGIC,
     TABLE_FILE: TABLE_MAGIC,
-    NAMES_FILE: NAMES_MAGIC[:8],
-    TOKENS_FILE: TOKENS_MAGIC[:8],
+    NAMES_FILE: NamesFile.MAGIC[:8],
+    TOKENS_FILE: TokensFile.MAGIC[:8],
     PREFIXES_FILE: PREFIXES_MAGIC[:8],
 }
 # In the order in which new files get their names: of two servers that start, the first to name its pool wins.

@@ -1,4 +1,4 @@
-"""Finds the pools on this machine, served or not, and removes those that no depot serves."""
+"""Finds the pools on this machine, served or not, and removes pools that no depot serves."""
 
 import os
 from dataclasses import dataclass
@@ -52,7 +52,7 @@ def look_at(directory: Path) -> FoundPool:
 
 def _open(directory: Path) -> PoolFolder:
     if directory.is_symlink():
-        raise PoolError(f"{directory} is a link to {directory.readlink()}: name the folder itself")
+        raise PoolError(f"{directory} is a symbolic link; pass its target {directory.readlink()}")
     try:
         return PoolFolder(directory)
     except (FileNotFoundError, NotADirectoryError):

@@ -136,8 +136,9 @@ class PrefixFile:
         owner, name = _names_of(tenant, session)
         of_tenant = self._tenants.setdefault(owner, _Tenant())
         blocks = of_tenant.sessions.pop(name, None) or array("I")
-        chunk, place, before = 0, 0, _NO_DIGEST
         num_chunks = min(MAXIMUM_CHUNKS, len(digests) // DIGEST_BYTES)
+        place = self._num_unchanged(blocks, digests)
+        chunk, before = place * _BLOCK_DIGESTS, self._body(blocks[place - 1])[-DIGEST_BYTES:] if place else _NO_DIGEST
         while chunk < num_chunks:
             if place == len(blocks):
                 block = self._take(owner)
@@ -155,7 +156,7 @@ class PrefixFile:
         return bool(place)
 
     def find(self, tenant: str, session: str) -> bytes:
-        """Return the packed digests of a session's last prefix; empty if the tenant has no such session."""
+        """Return the packed digests of a session's last prefix; empty if the tenant does not have the session."""
         owner, name = _names_of(tenant, session)
         of_tenant = self._tenants.get(owner)
         blocks = None if of_tenant is None else of_tenant.sessions.get(name)
@@ -173,6 +174,16 @@ class PrefixFile:
             self._drop_if_empty(owner)
 
     # --- blocks ---------------------------------------------------------------------------------------------------
+
+    def _num_unchanged(self, blocks: "array[int]", digests: bytes) -> int:
+        """Return how many blocks from the first on can stay, because they hold the same digests.
+
+        A digest covers the chunks before it. So the last block that is the same shows that all before it are.
+        """
+        place, step = len(blocks), _BLOCK_DIGESTS
+        while place and self._body(blocks[place - 1]) != slice_digests(digests, (place - 1) * step, place * step):
+            place -= 1
+        return place
 
     def _write(self, block: int, owner: bytes, name: bytes, place: int, before: bytes, body: bytes) -> None:
         start = block * _BLOCK_BYTES

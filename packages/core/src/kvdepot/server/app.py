@@ -217,7 +217,7 @@ class DepotServer:
             self.close()
 
     def stop(self) -> None:
-        """Tell the loop to end: decline new stores, finish those under way, and write them to the tiers.
+        """Tell the loop to end: decline new stores, finish stores under way, and write them to the tiers.
 
         Any thread or signal handler may call this.
         """

@@ -26,7 +26,7 @@ from kvdepot.server.access import Access, Listener, Warnings
 from kvdepot.wire import frames
 
 SILENCE_SECONDS: Final = 5.0  # for a greeting, for the rest of a frame, and between an operator's requests
-MAXIMUM_OF_OWNER: Final = 64  # connections per session: a worker has three, one of them only briefly
+MAXIMUM_OF_OWNER: Final = 64  # connections per session; a worker needs 3
 MAXIMUM_HELD_BYTES: Final = 64 << 20  # in total, of requests that wait for an answer or for the rest of their frame
 MAXIMUM_HELD_BY_ONE_BYTES: Final = 16 << 20  # per connection: at least four greedy clients are needed to fill the total
 MAXIMUM_UNREAD_BYTES: Final = 64 << 20  # in total, of replies
@@ -55,7 +55,7 @@ class Connection:
 
 
 class ConnectionTable:
-    """All connections of the control socket except those that opened a session. The server's loop polls its epoll set.
+    """All connections of the control socket that opened no session. The server's loop polls its epoll set.
 
     Args:
         path: the socket to listen on.

@@ -105,7 +105,7 @@ class Workers:
         self._splits.clear()
 
     def places(self, instance: str) -> list[PartPlace]:
-        """Return the parts of an engine, or those of another engine if its workers lack a cell.
+        """Return the parts of an engine, or another engine's if its workers lack a cell.
 
         Empty if all lack one.
         """
@@ -147,7 +147,7 @@ class Workers:
         return next(iter(mates.values()))
 
     def check(self, groups: tuple[PartPlace, ...]) -> None:
-        """Refuse a worker whose bytes for the same cells would differ from those of a registered worker.
+        """Refuse a worker whose bytes for the same cells would differ from a registered worker's bytes.
 
         Raises:
             Refused: the text names the other worker's instance.

@@ -91,7 +91,7 @@ ENTRY_POINT_GROUP: Final = "kvdepot.features"
 
 
 def installed_features(without: Iterable[str] = ()) -> list[MakeFeature]:
-    """Load the installed features, except those `without`.
+    """Load the installed features, except the ones named in `without`.
 
     Raises:
         ConfigError: there is no feature of such a name, or one cannot be loaded.

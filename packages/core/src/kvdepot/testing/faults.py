@@ -158,7 +158,7 @@ class FaultSuite:
     def test_worker_and_server_killed_in_a_store_leave_what_was_sealed(
         self, where: str, depot: DepotProcess, victim: EngineProcess, other: Cache
     ) -> None:
-        """Lookups find sealed chunks, and not those of the interrupted store."""
+        """Lookups find sealed chunks, and no chunk of the interrupted store."""
         victim.expect("4", "store 1 4")
         victim.expect("armed", f"gate store {where}")
         victim.expect("reached", "store 2 4")

@@ -200,7 +200,7 @@ class FaultyBench:
         fill(pool, 0, self.keys, [4096] * 16)
 
     def submit(self, operation: JobKind, first: int, last: int, to: int = -1) -> Job:
-        """Submit a job for some of the keys and the extents from number `to` on; by default those of the payloads."""
+        """Submit a job for some of the keys and the extents from number `to` on; by default the payloads' extents."""
         extents = extents_of(first if to < 0 else to, [4096] * (last - first))
         job = Job(operation, self.keys[first:last], extents)
         self._calls_before[id(job)] = self.tier.num_calls
@@ -232,7 +232,7 @@ class FaultyBench:
         return self.outcomes[id(job)]
 
     def read(self, first: int, last: int) -> list[bool]:
-        """Read some of the keys into the extents from 32 on and wait; check the bytes of those reported as read."""
+        """Read some of the keys into the extents from 32 on and wait; check the bytes of entries reported as read."""
         self.wipe(32, last - first)
         job = self.submit(JobKind.READ, first, last, to=32)
         self.wait_for(job)
@@ -244,7 +244,7 @@ class FaultyBench:
             self.pool.view[offset : offset + size] = bytes(size)
 
     def checked(self, job: Job) -> list[bool]:
-        """Return the outcomes of a read that ended; check the bytes of those reported as read."""
+        """Return the outcomes of a read that ended; check the bytes of entries reported as read."""
         outcomes = self.outcomes[id(job)]
         for key, (offset, size), is_here in zip(job.keys, job.extents, outcomes, strict=True):
             assert not is_here or self.pool.view[offset : offset + size] == content(key, size), "wrong bytes were read"

@@ -1,4 +1,4 @@
-"""Keys, payloads and memory that stand for those of a depot, and functions that run jobs on a queue and wait."""
+"""Stand-ins for a depot's keys, payloads and memory; functions that run jobs on a queue and wait."""
 
 import random
 import threading

@@ -105,7 +105,7 @@ class Demotions:
         return len(self._gathering) + self.refresher.num_unwritten
 
     def gather(self, *, waits: bool) -> None:
-        """Let newly stored chunks wait for those after them, or write them at once."""
+        """Let newly stored chunks wait for the chunks after them, or write them at once."""
         self._gathering.waits = waits
 
     def stored(self, entries: Sequence[Entry], *, is_first: bool = False) -> None:
@@ -369,7 +369,7 @@ class Demotions:
         leaves: bool,
         part: JobPart,
     ) -> None:
-        """Handle the outcomes of some entries of a job. `entries`, `headers` and `nodes` are those of the whole job."""
+        """Settle one part of a write job. `entries`, `headers` and `nodes` describe the whole job."""
         if part.is_last:
             self.writing.discard(part.job)
         some = slice(part.first, part.first + len(part.outcomes))

@@ -54,7 +54,7 @@ class Gathering:
         return min((next(iter(waiting.values())).until for waiting in self._waiting if waiting), default=math.inf)
 
     def adds(self, before: int, last: int, run_chunks: int, now: float, *, is_first: bool, may_wait: bool) -> bool:
-        """Let the chunks after `before` up to `last` wait, joined to those that end at `before`.
+        """Let the chunks after `before` up to `last` wait, joined to waiting chunks that end at `before`.
 
         Return False if they must be written now.
 

@@ -442,7 +442,7 @@ class ObjectTier(Tier):
     async def _fill(
         self, name: str, chunks: Sequence[tuple[int, int, int]], extents: Extents
     ) -> dict[int, bytes | None]:
-        """Fill extents with chunks of one object. Return None or b"" by position for those that did not arrive."""
+        """Fill extents with chunks of one object. Return None or b"" by position for chunks that did not arrive."""
         start, stop = min(offset for offset, _, _ in chunks), max(offset + size for offset, size, _ in chunks)
         if stop - start > max(MOST_BYTES_A_RUN, *(size for _, size, _ in chunks)):  # a forged head
             return dict.fromkeys((place for _, _, place in chunks), b"")
@@ -542,7 +542,7 @@ def _in_one_line(error: BaseException) -> str:
 
 
 def copy(source: memoryview, target: memoryview) -> None:
-    """Copy bytes in pieces, so that threads that wait for the GIL, such as the depot's loop, get it in between."""
+    """Copy bytes in pieces, so that threads that wait for the GIL, like the depot's loop, get it in between."""
     for first in range(0, len(source), _COPIED_AT_ONCE):
         target[first : first + _COPIED_AT_ONCE] = source[first : first + _COPIED_AT_ONCE]
 

@@ -1,4 +1,4 @@
-"""Opens tiers: those of the settings before the server starts to serve, later ones on a thread."""
+"""Opens tiers: the settings' before the server starts to serve, later ones on a thread."""
 
 import logging
 import mmap

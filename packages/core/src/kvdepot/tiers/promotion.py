@@ -375,7 +375,7 @@ class Promotions:
         return len(self._moves) >= MAXIMUM_PROMOTIONS
 
     def begin(self, prefix: Prefix, match: Match, wait_seconds: float, on_answer: Callable[[], None]) -> None:
-        """Promote the chunks after those that match, which stay pinned until the end."""
+        """Promote the chunks after the match, which stays pinned until the end."""
         promotion = Promotion(
             self._context, self._tiers, prefix, match.num_chunks, wait_seconds, on_answer, self._moves.wake
         )

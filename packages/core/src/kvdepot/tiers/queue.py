@@ -98,12 +98,12 @@ class TierQueue:
 
     @property
     def keeps_runs(self) -> bool:
-        """Whether the tier keeps runs, and so needs the chunks before those that it is asked for."""
+        """Whether the tier keeps runs, and so needs the chunks before a chunk that it is asked for."""
         return self.tier.keeps_runs
 
     @property
     def gathers_stores(self) -> bool:
-        """Whether stores wait for those that continue them, so that the tier gets few large calls."""
+        """Whether stores wait for stores that continue them, so that the tier gets few large calls."""
         return self.tier.gathers_stores
 
     @property

@@ -220,7 +220,7 @@ class Reading:
                 wanted.clear()
 
     def _abandon(self) -> None:
-        """Abandon the entries on their way. The tier may still write to those that it was asked for."""
+        """Abandon the entries on their way. The tier may still write to entries that it was asked for."""
         for arrival, _ in self._begun:
             arrival.state = _State.FAILED
         for arrival in self._arrivals:

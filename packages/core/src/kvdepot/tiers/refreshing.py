@@ -339,7 +339,7 @@ class Refresher:
             end(is_answered=False)
 
     def _write_again(self, key: _Key, lost: Sequence[_Asked], reason: Reason, *, is_end: bool) -> Steps[bool]:
-        """Write entries in steps. Return False when one is dropped, as those after it would be unusable.
+        """Write entries in steps. Return False when one is dropped, as the entries after it would be unusable.
 
         With `is_end`, no others of the prefix follow.
         """

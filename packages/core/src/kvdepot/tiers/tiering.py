@@ -158,7 +158,7 @@ class Tiering:
         return self._demotions.num_unwritten
 
     def gather(self, *, waits: bool) -> None:
-        """Let newly stored chunks wait for those after them, or write them at once."""
+        """Let newly stored chunks wait for the chunks after them, or write them at once."""
         self._demotions.gather(waits=waits)
         self._wake()
 

@@ -18,7 +18,7 @@ _VERSION: Final = 1
 
 
 class BrokenEntry(Exception):
-    """The bytes that a tier returned are not those written under the key; the text gives the reason."""
+    """A tier returned other bytes than were written under the key; the text gives the reason."""
 
 
 def checksum_of(payload: bytes | memoryview) -> bytes:

@@ -36,6 +36,7 @@ class TierUrl:
     host: str
     path: str
     options: dict[str, str] = field(default_factory=dict[str, str])
+    known: set[str] = field(default_factory=set[str])  # options that were asked for, given or not
     deadline_seconds: float = DEADLINE_SECONDS  # limit of a call that a lookup waits for; set before the tier is opened
     num_threads: int = DEFAULT_THREADS  # concurrent calls; set before the tier is opened
     takes_writes: bool = True  # whether the depot writes to the tier; set before the tier is opened
@@ -66,11 +67,12 @@ class TierUrl:
 
     def take(self, option: str, default: str) -> str:
         """Take out an option."""
-        return self.options.pop(option, default)
+        text = self._take(option)
+        return default if text is None else text
 
     def take_size(self, option: str, default: int) -> int:
         """Take out an option that is a size in bytes."""
-        text = self.options.pop(option, None)
+        text = self._take(option)
         return default if text is None else parse_size(text)
 
     def take_number(self, option: str, default: float, least: float = 0.0, most: float = _MOST) -> float:
@@ -79,7 +81,7 @@ class TierUrl:
         Raises:
             ConfigError: the value is not such a number.
         """
-        text = self.options.pop(option, None)
+        text = self._take(option)
         if text is None:
             return default
         try:
@@ -104,6 +106,10 @@ class TierUrl:
             )
         return timeout
 
+    def _take(self, option: str) -> str | None:
+        self.known.add(option)
+        return self.options.pop(option, None)
+
     def check_done(self) -> None:
         """Refuse remaining options, which are unknown.
 
@@ -111,7 +117,8 @@ class TierUrl:
             ConfigError: an option is left.
         """
         if self.options:
-            raise ConfigError(f"--tier {self.name} has no option {', '.join(map(repr, self.options))}")
+            unknown, known = ", ".join(map(repr, self.options)), ", ".join(sorted(self.known))
+            raise ConfigError(f"--tier {self.name}: unknown option {unknown}; choose from {known}")
 
 
 def open_tier(url: TierUrl, pool: TierPool) -> Tier:
@@ -121,6 +128,8 @@ def open_tier(url: TierUrl, pool: TierPool) -> Tier:
         ConfigError: there is no such tier, a library is missing, or the URL is invalid. The text gives the remedy.
     """
     entry = {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}.get(url.scheme)
+    if entry is None and url.scheme in KNOWN_TIERS:
+        raise ConfigError(f"--tier {url.name} needs a package: pip install '{KNOWN_TIERS[url.scheme]}'")
     if entry is None:
         known = ", ".join(sorted({*KNOWN_TIERS, *(e.name for e in entry_points(group=ENTRY_POINT_GROUP))}))
         raise ConfigError(f"--tier {url.name}: no tier {url.scheme!r}; there are {known}")

@@ -1,8 +1,7 @@
 """`XpuTransferContext`: the transfers of a worker whose KV cache is in the memory of an Intel GPU.
 
 Other processes cannot open memory handles of such a device, so the worker copies by itself: `kvdepot.copying.staged`
-stages blocks in host memory and copies them to and from the depot's pool. `kvdepot.client.transfers` communicates with
-the depot.
+copies blocks through host memory to and from the depot's pool. `kvdepot.client.transfers` communicates with the depot.
 """
 
 import importlib

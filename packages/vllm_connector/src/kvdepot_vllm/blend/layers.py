@@ -118,7 +118,7 @@ class Rotation:
 
     @classmethod
     def of(cls, rotary: Any, device: Any) -> "Rotation":
-        """Return the rotation of vLLM's `RotaryEmbeddingBase`. A factor on K, such as YaRN's, is divided out.
+        """Return the rotation of vLLM's `RotaryEmbeddingBase`. A factor on K, like YaRN's, is divided out.
 
         Raises:
             LayoutError: the table of this embedding depends on more than the position.

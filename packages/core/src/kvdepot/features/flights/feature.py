@@ -421,7 +421,7 @@ class FlightTable(Feature):
             self._counters[_FLIGHTS_CUT] += 1
 
     def detached(self, context: Context) -> None:
-        """See `Feature`. Ends the flights of a scheduler and answers its lookups, and ends those that lost a worker."""
+        """See `Feature`. Ends a scheduler's flights, answers its lookups, and ends flights that lost a worker."""
         for flight in list(self._by_request.values()):
             for waiting in [each for each in flight.waiting if each.context is context]:
                 self._answer(flight, waiting)

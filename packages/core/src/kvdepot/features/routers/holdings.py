@@ -326,7 +326,7 @@ class Holdings(Watcher):
         return bool(self._in_tier)
 
     def promoted(self, space: Space, digests: bytes, nodes: Sequence[tuple[int, int]], /) -> None:
-        """Note that a tier brought chunks. Show those whose descriptions were kept at their eviction."""
+        """Note that a tier brought chunks. Show chunks whose descriptions were kept at their eviction."""
         for chunk, (node, above) in enumerate(nodes):
             if node == NO_NODE or not (above == NO_NODE or self.is_described(above)):
                 return

@@ -228,7 +228,7 @@ class Agents(Feature):
         return match if is_own else NO_MATCH
 
     def _pin(self, space: Space, named: AgentSession, digests: bytes, seconds: float) -> int:
-        """Pin the session's prefix in one space."""
+        """Pin the session's prefix in one space. Return the number of pinned chunks."""
         index = self._index
         self.pins.end(named)
         match = self._match(space, named, digests)

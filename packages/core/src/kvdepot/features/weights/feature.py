@@ -176,7 +176,7 @@ class Generations(Feature):
         return self._labels.get(lineage, {})
 
     def _review(self, lineage: str) -> None:
-        """Determine the outdated generations of a lineage, and rank the chunks of those that changed."""
+        """Determine the outdated generations of a lineage, and rank the chunks of changed generations."""
         # Half of the entries would be ranked now, and the rest not. `restored` reviews all lineages.
         if self._state.is_restoring:
             return
@@ -198,7 +198,8 @@ class Generations(Feature):
             (outdated.update if is_outdated else outdated.difference_update)(changed)
             self._pending.update(dict.fromkeys(changed, is_outdated))
             state.counters[_OUTDATED] += is_outdated
-            logger.info("weights %s are %s", weights, "outdated: first to leave" if is_outdated else "in use again")
+            state_text = "outdated: their chunks are evicted first" if is_outdated else "in use again"
+            logger.info("weights %s are %s", weights, state_text)
             if is_outdated and state.tiering is not None:
                 state.tiering.outdate()
         if self._pending:

@@ -88,7 +88,7 @@ class FileIndex:
             return next(reversed(self._sizes), None)
 
     def matching(self, tenant: bytes | None, model: bytes | None) -> list[bytes]:
-        """Return the entries with these hashes of names, including those whose files could not be removed."""
+        """Return the entries with these hashes of names, including entries whose files could not be removed."""
         with self._lock:
             return [key for key in chain(self._sizes, self._unremoved) if has_names(key, tenant, model)]
 

@@ -13,13 +13,17 @@ from typing import Annotated, BinaryIO, Final
 import msgspec
 from msgspec import Meta, Struct
 
-from kvdepot.errors import TraceError
+from kvdepot.errors import KVDepotError
 
 BLOCK_TOKENS: Final = 512  # of Mooncake's traces
 MAXIMUM_LINE_BYTES: Final = 1 << 20  # over 50,000 blocks, 25 million tokens
 
 _Tokens = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
 _HashId = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+
+
+class TraceError(KVDepotError):
+    """A trace cannot be replayed. The text names the file and the line."""
 
 
 class TraceRequest(Struct, frozen=True):

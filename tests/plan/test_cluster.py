@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvdepot.errors import ConfigError, TraceError
-from kvdepot.lab.cluster import (
+from kvdepot.errors import ConfigError
+from kvdepot_plan.cluster import (
     ENGINE_AWARE,
     KV_AWARE,
     LEAST_LOADED,
@@ -23,9 +23,9 @@ from kvdepot.lab.cluster import (
     parse_shared_sizes,
     simulate_cluster,
 )
-from kvdepot.lab.simulate import UNLIMITED as UNLIMITED_POOL
-from kvdepot.lab.simulate import simulate
-from kvdepot.lab.trace import BLOCK_TOKENS, TraceRequest, read_trace
+from kvdepot_plan.simulate import UNLIMITED as UNLIMITED_POOL
+from kvdepot_plan.simulate import simulate
+from kvdepot_plan.trace import BLOCK_TOKENS, TraceError, TraceRequest, read_trace
 
 CHUNK = Cluster(1).chunk_bytes
 

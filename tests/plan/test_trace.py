@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvdepot.errors import TraceError
-from kvdepot.lab.trace import MAXIMUM_LINE_BYTES, TraceRequest, read_trace
+from kvdepot_plan.trace import MAXIMUM_LINE_BYTES, TraceError, TraceRequest, read_trace
 
 
 def line(**changes: object) -> str:

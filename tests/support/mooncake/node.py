@@ -1,6 +1,6 @@
 """A node of a Mooncake cluster in its own process, for tests that share with it, damage its entries, or kill it.
 
-Run: python mooncake_node.py URL. Commands and answers are lines of JSON. The first answer says that the node is ready.
+Run: python node.py URL. Commands and answers are lines of JSON. The first answer says that the node is ready.
 """
 
 import importlib
@@ -13,11 +13,11 @@ from typing import Any
 from kvdepot.testing.tier import Damage
 from kvdepot.testing.tier_traffic import EXTENT_BYTES, NUM_EXTENTS, extents_of, fill, make_key, read, write
 from kvdepot.tiers.base import TierPool
-from kvdepot.tiers.mooncake.child import object_name
-from kvdepot.tiers.mooncake.options import parse_options
-from kvdepot.tiers.mooncake.tier import open_tier
 from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.url import TierUrl
+from kvdepot_mooncake.child import object_name
+from kvdepot_mooncake.options import parse_options
+from kvdepot_mooncake.tier import open_tier
 
 
 def make_shared_pool(num_bytes: int = NUM_EXTENTS * EXTENT_BYTES) -> TierPool:

@@ -17,7 +17,7 @@ import pytest
 from kvdepot.lab.processes import wait_until
 from support.tools import tool_is_missing
 
-NODE: Final = Path(__file__).with_name("mooncake_node.py")
+NODE: Final = Path(__file__).with_name("node.py")
 
 
 def need_sdk() -> None:

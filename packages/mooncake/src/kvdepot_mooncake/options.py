@@ -9,8 +9,8 @@ from msgspec import structs
 
 from kvdepot.config import parse_size
 from kvdepot.errors import ConfigError, KVDepotError
-from kvdepot.tiers.mooncake import messages as m
 from kvdepot.tiers.url import TierUrl
+from kvdepot_mooncake import messages as m
 
 DEFAULT_PORT: Final = 50051  # of Mooncake's master
 _LOOK_SECONDS: Final = 0.5  # limit to reach the master by TCP

@@ -11,13 +11,17 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvdepot.errors import ConfigError, TraceError
+from kvdepot.errors import ConfigError
 from kvdepot.features.estimates.feature import Ends, HitRateCurve
 from kvdepot.index.entries import NewRun, PartPlace
 from kvdepot.index.eviction import POLICIES
 from kvdepot.index.index import ChunkIndex
 from kvdepot.index.tree import NO_NODE
-from kvdepot.lab.simulate import (
+from kvdepot.layout import GroupKind
+from kvdepot.pool.extents import ExtentAllocator
+from kvdepot.pool.table import IndexTable
+from kvdepot.wire.messages import CacheSpec, GroupShape
+from kvdepot_plan.simulate import (
     BELADY,
     BYTES_PER_TOKEN,
     UNLIMITED,
@@ -28,11 +32,7 @@ from kvdepot.lab.simulate import (
     replay,
     simulate,
 )
-from kvdepot.lab.trace import BLOCK_TOKENS, TraceRequest, read_trace
-from kvdepot.layout import GroupKind
-from kvdepot.pool.extents import ExtentAllocator
-from kvdepot.pool.table import IndexTable
-from kvdepot.wire.messages import CacheSpec, GroupShape
+from kvdepot_plan.trace import BLOCK_TOKENS, TraceError, TraceRequest, read_trace
 
 BYTES = 8  # per token, so that one chunk is one extent
 CHUNK = BLOCK_TOKENS * BYTES

@@ -23,10 +23,10 @@ from kvdepot.counting import Counts, tier_counter
 from kvdepot.errors import ConfigError
 from kvdepot.tiers.base import Extents, Tier, TierPool, TierUsage
 from kvdepot.tiers.keys import KEY_BYTES
-from kvdepot.tiers.mooncake import messages as m
-from kvdepot.tiers.mooncake.options import MooncakeOptions, MooncakeUnavailable, parse_options
-from kvdepot.tiers.mooncake.process import ChildProcess
 from kvdepot.tiers.url import TierUrl
+from kvdepot_mooncake import messages as m
+from kvdepot_mooncake.options import MooncakeOptions, MooncakeUnavailable, parse_options
+from kvdepot_mooncake.process import ChildProcess
 
 logger = logging.getLogger(__name__)
 

@@ -16,11 +16,11 @@ from typing import Any, Final
 from msgspec import structs
 
 from kvdepot.config import format_size, parse_size
-from kvdepot.errors import ConfigError, TraceError
-from kvdepot.lab.plot import curves_as_svg
-from kvdepot.lab.simulate import BYTES_PER_TOKEN, LADDER, Workload, as_table
-from kvdepot.lab.trace import BLOCK_TOKENS, TraceRequest
+from kvdepot.errors import ConfigError
 from kvdepot.pool.extents import extent_size
+from kvdepot_plan.plot import curves_as_svg
+from kvdepot_plan.simulate import BYTES_PER_TOKEN, LADDER, Workload, as_table
+from kvdepot_plan.trace import BLOCK_TOKENS, TraceError, TraceRequest
 
 # Routings, each with the facts from which a router chooses an engine:
 RANDOM: Final = "random"  # nothing

@@ -1,4 +1,4 @@
-"""The child process with Mooncake's SDK: `python -m kvdepot.tiers.mooncake.child`.
+"""The child process with Mooncake's SDK: `python -m kvdepot_mooncake.child`.
 
 The SDK can block the interpreter for minutes and crash it, so the depot's process never loads it. This process maps the
 pool, registers it once, and moves bytes directly between the pool's extents and the cluster. Messages contain trailers
@@ -28,8 +28,8 @@ import msgspec
 
 from kvdepot.processes import be_a_child, ignore_signals
 from kvdepot.tiers.keys import NAME_HASH_BYTES, PLACE_BYTES
-from kvdepot.tiers.mooncake import messages as m
 from kvdepot.tiers.trailer import TRAILER_BYTES
+from kvdepot_mooncake import messages as m
 
 _TRAILER_SLOT_BYTES: Final = 128  # a trailer, and as much as two lines of the cache
 # Seconds before retries of a put: the master evicts in the background within some milliseconds.

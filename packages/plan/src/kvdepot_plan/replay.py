@@ -12,13 +12,12 @@ from typing import Any, Final
 from msgspec import structs
 
 from kvdepot.config import format_size
-from kvdepot.errors import TraceError
 from kvdepot.index.eviction import AUTO
 from kvdepot.lab.engine_model import Geometry
 from kvdepot.lab.fleet import Fleet, Prompt
-from kvdepot.lab.simulate import Workload
-from kvdepot.lab.trace import BLOCK_TOKENS, TraceRequest
 from kvdepot.lab.view import live_view
+from kvdepot_plan.simulate import Workload
+from kvdepot_plan.trace import BLOCK_TOKENS, TraceError, TraceRequest
 
 REPLAY_GEOMETRY: Final = Geometry("scaled down", num_layers=1, num_kv_heads=2, head_dim=64)
 _NUM_ENGINES: Final = 2  # the least that can share

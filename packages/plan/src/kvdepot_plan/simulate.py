@@ -15,16 +15,16 @@ from typing import Any, Final
 from blake3 import blake3
 
 from kvdepot.config import format_size, parse_size
-from kvdepot.errors import ConfigError, TraceError
+from kvdepot.errors import ConfigError
 from kvdepot.features.estimates.feature import HitRateCurve
 from kvdepot.index.eviction import AUTO, NORMAL, POLICIES, EvictionPolicy, Preference
 from kvdepot.index.priorities import Priorities, Shares
 from kvdepot.index.quotas import QuotaTable
 from kvdepot.index.tree import NO_NODE, ChunkTree, Nodes
 from kvdepot.keys import DIGEST_BYTES
-from kvdepot.lab.plot import curves_as_svg
-from kvdepot.lab.trace import BLOCK_TOKENS, TraceRequest
 from kvdepot.pool.extents import extent_size
+from kvdepot_plan.plot import curves_as_svg
+from kvdepot_plan.trace import BLOCK_TOKENS, TraceError, TraceRequest
 
 LADDER: Final = (0.05, 0.1, 0.2, 0.4, 0.8)  # default pool sizes, as shares of an unlimited pool's content
 BYTES_PER_TOKEN: Final = 32 * 8 * 128 * 2 * 2  # 8B GQA model: layers, KV heads, head size, K and V, bf16

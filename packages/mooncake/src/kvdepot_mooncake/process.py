@@ -16,12 +16,12 @@ from typing import Final, TypeVar
 import msgspec
 
 from kvdepot.tiers.base import TierPool
-from kvdepot.tiers.mooncake import messages as m
-from kvdepot.tiers.mooncake.options import MooncakeOptions, MooncakeUnavailable
+from kvdepot_mooncake import messages as m
+from kvdepot_mooncake.options import MooncakeOptions, MooncakeUnavailable
 
 logger = logging.getLogger(__name__)
 
-_CHILD_MODULE: Final = "kvdepot.tiers.mooncake.child"
+_CHILD_MODULE: Final = "kvdepot_mooncake.child"
 _WAIT_SECONDS: Final = 1.0  # the longest wait of a call for a starting child
 _LEAVE_SECONDS: Final = 1.5  # time for a child to leave the cluster
 _DIE_SECONDS: Final = 1.0  # after SIGKILL: unmapping a large pool takes the kernel some time

@@ -1,0 +1,44 @@
+"""Adds the commands of other distributions, which name them in the entry point group `kvdepot.commands`.
+
+An entry point has the name of its command and loads a function like `add_status`, which is called with the subparsers
+of `kvdepot` and its two parsers of common flags. `kvdepot` loads it for every command, so its module stays light.
+"""
+
+import argparse
+import logging
+from functools import partial
+from importlib.metadata import entry_points
+from typing import Any, Final, NoReturn
+
+from kvdepot.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+ENTRY_POINT_GROUP: Final = "kvdepot.commands"
+KNOWN_COMMANDS: Final = {"replay": "kvdepot[plan]"}
+
+
+def add_extensions(commands: Any, common: argparse.ArgumentParser, json_output: argparse.ArgumentParser) -> None:
+    """Add the commands of all installed distributions, and one that names the `pip` command for each known other one.
+
+    Args:
+        commands: the result of `add_subparsers`.
+        common: has `--log-level`, and `--dir` to name a depot.
+        json_output: has `--json`.
+    """
+    for entry in entry_points(group=ENTRY_POINT_GROUP):
+        try:
+            entry.load()(commands, common, json_output)
+        except Exception as error:
+            # Without this, one broken distribution would end `kvdepot serve` and every other command.
+            logger.warning("leaving out the command %s (%s): %r", entry.name, entry.value, error)
+    for name, package in KNOWN_COMMANDS.items():
+        if name not in commands.choices:
+            # No argument begins with NUL, so all of them, flags and `--help` too, are words that nobody reads.
+            missing = commands.add_parser(name, prefix_chars="\0", help=f"needs {package}")
+            missing.add_argument("words", nargs="*")
+            missing.set_defaults(run=partial(_refuse, name, package), log_level="warning")
+
+
+def _refuse(name: str, package: str, _options: argparse.Namespace) -> NoReturn:
+    raise ConfigError(f"kvdepot {name} needs a package: pip install '{package}'")

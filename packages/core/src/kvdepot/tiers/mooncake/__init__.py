@@ -1,1 +1,0 @@
-"""The tier in Mooncake Store."""

@@ -1,0 +1,1 @@
+"""The tier in Mooncake Store. `kvdepot` finds it as the entry point `mooncake`; this imports nothing."""
