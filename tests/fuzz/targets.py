@@ -39,7 +39,15 @@ from kvdepot.movers.protocol import (
 from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.names import Label, Names, NamesFile
 from kvdepot.pool.prefixes import PrefixFile
-from kvdepot.pool.table import HEADER_PAGE_BYTES, RECORD_BYTES, SEALED, WRITING, IndexTable, table_size_bytes
+from kvdepot.pool.table import (
+    CRC_OFFSET,
+    HEADER_PAGE_BYTES,
+    RECORD_BYTES,
+    SEALED,
+    WRITING,
+    IndexTable,
+    table_size_bytes,
+)
 from kvdepot.server.depot import Depot
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
@@ -53,7 +61,6 @@ CORPUS: Final = Path(__file__).with_name("corpus")
 _SEQUENCE: Final = bytes(range(8))
 _VERSION: Final = m.PROTOCOL_VERSION
 _POOL_ID: Final = bytes(range(16))
-_CRC: Final = 116  # offset in a record
 _A_NAME: Final = Names(labels=[Label("a", "b")])
 _NUM_RECORDS: Final = 32
 _NUM_LABELS: Final = 2
@@ -264,7 +271,7 @@ def records(data: bytes) -> None:
         table.owner_of(entry)
     depot.quarantine.discard(unfinished)
     index.check_integrity()
-    while index.evictor.evict_one():
+    while index.evictor.make_room(1, 1):
         pass
     check_empty(index)
 
@@ -272,9 +279,8 @@ def records(data: bytes) -> None:
 def _repair(memory: bytearray, num_records: int) -> None:
     table = IndexTable(memory, _NUM_RECORDS)
     for entry in table.entries[:num_records]:
-        base = HEADER_PAGE_BYTES + entry * RECORD_BYTES
-        crc = table.crc_of(base + 8, table.header(entry))
-        memory[base + _CRC : base + _CRC + 4] = crc.to_bytes(4, "little")
+        start = HEADER_PAGE_BYTES + entry * RECORD_BYTES + CRC_OFFSET
+        memory[start : start + 4] = table.crc_of(entry).to_bytes(4, "little")
 
 
 def _sessions_seeds() -> list[bytes]:

@@ -2,10 +2,10 @@
 
 import mmap
 import os
-import struct
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 from kvdepot.errors import PoolError
 from kvdepot.layout import Part
@@ -52,24 +52,35 @@ class Fuse:
         return self.is_dead
 
 
+class _Fused:
+    """Memory of which the server may be killed while it writes there."""
+
+    def __init__(self, memory: "memoryview[int]", fuse: Fuse) -> None:
+        self._memory = memory
+        self._fuse = fuse
+
+    def __getitem__(self, place: int) -> int:
+        return self._memory[place]
+
+    def __setitem__(self, place: "int | slice[int, int, int]", content: Any) -> None:
+        if self._fuse.burn():
+            if isinstance(place, slice):  # a header is whole
+                torn = min(self._fuse.torn, len(content))
+                self._memory[place.start : place.start + torn] = content[:torn]
+            raise Crash
+        self._memory[place] = content
+
+    def release(self) -> None:
+        self._memory.release()
+
+
 class CrashingTable(IndexTable):
     """The table over bytes that outlive it."""
 
     def __init__(self, memory: bytearray, fuse: Fuse) -> None:
         super().__init__(memory, NUM_RECORDS)
-        self._fuse = fuse
-
-    def _put(self, kind: struct.Struct, place: int, *values: object) -> None:
-        if self._fuse.burn():
-            torn = min(self._fuse.torn, kind.size)
-            self._view[place : place + torn] = kind.pack(*values)[:torn]
-            raise Crash
-        super()._put(kind, place, *values)
-
-    def _put_header(self, place: int, header: int) -> None:
-        if self._fuse.burn():
-            raise Crash
-        super()._put_header(place, header)
+        self._bytes = cast("memoryview[int]", _Fused(self._bytes, fuse))
+        self.headers = cast("memoryview[int]", _Fused(self.headers, fuse))
 
 
 class CrashingNames(NamesFile):

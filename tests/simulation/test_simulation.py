@@ -1,6 +1,8 @@
 """Each test breaks one rule of the server, and some history must fail."""
 
 import logging
+from collections.abc import Iterable
+from typing import Any
 from unittest.mock import Mock
 from weakref import WeakKeyDictionary
 
@@ -10,7 +12,7 @@ from kvdepot.features.blend.contents import ContentIndex, SourceRun
 from kvdepot.index.entries import Entries, Extent, PartPlace
 from kvdepot.index.tree import Space
 from kvdepot.index.visibility import Match, Visibility
-from kvdepot.pool.table import Entry, IndexTable
+from kvdepot.pool.table import Entry, IndexTable, NewRecord
 from kvdepot.server.contexts import WorkerKey
 from kvdepot.server.depot import Depot
 from kvdepot.server.stores import QuarantineTable
@@ -128,9 +130,10 @@ def test_a_window_of_which_only_the_last_chunk_is_leased_is_found(monkeypatch: p
 def test_a_record_that_is_sealed_before_its_body_is_written_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     write = IndexTable.write
 
-    def write_sealed(table: IndexTable, entry: Entry, **fields: object) -> int:
-        sealed = write(table, entry, **fields)  # pyright: ignore[reportArgumentType]
-        table.seal(entry, 0)
+    def write_sealed(table: IndexTable, records: Iterable[NewRecord], **fields: Any) -> list[int]:
+        records = [*records]
+        sealed = write(table, records, **fields)
+        table.seal([record[0] for record in records], 0)
         return sealed
 
     monkeypatch.setattr(IndexTable, "write", write_sealed)

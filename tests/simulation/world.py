@@ -78,6 +78,7 @@ from simulation.tier import SimulatedQueue, Storage, make_queue
 from support.features import features
 from support.integrity import check_empty
 from support.operate import operate, put_tiers_below
+from support.records import write_record
 
 LEASE_SECONDS: Final = 10.0
 PROCESS_OF_WORKER: Final = (0, 0, 1, 2, 2)  # some workers share a process
@@ -425,7 +426,8 @@ class World(Node):
             return None
         start = starts[b % len(starts)]
         memory.pages[start : start + size] = memory.pages_of(found.offset, found.num_bytes)
-        table.write(
+        write_record(
+            table,
             target,
             space=found.space,
             group=found.group,
@@ -440,7 +442,7 @@ class World(Node):
             writer=found.writer,
             owner=found.owner,
         )
-        table.seal(target, found.last_use)
+        table.seal([target], found.last_use)
         return f"record {target} is a copy of record {entry}, with pages of its own"
 
     def _look(self, server: Server) -> None:

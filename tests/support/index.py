@@ -39,11 +39,11 @@ class WatchfulAllocator(ExtentAllocator):
 
     table: IndexTable
 
-    def free_all(self, extents: Iterable[tuple[int, int]]) -> None:
+    def free(self, extents: Iterable[tuple[int, int]]) -> None:
         freed = list(extents)
         in_use = {record.offset for record in self.table.records()}
         assert not in_use & {offset for offset, _ in freed}, "the header must change first"
-        super().free_all(freed)
+        super().free(freed)
 
 
 @dataclass

@@ -31,7 +31,7 @@ class Forest:
         self.tree.parent[node] = parent
         if parent != NO_NODE:
             self.tree.num_children[parent] += 1
-        self.policy.added(node)
+        self.policy.added([node])
         self.touch(node)
         return node
 
@@ -56,8 +56,8 @@ class Forest:
 
     def remove(self, node: int) -> None:
         parent = self.tree.parent[node]
-        self.policy.evicted(node)
-        self.policy.removed(node)
+        self.policy.evicted([node])
+        self.policy.removed([node])
         self.tree.keys[node] = None
         del self.last_touch[node]
         if parent != NO_NODE:
@@ -144,7 +144,7 @@ def test_arc_makes_room_for_what_is_new_when_it_misses_what_it_evicted() -> None
     assert forest.policy.victim() == once
     forest.remove(once)
     forest.tree.keys[once] = key_of(once)  # the evicted chunk is stored again
-    forest.policy.added(once)
+    forest.policy.added([once])
     assert forest.policy.victim() == popular
 
 
@@ -152,8 +152,8 @@ def test_arc_learns_nothing_from_what_its_owner_removed() -> None:
     forest = Forest("arc")
     once, _, popular = (forest.add(NO_NODE) for _ in range(3))
     forest.use(popular)
-    forest.policy.removed(once)
-    forest.policy.added(once)
+    forest.policy.removed([once])
+    forest.policy.added([once])
     assert forest.policy.victim() != popular
 
 
@@ -165,7 +165,7 @@ def test_arc_forgets_what_left_long_ago() -> None:
     for _ in range(20):
         forest.remove(forest.add(NO_NODE))
     forest.tree.keys[first] = key_of(first)
-    forest.policy.added(first)
+    forest.policy.added([first])
     assert forest.policy.victim() == first, "it is seen for the first time again"
 
 

@@ -244,6 +244,6 @@ def test_ended_chunks_leave_while_the_rest_of_the_prefix_is_being_ended() -> Non
     bench, worker = long_bench()
     begin_hint(worker, LONG, session_ended=True)
     for _ in range(AT_ONCE):
-        assert bench.index.evictor.evict_one()
+        assert bench.index.evictor.make_room(1, 1)
     bench.depot.background.work()
     assert ranks(bench, LONG.slice(0, 300 - AT_ONCE)) == [ENDED] * (300 - AT_ONCE)

@@ -27,6 +27,7 @@ from support.index import (
     bench_and_worker,
     prompt,
 )
+from support.records import write_record
 
 
 def found(index: ChunkIndex, run: KeyRun) -> int:
@@ -480,7 +481,7 @@ def test_a_successor_evicts_what_was_stored_longest_ago() -> None:
         bench.now = 100.0 - name
         worker.store(prompt(1, name))
     again = bench.successor()
-    again.evictor.evict_one()
+    again.evictor.make_room(1, 1)
     assert [found(again, prompt(1, name)) for name in (1, 2, 3)] == [1, 1, 0]
 
 
@@ -540,8 +541,8 @@ def test_entries_whose_parent_is_damaged_are_freed_with_it() -> None:
     assert again.extents.used_bytes == PAGE
     assert [record.depth for record in again.table.records()] == [0]
     taken: set[int] = set()
-    while again.entries.has_free_record:
-        taken.add(again.entries.take_record())
+    while again.entries.num_free:
+        taken.update(again.entries.take(1))
     assert len(taken) == bench.num_records - 1, "all others can be used again"
 
 
@@ -553,10 +554,11 @@ def test_records_that_no_server_writes_are_freed(forged: str) -> None:
     memory = bytearray(bench.memory)
     table = IndexTable(memory, bench.num_records)
     first, second, third = sorted(table.records(), key=lambda record: record.depth)
-    table.free(second.entry)
-    table.free(third.entry)
+    table.free([second.entry])
+    table.free([third.entry])
     is_parent = forged.startswith("parent")
-    table.write(
+    write_record(
+        table,
         third.entry,
         space=third.space,
         group=third.group,
@@ -571,7 +573,7 @@ def test_records_that_no_server_writes_are_freed(forged: str) -> None:
         writer=third.writer,
         owner=third.owner,
     )
-    table.seal(third.entry, 1)
+    table.seal([third.entry], 1)
     again = bench.successor(memory)
     assert [record.entry for record in again.table.records()] == [first.entry]
     assert (again.entries.num_sealed, again.extents.used_bytes) == (1, PAGE)
@@ -614,7 +616,7 @@ def test_of_two_keys_that_begin_alike_one_is_found_after_a_restart_and_all_can_l
     again = bench.successor()
     assert sorted((found(again, run), found(again, alike))) == [0, 1]
     assert (again.entries.num_sealed, again.extents.used_bytes) == (1, PAGE)
-    assert again.evictor.evict_one()
+    assert again.evictor.make_room(1, 1)
     assert (len(again.nodes), again.extents.used_bytes) == (0, 0)
 
 

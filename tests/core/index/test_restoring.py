@@ -99,7 +99,7 @@ def found(depot: Depot) -> list[int]:
 def evict(successor: Successor) -> None:
     node = successor.index.evictor.next_victim()
     assert node is None
-    successor.index.evictor.evict_one()
+    successor.index.evictor.make_room(1, 1)
     for node in range(len(successor.index.nodes.tree.keys)):
         successor.index.evictor.evict(node)
 
@@ -174,7 +174,7 @@ def test_requests_at_any_step_of_reading_back_do_not_change_its_result(what: str
             successor.index.check_integrity()
             successor.depot.quarantine.discard(unfinished)
             successor.depot.end_session(1)
-            while successor.index.evictor.evict_one():
+            while successor.index.evictor.make_room(1, 1):
                 pass
             check_empty(successor.index)
 
@@ -228,7 +228,7 @@ def test_a_step_that_fails_leaves_an_index_that_serves(
         assert taken.isdisjoint(records[entry].offset for entry in unfinished)
         successor.ask(m.CommitStore(successor.context, plan.ticket))
         depot.quarantine.discard(unfinished)
-        while index.evictor.evict_one():
+        while index.evictor.make_room(1, 1):
             pass
         check_empty(index)
 

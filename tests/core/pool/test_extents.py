@@ -1,6 +1,7 @@
 """The allocation of extents, compared with a model that tracks every 4 KiB."""
 
 import itertools
+from random import Random
 
 import pytest
 from hypothesis import given
@@ -27,22 +28,24 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.allocator = ExtentAllocator(CAPACITY, CAPACITY // 2)
         self.used: set[int] = set()
 
-    @rule(target=extents, num_bytes=st.integers(1, 20 * PAGE))
-    def allocate(self, num_bytes: int) -> tuple[int, int] | None:
-        offset = self.allocator.allocate(num_bytes)
-        if offset is None:
-            assert all(size < num_bytes for _, size in self.allocator.free_extents())
-            return None
-        pages = pages_of(offset, num_bytes)
-        assert not pages & self.used
-        assert max(pages) < self.allocator.ready_bytes // PAGE
-        self.used |= pages
-        return offset, num_bytes
+    @rule(target=extents, pages=st.lists(st.integers(1, 20), max_size=8))
+    def allocate(self, pages: list[int]) -> list[tuple[int, int]]:
+        sizes = [each * PAGE for each in pages]
+        taken = [*zip(self.allocator.allocate(sizes), sizes, strict=False)]
+        if len(taken) < len(sizes):
+            assert all(size < sizes[len(taken)] for _, size in self.allocator.free_extents())
+        for extent in taken:
+            pages_of_it = pages_of(*extent)
+            assert not pages_of_it & self.used
+            assert max(pages_of_it) < self.allocator.ready_bytes // PAGE
+            self.used |= pages_of_it
+        return taken
 
-    @rule(extent=consumes(extents))
-    def free(self, extent: tuple[int, int] | None) -> None:
-        if extent is not None:
-            self.allocator.free(*extent)
+    @rule(extents=consumes(extents), rest=st.integers(1, PAGE), random=st.randoms())
+    def free(self, extents: list[tuple[int, int]], rest: int, random: Random) -> None:
+        random.shuffle(extents)
+        self.allocator.free([(offset, size - PAGE + rest) for offset, size in extents])
+        for extent in extents:
             self.used -= pages_of(*extent)
 
     @rule(pages=st.integers(0, 70))
@@ -64,11 +67,20 @@ TestAllocator = AllocatorMachine.TestCase
 
 def test_a_full_pool_of_one_size_reuses_exactly_what_was_freed() -> None:
     allocator = ExtentAllocator(CAPACITY)
-    offsets = [allocator.allocate(3 * PAGE) for _ in range(CAPACITY // (3 * PAGE))]
-    assert allocator.allocate(3 * PAGE) is None
-    assert offsets[5] is not None
-    allocator.free(offsets[5], 3 * PAGE)
-    assert allocator.allocate(3 * PAGE) == offsets[5]
+    offsets = allocator.allocate([3 * PAGE] * 30)
+    assert offsets == [place * 3 * PAGE for place in range(CAPACITY // (3 * PAGE))]
+    assert allocator.allocate([3 * PAGE]) == []
+    allocator.free([(offsets[5], 3 * PAGE)])
+    assert allocator.allocate([3 * PAGE]) == [offsets[5]]
+
+
+def test_extents_of_one_store_are_neighbours_if_a_hole_has_room_for_all() -> None:
+    allocator = ExtentAllocator(CAPACITY)
+    offsets = allocator.allocate([PAGE] * 64)
+    allocator.free([(offsets[place], PAGE) for place in (9, 3, 40, 41, 42, 20, 21, 22, 23)])
+    assert allocator.allocate([PAGE, PAGE, PAGE]) == offsets[40:43], "the smallest such hole"
+    assert allocator.allocate([2 * PAGE] * 3) == [offsets[20], offsets[22]], "as many as there is room for"
+    assert sorted(allocator.allocate([PAGE] * 3)) == [offsets[3], offsets[9]]
 
 
 @given(st.lists(st.tuples(st.integers(-1, 70).map(lambda p: p * PAGE // 2), st.integers(0, 10 * PAGE)), max_size=12))
@@ -88,7 +100,7 @@ def test_extents_of_an_earlier_life_are_taken_if_they_can_be(wanted: list[tuple[
     assert allocator.used_bytes == len(used) * PAGE
     for (offset, num_bytes), is_taken in zip(wanted, taken, strict=True):
         if is_taken:
-            allocator.free(offset, num_bytes)
+            allocator.free([(offset, num_bytes)])
     assert allocator.free_extents() == [(0, CAPACITY)]
 
 
@@ -112,8 +124,8 @@ def test_a_pool_that_is_ready_in_part_is_restored_and_grows_in_the_meantime(grow
 
 def test_the_smallest_hole_that_is_large_enough_is_taken() -> None:
     allocator = ExtentAllocator(CAPACITY)
-    extents = [(allocator.allocate(pages * PAGE) or 0, pages * PAGE) for pages in (8, 1, 3, 1, 51)]
-    for offset, num_bytes in extents[0:3:2]:
-        allocator.free(offset, num_bytes)
-    assert allocator.allocate(2 * PAGE) == extents[2][0]
-    assert allocator.allocate(4 * PAGE) == extents[0][0]
+    sizes = [pages * PAGE for pages in (8, 1, 3, 1, 51)]
+    extents = [*zip(allocator.allocate(sizes), sizes, strict=True)]
+    allocator.free(extents[0:3:2])
+    assert allocator.allocate([2 * PAGE]) == [extents[2][0]]
+    assert allocator.allocate([4 * PAGE]) == [extents[0][0]]

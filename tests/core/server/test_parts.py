@@ -12,6 +12,7 @@ from kvdepot.pool.table import SEALED, IndexTable
 from kvdepot.server.turns import Refused
 from kvdepot.wire import messages as m
 from support.index import PAGE, Bench, Worker, prompt
+from support.records import write_record
 
 FULL, WINDOW = GroupKind.FULL_ATTENTION, GroupKind.SLIDING_WINDOW
 HEADS = (m.GroupShape(FULL, 1, heads=4),)
@@ -272,8 +273,9 @@ def test_a_record_whose_part_is_not_in_its_plane_is_dropped() -> None:
         memory = bytearray(bench.memory)
         table = IndexTable(memory, bench.num_records)
         fields = next(record for record in table.records() if record.depth == 1)
-        table.free(fields.entry)
-        table.write(
+        table.free([fields.entry])
+        write_record(
+            table,
             fields.entry,
             space=0,
             group=0,
@@ -288,7 +290,7 @@ def test_a_record_whose_part_is_not_in_its_plane_is_dropped() -> None:
             writer=fields.writer,
             owner=fields.owner,
         )
-        table.seal(fields.entry, 0)
+        table.seal([fields.entry], 0)
         successor = bench.successor(memory)
         assert successor.visibility.match(successor.spaces[0], run.digests)[0] == 1
         successor.check_integrity()

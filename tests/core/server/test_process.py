@@ -27,7 +27,7 @@ from kvdepot.keys import KeyRun
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.pool.folder import NAMES_FILE, TABLE_FILE
 from kvdepot.pool.names import Label, Names, NamesFile
-from kvdepot.pool.table import HEADER_PAGE_BYTES, RECORD_BYTES, IndexTable
+from kvdepot.pool.table import CRC_OFFSET, HEADER_PAGE_BYTES, RECORD_BYTES, Entry, IndexTable
 from kvdepot.server.app import DepotServer
 from kvdepot.wire import messages as m
 from support.commands import run_kvdepot
@@ -155,15 +155,15 @@ def change_record(table: bytearray, place: int, value: int) -> None:
     """Change four bytes of the first record and correct its checksum."""
     base = HEADER_PAGE_BYTES
     table[base + place : base + place + 4] = value.to_bytes(4, "little")
-    crc = IndexTable(table, 1).crc_of(base + 8, int.from_bytes(table[base : base + 8], "little"))
-    table[base + 116 : base + 120] = crc.to_bytes(4, "little")
+    crc = IndexTable(table, 1).crc_of(Entry(0))
+    table[base + CRC_OFFSET : base + CRC_OFFSET + 4] = crc.to_bytes(4, "little")
 
 
 @pytest.mark.slow
 @pytest.mark.promise(60)
 @pytest.mark.parametrize(
     ("place", "value"),
-    [(112, 0xFFFFFFFF), (76, 5), (8, 9)],
+    [(96, 0xFFFFFFFF), (80, 5), (8, 9)],
     ids=["a writer whose number no process has", "a tenant without a name", "a space without a layout"],
 )
 def test_a_record_that_no_server_wrote_stops_no_server(place: int, value: int, depot: DepotProcess) -> None:

@@ -285,8 +285,8 @@ class _Prioritized:
     def move(self, node: int, share: int) -> None:
         raise NotImplementedError(f"node {node} cannot move to share {share}: there is one")
 
-    def added(self, node: int) -> None:
-        self._shares.policy_of(node).added(node)
+    def added(self, nodes: Sequence[int]) -> None:
+        self._shares.added(nodes)
 
     def used(self, node: int) -> None:
         sum(self._priorities.used(node) or ())
@@ -294,12 +294,16 @@ class _Prioritized:
     def unpinned(self, node: int) -> None:
         self._shares.policy_of(node).unpinned(node)
 
-    def evicted(self, node: int) -> None:
-        self._shares.policy_of(node).evicted(node)
+    def evicted(self, nodes: Sequence[int]) -> None:
+        self._shares.evicted(nodes)
 
-    def removed(self, node: int) -> None:
-        self._shares.policy_of(node).removed(node)
-        self._priority[node] = NORMAL
+    def removed(self, nodes: Sequence[int]) -> None:
+        self._shares.removed(nodes)
+        for node in nodes:
+            self._priority[node] = NORMAL
+
+    def next_of(self, nodes: Sequence[int]) -> Sequence[int]:
+        return self._shares.policy_of(nodes[0]).next_of(nodes)
 
     def victim(self) -> int | None:
         return self._shares.victim(0)
@@ -346,8 +350,8 @@ def replay(workload: Workload, policy_name: str, capacity_chunks: int, ends: byt
                 holds[parent] += 1  # must not be evicted to make room for its child
             while num_kept == capacity_chunks and (victim := policy.victim()) is not None:
                 above = parents[victim]
-                policy.evicted(victim)
-                policy.removed(victim)
+                policy.evicted([victim])
+                policy.removed([victim])
                 keys[victim] = None
                 if above != NO_NODE:
                     children[above] -= 1
@@ -359,7 +363,7 @@ def replay(workload: Workload, policy_name: str, capacity_chunks: int, ends: byt
             keys[node] = workload.digests[node]
             parents[node] = parent
             if num_kept == capacity_chunks:  # the request is longer than the pool: its beginning stays
-                policy.removed(node)
+                policy.removed([node])
                 keys[node] = None
                 if parent != NO_NODE:
                     policy.unpinned(parent)
@@ -369,8 +373,7 @@ def replay(workload: Workload, policy_name: str, capacity_chunks: int, ends: byt
                 children[parent] += 1
             num_kept += 1
             last += 1
-        for place in range(last - 1, hits - 1, -1):  # deepest first, as the index seals them
-            policy.added(path[place])
+        policy.added(path[hits:last][::-1])  # deepest first, as the index seals them
         for node in path[hits:last]:
             holds[node] = 0
         if last > hits:

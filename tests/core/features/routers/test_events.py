@@ -706,7 +706,7 @@ def test_promoted_chunks_are_announced_as_far_as_their_descriptions_were_kept() 
     described = Described(holdings=Holdings(is_in_tier=lambda _node: True, most_bytes=20 * 8))
     view, run, bench, reader = View(), chunks(3, 1), described.bench, described.reader()
     assert described.store(run) == 3
-    while bench.index.evictor.evict_one():
+    while bench.index.evictor.make_room(1, 1):
         pass
     follow(reader, view)
     assert (view.in_tier, view.found) == (set(ids_of(run)[:2]), set()), "there is room for 40 bytes: two chunks"
@@ -728,7 +728,7 @@ def test_chunks_that_a_tier_lost_are_taken_back_by_the_lookup_that_misses_them()
         run = chunks(3, name)
         assert described.store(run) == 3
         for start in range(len(run.digests) - 32, -1, -32):
-            bench.index.evictor.evict_one()
+            bench.index.evictor.make_room(1, 1)
             assert run.digests[start : start + 32] not in bench.index.spaces[0].nodes
         described.check_integrity()
     told = follow(reader, view).in_tier

@@ -6,7 +6,8 @@ extent) or lingering (removed while a tier copies it).
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import compress
 from typing import Final, NamedTuple, TypeAlias, cast
 
 from kvdepot.errors import require
@@ -14,8 +15,8 @@ from kvdepot.index.columns import make_column
 from kvdepot.index.quotas import QuotaTable
 from kvdepot.index.tree import NO_NODE, Nodes, Space
 from kvdepot.layout import Part, fewest, layers_of_both, mask_of
-from kvdepot.pool.extents import ExtentAllocator, extent_size
-from kvdepot.pool.table import OWNER_BYTES, PARENT_BYTES, SEALED, Entry, IndexTable, Record, Writer
+from kvdepot.pool.extents import EXTENT_ALIGNMENT_BYTES, ExtentAllocator, extent_size
+from kvdepot.pool.table import OWNER_BYTES, SEALED, Entry, IndexTable, NewRecord, Record, Writer, place_number
 from kvdepot.wire.messages import EXTENT
 
 _NO_LABEL: Final = 1 << 32  # above any label of a record
@@ -30,6 +31,12 @@ class PartPlace:
     part: int  # number of a `Part`
     num_bytes: int
     check: int  # 32 bits of a digest of a cell's page sizes: entries with a different check are misses
+    number: int = field(init=False)  # `place_number`
+    extent_bytes: int = field(init=False)  # of an entry's extent
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "number", place_number(self.group, self.part))
+        object.__setattr__(self, "extent_bytes", extent_size(self.num_bytes))
 
     @property
     def num_cells(self) -> int:
@@ -59,13 +66,17 @@ class NewRun(NamedTuple):
 
 
 Begun: TypeAlias = tuple[int, PartPlace, Extent]  # a wanted entry that is being written, with its extent
-Room: TypeAlias = tuple[Entry, int, int]  # an entry of a free record, and the offset and the size of an extent
 
 
-def pack_extent(chunk: int, group: int, part: int, extent: Extent) -> bytes:
-    """Return the packed `EXTENT` of an entry."""
-    entry, header, offset, num_bytes = extent
-    return EXTENT.pack(chunk, group, part & 0xFFFF, entry, part >> 16, header, offset, num_bytes)
+def pack_extents(extents: Iterable[tuple[int, int, int, Extent]]) -> bytes:
+    """Return the packed `EXTENT` of each entry, given with its chunk, group and part."""
+    pack = EXTENT.pack
+    return b"".join(
+        [
+            pack(chunk, group, part & 0xFFFF, entry, part >> 16, header, offset, num_bytes)
+            for chunk, group, part, (entry, header, offset, num_bytes) in extents
+        ]
+    )
 
 
 class Entries:
@@ -84,7 +95,10 @@ class Entries:
         self._next = cast("memoryview[Entry]", make_column("I", table.num_records))
         self._node_of = make_column("I", table.num_records)
         self._writing_share = make_column("I", table.num_records)  # share + 1 of an unfinished entry, else 0
+        self._place_of = make_column("I", table.num_records)  # numbers of `_places`
+        self._places: dict[int, int] = {}  # by `place_number`
         self._free = _NO_ENTRY  # of the record freed last
+        self._num_given_back = 0
         self.num_known = 0  # records that were ever used
         self._readers: dict[Entry, int] = {}  # number of copies to tiers
 
@@ -124,13 +138,22 @@ class Entries:
 
     def find(self, node: int, group: int, part: int) -> Entry | None:
         """Return the entry of a place, sealed or being written. None if there is none."""
-        place = group, part
-        entry = self._first[node]
+        return self._find(node, self._places.get(place_number(group, part)))
+
+    def _find(self, node: int, place: int | None) -> Entry | None:
+        place_of, following, entry = self._place_of, self._next, self._first[node]
         while entry != _NO_ENTRY:
-            if self._table.place_of(entry) == place:
+            if place_of[entry] == place:
                 return entry
-            entry = self._next[entry]
+            entry = following[entry]
         return None
+
+    def _number_of(self, place: int) -> int:
+        """Return the number of a place. Number it if it is new."""
+        number = self._places.get(place)
+        if number is None:
+            number = self._places[place] = len(self._places)
+        return number
 
     def has(self, node: int, group: int, part: int) -> bool:
         """Return whether all cells of a part are present or being written, in one entry or several."""
@@ -146,6 +169,18 @@ class Entries:
                 here |= mask_of(other, heads)
         mask = mask_of(part, heads)
         return mask & here, mask & ~here
+
+    def bytes_of(self, nodes: Iterable[int]) -> list[int]:
+        """Return the bytes that the extents of each node's entries take."""
+        first, following, num_bytes_of, size_of = self._first, self._next, self._table.sizes, extent_size
+        sizes: list[int] = []
+        for node in nodes:
+            entry, size = first[node], 0
+            while entry != _NO_ENTRY:
+                size += size_of(num_bytes_of[entry])
+                entry = following[entry]
+            sizes.append(size)
+        return sizes
 
     def missing(
         self, space: Space, nodes: Sequence[int], wanted: Sequence[Wanted]
@@ -180,6 +215,45 @@ class Entries:
             last = chunk
             missing.append(each)
         return missing, num_present, overlapping
+
+    def readable(
+        self, nodes: Sequence[int], places: Sequence[PartPlace], starts: Sequence[int], most: int
+    ) -> tuple[bytes, int]:
+        """Return the packed extents of the entries that a worker needs of consecutive chunks.
+
+        Args:
+            nodes: the node of each chunk; `NO_NODE` for one that lookups do not find.
+            places: the worker's place in each group.
+            starts: by group, the first chunk that it needs.
+            most: the most extents. A part is read from several entries if no entry has all of it.
+
+        Returns:
+            the extents, and the number of chunks up to the first one that lacks bytes.
+        """
+        first, following, place_of = self._first, self._next, self._place_of
+        headers, pages, sizes, checks = self._table.headers, self._table.pages, self._table.sizes, self._table.checks
+        pack, extents = EXTENT.pack, list[bytes]()
+        groups = [
+            (start, place, self._places.get(place.number), place.part & 0xFFFF, place.part >> 16)
+            for start, place in zip(starts, places, strict=True)
+        ]
+        for chunk, node in enumerate(nodes):
+            num_before = len(extents)
+            for start, place, wanted, low, high in groups:
+                if chunk < start:
+                    continue
+                entry = _NO_ENTRY if node == NO_NODE else first[node]
+                while entry != _NO_ENTRY and place_of[entry] != wanted:
+                    entry = following[entry]
+                if entry != _NO_ENTRY and headers[entry] & 0xFF == SEALED and checks[entry] == place.check:
+                    offset = pages[entry] * EXTENT_ALIGNMENT_BYTES
+                    extents.append(pack(chunk, place.group, low, entry, high, headers[entry], offset, sizes[entry]))
+                    continue
+                parts = [] if node == NO_NODE else self.cover(node, place)
+                if not parts or len(extents) + len(parts) > most:
+                    return b"".join(extents[:num_before]), chunk
+                extents += [pack_extents([(chunk, place.group, *part)]) for part in parts]
+        return b"".join(extents), len(nodes)
 
     def extent_of(self, node: int, place: PartPlace) -> Extent | None:
         """Return the sealed entry of a place, None if there is none."""
@@ -235,82 +309,129 @@ class Entries:
 
     def add_nodes(self, nodes: Iterable[int]) -> None:
         """Initialise nodes without entries."""
+        first = self._first
         for node in nodes:
-            self._first[node] = _NO_ENTRY
+            first[node] = _NO_ENTRY
 
     @property
-    def has_free_record(self) -> bool:
-        """Whether `take_record` may be called."""
-        return self._free != _NO_ENTRY or self.num_known < self._table.num_records
+    def num_free(self) -> int:
+        """The number of records that `take` can return."""
+        return self._table.num_records - self.num_known + self._num_given_back
 
-    def take_record(self) -> Entry:
-        """Take a free record, and name its entry. There must be one."""
-        entry = self._free
-        if entry == _NO_ENTRY:
-            self.num_known += 1
-            return Entry(self.num_known - 1)
-        self._free = self._next[entry]
-        return entry
+    def take(self, count: int) -> list[Entry]:
+        """Take free records, and name their entries. There must be as many."""
+        taken: list[Entry] = []
+        entry, following = self._free, self._next
+        while len(taken) < count and entry != _NO_ENTRY:
+            taken.append(entry)
+            entry = following[entry]
+        self._free = entry
+        self._num_given_back -= len(taken)
+        new = count - len(taken)
+        taken += cast("Iterable[Entry]", range(self.num_known, self.num_known + new))
+        self.num_known += new
+        return taken
 
-    def give_back(self, entry: Entry) -> None:
-        """Return the record of an entry to the free list."""
-        self._next[entry], self._free = self._free, entry
+    def give_back(self, entries: Iterable[Entry]) -> None:
+        """Return the records of entries to the free list."""
+        following, free = self._next, self._free
+        for entry in entries:
+            following[entry], free = free, entry
+            self._num_given_back += 1
+        self._free = free
 
-    def begin(self, run: NewRun, nodes: Sequence[int], wanted: Sequence[Wanted], room: Sequence[Room]) -> list[Begun]:
-        """Fill the record of each wanted entry of a run, and hold its chunk. All chunks have nodes."""
-        tree, labels = self._nodes.tree, self._nodes.label
-        begun: list[Begun] = []
-        for (chunk, place), (entry, offset, size) in zip(wanted, room, strict=True):
-            node, num_bytes = nodes[chunk], place.num_bytes
-            key, parent, share = tree.keys[node], tree.parent[node], tree.share[node]
-            assert key is not None
-            header = self._table.write(
-                entry,
-                space=run.space.number,
-                group=place.group,
-                part=place.part,
-                offset=offset,
-                num_bytes=num_bytes,
-                key=key,
-                parent=(tree.keys[parent] or b"")[:PARENT_BYTES] if parent != NO_NODE else b"",
-                depth=run.first_chunk + chunk,
-                check=place.check,
-                label=run.label,
-                writer=run.writer,
-                owner=run.owner,
-            )
-            self._link(entry, node)
-            tree.holds[node] += 1
-            self._begin_writing(entry, share, size)
-            self._quotas.account(labels[node], share, size)  # the label and the share of the chunk's first entry
-            begun.append((chunk, place, (entry, header, offset, num_bytes)))
-        return begun
+    def begin(
+        self,
+        run: NewRun,
+        nodes: Sequence[int],
+        wanted: Sequence[Wanted],
+        entries: Sequence[Entry],
+        offsets: Sequence[int],
+    ) -> list[Begun]:
+        """Fill a free record for each wanted entry of a run, and hold its chunk. All chunks have nodes."""
+        tree, all_labels, all_shares = self._nodes.tree, self._nodes.label, self._nodes.tree.share
+        all_keys, all_parents, holds = tree.keys, tree.parent, tree.holds
+        first, following, node_of, writing_share = self._first, self._next, self._node_of, self._writing_share
+        place_of, number_of = self._place_of, self._number_of
+        numbers = {
+            place.number: number_of(place.number) for place in {id(place): place for _, place in wanted}.values()
+        }
+        own = [nodes[chunk] for chunk, _ in wanted]
+        # The label and the share of a chunk's first entry: another tenant may have begun the chunk.
+        shares = [all_shares[node] for node in own]
+        self._account([all_labels[node] for node in own], shares, [place.extent_bytes for _, place in wanted])
+        for node, entry, share, (_, place) in zip(own, entries, shares, wanted, strict=True):
+            node_of[entry], following[entry] = node, first[node]
+            first[node] = entry
+            holds[node] += 1
+            place_of[entry] = numbers[place.number]
+            writing_share[entry] = share + 1
+        above = [all_parents[node] for node in own]
+        records: Iterable[NewRecord] = zip(
+            entries,
+            [place.number for _, place in wanted],
+            offsets,
+            [place.num_bytes for _, place in wanted],
+            [all_keys[node] or b"" for node in own],
+            [all_keys[node] or b"" if node != NO_NODE else b"" for node in above],
+            [run.first_chunk + chunk for chunk, _ in wanted],
+            [place.check for _, place in wanted],
+            strict=True,
+        )
+        headers = self._table.write(
+            records,
+            space=run.space.number,
+            label=run.label,
+            writer=run.writer,
+            owner=run.owner,
+        )
+        return [
+            (chunk, place, (entry, header, offset, place.num_bytes))
+            for (chunk, place), entry, offset, header in zip(wanted, entries, offsets, headers, strict=True)
+        ]
 
-    def seal(self, entries: Sequence[Entry], now: int, checksums: bytes) -> list[tuple[int, bool, int]]:
+    def _account(self, labels: Sequence[int], shares: Sequence[int], sizes: Sequence[int]) -> None:
+        """Count the extents of new unfinished entries."""
+        writing_bytes, account = self._quotas.writing_bytes, self._quotas.account
+        if len(set(labels)) == len(set(shares)) == 1:  # the common case
+            labels, shares, sizes = labels[:1], shares[:1], [sum(sizes)]
+        for label, share, size in zip(labels, shares, sizes, strict=True):
+            account(label, share, size)
+            writing_bytes[share] += size
+
+    def seal(self, entries: Sequence[Entry], now: int, checksums: bytes) -> tuple[list[int], list[int], list[int]]:
         """Mark entries as sealed: their bytes are in place.
 
         Returns:
-            for each entry its node, whether it is the first sealed entry there, and the bit of its group if that is
-            whole.
+            the node of each entry; the nodes that had no sealed entry before; the bit of each entry's group if that is
+            whole, else 0.
         """
-        table = self._table
-        sealed: list[tuple[int, bool, int]] = []
-        for place, entry in enumerate(entries):
-            node = self._node_of[entry]
-            is_alone = self._first[node] == entry and self._next[entry] == _NO_ENTRY  # the common case
-            is_first = is_alone or not self.has_sealed(node)
-            table.seal(entry, now, checksums[place * OWNER_BYTES : (place + 1) * OWNER_BYTES] or bytes(OWNER_BYTES))
-            (group, part), (_, num_bytes) = table.place_of(entry), table.extent(entry)
-            share, self._writing_share[entry] = self._writing_share[entry], 0
-            if share:
-                self._quotas.writing_bytes[share - 1] -= extent_size(num_bytes)
-            sealed.append((node, is_first, self.whole_bit(node, group, part)))
+        first, following, writing_share, node_of = self._first, self._next, self._writing_share, self._node_of
+        spaces, space_number, writing_bytes = self._nodes.spaces, self._nodes.space_number, self._quotas.writing_bytes
+        nodes = [node_of[entry] for entry in entries]
+        new: dict[int, None] = {}
+        for entry, node in zip(entries, nodes, strict=True):
+            is_alone = first[node] == entry and following[entry] == _NO_ENTRY  # the common case
+            if is_alone or not self.has_sealed(node):
+                new[node] = None
+        self._table.seal(entries, now, checksums)
+        places, place_of, sizes, groups = [*self._places], self._place_of, self._table.sizes, list[int]()
+        for entry, node in zip(entries, nodes, strict=True):
+            share = writing_share[entry]
+            if share:  # else it is of an earlier server
+                writing_share[entry] = 0
+                writing_bytes[share - 1] -= extent_size(sizes[entry])
+            # A part that is less than its plane asks for the node's other entries.
+            place = places[place_of[entry]]
+            group = spaces[space_number[node]].whole.get(place)
+            groups.append(self.whole_bit(node, place & 0xFFFF) if group is None else group)
         self.num_sealed += len(entries)
-        return sealed
+        return nodes, [*new], groups
 
     def restore(self, record: Record, node: int) -> None:
         """Take over a sealed entry of an earlier server. Its extent is taken already."""
         self._link(record.entry, node)
+        self._place_of[record.entry] = self._number_of(place_number(record.group, record.part))
         self._quotas.account(self._nodes.label[node], self._nodes.tree.share[node], extent_size(record.num_bytes))
         self.num_sealed += 1
 
@@ -328,7 +449,7 @@ class Entries:
         """Count the entries of a node against another share. The caller changes the node."""
         quotas = self._quotas
         for entry in self.of(node):
-            size = extent_size(self._table.extent(entry)[1])
+            size = extent_size(self._table.sizes[entry])
             quotas.move(size, self._nodes.tree.share[node], share)
             if self._writing_share[entry]:
                 self._end_writing(entry)
@@ -340,36 +461,47 @@ class Entries:
         """Free an entry, sealed or not. While a tier copies it, its extent stays taken until `end_reading`."""
         node = self._node_of[entry]
         self._unlink(entry, node)
-        freed: list[tuple[int, int]] = []
-        self._free_record(entry, node, freed)
-        self._extents.free_all(freed)
+        self._free_records([entry], [node])
 
     def remove_all(self, nodes: Iterable[int]) -> None:
         """Free all entries of nodes, like `remove`."""
-        freed: list[tuple[int, int]] = []
+        first, following = self._first, self._next
+        entries: list[Entry] = []
+        owners: list[int] = []
         for node in nodes:
-            entry, self._first[node] = self._first[node], _NO_ENTRY
+            entry, first[node] = first[node], _NO_ENTRY
             while entry != _NO_ENTRY:
-                following = self._next[entry]
-                self._free_record(entry, node, freed)
-                entry = following
-        self._extents.free_all(freed)
+                entries.append(entry)
+                owners.append(node)
+                entry = following[entry]
+        self._free_records(entries, owners)
 
-    def _free_record(self, entry: Entry, node: int, freed: list[tuple[int, int]]) -> None:
-        """Free the record of an entry. Add its extent to `freed`, which the caller frees, unless a tier copies it."""
-        extent = self._table.extent(entry)
-        self._quotas.account(self._nodes.label[node], self._nodes.tree.share[node], -extent_size(extent[1]))
-        if self._writing_share[entry]:
-            self._end_writing(entry)
+    def _free_records(self, entries: Sequence[Entry], nodes: Sequence[int]) -> None:
+        """Free the records and extents of entries that their nodes no longer list."""
+        node_of, writing_share, readers, quotas = self._node_of, self._writing_share, self._readers, self._quotas
+        labels, shares = self._nodes.label, self._nodes.tree.share
+        freed = self._table.free(entries)  # the headers change before the extents are reused
+        sizes = [extent_size(num_bytes) for _, num_bytes in freed]
+        owners = {(labels[node], shares[node]) for node in nodes}
+        if len(owners) == 1:  # the common case
+            quotas.account(*owners.pop(), -sum(sizes))
         else:
-            self.num_sealed -= 1
-        self._table.free(entry)  # the header changes before the extent is reused
-        self._node_of[entry] = NO_NODE
-        if entry in self._readers:
-            self.lingering.add(entry)
-            return
-        freed.append(extent)
-        self.give_back(entry)
+            for node, size in zip(nodes, sizes, strict=True):
+                quotas.account(labels[node], shares[node], -size)
+        for entry, size in zip(entries, sizes, strict=True):
+            share = writing_share[entry]
+            if share:
+                writing_share[entry] = 0
+                quotas.writing_bytes[share - 1] -= size
+                self.num_sealed += 1
+            node_of[entry] = NO_NODE
+        self.num_sealed -= len(entries)
+        if readers and not readers.keys().isdisjoint(entries):
+            kept = [entry not in readers for entry in entries]
+            self.lingering.update(entry for entry in entries if entry in readers)
+            freed, entries = [*compress(freed, kept)], [*compress(entries, kept)]
+        self._extents.free(freed)
+        self.give_back(entries)
 
     def abandon(self, entry: Entry) -> None:
         """Detach an unfinished entry from its node. Its extent stays taken until `free_abandoned`."""
@@ -380,12 +512,11 @@ class Entries:
 
     def free_abandoned(self, entry: Entry) -> None:
         """Free an abandoned entry whose writer has ended."""
-        offset, num_bytes = self._table.extent(entry)
-        self._quotas.account(self.abandoned.pop(entry), self._writing_share[entry] - 1, -extent_size(num_bytes))
+        size = extent_size(self._table.sizes[entry])
+        self._quotas.account(self.abandoned.pop(entry), self._writing_share[entry] - 1, -size)
         self._end_writing(entry)
-        self._table.free(entry)
-        self._extents.free(offset, num_bytes)
-        self.give_back(entry)
+        self._extents.free(self._table.free([entry]))
+        self.give_back([entry])
 
     def begin_reading(self, entries: Sequence[Entry]) -> list[int]:
         """Keep the extents of sealed entries while they are being copied to a tier. Return the entries' nodes."""
@@ -406,8 +537,8 @@ class Entries:
             del self._readers[entry]
             if entry in self.lingering:
                 self.lingering.remove(entry)
-                self._extents.free(*self._table.extent(entry))
-                self.give_back(entry)
+                self._extents.free([self._table.extent(entry)])
+                self.give_back([entry])
 
     # --- links and bytes ------------------------------------------------------------------------------------------
 
@@ -433,7 +564,7 @@ class Entries:
 
     def _end_writing(self, entry: Entry) -> None:
         share, self._writing_share[entry] = self._writing_share[entry] - 1, 0
-        self._quotas.writing_bytes[share] -= extent_size(self._table.extent(entry)[1])
+        self._quotas.writing_bytes[share] -= extent_size(self._table.sizes[entry])
 
     def check_integrity(self, sealed_groups: Sequence[int]) -> None:
         """Check that records, nodes, extents, quotas and `sealed_groups` of the nodes agree.

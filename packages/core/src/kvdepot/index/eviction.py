@@ -5,7 +5,7 @@ use touched the whole prefix from its deepest chunk to the root, so an ancestor 
 """
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol, TypeAlias
 
@@ -30,13 +30,13 @@ class Preference:
 
 
 class EvictionPolicy(Protocol):
-    """Chooses the next chunk to evict. Nodes are small integers of the index. A parent outlives its children.
+    """Chooses the next chunks to evict. Nodes are small integers of the index. A parent outlives its children.
 
-    The index reports each change. `victim` proposes only nodes for which `evictable` is true.
+    The index reports each change.
     """
 
-    def added(self, node: int) -> None:
-        """Add a chunk that has become complete, so that lookups may find it."""
+    def added(self, nodes: Sequence[int]) -> None:
+        """Add chunks that have become complete, so that lookups may find them: deepest first."""
         ...
 
     def used(self, node: int) -> None:
@@ -47,16 +47,26 @@ class EvictionPolicy(Protocol):
         """Note that a node became evictable again: its last lease ended or its last child was removed."""
         ...
 
-    def evicted(self, node: int) -> None:
-        """Note that a chunk is evicted to make room, and not because its owner asked for it. `removed` follows."""
+    def evicted(self, nodes: Sequence[int]) -> None:
+        """Note that chunks are evicted to make room, not because their owner asked for it. `removed` follows."""
         ...
 
-    def removed(self, node: int) -> None:
-        """Remove a chunk that was evicted or cleared, or moves to another policy. Its number may be reused."""
+    def removed(self, nodes: Sequence[int]) -> None:
+        """Remove chunks that were evicted or cleared, or move to another policy: each before its parent.
+
+        Their numbers may be reused.
+        """
         ...
 
     def victim(self) -> int | None:
-        """Return the next chunk to evict without removing it, None if no chunk can be evicted."""
+        """Return the next chunk to evict, for which `evictable` is true, without removing it. None if there is none."""
+        ...
+
+    def next_of(self, nodes: Sequence[int]) -> Sequence[int]:
+        """Return the first ones of a victim and the chunks before it, each needed only by the one after it.
+
+        They end before the first one that would not be the next victim.
+        """
         ...
 
 
@@ -226,19 +236,22 @@ class AdaptiveReplacement:
         self._target_once = 0.0
         self._tick = 0
 
-    def added(self, node: int) -> None:
+    def added(self, nodes: Sequence[int]) -> None:
         """See `EvictionPolicy`."""
-        key = self._tree.keys[node]
-        assert key is not None
-        capacity = self._num_marked[_ONCE] + self._num_marked[_AGAIN] + 1
-        seen = self._ghosts.take(key, capacity)
-        if seen is not None:
-            self._adapt(seen, capacity)
-        self._tick += 1
-        self._last_use[node] = self._tick
-        self._mark(node, _AGAIN if seen else _ONCE)
-        if not self._tree.num_children[node]:
-            self.unpinned(node)
+        keys, num_marked, last_use = self._tree.keys, self._num_marked, self._last_use
+        num_children, seen_of, take = self._tree.num_children, self._seen, self._ghosts.take
+        self._tick = tick = self._tick + 1
+        for node in nodes:
+            capacity = num_marked[_ONCE] + num_marked[_AGAIN] + 1
+            seen = take(keys[node] or b"", capacity)
+            if seen is not None:
+                self._adapt(seen, capacity)
+            last_use[node] = tick
+            num_marked[seen_of[node]] -= 1
+            seen_of[node] = mark = _AGAIN if seen else _ONCE
+            num_marked[mark] += 1
+            if not num_children[node]:
+                self.unpinned(node)
 
     def used(self, node: int) -> None:
         """See `EvictionPolicy`."""
@@ -258,25 +271,39 @@ class AdaptiveReplacement:
         if self._tree.evictable(node) and self._seen[node]:
             (self._once if self._seen[node] == _ONCE else self._again).add(node)
 
-    def evicted(self, node: int) -> None:
+    def evicted(self, nodes: Sequence[int]) -> None:
         """See `EvictionPolicy`."""
-        seen, key = self._seen[node], self._tree.keys[node]
-        if seen and key is not None:
-            self._ghosts.add(key, seen, self._num_marked[_ONCE] + self._num_marked[_AGAIN])
+        most, seen_of, keys, add = sum(self._num_marked[_ONCE:]), self._seen, self._tree.keys, self._ghosts.add
+        for node in nodes:
+            if seen_of[node]:
+                add(keys[node] or b"", seen_of[node], most)
 
-    def removed(self, node: int) -> None:
+    def removed(self, nodes: Sequence[int]) -> None:
         """See `EvictionPolicy`."""
-        last_use, seen, parent = self._last_use, self._seen[node], self._tree.parent[node]
-        if parent != NO_NODE:
-            last_use[parent] = max(last_use[parent], last_use[node])
-            if seen == _AGAIN and self._seen[parent] == _ONCE:
-                self._mark(parent, _AGAIN)
-        if seen:
-            self._mark(node, 0)
-        last_use[node] = 0  # the number may be reused for a chunk that is discarded before it is `added`
-        if not self._tree.num_children[node]:
-            self._once.removed(node)
-            self._again.removed(node)
+        parents, last_use, seen_of, num_marked = self._tree.parent, self._last_use, self._seen, self._num_marked
+        for node in nodes:
+            parent, seen = parents[node], seen_of[node]
+            if parent != NO_NODE:
+                if last_use[node] > last_use[parent]:  # noqa: PLR1730  # a call for each chunk
+                    last_use[parent] = last_use[node]
+                if seen == _AGAIN and seen_of[parent] == _ONCE:
+                    self._mark(parent, _AGAIN)
+            num_marked[seen] -= 1
+            num_marked[0] += 1
+            seen_of[node] = 0
+            last_use[node] = 0  # the number may be reused for a chunk that is discarded before it is `added`
+        if not self._tree.num_children[nodes[0]]:
+            self._once.removed(nodes[0])
+            self._again.removed(nodes[0])
+
+    def next_of(self, nodes: Sequence[int]) -> Sequence[int]:
+        """See `EvictionPolicy`."""
+        seen_of, last_use = self._seen, self._last_use
+        seen, latest = seen_of[nodes[0]], last_use[nodes[0]]
+        for place, node in enumerate(nodes):
+            if seen_of[node] != seen or last_use[node] > latest:
+                return nodes[:place]
+        return nodes
 
     def victim(self) -> int | None:
         """See `EvictionPolicy`."""

@@ -9,7 +9,7 @@ A node that lost all entries stays as a tombstone while it has children. The chi
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Final, TypeAlias
 
 from kvdepot.counting import depot_counter
@@ -172,26 +172,31 @@ class Evictor:
                     on_victim, self._on_victim = self._on_victim, None
                     on_victim()
                 return node
-            node = self._drop(node)
+            node = self._drop([node])
         return NO_NODE
 
-    def _drop(self, node: int) -> int:
-        """Remove a chunk without entries and children. Return the chunk before it, like `Nodes.drop`."""
-        self._shares.policy_of(node).removed(node)
-        self._visibility.forget(node)
-        self._priorities.forget(node)
-        if self._num_leases[node]:
-            self._leased.remove(node)
-        return self._nodes.drop(node)
+    def _drop(self, nodes: Sequence[int]) -> int:
+        """Remove chunks without entries, each the only child of the next. Return the chunk before them."""
+        self._shares.removed(nodes)
+        self._visibility.forget(nodes)
+        self._priorities.forget(nodes)
+        num_leases = self._num_leases
+        for node in nodes:
+            if num_leases[node]:
+                self._leased.remove(node)
+        return self._nodes.drop(nodes)
 
     # --- leaving --------------------------------------------------------------------------------------------------
 
-    def evict_one(self, share: int = 0, end_store: EndStore = cannot_end, *, is_owed: bool = False) -> bool:
-        """Evict the next chunk to make room for a share of the pool. Return False if no chunk can be evicted.
+    def make_room(
+        self, num_bytes: int, most: int, share: int = 0, end_store: EndStore = cannot_end, *, is_owed: bool = False
+    ) -> bool:
+        """Evict the next prefix of a share from its end on, for another share or itself. Return False if none can be.
 
-        A share that `is_owed` room, because it stays within its quota, takes it from shares above theirs: first
-        unleased chunks, then leased ones. If unfinished stores hold all of that room, `end_store` ends a store of a
-        share above its quota, and a later call finds the room. The share's own chunks come last.
+        Evict about `num_bytes`, and at most `most` chunks. A share that `is_owed` room, because it stays within its
+        quota, takes it from shares above theirs: first unleased chunks, then leased ones. If unfinished stores hold all
+        of that room, `end_store` ends a store of a share above its quota, and a later call finds the room. The share's
+        own chunks come last.
         """
         if self.is_frozen:
             return False
@@ -202,19 +207,51 @@ class Evictor:
                     self.num_steps += 1
                     if node is not None:
                         self.num_leased_evicted += 1
-                        self._make_room(node)
+                        self._make_room([node])
                     return True
             node = self._shares.victim(number)
             if node is not None:
-                self.num_steps += 1
-                self._make_room(node)
+                # No share gives more than it has above its quota.
+                spare = num_bytes if number == share else self._shares.quotas.excess_bytes(number)
+                nodes = self._tail(node, min(num_bytes, spare), most)
+                self.num_steps += len(nodes)
+                self._make_room(nodes)
                 return True
         return False
 
-    def _make_room(self, node: int) -> None:
-        self.eviction_ages.add(self._nodes.idle_seconds(node))
-        self._shares.policy_of(node).evicted(node)  # before the node is gone: ARC remembers its key
-        self.evict_all([node])
+    def _tail(self, node: int, num_bytes: int, most: int) -> Sequence[int]:
+        """Return a victim and the chunks before it that are the next victims, until they have about `num_bytes`."""
+        tree, policy = self._nodes.tree, self._shares.policy_of(node)
+        parents, num_children, holds, shares, priorities = (
+            tree.parent,
+            tree.num_children,
+            tree.holds,
+            tree.share,
+            tree.priority,
+        )
+        share, priority = shares[node], priorities[node]
+        nodes = [node]
+        most = min(most, -(-num_bytes // max(1, self._entries.bytes_of(nodes)[0])))  # most chunks have equal sizes
+        while len(nodes) < most:
+            node = parents[node]
+            if (
+                node == NO_NODE
+                or num_children[node] > 1
+                or holds[node]
+                or shares[node] != share
+                or priorities[node] != priority
+            ):
+                break
+            nodes.append(node)
+        nodes = policy.next_of(nodes)
+        sizes = accumulate(self._entries.bytes_of(nodes))
+        return nodes[: 1 + sum(1 for size in sizes if size < num_bytes)]
+
+    def _make_room(self, nodes: Sequence[int]) -> None:
+        add, now, last_use = self.eviction_ages.add, self._nodes.now, self._nodes.last_use
+        add(max(0, now - last_use[nodes[0]]), len(nodes))  # a chunk inherits the last use of the chunk after it
+        self._shares.evicted(nodes)  # before the nodes are gone: ARC remembers their keys
+        self.evict_all(nodes)
 
     def await_victim(self, on_victim: Callable[[], None]) -> None:
         """Set a function to be called once, when another chunk becomes evictable. It replaces an earlier one."""
@@ -238,7 +275,7 @@ class Evictor:
         if self.is_frozen or not self._nodes.tree.evictable(node):
             return False
         if makes_room:
-            self._make_room(node)
+            self._make_room([node])
         else:
             self.evict_all([node])
         return True
@@ -271,8 +308,7 @@ class Evictor:
             for node in nodes:
                 key, seconds = self._nodes.key_of(node), self._nodes.idle_seconds(node)
                 self._unlogged.append(f"{key[:4].hex()} ({seconds:.0f} s)")
-        for node in nodes:
-            self._watcher.evicted(node, self._nodes.key_of(node))
+        self._watcher.evicted(nodes, [*map(self._nodes.key_of, nodes)])
         self._remove(nodes)
 
     def log_evicted(self, why: str, *details: object) -> None:
@@ -327,10 +363,7 @@ class Evictor:
     def _remove(self, nodes: Sequence[int]) -> int:
         """Remove a chain of unpinned chunks, leaf first. Return its first surviving ancestor, as `settle` does."""
         self._entries.remove_all(nodes)
-        above = NO_NODE
-        for node in nodes:
-            above = self._drop(node)
-        return self.settle(above)
+        return self.settle(self._drop(nodes))
 
     def _clear_up(self, node: int, is_wanted: Callable[[int], bool]) -> Iterator[int]:
         keys, entries = self._nodes.tree.keys, self._entries

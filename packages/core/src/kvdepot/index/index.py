@@ -5,13 +5,13 @@ the parts directly for everything else: `index.nodes`, `index.visibility`, `inde
 `index.priorities`, `index.evictor`. The index does no I/O except for the table, and knows nothing of sessions.
 """
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Final
 
 from kvdepot.counting import depot_counter
-from kvdepot.index.entries import Begun, Entries, NewRun, PartPlace, Room, Wanted
+from kvdepot.index.entries import Begun, Entries, NewRun, PartPlace, Wanted
 from kvdepot.index.eviction import AUTO, POLICIES, EvictionPolicy, Preference
 from kvdepot.index.evictor import EndStore, Evictor, cannot_end
 from kvdepot.index.kept import KeptChunks
@@ -19,7 +19,7 @@ from kvdepot.index.priorities import Priorities, Shares
 from kvdepot.index.quotas import QuotaTable
 from kvdepot.index.tree import NO_NODE, ChunkTree, Nodes, Space, digest_of
 from kvdepot.index.visibility import Visibility, Watchers
-from kvdepot.pool.extents import ExtentAllocator, extent_size
+from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.table import Entry, IndexTable
 from kvdepot.wire.messages import CacheSpec
 
@@ -52,9 +52,9 @@ class ChunkIndex:
     | `reserve` | a parent in the tree, or none | entries with extents, which lookups ignore; each holds its chunk |
     | `seal` | reserved entries with all bytes in place | lookups count the entries; their holds are undone |
     | `evictor.release` | held chunks | one hold less; a chunk without holds and children may be evicted |
-    | `evictor.evict_one` | not `is_frozen` | a chunk without children is gone, and its extents are free |
+    | `evictor.make_room` | not `is_frozen` | a chunk without children is gone, and its extents are free |
 
-    `evict_one` takes an unheld chunk or, if a share within its quota needs room, one that only leases hold. Reserved
+    `make_room` takes an unheld chunk or, if a share within its quota needs room, one that only leases hold. Reserved
     entries that are not sealed end with `discard_entry` or `abandon_entry`, which undo their holds, too.
 
     Args:
@@ -114,13 +114,12 @@ class ChunkIndex:
         chunks can be evicted, its share has reached its limit of unfinished bytes, or evicting `MOST_EVICTED` chunks
         did not help, as small chunks are rarely neighbours. The next run continues from there. Each begun entry holds
         its chunk until `seal`, `discard_entry` or `abandon_entry`. If a policy raises, nothing is begun. `end_store`:
-        see `Evictor.evict_one`.
+        see `Evictor.make_room`.
 
         Returns:
             the begun entries, and the number of entries that are present or being written.
         """
-        found = self.nodes.find_run(run.space, run.digests, run.first_chunk)
-        nodes = [*found.values()]
+        keys, nodes = self.nodes.find_run(run.space, run.digests, run.first_chunk)
         missing, num_present, overlapping = self.entries.missing(run.space, nodes, wanted)
         if not missing:  # the common case for a prompt that another engine stored
             return [], num_present
@@ -128,10 +127,10 @@ class ChunkIndex:
         for node in held:  # so that neither they nor chunks before them are evicted to make room
             self.nodes.tree.holds[node] += 1
         try:
-            room = self._take_room(run, nodes, missing, end_store)
-            del missing[len(room) :]
-            self._add_nodes(run, [*found], nodes, missing)
-            begun = self.entries.begin(run, nodes, missing, room)
+            entries, offsets = self._take_room(run, nodes, missing, end_store)
+            del missing[len(offsets) :]
+            self._add_nodes(run, keys, nodes, missing)
+            begun = self.entries.begin(run, nodes, missing, entries, offsets)
             self.num_overlapping += bisect_left(overlapping, len(begun))
         finally:
             self.evictor.release(held)
@@ -149,20 +148,17 @@ class ChunkIndex:
         Returns:
             the node of each entry.
         """
-        tree, last_use, visibility = self.nodes.tree, self.nodes.last_use, self.visibility
-        nodes: list[int] = []
-        new: list[int] = []
-        for node, is_first, groups in self.entries.seal(entries, now, checksums):
+        last_use, sealed_groups = self.nodes.last_use, self.visibility.sealed_groups
+        num_children, holds = self.nodes.tree.num_children, self.nodes.tree.holds
+        nodes, new, groups = self.entries.seal(entries, now, checksums)
+        for node, bit in zip(nodes, groups, strict=True):
             last_use[node] = now
-            visibility.sealed_groups[node] |= groups
-            tree.holds[node] -= 1
-            nodes.append(node)
-            if is_first:
-                new.append(node)
-        self.shares.added(reversed(new))  # deepest first: chunks are added in the order of their eviction
-        visibility.reveal(nodes)
+            sealed_groups[node] |= bit
+            holds[node] -= 1
+        self.shares.added(new[::-1])  # deepest first: chunks are added in the order of their eviction
+        self.visibility.reveal(nodes)
         for node in nodes:
-            if not tree.num_children[node] and not tree.holds[node]:
+            if not num_children[node] and not holds[node]:
                 self.shares.policy_of(node).unpinned(node)
         return nodes
 
@@ -204,7 +200,7 @@ class ChunkIndex:
         if self.nodes.tree.evictable(node):
             self.evictor.settle(node)
         else:
-            self.shares.policy_of(node).removed(node)  # `added` when it is stored again
+            self.shares.policy_of(node).removed([node])  # `added` when it is stored again
 
     def remove_unreadable(self, space: Space, places: Sequence[PartPlace]) -> Iterator[int]:
         """Remove the sealed entries with layers of a worker that it cannot read, as it would write other page sizes.
@@ -264,79 +260,97 @@ class ChunkIndex:
 
     def add_node(self, space: Space, key: bytes, parent: int, depth: int, label: int) -> int:
         """Add a node without entries. There must be a free number."""
-        node = self.nodes.add(space, key, parent, depth, label)
-        self._start_nodes([node], label)
-        return node
+        return self._start_nodes(space, [key], parent, depth, label)[0]
 
-    def _start_nodes(self, nodes: Sequence[int], label: int) -> None:
+    def _start_nodes(self, space: Space, keys: Sequence[bytes], parent: int, depth: int, label: int) -> list[int]:
+        nodes = self.nodes.add(space, keys, parent, depth, label)
         self.shares.add_nodes(nodes, label)
         self.entries.add_nodes(nodes)
+        return nodes
 
     def _add_nodes(self, run: NewRun, keys: Sequence[bytes], nodes: list[int], wanted: Iterable[Wanted]) -> None:
         """Add the missing nodes of wanted chunks of a run, each below the one before it."""
-        added: list[int] = []
-        for chunk, _ in wanted:
-            if nodes[chunk] == NO_NODE:
-                parent = nodes[chunk - 1] if chunk else run.parent
-                nodes[chunk] = self.nodes.add(run.space, keys[chunk], parent, run.first_chunk + chunk, run.label)
-                added.append(nodes[chunk])
-        self._start_nodes(added, run.label)
+        new = [*dict.fromkeys([chunk for chunk, _ in wanted if nodes[chunk] == NO_NODE])]
+        while new:
+            start = new[0]
+            # Without full attention, chunks in between may not be wanted.
+            count = next((place for place, chunk in enumerate(new) if chunk != start + place), len(new))
+            parent = nodes[start - 1] if start else run.parent
+            stop, depth = start + count, run.first_chunk + start
+            nodes[start:stop] = self._start_nodes(run.space, keys[start:stop], parent, depth, run.label)
+            del new[:count]
 
     def _take_room(
         self, run: NewRun, nodes: Sequence[int], wanted: Sequence[Wanted], end_store: EndStore
-    ) -> list[Room]:
+    ) -> tuple[list[Entry], list[int]]:
         """Take a record and an extent for as many entries of a run as possible, in order. Ensure room for their nodes.
 
         If a policy raises, nothing is taken.
         """
-        quotas, share = self.quotas, self.quotas.share_of(run.label)
-        most_steps, most_bytes = self.evictor.num_steps + MOST_EVICTED, quotas.writable_bytes(share)
-        room: list[Room] = []
-        new: set[int] = set()  # not `set[int]()`: ten times as long, and this is on the way of every store
+        quotas, share, entries, extents = self.quotas, self.quotas.share_of(run.label), self.entries, self.extents
+        most_steps = self.evictor.num_steps + MOST_EVICTED
+        sizes = [place.extent_bytes for _, place in wanted]
+        num_wanted = self._writable(share, sizes)
+        offsets: list[int] = []
         num_bytes = 0
         try:
-            sizes = [extent_size(place.num_bytes) for _, place in wanted]
-            for (chunk, _), size in zip(wanted, sizes, strict=True):
-                if nodes[chunk] == NO_NODE:
-                    new.add(chunk)
-                if num_bytes + size > most_bytes:
-                    self.num_over_share += 1
-                    self.why_cut = "unfinished stores fill the tenant's share"
+            while True:
+                most = min(num_wanted, entries.num_free, self._num_with_nodes(nodes, wanted))
+                more = extents.allocate(sizes[len(offsets) : most])
+                offsets += more
+                taken = sum(sizes[len(offsets) - len(more) : len(offsets)])
+                num_bytes += taken
+                quotas.used_bytes[share] += taken  # counts already, as usage decides whose chunks are evicted
+                if len(offsets) == num_wanted:
                     break
-                offset = self._allocate(share, size, len(new), most_steps, end_store)
-                if offset is None:
+                rest = sizes[len(offsets) : num_wanted]
+                if len(offsets) < most and (extents.is_growing or rest[0] > extents.ready_bytes):
+                    self.num_not_ready += extents.is_growing  # the pool will have room soon without an eviction
+                    self.why_cut = "the pool is still being allocated, or too small"
                     break
-                room.append((self.entries.take_record(), offset, size))
-                num_bytes += size
-                quotas.used_bytes[share] += size  # counts already, as usage decides whose chunks are evicted
+                if not self._make_room(share, rest, most_steps, end_store):
+                    break
         except BaseException:
-            for entry, offset, size in room:
-                self.entries.give_back(entry)
-                self.extents.free(offset, size)
+            extents.free(zip(offsets, sizes, strict=False))
             raise
         finally:
             quotas.used_bytes[share] -= num_bytes
-        return room
+        return entries.take(len(offsets)), offsets
 
-    def _allocate(self, share: int, size: int, num_new: int, most_steps: int, end_store: EndStore) -> int | None:
-        """Allocate an extent. Evict chunks until there are also a record and `num_new` nodes. None if that fails."""
-        extents, evictor = self.extents, self.evictor
-        while True:
-            if self.entries.has_free_record and num_new <= self.nodes.num_left:
-                offset = extents.allocate(size)
-                if offset is not None:
-                    return offset
-                if extents.is_growing or size > extents.ready_bytes:
-                    self.num_not_ready += extents.is_growing  # the pool will have room soon without an eviction
-                    self.why_cut = "the pool is still being allocated, or too small"
-                    return None
-            is_owed = self.quotas.is_owed(share, size)
-            if evictor.num_steps >= most_steps:
-                self.why_cut = "evictions for this request left no gap that is large enough"
-                return None
-            if not (evictor.evict_one(share, end_store, is_owed=is_owed) or self.kept.let_go_of_oldest()):
-                self.why_cut = "all chunks that it may evict are in use"
-                return None
+    def _writable(self, share: int, sizes: Sequence[int]) -> int:
+        """Return how many entries with these extents a share may begin."""
+        most_bytes = self.quotas.writable_bytes(share)
+        if sum(sizes) <= most_bytes:
+            return len(sizes)
+        self.num_over_share += 1
+        self.why_cut = "unfinished stores fill the tenant's share"
+        return bisect_right([*accumulate(sizes)], most_bytes)
+
+    def _num_with_nodes(self, nodes: Sequence[int], wanted: Sequence[Wanted]) -> int:
+        """Return for how many wanted entries of a run there are nodes, or free numbers for them."""
+        num_left = self.nodes.num_left
+        if num_left >= len(wanted):
+            return len(wanted)
+        new: set[int] = set()
+        for place, (chunk, _) in enumerate(wanted):
+            if nodes[chunk] == NO_NODE:
+                new.add(chunk)
+                if len(new) > num_left:
+                    return place
+        return len(wanted)
+
+    def _make_room(self, share: int, sizes: Sequence[int], most_steps: int, end_store: EndStore) -> bool:
+        """Evict chunks for entries with these extents. Return False if that makes no room."""
+        evictor = self.evictor
+        is_owed = self.quotas.is_owed(share, sizes[0])
+        if evictor.num_steps >= most_steps:
+            self.why_cut = "evictions for this request left no gap that is large enough"
+            return False
+        most = most_steps - evictor.num_steps
+        if evictor.make_room(sum(sizes), most, share, end_store, is_owed=is_owed) or self.kept.let_go_of_oldest():
+            return True
+        self.why_cut = "all chunks that it may evict are in use"
+        return False
 
     @property
     def is_restoring(self) -> bool:

@@ -61,11 +61,36 @@ class Shares:
         if priority == ENDED:
             self._need(share, ENDED)
 
-    def added(self, nodes: Iterable[int]) -> None:
-        """Add nodes with their first sealed entry to their policies."""
-        tree, policies = self._nodes.tree, self._policies
-        for node in nodes:
-            policies[tree.share[node]][tree.priority[node]].added(node)
+    def added(self, nodes: Sequence[int]) -> None:
+        """Add nodes with their first sealed entry to their policies: deepest first."""
+        for policy, own in self._by_policy(nodes):
+            policy.added(own)
+
+    def evicted(self, nodes: Sequence[int]) -> None:
+        """Tell their policies that nodes are evicted to make room: each before its parent."""
+        for policy, own in self._by_policy(nodes):
+            policy.evicted(own)
+
+    def removed(self, nodes: Sequence[int]) -> None:
+        """Remove nodes from their policies: each before its parent."""
+        for policy, own in self._by_policy(nodes):
+            policy.removed(own)
+
+    def _by_policy(self, nodes: Sequence[int]) -> Iterator[tuple[EvictionPolicy, Sequence[int]]]:
+        """Cut a sequence of nodes into parts of one policy each."""
+        if not nodes:
+            return
+        if len(self._policies) == 1 and len(self._policies[0]) == 1:  # no quota and no ended session: the common case
+            yield self._policies[0][NORMAL], nodes
+            return
+        shares, priorities, start = self._nodes.tree.share, self._nodes.tree.priority, 0
+        while start < len(nodes):
+            share, priority = shares[nodes[start]], priorities[nodes[start]]
+            stop = start + 1
+            while stop < len(nodes) and shares[nodes[stop]] == share and priorities[nodes[stop]] == priority:
+                stop += 1
+            yield self._policies[share][priority], nodes[start:stop]
+            start = stop
 
     def policy_of(self, node: int) -> EvictionPolicy:
         """Return the policy that a node belongs to."""
@@ -119,12 +144,12 @@ class Shares:
     def _set(self, node: int, share: int, priority: int) -> None:
         is_known = self._entries.has_sealed(node)
         if is_known:
-            self.policy_of(node).removed(node)
+            self.policy_of(node).removed([node])
         self._nodes.tree.share[node], self._nodes.tree.priority[node] = share, priority
         if priority not in self._policies[share]:
             self._need(share, priority)
         if is_known:
-            self.policy_of(node).added(node)
+            self.policy_of(node).added([node])
 
     def _need(self, share: int, priority: int) -> None:
         while len(self._policies) <= share:
@@ -194,10 +219,13 @@ class Priorities:
             self.by_deadline = [(second, node) for node, second in self._deadlines.items()]
             heapify(self.by_deadline)
 
-    def forget(self, node: int) -> None:
-        """Forget the deadline and the last use of a node that is about to be removed from the tree."""
-        self._deadlines.pop(node, None)
-        self._used_at[node] = 0
+    def forget(self, nodes: Iterable[int]) -> None:
+        """Forget the deadlines and the last uses of nodes that are about to be removed from the tree."""
+        used_at, deadlines = self._used_at, self._deadlines
+        for node in nodes:
+            used_at[node] = 0
+            if deadlines:
+                deadlines.pop(node, None)
 
     def has_ended(self, now: float) -> bool:
         """Return whether `expire` has work."""

@@ -6,7 +6,7 @@ share evicts its own chunks. Therefore no tenant can evict chunks that another t
 tenants that both exceed their quotas evict only their own chunks. Tenants without a quota share the rest.
 
 Leases and pins do not weaken the guarantee: those of a share above its quota yield to a share within its own
-(`Evictor.evict_one`). Unfinished entries cannot yield, because a living process may be writing to them. So a share can
+(`Evictor.make_room`). Unfinished entries cannot yield, because a living process may be writing to them. So a share can
 have at most its quota of those. Tenants without a quota can have a sixteenth of the pool, even if the quotas leave
 less.
 """
@@ -99,6 +99,10 @@ class QuotaTable:
         """Return the used bytes of a share per byte of its quota, 0.0 if it is within its quota."""
         used, quota = self.used_bytes[share], self.quota_bytes[share]
         return used / max(1, quota) if used > quota else 0.0
+
+    def excess_bytes(self, share: int) -> int:
+        """Return how many bytes a share uses above its quota."""
+        return self.used_bytes[share] - self.quota_bytes[share]
 
     def writable_bytes(self, share: int) -> int:
         """Return how many bytes a share may add to its unfinished entries. Only quotas limit them."""

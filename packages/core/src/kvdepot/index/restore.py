@@ -145,7 +145,7 @@ class TablePass:
                 if self._take_entry(record, above, level):
                     self._is_used[record.entry] = 1
                 else:
-                    self._index.extents.free(record.offset, record.num_bytes)
+                    self._index.extents.free([(record.offset, record.num_bytes)])
                 if len(records) % _STEP == 0:
                     yield
             above = level
@@ -189,9 +189,9 @@ class TablePass:
         for entry in reversed(table.entries):
             if not self._is_used[entry]:
                 if table.state(entry) != FREE:
-                    table.free(entry)
+                    table.free([entry])
                 if entry < entries.num_known:
-                    entries.give_back(entry)
+                    entries.give_back([entry])
             if entry % _STEP == 0:
                 yield
 
@@ -209,6 +209,6 @@ class TablePass:
             yield
         for count, key in enumerate(merge(*runs)):
             node = key & 0xFFFFFFFF
-            shares.policy_of(node).added(node)
+            shares.policy_of(node).added([node])
             if count % _STEP == 0:
                 yield

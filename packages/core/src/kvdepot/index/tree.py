@@ -4,7 +4,7 @@ A node number is reused once its chunk was evicted and has no holds.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -14,7 +14,8 @@ from blake3 import blake3
 from kvdepot.errors import require
 from kvdepot.index.columns import make_column
 from kvdepot.keys import DIGEST_BYTES
-from kvdepot.layout import GroupKind, window_chunks
+from kvdepot.layout import GroupKind, Part, window_chunks
+from kvdepot.pool.table import place_number
 from kvdepot.wire.messages import CacheSpec
 
 
@@ -39,12 +40,14 @@ class Space:
     chunks_needed: list[int] = field(default_factory=list[int])
     heads: list[int] = field(default_factory=list[int])  # by group: the heads of its plane
     cells: list[int] = field(default_factory=list[int])  # by group: the mask of all cells of its plane (`mask_of`)
+    whole: dict[int, int] = field(default_factory=dict[int, int])  # bit of a group by the `place_number` of its plane
 
     def __post_init__(self) -> None:
         self.digest = digest_of(self.spec)
         for number, group in enumerate(self.spec.groups):
             self.heads.append(group.heads)
             self.cells.append((1 << group.layers * group.heads) - 1)
+            self.whole[place_number(number, Part(0, group.layers, 0, group.heads).number)] = 1 << number
             if group.kind is GroupKind.FULL_ATTENTION:
                 self.full_mask |= 1 << number
                 self.chunks_needed.append(0)
@@ -105,44 +108,68 @@ class Nodes:
         """The number of nodes that can be added."""
         return self.tree.capacity - len(self.tree.keys) + self._num_free
 
-    def add(self, space: Space, key: bytes, parent: int, depth: int, label: int) -> int:
-        """Add a node without holds and children. There must be a free number. The caller sets share and priority."""
-        tree, node = self.tree, self._free
-        if node == NO_NODE:
-            node = len(tree.keys)
-            tree.keys.append(key)
-        else:
-            self._free = self._next_free[node]
-            self._num_free -= 1
-            tree.keys[node] = key
-        tree.parent[node] = parent
-        tree.num_children[node] = 0
-        tree.holds[node] = 0
-        self.depth[node] = depth
-        self.space_number[node] = space.number
-        self.label[node] = label
-        self.last_use[node] = self.now
-        space.nodes[key] = node
-        if parent != NO_NODE:
-            tree.num_children[parent] += 1
-        return node
+    def add(self, space: Space, keys: Sequence[bytes], parent: int, depth: int, label: int) -> list[int]:
+        """Add consecutive chunks as nodes without holds, each below the one before it. Return their numbers.
 
-    def drop(self, node: int) -> int:
-        """Remove a node without children.
-
-        Return its parent. If the node is held, its number is freed with the last hold.
+        There must be as many free numbers. The caller sets share and priority.
         """
-        tree = self.tree
-        parent = tree.parent[node]
-        del self.spaces[self.space_number[node]].nodes[self.key_of(node)]
-        tree.keys[node] = None
-        tree.parent[node] = NO_NODE
-        if not tree.holds[node]:
-            self._give_back(node)
-        if parent != NO_NODE:
-            self.last_use[parent] = max(self.last_use[parent], self.last_use[node])
-            tree.num_children[parent] -= 1
-        return parent
+        tree, free, following = self.tree, self._free, self._next_free
+        parents, num_children, holds, all_keys = tree.parent, tree.num_children, tree.holds, tree.keys
+        depths, space_numbers, labels, last_use = self.depth, self.space_number, self.label, self.last_use
+        number, now = space.number, self.now
+        nodes: list[int] = []
+        for key in keys:
+            if free == NO_NODE:
+                node = len(all_keys)
+                all_keys.append(key)
+            else:
+                node, free = free, following[free]
+                self._num_free -= 1
+                all_keys[node] = key
+            if parent != NO_NODE:
+                num_children[parent] += 1
+            parents[node] = parent
+            num_children[node] = 0
+            holds[node] = 0
+            depths[node] = depth
+            space_numbers[node] = number
+            labels[node] = label
+            last_use[node] = now
+            nodes.append(node)
+            parent = node
+            depth += 1
+        self._free = free
+        space.nodes.update(zip(keys, nodes, strict=True))
+        return nodes
+
+    def drop(self, nodes: Iterable[int]) -> int:
+        """Remove nodes without children, in this order. Return the parent of the last one.
+
+        If a node is held, its number is freed with the last hold.
+        """
+        tree, above = self.tree, NO_NODE
+        keys, parents, num_children, holds, last_use = (
+            tree.keys,
+            tree.parent,
+            tree.num_children,
+            tree.holds,
+            self.last_use,
+        )
+        spaces, space_number = self.spaces, self.space_number
+        for node in nodes:
+            above, key = parents[node], keys[node]
+            assert key is not None
+            del spaces[space_number[node]].nodes[key]
+            keys[node] = None
+            parents[node] = NO_NODE
+            if not holds[node]:
+                self._next_free[node], self._free = self._free, node
+                self._num_free += 1
+            if above != NO_NODE:
+                if last_use[node] > last_use[above]:  # noqa: PLR1730  # a call for each chunk
+                    last_use[above] = last_use[node]
+                num_children[above] -= 1
+        return above
 
     def release(self, nodes: Iterable[int]) -> None:
         """Undo one hold of each node."""
@@ -161,19 +188,22 @@ class Nodes:
         node = space.nodes.get(key)
         return node if node is not None and self.depth[node] == depth else None
 
-    def find_run(self, space: Space, digests: bytes, depth: int) -> dict[bytes, int]:
-        """Return the nodes of consecutive chunks by their keys, `NO_NODE` for a chunk without a node.
+    def find_run(self, space: Space, digests: bytes, depth: int) -> tuple[list[bytes], list[int]]:
+        """Return the keys and the nodes of consecutive chunks, `NO_NODE` for a chunk without a node.
 
         The run ends before a key that is at another depth or occurs twice, which happens only in forged chains.
         """
-        found: dict[bytes, int] = {}
-        for start in range(0, len(digests), DIGEST_BYTES):
-            key = digests[start : start + DIGEST_BYTES]
-            node = space.nodes.get(key, NO_NODE)
-            if key in found or (node != NO_NODE and self.depth[node] != depth + len(found)):
+        keys = [digests[start : start + DIGEST_BYTES] for start in range(0, len(digests), DIGEST_BYTES)]
+        find, depths = space.nodes.get, self.depth
+        nodes = [find(key, NO_NODE) for key in keys]
+        stop = len(keys)
+        for chunk, node in enumerate(nodes):
+            if node != NO_NODE and depths[node] != depth + chunk:
+                stop = chunk
                 break
-            found[key] = node
-        return found
+        if len(set(keys)) < len(keys):
+            stop = min(stop, next(chunk for chunk in range(len(keys)) if keys[chunk] in keys[:chunk]))
+        return keys[:stop], nodes[:stop]
 
     def key_of(self, node: int) -> bytes:
         """Return the key of a node in use."""

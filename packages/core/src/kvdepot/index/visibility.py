@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 from kvdepot.errors import require
 from kvdepot.index.columns import make_column
 from kvdepot.index.tree import NO_NODE, Nodes, Space
-from kvdepot.keys import DIGEST_BYTES, digest_at, not_whole, num_digests, slice_digests
+from kvdepot.keys import DIGEST_BYTES, digest_at, not_whole, num_digests, slice_digests, split_digests
 
 _MOST_WALKED: Final = 8192  # chunks back from the end of full attention, in 2 ms; boundaries further back are ignored
 
@@ -89,11 +89,11 @@ class Watcher:
         """Whether `promoted` has an effect now: finding the nodes of its chunks takes time."""
         return False
 
-    def evicted(self, node: int, key: bytes, /) -> None:
-        """Note that a chunk is about to be evicted to make room."""
+    def evicted(self, nodes: Sequence[int], keys: Sequence[bytes], /) -> None:
+        """Note that chunks are about to be evicted."""
 
-    def hidden(self, node: int, /, *, has_children: bool) -> None:
-        """Note that lookups no longer find the chunk of a node."""
+    def hidden(self, nodes: Sequence[int], /, *, has_children: bool) -> None:
+        """Note that lookups no longer find the chunks of nodes."""
 
     def promoted(self, space: Space, digests: bytes, nodes: Sequence[tuple[int, int]], /) -> None:
         """Note that a tier brought consecutive chunks. `nodes`: as from `Visibility.find_run`."""
@@ -113,15 +113,15 @@ class Watchers(Watcher):
         """See `Watcher`."""
         return any(each.awaits_promoted for each in self.all)
 
-    def evicted(self, node: int, key: bytes, /) -> None:
+    def evicted(self, nodes: Sequence[int], keys: Sequence[bytes], /) -> None:
         """See `Watcher`."""
         for each in self.all:
-            each.evicted(node, key)
+            each.evicted(nodes, keys)
 
-    def hidden(self, node: int, /, *, has_children: bool) -> None:
+    def hidden(self, nodes: Sequence[int], /, *, has_children: bool) -> None:
         """See `Watcher`."""
         for each in self.all:
-            each.hidden(node, has_children=has_children)
+            each.hidden(nodes, has_children=has_children)
 
     def promoted(self, space: Space, digests: bytes, nodes: Sequence[tuple[int, int]], /) -> None:
         """See `Watcher`."""
@@ -145,14 +145,20 @@ class Visibility:
         self.broken: set[int] = set()  # nodes that were visible; nodes after them may still be marked
         self._waiting: dict[int, set[int]] = {}  # complete nodes, by their invisible parent
 
-    def forget(self, node: int) -> None:
-        """Hide a node that is about to be removed from the tree, and reset its sealed groups."""
-        self._hide(node)
-        self.sealed_groups[node] = 0
+    def forget(self, nodes: Sequence[int]) -> None:
+        """Hide nodes that are about to be removed from the tree, and reset their sealed groups."""
+        is_visible, sealed_groups = self.is_visible, self.sealed_groups
+        hidden = [node for node in nodes if is_visible[node]]
+        for node in nodes:
+            is_visible[node] = sealed_groups[node] = 0
+        if hidden:
+            self._watcher.hidden(hidden, has_children=False)
         if self._waiting:
-            self._waiting.get(self._nodes.tree.parent[node], set()).discard(node)
-            self._waiting.pop(node, None)
-        self.broken.discard(node)
+            for node in nodes:
+                self._waiting.get(self._nodes.tree.parent[node], set()).discard(node)
+                self._waiting.pop(node, None)
+        if self.broken:
+            self.broken.difference_update(nodes)
 
     def is_complete(self, node: int) -> bool:
         """Return whether all full-attention groups of a node, and at least one group, are sealed."""
@@ -163,33 +169,30 @@ class Visibility:
     def reveal(self, nodes: Sequence[int]) -> None:
         """Make nodes visible if possible, each followed by the nodes that waited for it."""
         parents, spaces, space_number = self._nodes.tree.parent, self._nodes.spaces, self._nodes.space_number
-        pending = [*reversed(nodes)]
-        while pending:
-            node = pending.pop()
-            full_mask, sealed = spaces[space_number[node]].full_mask, self.sealed_groups[node]
-            if self.is_visible[node] or not sealed or sealed & full_mask != full_mask:
+        is_visible, sealed_groups, waiting, broken = self.is_visible, self.sealed_groups, self._waiting, self.broken
+        pending = [*nodes]
+        for node in pending:  # grows meanwhile
+            full_mask, sealed = spaces[space_number[node]].full_mask, sealed_groups[node]
+            if is_visible[node] or not sealed or sealed & full_mask != full_mask:
                 continue
             parent = parents[node]
-            if parent != NO_NODE and not self.is_visible[parent] and full_mask:
-                self._waiting.setdefault(parent, set()).add(node)
+            if parent != NO_NODE and not is_visible[parent] and full_mask:
+                waiting.setdefault(parent, set()).add(node)
                 continue
-            self.is_visible[node] = 1
-            self.broken.discard(node)
-            if self._waiting:
-                pending += self._waiting.pop(node, ())
+            is_visible[node] = 1
+            if broken:
+                broken.discard(node)
+            if waiting:
+                pending += waiting.pop(node, ())
 
     def lose(self, node: int, group: int) -> None:
         """Note that a group of a node is not whole any more."""
         self.sealed_groups[node] &= ~(1 << group)
         if self.is_visible[node] and not self.is_complete(node):
-            self._hide(node)
+            self.is_visible[node] = 0
+            self._watcher.hidden([node], has_children=self._nodes.tree.num_children[node] > 0)
             if self._nodes.space_of(node).full_mask:
                 self.broken.add(node)
-
-    def _hide(self, node: int) -> None:
-        if self.is_visible[node]:
-            self.is_visible[node] = 0
-            self._watcher.hidden(node, has_children=self._nodes.tree.num_children[node] > 0)
 
     # --- finding --------------------------------------------------------------------------------------------------
 
@@ -197,6 +200,22 @@ class Visibility:
         """Return the node of a visible chunk."""
         node = space.nodes.get(key)
         return node if node is not None and self.is_visible[node] and self._nodes.depth[node] == depth else None
+
+    def find_nodes(self, space: Space, digests: bytes, depth: int) -> list[int]:
+        """Return the nodes of consecutive chunks, `NO_NODE` for a chunk that is not visible.
+
+        With full attention, the list ends before the first of these.
+        """
+        find, is_visible, depths, full_mask = space.nodes.get, self.is_visible, self._nodes.depth, space.full_mask
+        found: list[int] = []
+        for chunk, key in enumerate(split_digests(digests), depth):
+            node = find(key, NO_NODE)
+            if node == NO_NODE or not is_visible[node] or depths[node] != chunk:
+                if full_mask:
+                    break
+                node = NO_NODE
+            found.append(node)
+        return found
 
     def find_run(self, space: Space, digests: bytes, depth: int) -> list[tuple[int, int]]:
         """Return (node, node before it) for each of consecutive chunks; `NO_NODE` for a chunk that is not visible."""

@@ -5,9 +5,9 @@ extent fits the next allocation exactly.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from heapq import merge
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Final
 
 from kvdepot.errors import require
@@ -75,41 +75,55 @@ class ExtentAllocator:
         """Whether more of the capacity will become usable."""
         return self.ready_bytes < self.capacity_bytes and not self._stays
 
-    def allocate(self, num_bytes: int) -> int | None:
-        """Return the offset of an extent for `num_bytes`, None if no free extent is large enough."""
-        size = extent_size(num_bytes)
-        place = bisect_left(self._sizes, size)
-        if place == len(self._sizes):
-            return None
-        found = self._sizes[place]
-        start, _ = self._starts[found].popitem()
-        self._forget(start, found)
-        if found > size:
-            self._insert(start + size, found - size)
-        self.used_bytes += size
-        self.region_bytes[start // self._region_bytes] += size
-        return start
+    def allocate(self, sizes: Sequence[int]) -> list[int]:
+        """Return the offsets of extents with these sizes (`extent_size`), in order, as far as there is room.
 
-    def free(self, offset: int, num_bytes: int) -> None:
-        """Free the extent that `allocate` returned for `num_bytes`."""
-        self.free_all([(offset, num_bytes)])
+        Extents of one call are neighbours where that is possible: they leave together, and are copied faster.
+        """
+        offsets: list[int] = []
+        rest, regions, region_bytes = sum(sizes), self.region_bytes, self._region_bytes
+        while len(offsets) < len(sizes) and self._sizes and self._sizes[-1] >= sizes[len(offsets)]:
+            # The smallest free extent with room for all, else the largest: whatever is left of that is small.
+            place = bisect_left(self._sizes, rest)
+            found = self._sizes[place if place < len(self._sizes) else -1]
+            start, _ = self._starts[found].popitem()
+            self._forget(start, found)
+            end = start + found
+            for size in islice(sizes, len(offsets), None):
+                if start + size > end:
+                    break
+                offsets.append(start)
+                regions[start // region_bytes] += size
+                start += size
+            if start < end:
+                self._insert(start, end - start)
+            taken = start - (end - found)
+            self.used_bytes += taken
+            rest -= taken
+        return offsets
 
-    def free_all(self, extents: Iterable[tuple[int, int]]) -> None:
+    def free(self, extents: Iterable[tuple[int, int]]) -> None:
         """Free extents, each with the `num_bytes` that it was allocated for.
 
-        A prefix is removed from its end on, and its extents are often neighbours: join those before looking for others.
+        A prefix is removed from its end on, and its extents are often neighbours: join these before looking for others.
         """
-        start = size = 0
+        regions, region_bytes, freed = self.region_bytes, self._region_bytes, 0
+        start = end = 0
         for offset, num_bytes in extents:
-            more = extent_size(num_bytes)
-            self.used_bytes -= more
-            self.region_bytes[offset // self._region_bytes] -= more
-            if offset + more != start and size:
-                self._add_free(start, size)
-                size = 0
-            start, size = offset, size + more
-        if size:
-            self._add_free(start, size)
+            size = -(-num_bytes // EXTENT_ALIGNMENT_BYTES) * EXTENT_ALIGNMENT_BYTES
+            freed += size
+            regions[offset // region_bytes] -= size
+            if offset + size == start:
+                start = offset
+            elif offset == end and start < end:
+                end += size
+            else:
+                if start < end:
+                    self._add_free(start, end - start)
+                start, end = offset, offset + size
+        if start < end:
+            self._add_free(start, end - start)
+        self.used_bytes -= freed
 
     def restore(self, count: int, extent: Callable[[int], tuple[int, int]]) -> Iterator[list[int]]:
         """Mark extents of an earlier server as used. Call this once, before any allocation.

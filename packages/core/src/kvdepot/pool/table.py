@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NewType, Self, cast
+from typing import Final, NewType, Self, TypeAlias, cast
 
 from kvdepot.config import format_size
 from kvdepot.errors import PoolError
@@ -23,7 +23,7 @@ from kvdepot.pool.extents import EXTENT_ALIGNMENT_BYTES
 
 RECORD_BYTES: Final = 128  # two lines of the cache: no record shares a line with another
 HEADER_PAGE_BYTES: Final = 4096  # a page before the records
-TABLE_VERSION: Final = 4  # another one starts with an empty pool
+TABLE_VERSION: Final = 5  # another one starts with an empty pool
 PARENT_BYTES: Final = 16  # leading bytes of the parent's key: enough to identify it among the chunks of one depth
 OWNER_BYTES: Final = 16  # in place of which a sealed record has a checksum of as many bytes
 MAXIMUM_ENTRY_BYTES: Final = (1 << 32) - 1  # records have 32 bits for it
@@ -38,8 +38,8 @@ header, which `IndexTable.sealed_record` checks.
 """
 
 FREE: Final = 0
-WRITING: Final = 1
-SEALED: Final = 2
+WRITING: Final = 0x5A  # fewer than eight flipped bits make neither of it and SEALED the other
+SEALED: Final = 0xA5
 
 _STATE_MASK: Final = 0xFF  # the low bits of a header; the generation is above them
 _LAST_GENERATION: Final = (1 << 56) - 1
@@ -47,32 +47,31 @@ MAGIC: Final = b"KVDEPOTX"
 _FILE_HEADER: Final = struct.Struct("<8sIIQQ16sI")  # magic, version, record size, records, pool bytes, pool id, crc
 _GENERATION: Final = 8  # word in the header page: the generation that ties the table to its pool
 _HOLDER_OFFSET: Final = 128  # in the header page: length of the text, and the text
-# space, group and part (16 and 48 bits), offset in pages, bytes, key, start of the parent's key, depth, label, check of
-# the page sizes, owner (16 bytes that identify the worker within its process; once sealed, the payload's checksum),
-# start time and pid of the writer, crc, last use
-_BODY: Final = struct.Struct("<IQII32s16sIII16sQIIQ")
-_CHECKED_BYTES: Final = 108  # leading bytes of the body: all but crc and last use
-_CRC: Final = 116  # offset within a record, like the following
-_PLACE_OFFSET: Final = 12
+# header (in the crc: generation alone), space, group and part (16 and 48 bits), offset in pages, bytes, key, start of
+# the parent's key, depth, label, check of the page sizes, start time and pid of the writer
+_FIELDS: Final = struct.Struct("<QIQII32s16sIIIQI")
+# crc of the fields; owner (16 bytes that identify the worker within its process; once sealed, the payload's checksum);
+# last use. The crc covers neither owner nor last use, so sealing changes only these: a wrong checksum is a miss.
+_END: Final = struct.Struct("<I16sQ")
+_PLACE_OFFSET: Final = 12  # within a record, like the following
 _EXTENT_OFFSET: Final = 20
 _KEY_OFFSET: Final = 28
 _CHECK_OFFSET: Final = 84
-_CHECKSUM_OFFSET: Final = 88  # before sealing: the owner
-_WRITER_OFFSET: Final = 104
-_EXTENT: Final = struct.Struct("<II")
+_WRITER_OFFSET: Final = 88
+CRC_OFFSET: Final = _FIELDS.size
+_CHECKSUM_OFFSET: Final = 104  # before sealing: the owner
+_PLACE: Final = struct.Struct("<Q")
 _WRITER: Final = struct.Struct("<QI")
-_U64: Final = struct.Struct("<Q")
 _U32: Final = struct.Struct("<I")
-_DIGEST: Final = struct.Struct(f"{OWNER_BYTES}s")
-_END: Final = struct.Struct("<IQ")  # end of the body: crc and last use
 
 
-def _next_generation(header: int) -> int:
-    """Return the header of the next generation, without a state.
+NewRecord: TypeAlias = tuple[Entry, int, int, int, bytes, bytes, int, int]
+"""Entry, place (`place_number`), offset, payload bytes, key, the parent's key (empty without one), depth, and check."""
 
-    It wraps, as a damaged header may have the last of 2**56.
-    """
-    return ((header >> 8) + 1 & _LAST_GENERATION) << 8
+
+def place_number(group: int, part: int) -> int:
+    """Return the number of a part of a layer group, as records have it."""
+    return group | part << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,14 +146,27 @@ class TableReader:
 
 
 class IndexTable:
-    """The records, in a mapped file or in plain memory."""
+    """The records, in a mapped file or in plain memory.
+
+    Attributes:
+        headers: by entry, like the following, which only `write` changes.
+        pages: where its extent starts, in pages.
+        sizes: its payload bytes.
+        checks: the check of its writer's page sizes.
+    """
 
     def __init__(self, memory: mmap.mmap | bytearray, num_records: int) -> None:
         self.num_records = num_records
         self._memory = memory
         self._view = memoryview(memory)
         self._header_words = self._view[:HEADER_PAGE_BYTES].cast("Q")
-        self._words = self._view[HEADER_PAGE_BYTES:].cast("Q")
+        # Only these two modify records. A crash leaves each header either old or new.
+        self._bytes = self._view
+        self.headers = self._view[HEADER_PAGE_BYTES:].cast("Q")[:: RECORD_BYTES // 8]
+        words = self._view[HEADER_PAGE_BYTES:].cast("I")
+        self.pages = words[_EXTENT_OFFSET // 4 :: RECORD_BYTES // 4]
+        self.sizes = words[_EXTENT_OFFSET // 4 + 1 :: RECORD_BYTES // 4]
+        self.checks = words[_CHECK_OFFSET // 4 :: RECORD_BYTES // 4]
 
     @classmethod
     def in_memory(cls, num_records: int) -> Self:
@@ -232,95 +244,67 @@ class IndexTable:
         _U32.pack_into(self._view, _HOLDER_OFFSET, len(raw))
         self._view[_HOLDER_OFFSET + _U32.size :][: len(raw)] = raw
 
-    def write(
-        self,
-        entry: Entry,
-        *,
-        space: int,
-        group: int,
-        part: int,
-        offset: int,
-        num_bytes: int,
-        key: bytes,
-        parent: bytes,
-        depth: int,
-        check: int,
-        label: int,
-        writer: Writer,
-        owner: bytes,
-    ) -> int:
-        """Fill a free record and set its state to WRITING. Return the header that it will have once sealed."""
-        place = entry * (RECORD_BYTES // 8)
-        sealed = _next_generation(self._words[place]) | SEALED
-        base = HEADER_PAGE_BYTES + entry * RECORD_BYTES + 8
-        self._put(
-            _BODY,
-            base,
-            space,
-            group | part << 16,
-            offset // EXTENT_ALIGNMENT_BYTES,
-            num_bytes,
-            key,
-            parent,
-            depth,
-            label,
-            check,
-            owner,
-            writer.start_time,
-            writer.pid,
-            0,
-            0,
-        )
-        header = sealed - SEALED + WRITING
-        self._put(_U32, base - 8 + _CRC, self.crc_of(base, header))
-        # The header last: after a kill before it, the record is free, and nobody knows its extent.
-        self._put_header(place, header)
+    def write(self, records: Iterable[NewRecord], *, space: int, label: int, writer: Writer, owner: bytes) -> list[int]:
+        """Fill free records and set their state to WRITING. Return the headers that they will have once sealed."""
+        headers, content, fields_of, end_of, crc32 = self.headers, self._bytes, _FIELDS.pack, _END.pack, zlib.crc32
+        start_time, pid = writer.start_time, writer.pid
+        sealed: list[int] = []
+        for entry, place, offset, num_bytes, key, parent, depth, check in records:
+            base = HEADER_PAGE_BYTES + entry * RECORD_BYTES
+            generation = ((headers[entry] >> 8) + 1 & _LAST_GENERATION) << 8  # a damaged header may have the last one
+            page = offset // EXTENT_ALIGNMENT_BYTES
+            fields = fields_of(
+                generation, space, place, page, num_bytes, key, parent, depth, label, check, start_time, pid
+            )
+            content[base : base + RECORD_BYTES] = fields + end_of(crc32(fields), owner, 0)
+            # The state last: after a kill before it, the record is free, and nobody knows its extent.
+            headers[entry] = generation | WRITING
+            sealed.append(generation | SEALED)
         return sealed
 
-    def seal(self, entry: Entry, last_use: int, checksum: bytes = bytes(OWNER_BYTES)) -> None:
-        """Mark a record as sealed. The payload's checksum (zeros: none) replaces the owner."""
-        place = entry * (RECORD_BYTES // 8)
-        base = HEADER_PAGE_BYTES + entry * RECORD_BYTES + 8
-        header = self._words[place] >> 8 << 8 | SEALED
-        self._put(_DIGEST, base - 8 + _CHECKSUM_OFFSET, checksum)
-        self._put(_END, base - 8 + _CRC, self.crc_of(base, header), last_use)
-        # The header last, and part of the checksum: after a kill before it, the next server drops the record.
-        self._put_header(place, header)
+    def seal(self, entries: Iterable[Entry], last_use: int, checksums: bytes = b"") -> None:
+        """Mark records as sealed. The checksums of their payloads, packed, replace the owners; empty for none."""
+        headers, content = self.headers, self._bytes
+        used, nothing, start = last_use.to_bytes(8, "little"), bytes(OWNER_BYTES), 0
+        for entry in entries:
+            base = HEADER_PAGE_BYTES + entry * RECORD_BYTES
+            checksum = checksums[start : start + OWNER_BYTES] or nothing
+            start += OWNER_BYTES
+            content[base + _CHECKSUM_OFFSET : base + RECORD_BYTES] = checksum + used
+            # The state last: after a kill before it, the entry is unfinished.
+            headers[entry] = headers[entry] >> 8 << 8 | SEALED
 
-    def free(self, entry: Entry) -> None:
-        """Free a record. Readers see the change before the extent is reused."""
-        place = entry * (RECORD_BYTES // 8)
-        self._put_header(place, _next_generation(self._words[place]) | FREE)
+    def free(self, entries: Iterable[Entry]) -> list[tuple[int, int]]:
+        """Free records. Return the offset and the payload bytes of each.
 
-    def _put(self, kind: struct.Struct, place: int, *values: object) -> None:
-        """Write into a body.
-
-        Only this and `_put_header` modify records, so a crash leaves each field either old or new.
+        Readers see the change before the extents are reused.
         """
-        kind.pack_into(self._view, place, *values)
-
-    def _put_header(self, place: int, header: int) -> None:
-        self._words[place] = header
+        headers, pages, sizes = self.headers, self.pages, self.sizes
+        freed: list[tuple[int, int]] = []
+        for entry in entries:
+            headers[entry] = ((headers[entry] >> 8) + 1 & _LAST_GENERATION) << 8 | FREE
+            freed.append((pages[entry] * EXTENT_ALIGNMENT_BYTES, sizes[entry]))
+        return freed
 
     def header(self, entry: Entry) -> int:
         """Return the present header."""
-        return self._words[entry * (RECORD_BYTES // 8)]
+        return self.headers[entry]
 
     def headers_of(self, entries: Iterable[Entry]) -> list[int]:
         """Return the present header of each entry."""
-        return [self._words[entry * (RECORD_BYTES // 8)] for entry in entries]
+        return [self.headers[entry] for entry in entries]
 
     def state(self, entry: Entry) -> int:
         """Return `FREE`, `WRITING` or `SEALED`; another number if the record is damaged."""
-        return self._words[entry * (RECORD_BYTES // 8)] & _STATE_MASK
+        return self.headers[entry] & _STATE_MASK
 
     def is_sealed(self, entry: Entry) -> bool:
         """Whether the bytes of an entry are in place."""
-        return self._words[entry * (RECORD_BYTES // 8)] & _STATE_MASK == SEALED
+        return self.headers[entry] & _STATE_MASK == SEALED
 
     def sealed_entry(self, entry: Entry) -> tuple[Entry, int, int, int] | None:
         """Return an entry with its header, offset and payload bytes, None if it is not sealed."""
-        header = self._words[entry * (RECORD_BYTES // 8)]
+        header = self.headers[entry]
         return (entry, header, *self.extent(entry)) if header & _STATE_MASK == SEALED else None
 
     def sealed_record(self, number: int, header: int) -> Record | None:
@@ -332,17 +316,15 @@ class IndexTable:
 
     def extent(self, entry: Entry) -> tuple[int, int]:
         """Return the offset and the payload bytes of a record in use."""
-        base = HEADER_PAGE_BYTES + entry * RECORD_BYTES
-        page, num_bytes = _EXTENT.unpack_from(self._view, base + _EXTENT_OFFSET)
-        return page * EXTENT_ALIGNMENT_BYTES, num_bytes
+        return self.pages[entry] * EXTENT_ALIGNMENT_BYTES, self.sizes[entry]
 
     def num_bytes_of(self, entries: Iterable[Entry]) -> int:
         """Return the payload bytes of records in use, added up."""
-        return sum([self.extent(entry)[1] for entry in entries])
+        return sum([self.sizes[entry] for entry in entries])
 
     def check_of(self, entry: Entry) -> int:
         """Return the check of the writer's page sizes."""
-        return _U32.unpack_from(self._view, HEADER_PAGE_BYTES + entry * RECORD_BYTES + _CHECK_OFFSET)[0]
+        return self.checks[entry]
 
     def key_of(self, entry: Entry) -> bytes:
         """Return the key of the chunk of a record in use."""
@@ -362,12 +344,12 @@ class IndexTable:
 
     def place_of(self, entry: Entry) -> tuple[int, int]:
         """Return the group and the part's number of a record in use."""
-        fields = _U64.unpack_from(self._view, HEADER_PAGE_BYTES + entry * RECORD_BYTES + _PLACE_OFFSET)[0]
+        fields = _PLACE.unpack_from(self._view, HEADER_PAGE_BYTES + entry * RECORD_BYTES + _PLACE_OFFSET)[0]
         return fields & 0xFFFF, fields >> 16
 
     def record(self, entry: Entry) -> Record | None:
         """Decode one record; None if it is free or does not verify."""
-        header = self._words[entry * (RECORD_BYTES // 8)]
+        header = self.headers[entry]
         return self._read(entry, header) if header & _STATE_MASK in (WRITING, SEALED) else None
 
     @property
@@ -383,10 +365,12 @@ class IndexTable:
                 yield record
 
     def _read(self, entry: Entry, header: int) -> Record | None:
-        base = HEADER_PAGE_BYTES + entry * RECORD_BYTES + 8
-        fields = _BODY.unpack_from(self._view, base)
-        space, place, page, num_bytes, key, parent, depth, label, check, owner, start, pid, crc, last_use = fields
-        if crc != self.crc_of(base, header):
+        base = HEADER_PAGE_BYTES + entry * RECORD_BYTES
+        _, space, place, page, num_bytes, key, parent, depth, label, check, start, pid = _FIELDS.unpack_from(
+            self._view, base
+        )
+        crc, owner, last_use = _END.unpack_from(self._view, base + CRC_OFFSET)
+        if crc != self.crc_of(entry):
             return None
         return Record(
             entry,
@@ -406,13 +390,17 @@ class IndexTable:
             last_use,
         )
 
-    def crc_of(self, base: int, header: int) -> int:
-        """Compute the checksum of the record at `base` with this header."""
-        return zlib.crc32(_U64.pack(header), zlib.crc32(self._view[base : base + _CHECKED_BYTES]))
+    def crc_of(self, entry: Entry) -> int:
+        """Compute the checksum of a record's fields and generation."""
+        base, generation = HEADER_PAGE_BYTES + entry * RECORD_BYTES, self.headers[entry] >> 8 << 8
+        start = generation.to_bytes(8, "little")
+        return zlib.crc32(self._view[base + len(start) : base + CRC_OFFSET], zlib.crc32(start))
 
     def close(self) -> None:
         """Unmap the file. Idempotent."""
-        self._words.release()
+        for column in (self.headers, self.pages, self.sizes, self.checks):
+            column.release()
+        self._bytes.release()
         self._header_words.release()
         self._view.release()
         if isinstance(self._memory, mmap.mmap):

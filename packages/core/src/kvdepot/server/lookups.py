@@ -7,7 +7,7 @@ from typing import Final
 
 from kvdepot.counting import depot_counter
 from kvdepot.errors import ErrorCode
-from kvdepot.index.entries import pack_extent
+from kvdepot.index.tree import NO_NODE
 from kvdepot.keys import DIGEST_BYTES, digest_at
 from kvdepot.server.contexts import Context, ContextTable, check_run
 from kvdepot.server.feature import Features
@@ -158,7 +158,16 @@ class Lookups:
         """Lease the chunks that a worker can read now, and return their extents."""
         num_chunks = check_run(context, request.digests, request.covered, m.MAXIMUM_RETRIEVE_ENTRIES)
         state, usage = self._state, self._usage
-        extents, nodes, found, num_bytes = self._readable(context, request, num_chunks)
+        index, space = self._index, context.space
+        nodes = index.visibility.find_nodes(space, request.digests, request.first_chunk)
+        starts = [num_chunks - count for count in request.covered]
+        packed, found = index.entries.readable(nodes, context.groups, starts, m.MAXIMUM_RETRIEVE_EXTENTS)
+        while found and nodes[found - 1] == NO_NODE:  # without full attention, of chunks that it does not need
+            found -= 1
+        nodes = [node for node in nodes[:found] if node != NO_NODE]
+        num_bytes = sum(
+            place.num_bytes * max(0, found - start) for place, start in zip(context.groups, starts, strict=True)
+        )
         self._counters[_RETRIEVES] += 1
         self._counters[_RETRIEVE_CHUNKS] += num_chunks
         self._counters[_RETRIEVE_CHUNKS_HIT] += found
@@ -166,10 +175,9 @@ class Lookups:
         if not nodes:
             return m.RetrievePlan(state.epoch, 0, found, b"")
         if context.registration is not None and not context.registration.rank:
-            tokens = found * context.space.spec.chunk_tokens
+            tokens = found * space.spec.chunk_tokens
             usage.saved_seconds += tokens * self._contexts.token_seconds.get(context.instance, 0.0)
-        pins = (nodes[-1],) if context.space.full_mask else tuple(nodes)
-        packed = b"".join(extents)
+        pins = (nodes[-1],) if space.full_mask else tuple(nodes)
         lease = self._leases.grant(
             context.number, request.request_id, pins, state.clock(), packed if context.has_mover else b""
         )
@@ -177,39 +185,6 @@ class Lookups:
         if rest is not None:
             state.rank_later(rest)
         return m.RetrievePlan(state.epoch, lease, found, packed)
-
-    def _readable(
-        self, context: Context, request: m.PrepareRetrieve, num_chunks: int
-    ) -> tuple[list[bytes], list[int], int, int]:
-        """Return the packed extents, the nodes, and the numbers of chunks and bytes that a worker can read."""
-        index, space, groups = self._index, context.space, context.groups
-        extents: list[bytes] = []
-        nodes: list[int] = []
-        found = num_bytes = 0
-        for chunk in range(num_chunks):
-            key = digest_at(request.digests, chunk)
-            node = index.visibility.find(space, key, request.first_chunk + chunk)
-            needed = [g for g in range(len(groups)) if num_chunks - chunk <= request.covered[g]]
-            if node is None:
-                if needed or space.full_mask:
-                    break
-                continue
-            here: list[bytes] = []
-            for number in needed:
-                place = groups[number]
-                extent = index.entries.extent_of(node, place)
-                if extent is not None:
-                    here.append(pack_extent(chunk, number, place.part, extent))
-                else:
-                    parts = index.entries.cover(node, place)
-                    if not parts or len(extents) + len(here) + len(parts) > m.MAXIMUM_RETRIEVE_EXTENTS:
-                        return extents, nodes, found, num_bytes
-                    here += [pack_extent(chunk, number, *each) for each in parts]
-            extents += here
-            num_bytes += sum(groups[number].num_bytes for number in needed)
-            nodes.append(node)
-            found = chunk + 1
-        return extents, nodes, found, num_bytes
 
 
 def _why_not_more(query: Query) -> str:

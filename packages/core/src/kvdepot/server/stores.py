@@ -11,7 +11,7 @@ from typing import Final
 
 from kvdepot.counting import depot_counter
 from kvdepot.errors import ErrorCode
-from kvdepot.index.entries import NewRun, PartPlace, Wanted, pack_extent
+from kvdepot.index.entries import NewRun, PartPlace, Wanted, pack_extents
 from kvdepot.index.tree import NO_NODE
 from kvdepot.pool.table import Entry, Writer
 from kvdepot.server.contexts import Context, ContextTable, WorkerKey, check_run
@@ -224,14 +224,9 @@ class Stores:
             self._cut(context, request.request_id, request.first_chunk + (begun[-1][0] + 1 if begun else 0))
         if not begun:
             return m.StorePlan(state.epoch, 0, b"", num_present, num_declined)
-        entries: list[Entry] = []
-        extents: list[bytes] = []
-        num_bytes = 0
-        for chunk, place, extent in begun:
-            entries.append(extent[0])
-            extents.append(pack_extent(chunk, place.group, place.part, extent))
-            num_bytes += place.num_bytes
-        packed = b"".join(extents)
+        entries = [extent[0] for _, _, extent in begun]
+        num_bytes = sum([place.num_bytes for _, place, _ in begun])
+        packed = pack_extents([(chunk, place.group, place.part, extent) for chunk, place, extent in begun])
         ticket = Ticket(
             next(state.numbers),
             context.number,

@@ -175,13 +175,13 @@ class Histogram:
         self.counts = [0] * NUM_BUCKETS
         self.total = 0.0
 
-    def add(self, value: float) -> None:
-        """Count one value, which must not be negative."""
-        self.total += value
+    def add(self, value: float, count: int = 1) -> None:
+        """Count a value, which must not be negative, once or several times."""
+        self.total += value * count
         try:
-            self.counts[int(value * self._per_base).bit_length()] += 1
+            self.counts[int(value * self._per_base).bit_length()] += count
         except IndexError:
-            self.counts[-1] += 1
+            self.counts[-1] += count
 
     def status(self) -> HistogramStatus:
         """Return the present counts."""
@@ -199,9 +199,9 @@ class WatchedHistogram(Histogram):
         self.longest = 0.0
         self.num_above = 0
 
-    def add(self, value: float) -> None:
+    def add(self, value: float, count: int = 1) -> None:
         """See `Histogram`."""
-        super().add(value)
+        super().add(value, count)
         self.longest = max(self.longest, value)
         if value > self.bound:
-            self.num_above += 1
+            self.num_above += count

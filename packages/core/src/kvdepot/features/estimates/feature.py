@@ -98,17 +98,17 @@ class PolicySelector:
             victim = self._arc.victim()
             if victim is None:
                 return
-            self._arc.evicted(victim)
+            self._arc.evicted([victim])
             self._remove(victim)
-        node = self._nodes.add(self._space, key, NO_NODE, 0, 0)
+        (node,) = self._nodes.add(self._space, [key], NO_NODE, 0, 0)
         self._sizes[node] = num_bytes
         self._num_bytes += num_bytes
-        self._arc.added(node)
+        self._arc.added([node])
 
     def _remove(self, node: int) -> None:
         self._num_bytes -= self._sizes[node]
-        self._arc.removed(node)
-        self._nodes.drop(node)
+        self._arc.removed([node])
+        self._nodes.drop([node])
 
 
 SCALES: Final = (0.25, 0.5, 1.0, 2.0, 4.0)  # relative to the pool's size

@@ -296,26 +296,27 @@ class Holdings(Watcher):
             chunk.shelf.forget()  # earlier scans skipped the chunks after it
         self._count()
 
-    def hidden(self, node: int, /, *, has_children: bool) -> None:
+    def hidden(self, nodes: Sequence[int], /, *, has_children: bool) -> None:
         """See `Watcher`."""
-        if node < len(self._by_node):
-            chunk = self._by_node[node]
-            if chunk is not None:
-                self._by_node[node] = None
-                self.num_bytes -= len(chunk.content)
-                if has_children:
-                    self._broken.add(node)
-                chunk.shelf.hide(chunk, POOL)
-                self._count()
+        for node in nodes:
+            chunk = self._by_node[node] if node < len(self._by_node) else None
+            if chunk is None:
+                continue
+            self._by_node[node] = None
+            self.num_bytes -= len(chunk.content)
+            if has_children:
+                self._broken.add(node)
+            chunk.shelf.hide(chunk, POOL)
+        self._count()
 
-    def evicted(self, node: int, key: bytes, /) -> None:
-        """Note that a chunk is evicted from the pool. A tier may still have it."""
-        chunk = self._by_node[node] if node < len(self._by_node) else None
-        if chunk is None or not self._is_in_tier(node):
-            return
-        self._in_tier[chunk.family.space, key] = chunk
-        self._num_tier_bytes += len(chunk.content)
-        chunk.shelf.show(chunk, TIER)
+    def evicted(self, nodes: Sequence[int], keys: Sequence[bytes], /) -> None:
+        """Note that chunks are evicted from the pool. A tier may still have them."""
+        for node, key in zip(nodes, keys, strict=True):
+            chunk = self._by_node[node] if node < len(self._by_node) else None
+            if chunk is not None and self._is_in_tier(node):
+                self._in_tier[chunk.family.space, key] = chunk
+                self._num_tier_bytes += len(chunk.content)
+                chunk.shelf.show(chunk, TIER)
         while len(self._in_tier) > _MOST_IN_TIER or self._num_tier_bytes > self._most_bytes // _TIER_SHARE:
             self._leave_tier(next(iter(self._in_tier)))
         self._count()
