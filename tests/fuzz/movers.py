@@ -12,7 +12,7 @@ from fuzz.depot import PAGE, SPECS, Bytes, Life
 from kvdepot.features.flights import feature as flights
 from kvdepot.movers.protocol import Copy
 from kvdepot.movers.table import MoveRefused, MoverTable, OnMoved
-from kvdepot.pool.table import WRITING, Writer
+from kvdepot.pool.table import SEALED, WRITING, Writer
 from kvdepot.wire import messages as m
 from kvdepot.wire.messages import MoveOutcome
 
@@ -136,8 +136,8 @@ class LifeWithMovers(Life):
             for copy, _ in process.moves:
                 for _, _, _, entry, _, header, offset, num_bytes in m.EXTENT.iter_unpack(copy.extents):
                     if copy.is_store:
-                        assert self.depot.index.table.header(entry) == header - 1, "given away under a copy"
-                        assert header - 1 & 0xFF == WRITING
+                        assert self.depot.index.table.header(entry) == header - SEALED + WRITING, "given away under a copy"
+                        assert header & 0xFF == SEALED
                         assert self.depot.index.table.extent(entry) == (offset, num_bytes)
                         assert self.depot.index.table.writer_of(entry) == process.writer
 
