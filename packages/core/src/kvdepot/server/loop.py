@@ -155,7 +155,7 @@ class Loop:
     """Serves sockets, movers, tiers and the background in turns.
 
     Args:
-        sockets: those that peers connect to.
+        sockets: the sockets that peers connect to.
         depot: answers the peers.
         movers: the depot's movers.
         results: results of other threads.

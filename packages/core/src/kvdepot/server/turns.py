@@ -70,7 +70,7 @@ class Awaited(Generic[*Ts]):
 class PendingReply:
     """A waiting handler, and later its reply. Only `run` creates one.
 
-    An object, not two closures that refer to each other: such a cycle would keep the bytes of a finished request until
+    An object, not two closures that refer to each other: their cycle would keep the bytes of a finished request until
     the garbage collector runs.
     """
 

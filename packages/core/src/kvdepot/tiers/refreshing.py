@@ -189,7 +189,7 @@ class Refresher:
             self._on_end(node)
 
     def turn(self, is_over: Callable[[], bool]) -> None:
-        """Do one step, then more until `is_over`. Then ask the tiers, and write what is to be written together."""
+        """Do one step, then more until `is_over`. Then ask the tiers, and write small prefixes together."""
         self._end_waits()
         # A move that raises must not keep back the questions and writes of the others.
         try:

@@ -295,7 +295,7 @@ class Tiering:
 
         Args:
             prefix: the chunks of the lookup.
-            match: those that the pool has. They stay pinned until the end.
+            match: the chunks that the pool has. They stay pinned until the end.
             on_answer: called once, when no more entries can arrive or the time is up.
             wait_seconds: the longest wait of the lookup.
             is_awaited: whether another engine hands over missing chunks. Then tiers are asked however few they are.
