@@ -263,8 +263,6 @@ class Promotion:
         """Return the entries of a chunk that the pool lacks and a longer prefix may need. `groups`: only of these."""
         index, space, key = self._index, self.prefix.space, digest_at(self.prefix.digests, chunk)
         node = index.nodes.find(space, key, chunk)
-        if chunk < self._found:
-            groups &= ~space.full_mask
         return [
             (chunk, place)
             for place in self.prefix.places
@@ -272,14 +270,14 @@ class Promotion:
         ]
 
     def _missing_before(self, limit: int) -> Steps[list[Wanted]]:
-        windows = max((chunks for _, chunks in self.prefix.space.windows), default=0)
-        # The windows of a longer prefix may reach back into found chunks, which need not have them: if the tier is not
-        # asked for these, it seems to have no longer prefix.
-        first = max(0, self._found + 1 - windows) if windows else self._found
+        """Return the entries that the pool lacks of the chunks after the found ones, up to `limit`.
+
+        Found chunks end in whole windows. The windows of a longer prefix reach no further back.
+        """
         chunks_a_step = max(1, QUESTIONS_A_STEP // len(self.prefix.places))
         entries: list[Wanted] = []
-        for start in range(first, limit, chunks_a_step):
-            if start > first:
+        for start in range(self._found, limit, chunks_a_step):
+            if start > self._found:
                 yield Pause.STEP
             for chunk in range(start, min(start + chunks_a_step, limit)):
                 entries += self._missing_of(chunk)
