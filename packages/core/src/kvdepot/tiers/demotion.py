@@ -188,7 +188,7 @@ class Demotions:
         if key is not None:
             yield from index.priorities.end_session(node, is_own)
             # Ranking takes turns. Meanwhile a lookup may have used the prefix, which then stays, or a store may have
-            # evicted the chunk and given its number to another one.
+            # evicted the chunk and given its number to another one: asking for either would be in vain.
             if keys[node] == key and self._has_ended(node):
                 self._let_leave(node, self._tiers)
         yield count

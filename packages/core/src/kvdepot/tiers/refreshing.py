@@ -161,7 +161,7 @@ class Refresher:
 
     def _await_room(self, key: _Key, reason: Reason) -> None:
         digest = self._index.nodes.key_of(key[1])
-        earlier, earlier_reason = self._waiting.get(key, (digest, reason))
+        earlier, earlier_reason = self._waiting.get(key, (digest, Reason.STORED))
         if earlier != digest:  # its node was reused
             self._counters[PREFIXES_DROPPED] += 1
         elif earlier_reason is Reason.HANDED_OVER:
