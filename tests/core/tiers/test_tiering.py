@@ -409,6 +409,14 @@ def test_a_prompt_that_no_tier_knows_costs_one_small_question_more(make: Maker) 
     assert [len(call.args[0]) for call in contains.call_args_list] == [1, 16], "the first chunk, then all of it"
 
 
+def test_a_prompt_that_no_tier_knows_is_answered_at_once_if_the_tier_needs_no_storage_for_that(make: Maker) -> None:
+    bench = make()
+    bench.tiers[0].contains_is_instant = True
+    reply = bench.begin_lookup(prompt(4))
+    assert isinstance(reply, m.LookupReply), "nobody else would send it"
+    assert reply.num_chunks == 0
+
+
 @pytest.mark.parametrize("groups", [PLAIN, SHARDED, HYBRID], ids=["plain", "sharded", "hybrid"])
 def test_a_shorter_and_a_longer_prompt_get_what_they_share(groups: tuple[m.GroupShape, ...], make: Maker) -> None:
     bench = make(groups, pages=64, demoted=8)
