@@ -41,7 +41,7 @@ class Attention:
 
 
 class TiledAttention(Attention):
-    """Writes K and V in AMX's tiles: those of K have 16 tokens and pairs of dims, those of V 16 dims and pairs of
+    """Writes K and V in AMX's tiles: a tile of K has 16 tokens and pairs of dims, one of V 16 dims and pairs of
     tokens.
     """
 

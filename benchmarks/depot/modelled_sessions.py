@@ -211,7 +211,7 @@ class World:
         return self.now
 
     def replay(self) -> dict[str, Any]:
-        """Replay all turns, and return what is to be printed."""
+        """Replay all turns, and return the figures to print."""
         while self._events:
             until = self._events[0][0]
             if self.now < self._depot.state.timers.due < until:

@@ -259,7 +259,7 @@ def stress(seconds: float) -> None:
 
 
 def run_tests(seconds: float, names: Sequence[str]) -> None:
-    """Run tests in parallel. Report the end of each one's output, also of those that were cut off."""
+    """Run tests in parallel. Report the end of each one's output, even if it was cut off."""
     environment = os.environ | ({} if FAKE else {"KVDEPOT_REQUIRE_CUDA": "1"})
     flags = ["-q", "--maxfail=3", "--tb=short", "-m", "", "-p", "no:cacheprovider", "--color=no"]
     command = [sys.executable, "-m", "pytest", *flags]

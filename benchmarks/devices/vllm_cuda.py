@@ -138,7 +138,7 @@ def report(what: str, **values: Any) -> None:
 
 
 def start(engines: dict[str, Any], model: Path, configs: dict[str, Any], options: dict[str, Any]) -> None:
-    """Start engines at the same time. Report those that fail."""
+    """Start engines at the same time. Report each one that fails."""
 
     def one(name: str) -> None:
         began = time.monotonic()

@@ -7,7 +7,7 @@ from typing import Final
 
 ROOT: Final = Path(__file__).parents[2]
 PATCH_OF_PRIVATE: Final = re.compile(r'\b(?:setattr|delattr|patch|object)\((?:[^"()]+, )?"(?:[^"]*\.)?_(?!_)')
-UNNAMED: Final = re.compile(r"\b(those|such)\b", re.IGNORECASE)
+UNNAMED: Final = re.compile(r"(?<!`)\b(those|such|what|who)\b", re.IGNORECASE)
 MAKES_ENTRY: Final = re.compile(r"\bEntry\(|\bcast\([^,]*\bEntry\b")
 
 

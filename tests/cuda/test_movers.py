@@ -20,11 +20,11 @@ import pytest
 from kvdepot.client.session import Channel
 from kvdepot.keys import KeyRun
 from kvdepot.lab.processes import DepotProcess, wait_until
-from kvdepot.movers.client import await_mover
 from kvdepot.testing.backend import MakeCache
 from kvdepot.testing.engine import EngineProcess
 from kvdepot.testing.plan import PLANS, Cache, WorkerPlan, prompt
 from kvdepot.wire import messages as m
+from kvdepot_cuda.move import await_mover
 from support.commands import run_kvdepot
 from support.cuda.fake import DEFAULT_STREAM, FakeDriver, FakeEvent, FakeTensor
 from support.cuda.fake_worker import NUM_PIECES, FakeWorker

@@ -233,6 +233,21 @@ def test_one_copy_a_direction(node: Node) -> None:
     assert node.depot.index.extents.used_bytes == 4 * 4096
 
 
+def test_a_store_that_was_granted_to_a_lost_mover_does_not_wait_for_its_successor(node: Node) -> None:
+    node.movers.move_seconds = 0.01
+    context = node.ready("hangs")
+    first = node.prepare(context)
+    other = hash_prefix(Namespace("model", tenant="other"), 1, range(4))
+    second = node.ask(m.PrepareStore(context, "r", "other", other.digests, 0, other.parent, (4,)))
+    moving = node.move(context, first.ticket)
+    timers = node.depot.state.timers
+    wait_until(lambda: (timers.expire(time.monotonic()), node.state(context) == MoverState.ENDING)[1])
+    moved = node.move(context, second.ticket)
+    assert isinstance(moved, m.Moved), "its extents are free when the lost mover is dead"
+    assert moved.outcome is m.MoveOutcome.FAILED
+    assert node.outcome(moving) is m.MoveOutcome.FAILED
+
+
 @pytest.mark.parametrize("how", ["connection", "unregister"])
 def test_extents_that_a_mover_may_be_writing_are_free_when_it_is_dead_and_not_before(how: str, node: Node) -> None:
     context = node.ready("hangs")

@@ -289,6 +289,21 @@ def test_urgent_work_does_not_keep_operators_waiting_for_ever(bench: Bench) -> N
     assert len(bench.depot.leases) > 0
 
 
+def test_work_of_many_steps_keeps_its_place_in_its_queue(bench: Bench) -> None:
+    done = list[str]()
+
+    def work(name: str) -> Iterator[None]:
+        for _ in range(3):
+            done.append(name)
+            yield
+
+    turns = bench.depot.background.queue(2)
+    for name in "ab":
+        turns.add(work(name))
+    bench.depot.background.work()
+    assert done == [*"aaabbb"]
+
+
 def pin_very_often(bench: Bench) -> None:
     bench.store(prompt(0, 8))
     _, nodes = bench.index.visibility.match(bench.index.spaces[0], prompt(0, 8).digests)

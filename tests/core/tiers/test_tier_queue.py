@@ -73,13 +73,15 @@ class InstantTier(PartlyDeadTier):
 class Bench:
     """A `PartlyDeadTier`, its queue with a deadline of 1 s, and a clock that tests set."""
 
-    def __init__(self, num_threads: int = 4, tier: type[PartlyDeadTier] = PartlyDeadTier) -> None:
+    def __init__(
+        self, num_threads: int = 4, tier: type[PartlyDeadTier] = PartlyDeadTier, name: str = "partly dead"
+    ) -> None:
         self.now = 100.0
         self.tier = tier()
         self.queue = TierQueue(
             self.tier,
             self.tier.pool,
-            "partly dead",
+            name,
             deadline_seconds=1.0,
             num_threads=num_threads,
             clock=lambda: self.now,
@@ -161,6 +163,23 @@ def test_a_tier_of_very_many_threads_comes_back_though_all_of_them_hang() -> Non
     bench.probe()
     assert (bench.queue.is_suspended, bench.queue.status().num_hung_calls) == (False, 20)
     assert contains(bench.queue, bench.keys[:1]) == [False]
+    bench.queue.close()
+
+
+def test_the_thread_in_place_of_a_hanging_one_ends_when_the_call_returns() -> None:
+    bench = Bench(name="replaced")
+
+    def num_threads() -> int:
+        bench.queue.poll()
+        return sum(thread.name[:-1] == "kvdepot-replaced-" for thread in threading.enumerate())
+
+    before = num_threads()
+    bench.tier.hanging = {JobKind.READ}
+    bench.hang(JobKind.READ)
+    bench.probe()
+    wait_until(lambda: num_threads() == before + 1, what="the thread in its place")
+    bench.tier.is_over.set()
+    wait_until(lambda: num_threads() == before, what="the end of a thread")
     bench.queue.close()
 
 

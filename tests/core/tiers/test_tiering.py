@@ -409,6 +409,14 @@ def test_a_prompt_that_no_tier_knows_costs_one_small_question_more(make: Maker) 
     assert [len(call.args[0]) for call in contains.call_args_list] == [1, 16], "the first chunk, then all of it"
 
 
+def test_a_prompt_that_no_tier_knows_is_answered_at_once_if_the_tier_needs_no_storage_for_that(make: Maker) -> None:
+    bench = make()
+    bench.tiers[0].contains_is_instant = True
+    reply = bench.begin_lookup(prompt(4))
+    assert isinstance(reply, m.LookupReply), "nobody else would send it"
+    assert reply.num_chunks == 0
+
+
 @pytest.mark.parametrize("groups", [PLAIN, SHARDED, HYBRID], ids=["plain", "sharded", "hybrid"])
 def test_a_shorter_and_a_longer_prompt_get_what_they_share(groups: tuple[m.GroupShape, ...], make: Maker) -> None:
     bench = make(groups, pages=64, demoted=8)
@@ -1107,6 +1115,18 @@ def test_with_evict_leaving_chunks_go_down_and_the_pool_keeps_a_reserve(make: Ma
     assert [bench.lookup(prompt(5, name=name)) for name in range(12)] == [5] * 12
 
 
+def test_with_evict_a_tier_that_hangs_gets_no_more_than_the_reserve_needs(make: Maker) -> None:
+    bench = make(pages=40, demotion=Demotion.EVICT)
+    bench.tiers[0].hang = True
+    for name in range(8):
+        bench.store(prompt(5, name=name))
+    for _ in range(4):
+        bench.tiering.stored(())  # wakes it, as each store does
+        bench.turn()
+    assert bench.tiering.queues[0].queued_write_bytes == 5 * PAGE, "one leaf and the chunks before it"
+    bench.tiers[0].hang = False
+
+
 def test_with_evict_chunks_of_outdated_weights_leave_without_a_write(make: Maker) -> None:
     bench = make(pages=40, demotion=Demotion.EVICT)
     request = m.RegisterScheduler(m.PROTOCOL_VERSION, "engine", "model", bench.spec, weights="lineage 1")
@@ -1709,11 +1729,10 @@ def test_handed_over_prefixes_do_not_wait_behind_others(make: Maker, monkeypatch
     bench.tiers[0].hang = True
     store_many(bench, range(3))
     bench.turn()
-    reply = bench.begin_lookup(prompt(2, 3), hands_over=True)
+    bench.begin_lookup(prompt(2, 3), wait_seconds=0.0, hands_over=True)  # a hit would ask for its prefix at once
     store_many(bench, range(3, 4))
     bench.turn()
     bench.tiers[0].hang = False
-    bench.wait(reply)
     bench.settle()
     firsts = [digest_of(call.args[0][0]) for call in write.call_args_list]
     assert firsts == [digest_at(prompt(2, name).digests, 0) for name in (0, 3, 1, 2)]
@@ -2028,6 +2047,20 @@ def test_a_session_that_leaves_slowly_is_asked_for_again_and_again(make: Maker) 
 
     wait_until(turn_slowly, what="the end of the session")
     assert bench.lookup(agent) == 70
+
+
+def test_a_session_that_leaves_is_not_evicted_before_the_tier_has_answered(make: Maker) -> None:
+    bench, agent = make(stored=8), prompt(8)
+    remembered(bench, agent)
+    lose(bench, agent, [7])
+    bench.now += 1.0
+    bench.tiers[0].hang = True
+    bench.operate(o.DemoteSession("agent", agent.tenant))
+    bench.store(prompt(8, name=1))
+    bench.store(prompt(4, name=2))
+    bench.tiers[0].hang = False
+    bench.settle()
+    assert bench.lookup(agent) == 8
 
 
 def test_a_session_that_a_tier_without_room_for_writes_has_lost_stays(make: Maker) -> None:
@@ -2366,3 +2399,14 @@ def test_handed_over_chunks_are_written_first_whatever_the_rule(rule: Demotion, 
     bench.store(prompt(4, name=2))
     bench.settle()
     assert (len(written) > 4) is (rule is Demotion.STORE), "the hand-over is over"
+
+
+def test_handed_over_chunks_are_written_whole_although_the_queue_fills_up(make: Maker) -> None:
+    bench = make(pages=64, write_bytes=16 * PAGE)
+    bench.tiers[0].hang = True
+    bench.store(prompt(8, name=1))
+    bench.store(prompt(4, name=2))
+    bench.begin_lookup(prompt(4), hands_over=True)
+    bench.store(prompt(4))
+    assert bench.tiering.counters["demotions_dropped"] == 0
+    bench.tiers[0].hang = False

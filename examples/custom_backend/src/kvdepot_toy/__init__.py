@@ -14,7 +14,7 @@ class ToyBackend(Backend):
     capabilities = frozenset({Capability.ASYNCHRONOUS})
 
     def why_unavailable(self) -> str | None:
-        """Return None if the backend can be used here, else a reason that says what to do."""
+        """Return None if the backend can be used here, else the reason and the way out."""
         if importlib.util.find_spec("numpy") is None:
             return "numpy is not installed: pip install kvdepot-toy"
         return None

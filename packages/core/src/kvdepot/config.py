@@ -192,7 +192,7 @@ def is_loopback(host: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The declaration of one setting. `settings_in` derives from the field whatever `setting` left out.
+    """The declaration of one setting. `settings_in` derives from the field everything that `setting` left out.
 
     A setting of tuple or mapping type may be given several times. A bool is a switch without a value.
     """

@@ -3,7 +3,7 @@
 In mode `direct`, the worker's own process registers the depot's pool with its device and copies on two low-priority
 streams, one for stores and one for retrieves. In mode `ipc`, it passes memory handles to the depot, and a process of
 the depot, the mover, copies on its own streams. `kvdepot.client.transfers` communicates with the depot,
-`kvdepot.movers.client` with the mover, and `MoverRoute` decides between the two. `kvdepot_cuda.copy` copies in both
+`kvdepot_cuda.move` with the mover, and `MoverRoute` decides between the two. `kvdepot_cuda.copy` copies in both
 modes. If `ipc` turns out to be impossible, the worker registers again as `direct`, with the reason.
 
 Order: a store reads its blocks after `ready` or, if none is given, after the work that the engine's stream has at the
@@ -30,11 +30,11 @@ from kvdepot.client.transfers import TransferOptions, WorkerTransfers
 from kvdepot.copying.arrays import device_index_of, page_layout_of
 from kvdepot.errors import BackendUnavailable, ConfigError, DepotUnavailable, ErrorCode, RemoteError
 from kvdepot.layout import CacheLayout
-from kvdepot.movers.client import MoverUnavailable, await_mover, move
 from kvdepot.wire import messages as m
 from kvdepot_cuda.copy import BATCH_RUNS, PIECE_BYTES, CopyEngine
 from kvdepot_cuda.driver import Driver, DriverError, OpenDriver
 from kvdepot_cuda.gather import CompileGather, compile_gather, has_triton
+from kvdepot_cuda.move import MoverUnavailable, await_mover, move
 from kvdepot_cuda.mover import MOVER, offer_of
 from kvdepot_cuda.nvidia import CudaDriver
 
@@ -318,7 +318,7 @@ class MoverRoute(CopyRoute):
         return None
 
     def _move(self, direction: Direction, channel: Channel, batch: CopyBatch) -> None:
-        """See `kvdepot.movers.client.move`."""
+        """See `kvdepot_cuda.move.move`."""
         try:
             self.is_mover_warm = self._with_mover(lambda: move(channel, direction, batch, self._deadline_seconds))
         except DepotUnavailable:

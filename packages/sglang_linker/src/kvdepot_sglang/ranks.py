@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false
-"""The tensor-parallel ranks of an engine, which must take the same branch whatever each of them finds in the depot."""
+"""The tensor-parallel ranks of an engine, which must take the same branch even if they find different chunks."""
 
 import os
 from typing import Any, Final

@@ -1,9 +1,9 @@
 """Keeps KV under the content that computed it, while weights and adapters change under their names.
 
-The scheduler makes a request's keys when the request arrives. What computes it is decided later, in the workers: vLLM
-loads an adapter's files with the first step that needs them, and writes weights and replaces adapters between two steps
-without a word to the scheduler's side. And vLLM's own prefix cache names blocks by an adapter's name and path, so it
-still finds those of an earlier content.
+The scheduler makes a request's keys when the request arrives. The workers decide later with which weights to compute
+it: vLLM loads an adapter's files with the first step that needs them, and writes weights and replaces adapters between
+two steps without a word to the scheduler's side. And vLLM's own prefix cache names blocks by an adapter's name and
+path, so it still finds blocks of an earlier content.
 
 So each job contains the `Contents` that its keys name. A worker (`WorkerContents`) starts a job only if it computes
 with exactly these, and reports every change with the next step. The scheduler's side (`EngineContents`) then ends the
@@ -275,7 +275,7 @@ class EngineContents:
         return contents.updates != changes.updates and not self._keeps_names
 
     def reset(self) -> None:
-        """Note that the engine is told of new weights: what its own cache still has was computed with others.
+        """Note that the engine is told of new weights: the blocks of its own cache were computed with others.
 
         vLLM also tells its connector of a reset that it could not make itself, because blocks were in use.
         """
@@ -299,7 +299,7 @@ class _Now(NamedTuple):
 
 
 def _following(loaded: Loaded | None, content: str) -> Loaded:
-    """Return what a worker has after it reads `content` in place of `loaded`."""
+    """Return the state of a worker after it reads `content` in place of `loaded`."""
     if loaded is None:
         return Loaded(content, 1)
     return loaded if loaded.content == content else Loaded(content, loaded.number + 1)
@@ -314,7 +314,7 @@ def content_of_adapter(name: str, path: str) -> str:
 
 
 def _content_now(name: str, path: str) -> _Now:
-    """Return what `content_of_adapter` does, without its log lines, as vLLM may read an adapter in every step."""
+    """Like `content_of_adapter`, but without its log lines, as vLLM may read an adapter in every step."""
     try:
         found = fingerprint(Path(path)).text(Path(path))
     except OSError:

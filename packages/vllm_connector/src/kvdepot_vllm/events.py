@@ -211,7 +211,7 @@ class Announcer:
         registry[_ZMQ] = make_and_keep
 
     def _greet(self, arrivals: "zmq.Socket[bytes]") -> None:
-        """Tell each subscriber that arrives what it missed, until the publisher closes."""
+        """Send each subscriber that arrives the events that it missed, until the publisher closes."""
         assert self.publish is not None
         with arrivals, contextlib.suppress(RuntimeError, zmq.ContextTerminated):  # it is closing
             while recv_monitor_message(arrivals)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:

@@ -1,9 +1,8 @@
 # pyright: basic, reportMissingImports=false
-"""Reads from vLLM's internals what no hook is given: its runner with the model, its engine core, the
-engine's name and address.
+"""Reads from vLLM's internals: its runner with the model, its engine core, the engine's name and address.
 
-The runner and the engine core construct or call the connector, so a frame of the call stack refers to them. Operators
-and routers see the names; keys do not depend on them.
+No hook is given these. The runner and the engine core construct or call the connector, so a frame of the call stack
+refers to them. Operators and routers see the names; keys do not depend on them.
 """
 
 import argparse

@@ -40,7 +40,7 @@ class Loads:
         self._has_hit = False  # whether the first hit has been logged
 
     def plan(self, state: RequestState, table: BlockTable, external_tokens: int) -> None:
-        """Plan the load of `external_tokens`; vLLM recomputes what cannot be loaded."""
+        """Plan the load of `external_tokens`; vLLM recomputes tokens that cannot be loaded."""
         state.loaded_in, state.load_has_failed = state.request.num_preemptions, False
         end = state.local_tokens + external_tokens
         offer = state.offer

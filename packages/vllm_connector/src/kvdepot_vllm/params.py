@@ -26,9 +26,9 @@ EVERYTHING: Final = "all"  # recomputes all tokens: slower than no reuse, for te
 
 
 def request_params(request: EngineRequest) -> Mapping[str, Any]:
-    """Return what a request asks for, for example `kv_transfer_params={"kvdepot": {"load": false, "store": false}}`.
+    """Return a request's own settings, for example `kv_transfer_params={"kvdepot": {"load": false, "store": false}}`.
 
-    Actions of type `kvdepot` in the request's `kv_hints`, which routers send, give the same settings. Those of
+    Actions of type `kvdepot` in the request's `kv_hints`, which routers send, give the same settings, but
     `kv_transfer_params` have precedence.
     """
     routed: dict[str, Any] = {}
@@ -45,7 +45,7 @@ def _own_params(params: Any) -> dict[str, Any]:
 
 
 def _checked(params: Mapping[str, Any], name: str, is_valid: Callable[[Any], bool], expected: str) -> Any:
-    """Return a parameter, None if it is missing or wrong. For a wrong one, log what is `expected`."""
+    """Return a parameter, None if it is missing or wrong. For a wrong one, log the `expected` value."""
     value = params.get(name.rpartition(".")[2])
     if value is None or is_valid(value):
         return value
@@ -272,7 +272,7 @@ class HandOver:
 
 
 def asks_for_hand_over(params: Mapping[str, Any] | None) -> bool:
-    """Return whether the prefill engine must report what it computed."""
+    """Return whether the prefill engine must report its chunks to the decode engine."""
     return isinstance(params, dict) and bool(params.get("do_remote_decode"))
 
 

@@ -268,7 +268,7 @@ class SchedulerSide:
         Args:
             report: the ended stores, the progress of blends, digests of weights, and changes of contents.
             finished: requests whose load ended on all workers.
-            failed: those among them whose load failed (several KV cache groups).
+            failed: the ones among them whose load failed (several KV cache groups).
             invalid_blocks: blocks that loads, ended or not, left unfilled (one group).
         """
         self._prefill_cost.reported(self._clock())
@@ -364,7 +364,7 @@ class SchedulerSide:
     # --- end ------------------------------------------------------------------------------------------------------
 
     def finished(self, request: EngineRequest, table: BlockTable, *, has_failed: bool = False) -> dict[str, Any] | None:
-        """Store the last full chunks of a request that ended, for whatever reason, and still has its blocks.
+        """Store the last full chunks of a request that ended, for any reason, and still has its blocks.
 
         Returns:
             `kv_transfer_params` for the decode engine, if the request asks for them.
@@ -435,7 +435,7 @@ class SchedulerSide:
                 self._end_use(state)
 
     def _end_use(self, state: RequestState) -> None:
-        """Neither load nor store for a request any more, as its keys do not name what it computes with."""
+        """Neither load nor store for a request any more, as its keys do not name the contents that compute it."""
         state.may_load = state.may_store = False
         self._lookups.drop(state)
         self._lookups.withdraw(state)

@@ -1,6 +1,6 @@
 """Names a model and its weights by content, so that equal engines get equal namespaces in every process.
 
-Weights in files get a `fingerprint`. Those in an engine's memory get a digest, as a trainer may have written them.
+Weights in files get a `fingerprint`. Weights in an engine's memory get a digest, as a trainer may have written them.
 
 A fingerprint is fast enough for every start, because it samples each tensor. The samples are read once when an engine
 starts, and for each new adapter. A file's directory lists its tensors: the header of safetensors, or the central

@@ -58,6 +58,7 @@ def _restore(index: ChunkIndex, num_labels: int) -> Iterator[Entry | None]:
             if count % _STEP == 0:
                 yield None
         yield from steps.unfinished
+    # Also after an error: a frozen evictor would let every store into a full pool be declined for good.
     finally:
         index.evictor.is_frozen = False
 
@@ -165,6 +166,7 @@ class TablePass:
         if not Part.of(record.part).is_in(Plane(shape.layers, shape.heads)):
             return False
         parent = above.get(record.parent + suffix, NO_NODE)
+        # A chunk before it is lost. No lookup would find this one, and it would take room until it is evicted.
         if space.full_mask and record.depth and parent == NO_NODE:
             return False
         node = space.nodes.get(record.key)

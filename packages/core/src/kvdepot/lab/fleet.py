@@ -219,7 +219,7 @@ class Fleet:
             engines: the engines to use; None for those that share the depot.
 
         Raises:
-            KVDepotError: an engine failed. What `on_report` raises is raised, too.
+            KVDepotError: an engine failed. An exception of `on_report` is raised, too.
         """
         engines = self.engines if engines is None else engines
         ready: queue.Queue[tuple[int, int] | None] = queue.Queue()

@@ -208,6 +208,8 @@ class MoverTable:
         elif mover.state is MoverState.READY:
             assert mover.process is not None
             self._send(mover, mover.process, request)
+        # Its extents were granted to the mover that was lost, and are freed when that one is dead. A successor that
+        # writes there would overwrite other entries.
         elif copy is not None and copy.is_store:
             on_end(MoveOutcome.FAILED, "the mover that was to write is lost")
         elif len(mover.waiting) >= _MAXIMUM_WAITING:

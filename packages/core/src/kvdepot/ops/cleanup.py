@@ -1,4 +1,4 @@
-"""Removes what depots leave behind: pools of this machine (`kvdepot pools`), objects in a store (`kvdepot tier gc`).
+"""Removes leftovers of depots: pools of this machine (`kvdepot pools`), objects in a store (`kvdepot tier gc`).
 
 Objects can be removed while depots use the store, which does not evict by itself: they never change, and a missing one
 is a miss. If a depot has its chunks in the pool, it writes them again when they are used.

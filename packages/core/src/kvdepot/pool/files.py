@@ -253,6 +253,7 @@ def lock_earlier(folder: PoolFolder) -> int | None:
         is_same = os.path.samestat(os.fstat(lock_fd), folder.status(POOL_FILE))
     except FileNotFoundError:
         is_same = False
+    # Its server replaced the file between the two calls: the lock is on a file without a name, and protects nothing.
     if not is_same:
         os.close(lock_fd)
         raise busy(folder, "a server that is starting")  # it has replaced the file

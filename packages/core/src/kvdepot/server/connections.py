@@ -124,7 +124,8 @@ class ConnectionTable:
                     if fd == self._listener.fileno():
                         self._accept()
                 elif events & select.EPOLLHUP and not connection.events & select.EPOLLIN:
-                    self._close(connection)  # its client does not read replies
+                    # The kernel reports it unasked, and would do so in each turn: the client reads no replies any more.
+                    self._close(connection)
                 elif not connection.is_queued:
                     connection.is_queued = True
                     queue.append(connection)
@@ -147,6 +148,7 @@ class ConnectionTable:
         if not connection.is_open:
             return
         data = frames.LENGTH.pack(len(frame)) + frame
+        # Sent now, it would arrive in the middle of the reply before it.
         if connection.unread:
             connection.unread += data
             self.unread_bytes += len(data)
@@ -266,6 +268,8 @@ class ConnectionTable:
             return
         if frame is None:
             return
+        # An engine may be silent for hours. An operator's connection, which anyone with access can open, is not kept
+        # idle.
         if connection.owner:
             self._unfinished.pop(connection, None)
         else:
@@ -282,6 +286,8 @@ class ConnectionTable:
         """
         received = connection.received
         frame = self._take(connection) if received else None
+        # The greeting may have moved the socket to `SessionTable`, whose pings would be read here, or there is no room
+        # for the rest of the frame.
         if frame is not None or not connection.is_open or connection.is_parked:
             return frame
         try:
@@ -318,6 +324,8 @@ class ConnectionTable:
             return frame
         if not connection.set_aside_bytes:
             if end > _READ_BYTES:
+                # Room for the whole frame comes first. Without it, many halves of long frames could fill the bound, and
+                # none of them would ever be complete.
                 if self.held_bytes + end >= MAXIMUM_HELD_BYTES:
                     self._park(connection, end)
                     return None
@@ -353,6 +361,8 @@ class ConnectionTable:
                 self._open_session(connection.socket, decoded)
                 return False
             owner = decoded.token
+        # Its session has ended, or never was. Requests get `unknown_session`, which tells the client to connect again;
+        # a closed connection would look like a dead depot.
         if not self._is_owner(owner):
             connection.owner = b""
             return True
@@ -438,6 +448,7 @@ class ConnectionTable:
         if events != connection.events:
             connection.events = events
             self._epoll.modify(connection.socket.fileno(), events)
+            # A whole frame may be here already, of which the kernel knows nothing.
             if may_read and connection.received:
                 self._requeue(connection)
 

@@ -203,6 +203,7 @@ class ContextTable:
         context = Context(number, session, writer, request.instance, request.model, space, request, groups)
         self._add(context)
         workers.add(context)
+        # The entries of an earlier server are not known yet: `restored` does it.
         if not self._state.is_restoring:
             self._remove_unreadable(context)
         logger.info(

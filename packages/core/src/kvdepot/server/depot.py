@@ -272,7 +272,7 @@ class Depot:
         self.end_process(writer)
 
     def expire(self) -> None:
-        """End expired leases and tickets, and what is over in features."""
+        """End expired leases and tickets, and let features end theirs."""
         now, background = self.state.clock(), self.background
         self.index.nodes.now = int(now)
         if not self._is_expiring and (self.leases.has_expired(now) or self.stores.has_late(now)):

@@ -71,7 +71,7 @@ class Feature:
         """Note that the entries of a store were committed. `nodes` has the node of each."""
 
     def swept(self, now: float) -> None:
-        """End what is over. Called twice a second."""
+        """End everything that is over. Called twice a second."""
 
     def restored(self) -> None:
         """Note that the entries of an earlier server are known now. Not called for a new pool."""
@@ -80,7 +80,7 @@ class Feature:
         """Add this feature's figures to the fields of `DepotStatus`."""
 
     def close(self) -> None:
-        """Release what the depot's end does not."""
+        """Release the resources that the depot's end does not release."""
 
 
 MakeFeature: TypeAlias = "Callable[[Depot], Feature | None]"
@@ -144,7 +144,7 @@ class Features:
         return found
 
     def add(self, feature: Feature) -> None:
-        """Tell a feature from now on what happens."""
+        """Call a feature's hooks from now on."""
         self.by_name[feature.name] = feature
         for name in HOOKS:
             # A hook that is not overridden does nothing: without this, each would cost a call per lookup.

@@ -122,6 +122,7 @@ class ThreadResults:
         self._opener.deliver()
         self._extents.grow(self._ready_bytes)
         if self._error is not None:
+            # Until then, stores are declined without an eviction, because there will be room soon: now there will not.
             self._extents.stop_growing()
             logger.error(
                 "the pool stays at %s of %s: %s has no room left (%s); free memory there or lower --pool-size",
@@ -154,7 +155,7 @@ class Loop:
     """Serves sockets, movers, tiers and the background in turns.
 
     Args:
-        sockets: those that peers connect to.
+        sockets: the sockets that peers connect to.
         depot: answers the peers.
         movers: the depot's movers.
         results: results of other threads.
@@ -273,6 +274,7 @@ class Loop:
         due = state.timers.due
         now = time.monotonic()
         longest = _SWEEP_MILLISECONDS
+        # Rounded up: rounded down to 0, the loop would spin for the last millisecond before each deadline.
         return longest if due > now + _SWEEP_SECONDS else max(0, min(longest, math.ceil((due - now) * 1000)))
 
 

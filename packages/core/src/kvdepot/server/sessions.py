@@ -185,6 +185,7 @@ class SessionTable:
             is_another = process_start_time(writer.pid) != writer.start_time
         except OSError:
             is_another = False
+        # The number was reused. Waiting for this process would hold the extents of a dead one as long as it lives.
         if is_another:
             os.close(pidfd)
             return False

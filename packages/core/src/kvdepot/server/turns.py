@@ -70,7 +70,7 @@ class Awaited(Generic[*Ts]):
 class PendingReply:
     """A waiting handler, and later its reply. Only `run` creates one.
 
-    An object, not two closures that refer to each other: such a cycle would keep the bytes of a finished request until
+    An object, not two closures that refer to each other: their cycle would keep the bytes of a finished request until
     the garbage collector runs.
     """
 
@@ -91,6 +91,7 @@ class PendingReply:
     def _resume(self) -> None:
         try:
             try:
+                # An inner `try`, because sending the reply may raise, too, and is then answered with an error.
                 self.begin(self._steps.send(True))
             except StopIteration as end:
                 self._give(end.value)
@@ -113,6 +114,7 @@ def run(steps: Steps, on_error: Callable[[Exception], frames.Reply]) -> frames.R
         pending.begin(next(steps))
     except StopIteration as end:
         return end.value
+    # The wait may have ended while it began. Then the reply is here, and nobody would call `on_reply`.
     return pending.reply or pending
 
 
@@ -143,6 +145,7 @@ class Turns:
 
     def again(self, resume: Callable[[], None]) -> bool:
         """Wait for a further turn: at the front if this queue has the present turn, else at the end."""
+        # At the end, work of many steps would wait after each of them for all work that came later.
         if self._background.present is self:
             self.waiting.appendleft(resume)
         else:
@@ -218,6 +221,7 @@ class Background:
             is_urgent = bool(self.urgent.waiting)
             if is_urgent:
                 self._step(self.urgent)
+            # One step in any case: while engines end leases all the time, an operator would never get an answer.
             if is_first or not is_urgent:
                 self._step_of_others()
             is_first = False

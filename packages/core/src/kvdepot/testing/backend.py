@@ -273,7 +273,7 @@ class BackendSuite:
     def test_every_split_reads_every_other(
         self, rows: int, heads: int, head_bytes: tuple[int, ...], cache: MakeCache, depot: DepotProcess
     ) -> None:
-        """Engines of any ranks and stages find what any other stored, replicas, windows and skipped blocks included."""
+        """Engines of any ranks and stages find each other's chunks, replicas, windows and skipped blocks included."""
         engines = [[cache(plan) for plan in _plans_of_engine(*split, heads, rows, head_bytes)] for split in self.splits]
         readers = [engine[rank] for engine in engines for rank in sorted({0, len(engine) // 2, len(engine) - 1})]
         num_entries = 0

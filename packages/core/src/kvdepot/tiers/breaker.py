@@ -104,6 +104,8 @@ class Breaker:
             self._counters[_BREAKER_OPENED] += 1
         self.why_suspended = why
         self._suspects.update(suspects)
+        # A probe under way schedules the next one if it fails. Otherwise one more would follow its success, and could
+        # suspend the tier again.
         if self._probe_started_at is None:
             self._probe_at = self._clock() + self._retry_seconds
 
@@ -124,6 +126,8 @@ class Breaker:
     def judge(self, call: Call) -> None:
         """Learn from a call that has ended, unless it was late or began before the last probe."""
         operation = call.operation
+        # Calls that began before the storage was back would suspend it again for its past, and the hung ones that
+        # return now would pass for proof that it works.
         if not call.has_run or call.is_late or call.started_at < self._resumed_at:
             return
         if call.outcomes is not None:

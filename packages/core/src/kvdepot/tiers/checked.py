@@ -55,6 +55,7 @@ class CheckedTier:
         places, trailers, corrupt = list[int](), list[bytes](), list[int]()
         for place, (key, (offset, num_bytes)) in enumerate(zip(keys, extents, strict=True)):
             checksum = checksum_of(self._pool.view[offset : offset + num_bytes])
+            # Written with a trailer of its present bytes, a damaged entry would pass for right from then on.
             if checksums and any(checksums[place]) and checksums[place] != checksum:
                 corrupt.append(call.first + place)
                 continue

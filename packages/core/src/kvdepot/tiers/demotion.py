@@ -187,6 +187,8 @@ class Demotions:
         key = keys[node] if node != NO_NODE else None
         if key is not None:
             yield from index.priorities.end_session(node, is_own)
+            # Ranking takes turns. Meanwhile a lookup may have used the prefix, which then stays, or a store may have
+            # evicted the chunk and given its number to another one: asking for either would be in vain.
             if keys[node] == key and self._has_ended(node):
                 self._let_leave(node, self._tiers)
         yield count
@@ -202,6 +204,8 @@ class Demotions:
         """
         index = self._index
         earlier = self._leaving.pop(node, None)
+        # Without this hold, a store could evict the chunk before the tiers are asked for it, unwritten. Taken before
+        # the earlier hold ends, so that there is no moment without one.
         held = index.entries.sealed(node)[:1]
         index.begin_reading(held)
         self._leaving[node] = _Leaving(index.nodes.key_of(node), is_forced, num_bytes, held)
@@ -253,6 +257,7 @@ class Demotions:
 
     def turn(self, is_over: Callable[[], bool]) -> None:
         """Do at least one step of each kind of work, then continue until `is_over`."""
+        # No tier takes them now. Kept until one does, they would make the pool smaller for nothing.
         if self._kept and not self._by_kind()[0]:
             self.let_go(lambda _: True)
         while (stored := self._gathering.next_over(self._clock())) is not None:
@@ -328,6 +333,8 @@ class Demotions:
             if not tier.takes_writes:
                 continue
             missing = tier.lacks(entries, table.headers_of(entries))
+            # Another node waits for the first kind, and the pool evicts the second kind next: an end that is dropped
+            # now would not be written later.
             takes_all = reason is Reason.HANDED_OVER or reason in LEAVES
             num_kept = len(missing) if takes_all else _num_taken(tier.queue, len(missing))
             self._counters[_DEMOTIONS_DROPPED] += len(missing) - num_kept
@@ -390,6 +397,8 @@ class Demotions:
         index, tree = self._index, self._index.nodes.tree
         reserve = int(index.extents.ready_bytes * _RESERVE_SHARE)
         gathering, others = self._by_kind()
+        # Bytes on their way out count as free. Otherwise each turn would send further chunks after them, until the pool
+        # is empty.
         leaving = sum(tier.queue.queued_write_bytes for tier in self._tiers)
         leaving += sum(each.num_bytes for each in self._leaving.values())
         self.lacks_victims = self._is_cut = False

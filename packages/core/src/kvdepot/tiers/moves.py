@@ -49,6 +49,7 @@ class Moves(Generic[K]):
 
     def wake(self, key: K) -> None:
         """Let a waiting move go on."""
+        # Several reads may end before its next step, and one that hung after its last: to these, it does not wait.
         if key in self._waiting:
             self.ready[key] = self._waiting.pop(key)
 

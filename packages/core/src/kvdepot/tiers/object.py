@@ -190,6 +190,7 @@ class ObjectTier(Tier):
         with self._changed:
             was_closed, self.is_closed = self.is_closed, True
             is_idle = self._changed.wait_for(lambda: not self._num_calls, _CLOSE_SECONDS)
+        # A call that hangs waits for this loop: without the loop, its thread would wait for ever.
         if is_idle and not was_closed:
             time.sleep(LAST_STEPS_SECONDS)
             self._loop.call_soon_threadsafe(self._loop.stop)
@@ -389,6 +390,7 @@ class ObjectTier(Tier):
         Return the positions of the chunks it has then.
         """
         first = keys[places[0]]
+        # The first object of a run has a known name. Trying it first saves a new prompt the walk.
         name, left = object_name(run_of(first)) if begins_run(first) else None, list(places)
         for _ in range(_MOST_TRIES):
             if name is not None and await self._put(name, left, keys, trailers, extents):

@@ -109,6 +109,7 @@ class Promotion:
         while number < len(self._tiers) and not self._is_stopped:
             before = self._found
             limit = yield from self._bring_from(self._tiers[number])
+            # Once the lookup is answered, nobody waits: a read from a further tier would only take room in the pool.
             if limit and (self._found == num_chunks or self.on_answer is None):
                 return
             # It may have more: chunks after those it was asked for, or the next ones in the parts of an engine of
@@ -143,6 +144,8 @@ class Promotion:
             first = []  # these were of another split
         limit = self._limit
         missing = yield from self._missing_before(limit)
+        # If nothing else is missing, the first question has the answer. Without this, a prompt that lacks one chunk
+        # would be asked for twice.
         if len(missing) > len(first):
             claims = yield from self._ask(tier, missing)
             if claims is None:
@@ -260,8 +263,6 @@ class Promotion:
         """Return the entries of a chunk that the pool lacks and a longer prefix may need. `groups`: only of these."""
         index, space, key = self._index, self.prefix.space, digest_at(self.prefix.digests, chunk)
         node = index.nodes.find(space, key, chunk)
-        if chunk < self._found:
-            groups &= ~space.full_mask
         return [
             (chunk, place)
             for place in self.prefix.places
@@ -269,12 +270,14 @@ class Promotion:
         ]
 
     def _missing_before(self, limit: int) -> Steps[list[Wanted]]:
-        windows = max((chunks for _, chunks in self.prefix.space.windows), default=0)
-        first = max(0, self._found + 1 - windows) if windows else self._found
+        """Return the entries that the pool lacks of the chunks after the found ones, up to `limit`.
+
+        Found chunks end in whole windows. The windows of a longer prefix reach no further back.
+        """
         chunks_a_step = max(1, QUESTIONS_A_STEP // len(self.prefix.places))
         entries: list[Wanted] = []
-        for start in range(first, limit, chunks_a_step):
-            if start > first:
+        for start in range(self._found, limit, chunks_a_step):
+            if start > self._found:
                 yield Pause.STEP
             for chunk in range(start, min(start + chunks_a_step, limit)):
                 entries += self._missing_of(chunk)
@@ -296,6 +299,7 @@ class Promotion:
                 if entry is None:
                     if node is None or not index.entries.cover(node, place):
                         return False
+                # An engine that writes it may abort: the chunks after it would be read in vain.
                 elif not (self._context.is_sealed(entry) or self._context.is_coming[entry]):
                     return False
             return True
@@ -336,6 +340,8 @@ class Promotion:
         if reading.num_bytes:
             now = context.clock()
             tier.was_read(reading.num_bytes, now - began)
+            # Bytes that came too late for the lookup say nothing good. If they counted, a tier that is too slow for
+            # every lookup would never be suspended.
             if self.on_answer is not None and now - self.began <= context.patience_seconds:
                 tier.queue.breaker.was_in_time()
         visibility, prefix, before = self._index.visibility, self.prefix, self._found

@@ -274,6 +274,7 @@ class TierQueue:
         if self._closing:
             return
         self._closing = True
+        # The storage of a suspended tier would most likely hang until the time is up.
         self._workers.close(0.0 if self.is_suspended else drain_seconds, _CLOSE_SECONDS, self.breaker.num_hung)
         closer = threading.Thread(target=self.tier.close, name=f"kvdepot-{self.name}-close", daemon=True)
         closer.start()
@@ -282,6 +283,7 @@ class TierQueue:
     def _report(self, call: Call) -> JobPart:
         self.breaker.judge(call)
         self.num_calls -= 1
+        # Its thread was replaced and is back now. Without this, each hang would leave one thread more.
         if call.is_late:
             self.breaker.num_hung -= 1
             self._dismiss()
@@ -345,6 +347,7 @@ class TierQueue:
     def _clear(self, call: Call) -> None:
         num_cleared = 0
         for count in self.tier.clear(*call.job.names):
+            # A clear of very many entries would still use the storage when `close` closes it.
             if self._closing:
                 raise OSError("the tier is being closed")
             num_cleared += count

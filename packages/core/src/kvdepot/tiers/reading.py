@@ -201,6 +201,7 @@ class Reading:
             is_broken |= self.is_stopped
             if wanted and not is_broken:
                 self._begun += self._begin_entries()
+            # Whole runs only: cut into several jobs, a run of an object tier would cost a walk and a request for each.
             if self._begun and (is_broken or not wanted or wanted[0][0] // self._run_chunks > self._begun_run):
                 self._submit(is_broken=is_broken)
             landed: list[_Arrival] = []
@@ -211,6 +212,7 @@ class Reading:
                 is_broken |= arrival.state is not _State.HERE
                 if not is_broken:
                     landed.append(arrival)
+                # The storage may still write to a lost one. Its extent is freed when the read returns (`on_part`).
                 elif arrival.state is not _State.LOST:
                     self._index.discard_entry(arrival.entry)
                     context.counters[_PROMOTIONS_FAILED] += 1
@@ -247,6 +249,7 @@ class Reading:
         index, context, prefix, wanted = self._index, self._context, self._prefix, self._wanted
         space = prefix.space
         arrivals: list[tuple[_Arrival, bytes]] = []
+        # Otherwise chunks would be evicted for reads that fail at once.
         if self._tier.queue.is_suspended:
             self._end("it is suspended now")
             return arrivals
@@ -270,12 +273,14 @@ class Reading:
                 context.awaited.setdefault(entry, []).append(self)
                 self.num_awaited += 1
                 prefix.brought.add(chunk)
+            # It was not here when the lookup came, and a tier has brought it, although for another lookup.
             elif context.promoted[entry] == index.table.header(entry):
                 prefix.brought.add(chunk)
         if not batch:
             return arrivals
         first, last = batch[0][0], batch[-1][0]
         parent = index.nodes.find(space, digest_at(prefix.digests, first - 1), first - 1) if first else None
+        # No lookup would find chunks behind a gap. They would fill the pool until they are evicted.
         if first and parent is None and space.full_mask:
             self._end("cut, as the chunk before chunk %d was evicted", first)
             return arrivals

@@ -150,6 +150,8 @@ class Refresher:
         if reason is not Reason.USED:
             self._unwritten.add(key)
         if is_going_on:
+            # Its walk may have passed the end, or begun before these entries were stored, and would leave them
+            # unwritten.
             if reason is not Reason.USED:
                 self._again[key] = reason
         elif self.is_full and reason not in LEAVES:
@@ -159,12 +161,13 @@ class Refresher:
 
     def _await_room(self, key: _Key, reason: Reason) -> None:
         digest = self._index.nodes.key_of(key[1])
-        earlier, earlier_reason = self._waiting.get(key, (digest, reason))
+        earlier, earlier_reason = self._waiting.get(key, (digest, Reason.STORED))
         if earlier != digest:  # its node was reused
             self._counters[PREFIXES_DROPPED] += 1
         elif earlier_reason is Reason.HANDED_OVER:
             return
         self._waiting[key] = digest, reason
+        # Its engine waits a few seconds. Behind all others, the chunks would come after it has computed them.
         if reason is Reason.HANDED_OVER:
             self._waiting.move_to_end(key, last=False)
 
@@ -186,8 +189,9 @@ class Refresher:
             self._on_end(node)
 
     def turn(self, is_over: Callable[[], bool]) -> None:
-        """Do one step, then more until `is_over`. Then ask the tiers, and write what is to be written together."""
+        """Do one step, then more until `is_over`. Then ask the tiers, and write small prefixes together."""
         self._end_waits()
+        # A move that raises must not keep back the questions and writes of the others.
         try:
             self._moves.turn(is_over)
         finally:
@@ -257,6 +261,8 @@ class Refresher:
             )
             end = start + _CHUNKS_A_STEP
             is_end = end >= len(path)
+            # Between two cuts only: a run is found by a walk from its first chunk, so the second half of one would seem
+            # to be lost, and be written again.
             if is_end or (len(asked) >= _KEYS_A_QUESTION and end % MOST_CHUNKS_A_RUN == 0):
                 lost = yield from self._ask(key, asked)
                 if lost is None or not (yield from self._write_again(key, lost, reason, is_end=is_end)):

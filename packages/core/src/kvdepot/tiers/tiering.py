@@ -295,7 +295,7 @@ class Tiering:
 
         Args:
             prefix: the chunks of the lookup.
-            match: those that the pool has. They stay pinned until the end.
+            match: the chunks that the pool has. They stay pinned until the end.
             on_answer: called once, when no more entries can arrive or the time is up.
             wait_seconds: the longest wait of the lookup.
             is_awaited: whether another engine hands over missing chunks. Then tiers are asked however few they are.
@@ -326,6 +326,8 @@ class Tiering:
         for tier in self._tiers:
             while parts := tier.queue.poll(1):
                 for part in parts:
+                    # A promotion's results concern it alone. Otherwise each of them would wake demotion, refreshing and
+                    # the reserve.
                     self._demotes |= part.job.operation not in _OF_PROMOTIONS
                     part.job.on_part(part)
                 if is_over():
@@ -351,6 +353,7 @@ class Tiering:
             if is_over():
                 break
         self._demote(self._demotions.turn, is_over)
+        # All chunks are in use. Looking for a victim in each turn would keep the loop busy.
         if self._demotions.lacks_victims:
             self._index.evictor.await_victim(self._wake)
         self._demotes |= self._demotions.has_work or self._can_refresh
@@ -369,6 +372,7 @@ class Tiering:
                 for job in tier.queue.expire():
                     self.counters[_TIER_JOBS_LATE] += 1
                     job.on_late()
+        # Whatever raised, the ticks go on: without them, no late call would ever be noticed again.
         finally:
             self._wake()
             now, queues = self._clock(), self.queues
@@ -405,6 +409,7 @@ class Tiering:
 
 
 def _cleared(clearing: _Clearing, name: str, part: JobPart) -> None:
+    # A late one was reported by `_hangs`. Reported twice, the clear would end before the other tiers have.
     if not part.job.is_late:
         clearing.num_removed += part.job.num_cleared or 0
         if part.job.num_cleared is None:

@@ -151,6 +151,8 @@ class TierWorkers:
             return JobKind.TOUCH
         if self._waiting[JobKind.OUTDATE]:
             return JobKind.OUTDATE
+        # A hung clear no longer counts, and neither does a hung write (`_num_writing`). Otherwise one such call would
+        # stop all writes or clears for good, although other threads are free.
         is_clearing = any(call.operation is JobKind.CLEAR and not call.is_late for call in self._running)
         if self._waiting[JobKind.CLEAR]:
             return None if is_clearing or self._num_writing else JobKind.CLEAR

@@ -6,7 +6,7 @@ the two have in common are in the pool, when the flight ends without them, or at
 its chunks have arrived, its request ends, one of its stores is aborted, its engine or a worker detaches, stores are
 declined, or no chunk of it arrives in time.
 
-Whatever an announcement says, a lookup waits at most until its own deadline, and at most twice as long as its own
+Regardless of announcements, a lookup waits at most until its own deadline, and at most twice as long as its own
 engine would compute the chunks, if that is known. Answers are sent in background steps, so that the end of many waits
 is spread over many turns of the loop.
 
@@ -155,7 +155,7 @@ class _Here(Source):
 
 
 class _Elsewhere(Source):
-    """Requests that other engines are computing, on this node after what tiers brought, or on another one."""
+    """Requests that other engines are computing: on another node, or here behind the chunks that tiers brought."""
 
     rank = Rank.COMPUTED_ELSEWHERE
 

@@ -62,9 +62,9 @@ class BoundEndpoint:
             monitor.close()
 
     def end_connections(self) -> None:
-        """End all connections, so that ZeroMQ frees what it keeps for their peers, who connect again by themselves.
+        """End all connections, so that ZeroMQ frees its memory of their peers, which connect again by themselves.
 
-        Does nothing while paused, as those who left could not come back.
+        Does nothing while paused, as peers that left could not come back.
         """
         if self._is_bound and not self._is_paused:
             self._socket.unbind(self.endpoint)

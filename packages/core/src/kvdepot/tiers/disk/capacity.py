@@ -73,6 +73,8 @@ class Capacity:
         missing = self._folder.missing_bytes(size)
         if missing > 0:
             self._counters[_FILE_SYSTEM_FULL] += 1
+            # Other files take the space. Without this, the tier would evict everything, and the file system would still
+            # be full.
             if missing <= entries.used_bytes and time.monotonic() >= self._patient_until:
                 self._evict(entries.used_bytes - missing)
                 missing = self._folder.missing_bytes(size)

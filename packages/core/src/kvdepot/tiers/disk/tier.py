@@ -217,6 +217,7 @@ class DiskTier(Tier):
 
     def _read(self, key: bytes, offset: int, num_bytes: int) -> bytes | None:
         rounded = round_up(num_bytes)
+        # A cleared entry whose file could not be removed would be found by its name, and served nevertheless.
         if (self._folder.root < 0 and not self._closed) or self._entries.is_unremoved(key):
             return None
         try:

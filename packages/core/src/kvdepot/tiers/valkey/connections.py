@@ -138,6 +138,7 @@ class Connections:
         connection = self._take() or ValkeyConnection(self.server)
         with self._lock:
             self._lent.add(connection)
+            # It was made while `close` ran, which knew nothing of it. The call would last until the server answers.
             if self._is_closed:
                 connection.shut_down()
         try:
