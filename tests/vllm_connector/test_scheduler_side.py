@@ -480,14 +480,12 @@ def test_a_request_says_what_it_wants(wishes: Any) -> None:
 
 def test_hints_go_to_the_depot_when_all_of_the_request_is_there() -> None:
     it = scene()
-    wishes = {"session_end": True, "priority": 2, "ttl_seconds": 600}
-    request = it.asks(40, kv_transfer_params={"kvdepot": wishes})
+    request = it.asks(40, kv_transfer_params={"kvdepot": {"session_end": True}})
     plan = it.step(request, 40, (blocks(1, 3),))
     it.side.finished(request, (blocks(1, 3),))
     assert it.client.hints == []
     it.report(plan)
-    no_session = {"session": "", "retain_seconds": 0.0}
-    assert it.client.hints == [(2, {"session_ended": True, "priority": 2, "ttl_seconds": 600.0, **no_session})]
+    assert it.client.hints == [(2, {"session_ended": True, "session": "", "retain_seconds": 0.0})]
 
 
 @pytest.mark.parametrize(
@@ -545,9 +543,7 @@ def test_wrong_names_of_sessions_move_none(wishes: dict[str, Any]) -> None:
     assert it.client.operations == []
 
 
-@pytest.mark.parametrize(
-    "wishes", [{"session_end": 1}, {"priority": 9}, {"priority": True}, {"ttl_seconds": "10"}, {"ttl_seconds": -1}, {}]
-)
+@pytest.mark.parametrize("wishes", [{"session_end": 1}, {"session_id": 5}, {"retain_seconds": True}, {}])
 def test_a_bad_hint_is_one_line_in_the_log(wishes: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     it = scene()
     request = it.request(40, kv_transfer_params={"kvdepot": wishes})
@@ -555,10 +551,10 @@ def test_a_bad_hint_is_one_line_in_the_log(wishes: dict[str, Any], caplog: pytes
     it.side.finished(request, (blocks(1, 3),))
     lines = [record for record in caplog.records if record.name == "kvdepot_vllm.params"]
     assert (it.client.hints, len(lines)) == ([], len(wishes))
-    other = it.request(40, "other", kv_transfer_params={"kvdepot": {**wishes, "priority": 1}})
+    other = it.request(40, "other", kv_transfer_params={"kvdepot": {**wishes, "session": "agent"}})
     it.report(it.step(other, 40, (blocks(1, 3),)))
     it.side.finished(other, (blocks(1, 3),))
-    assert [hints["priority"] for _, hints in it.client.hints] == [1]
+    assert [hints["session"] for _, hints in it.client.hints] == ["agent"]
 
 
 def test_a_store_that_goes_wrong_stops_nothing_but_itself() -> None:
@@ -1011,10 +1007,10 @@ def test_settings_come_in_the_hints_of_a_router_too() -> None:
     assert it.side.matched_tokens(it.request(100, "b", kv_hints=hints({"load": False}, kind="other")), 0) == (64, True)
     assert it.side.matched_tokens(it.request(100, "c", kv_hints=hints("load")), 0) == (64, True)
     own = {"kvdepot": {"load": True}}
-    request = it.request(100, "d", kv_hints=hints({"load": False, "priority": 2}), kv_transfer_params=own)
+    request = it.request(100, "d", kv_hints=hints({"load": False, "session_end": True}), kv_transfer_params=own)
     assert it.side.matched_tokens(request, 0) == (64, True)
     it.side.finished(request, (blocks(1, 7),))
-    assert it.client.hints[-1][1]["priority"] == 2
+    assert it.client.hints[-1][1]["session_ended"]
     named = {"session_id": "agent", "retain_seconds": 5, "prefetch": ["other"], "forget": ["third"]}
     request = it.request(100, "e", kv_hints=hints(named))
     assert it.side.matched_tokens(request, 0) == (64, True)

@@ -272,8 +272,6 @@ class SchedulerClient:
         key: KeyRun,
         *,
         session_ended: bool = False,
-        priority: int = 0,
-        ttl_seconds: float = 0.0,
         session: str = "",
         retain_seconds: float = 0.0,
     ) -> None:
@@ -282,7 +280,7 @@ class SchedulerClient:
         A depot that is away does not get it.
         """
         if key.digests:
-            of = session_ended, priority, ttl_seconds, session, retain_seconds
+            of = session_ended, session, retain_seconds
             self.post(lambda context: [m.Hint(context, key.tenant, key.digests, *of)])
 
     def close(self) -> None:
@@ -380,7 +378,7 @@ class SchedulerClient:
             if self._channel is not None:
                 self._channel.close()
             self._channel = self.connection.channel(session)
-            # They may have changed since the session registered: untold, the KV in use would be ranked as outdated.
+            # They may have changed since the session registered: untold, the KV in use would be outdated.
             self._tell_weights(self._channel)
         return self._channel
 

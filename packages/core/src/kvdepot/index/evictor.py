@@ -16,8 +16,8 @@ from kvdepot.counting import depot_counter
 from kvdepot.errors import require
 from kvdepot.index.columns import make_column
 from kvdepot.index.entries import Entries
-from kvdepot.index.priorities import Priorities, Shares
 from kvdepot.index.quotas import MAXIMUM_QUOTAS
+from kvdepot.index.shares import Shares
 from kvdepot.index.tree import NO_NODE, Nodes, Space
 from kvdepot.index.visibility import Visibility, Watcher
 from kvdepot.wire.status import Histogram
@@ -109,7 +109,6 @@ class Evictor:
         visibility: Visibility,
         entries: Entries,
         shares: Shares,
-        priorities: Priorities,
         watcher: Watcher,
     ) -> None:
         self.num_evicted = 0  # `CHUNKS_EVICTED`
@@ -124,7 +123,6 @@ class Evictor:
         self._visibility = visibility
         self._entries = entries
         self._shares = shares
-        self._priorities = priorities
         capacity = nodes.tree.capacity
         self._num_leases = make_column("I", capacity)  # leases and pins of a node; they count as holds, too
         # Leased nodes by share, the most recently leased last.
@@ -179,7 +177,6 @@ class Evictor:
         """Remove a chunk without entries and children. Return the chunk before it, like `Nodes.drop`."""
         self._shares.policy_of(node).removed(node)
         self._visibility.forget(node)
-        self._priorities.forget(node)
         if self._num_leases[node]:
             self._leased.remove(node)
         return self._nodes.drop(node)

@@ -69,7 +69,7 @@ class ChunkTree:
     num_children: "memoryview[int]"
     holds: "memoryview[int]"  # leases, pins, copies and unfinished writes
     share: "memoryview[int]"  # the share of the pool that the chunk counts against
-    priority: "memoryview[int]"
+    ended: "memoryview[int]"  # 1: leaves before all others of its share
 
     @classmethod
     def with_room(cls, capacity: int) -> "ChunkTree":
@@ -106,7 +106,7 @@ class Nodes:
         return self.tree.capacity - len(self.tree.keys) + self._num_free
 
     def add(self, space: Space, key: bytes, parent: int, depth: int, label: int) -> int:
-        """Add a node without holds and children. There must be a free number. The caller sets share and priority."""
+        """Add a node without holds and children. There must be a free number. The caller sets `share` and `ended`."""
         tree, node = self.tree, self._free
         if node == NO_NODE:
             node = len(tree.keys)
