@@ -17,7 +17,6 @@ from kvdepot.errors import DepotTimeout, DepotUnavailable, ErrorCode, KVDepotErr
 from kvdepot.keys import KeyRun
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
-from kvdepot.wire import operations as o
 
 logger = logging.getLogger(__name__)
 
@@ -262,26 +261,6 @@ class SchedulerClient:
         if channel.session.registration is not self._registration:
             channel.session.registration = self._registration
             self._post(channel.session, m.ChangeWeights(channel.session.context, self._registration.weights))
-
-    def operate(self, operation: o.OperatorRequest) -> None:
-        """Send an operation, for example on an agent session: see `post`."""
-        self.post(lambda _context: [operation])
-
-    def hint(
-        self,
-        key: KeyRun,
-        *,
-        session_ended: bool = False,
-        session: str = "",
-        retain_seconds: float = 0.0,
-    ) -> None:
-        """Advise the depot how long to keep the chunks of `key` (a run from chunk 0 on): see `messages.Hint`.
-
-        A depot that is away does not get it.
-        """
-        if key.digests:
-            of = session_ended, session, retain_seconds
-            self.post(lambda context: [m.Hint(context, key.tenant, key.digests, *of)])
 
     def close(self) -> None:
         """Close the connection, which ends all leases. Idempotent."""
