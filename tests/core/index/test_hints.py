@@ -71,6 +71,13 @@ def test_a_session_that_goes_on_has_not_ended(policy: str) -> None:
     assert [worker.bench.found(prompt(2, name)) for name in (1, 2, 3)] == [2, 0, 2]
 
 
+def test_a_prefix_that_a_longer_one_needs_does_not_end() -> None:
+    bench, worker = bench_and_worker()
+    worker.store(prompt(3))
+    assert hint(worker, prompt(2), session_ended=True) == 0
+    assert num_ended(bench.index) == 0
+
+
 def test_nobody_ends_a_session_of_another_tenant() -> None:
     bench, worker = bench_and_worker()
     worker.store(prompt(2, 1, "a"))
