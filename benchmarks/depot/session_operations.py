@@ -14,6 +14,7 @@ import tempfile
 import time
 
 from kvdepot.client.operator import ask_depot
+from kvdepot.features.sessions.client import hint
 from kvdepot.keys import DIGEST_BYTES, KeyRun, Namespace, hash_prefix
 from kvdepot.lab.bench import describe_machine
 from kvdepot.lab.engine_model import EngineModel, Geometry
@@ -50,7 +51,7 @@ def measure(depot: DepotProcess, engine: EngineModel, key: KeyRun, rounds: int) 
 def remember(depot: DepotProcess, engine: EngineModel, key: KeyRun) -> None:
     """Name the session, and wait until the depot knows it, as a hint gets no reply."""
     num_sessions = depot.status().num_agent_sessions
-    engine.scheduler.hint(key, session="agent")
+    hint(engine.scheduler, key, session="agent")
     wait_until(lambda: depot.status().num_agent_sessions > num_sessions)
     wait_until(lambda: not depot.status().tiers[0].queued_write_bytes)
 
@@ -99,7 +100,7 @@ def main() -> None:
                     end = min(first + _HINTS_AT_ONCE, num_sessions - 1)
                     for number in range(first, end):
                         digests = os.urandom(NUM_CHUNKS * DIGEST_BYTES)
-                        engine.scheduler.hint(KeyRun(digests, 0, bytes(DIGEST_BYTES)), session=f"other {number}")
+                        hint(engine.scheduler, KeyRun(digests, 0, bytes(DIGEST_BYTES)), session=f"other {number}")
                     wait_until(lambda end=end: depot.status().num_agent_sessions >= end)
                 if num_sessions == 1:
                     remember(depot, engine, key)

@@ -37,6 +37,7 @@ from typing import Any
 from policies import agent_sessions
 
 from kvdepot.client.operator import ask_depot
+from kvdepot.features.sessions.client import hint
 from kvdepot.keys import KeyRun, Namespace, hash_prefix, split_digests
 from kvdepot.lab.bench import describe_machine
 from kvdepot.lab.engine_model import EngineModel, Geometry
@@ -191,7 +192,7 @@ def _replay(
         pause = turn.pause / speed
         if operators is not None:
             kept = pause + 1 if pause < SHORT_SECONDS else 0.0
-            engine.scheduler.hint(key, session=turn.session, session_ended=pause == math.inf, retain_seconds=kept)
+            hint(engine.scheduler, key, session=turn.session, session_ended=pause == math.inf, retain_seconds=kept)
         engine.scheduler.end_request(turn.session)
         if operators is not None and SHORT_SECONDS <= pause < math.inf:
             operators.submit(ask_depot, o.DemoteSession(turn.session, tenant=turn.tenant), depot.url, 30)

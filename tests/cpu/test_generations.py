@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvdepot.client.operator import ask_depot
+from kvdepot.features.sessions.client import hint
 from kvdepot.keys import GENERATION, KeyRun, Namespace, hash_prefix
 from kvdepot.lab.engine_model import EngineModel, Geometry
 from kvdepot.lab.processes import DepotProcess, wait_until
@@ -41,7 +42,7 @@ def test_a_generation_is_found_in_the_tier_under_its_own_name_and_by_session(dep
         stack.callback(engine.close)
         engine.wait_until_connected()
         first = store(engine, "7 abc", 0)
-        engine.scheduler.hint(first, session="agent")
+        hint(engine.scheduler, first, session="agent")
         wait_until(lambda: depot.status().num_agent_sessions == 1)
         wait_until(lambda: not depot.status().tiers[0].queued_write_bytes)
         for name in range(1, 20):
@@ -63,10 +64,10 @@ def test_status_names_versions_and_the_next_server_knows_them_and_the_sessions(d
         engine = EngineModel("trained", GEOMETRY, 512, namespace(""), url=depot.url, chunk_tokens=CHUNK_TOKENS)
         stack.callback(engine.close)
         engine.wait_until_connected()
-        engine.scheduler.hint(store(engine, "", 0), session="old")
+        hint(engine.scheduler, store(engine, "", 0), session="old")
         engine.scheduler.change_weights(namespace("7 abc").weights)
         wait_until(lambda: "weights 7 abc" in describe_status(depot.status()), what="the scheduler's weights")
-        engine.scheduler.hint(store(engine, "7 abc", 1, num_chunks=2), session="new")
+        hint(engine.scheduler, store(engine, "7 abc", 1, num_chunks=2), session="new")
         wait_until(lambda: depot.status().num_agent_sessions == 2, what="both sessions")
         depot.kill()
         depot.start()

@@ -136,7 +136,9 @@ class LifeWithMovers(Life):
             for copy, _ in process.moves:
                 for _, _, _, entry, _, header, offset, num_bytes in m.EXTENT.iter_unpack(copy.extents):
                     if copy.is_store:
-                        assert self.depot.index.table.header(entry) == header - SEALED + WRITING, "given away under a copy"
+                        assert self.depot.index.table.header(entry) == header - SEALED + WRITING, (
+                            "given away under a copy"
+                        )
                         assert header & 0xFF == SEALED
                         assert self.depot.index.table.extent(entry) == (offset, num_bytes)
                         assert self.depot.index.table.writer_of(entry) == process.writer

@@ -93,9 +93,8 @@ def seeds() -> list[bytes]:
     told = handed_over(_KEY, len(_TOKENS))
     ours: list[Any] = [
         {"load": False, "store": False},
-        {"session_end": True, "priority": 2, "ttl_seconds": 60},
-        {"priority": 1.5},
-        {"ttl_seconds": 10**400, "priority": -1, "session_end": 0},
+        {"session_end": True, "session": "agent", "retain_seconds": 60},
+        {"retain_seconds": 10**400, "session_id": 1, "session_end": 0},
         {"blend": True},
         {"blend": [1]},
         {"blend": {}},

@@ -79,13 +79,13 @@ def replay_index(workload: Workload, ends: Sequence[int], policy: str, capacity:
         parent = NO_NODE
         if hits:
             parent = nodes[0]
-            sum(index.priorities.used(parent) or ())
+            sum(index.shares.used(parent) or ())
         run = NewRun(space, b"".join(workload.digests[name] for name in path[hits:]), hits, parent)
         begun, _ = index.reserve(run, [(chunk, PLACE) for chunk in range(len(path) - hits)])
         nodes = index.seal([extent[0] for _, _, extent in begun])
         parent = nodes[-1] if nodes else parent  # if a prompt is longer than the pool, its beginning stays
         if is_end and parent != NO_NODE:
-            sum(index.priorities.end_session(parent, lambda _label: True))
+            sum(index.shares.end_session(parent, lambda _label: True))
     return found, index.evictor.num_evicted
 
 

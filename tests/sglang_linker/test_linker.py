@@ -19,6 +19,7 @@ from kvdepot.client.transfers import WorkerTransfers
 from kvdepot.engines.settings import EngineSettings
 from kvdepot.errors import ConfigError
 from kvdepot.lab.processes import DepotProcess, wait_until
+from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
 from kvdepot_sglang import around_offload_nodes, register
 from kvdepot_sglang.identity import engine_namespace
@@ -170,10 +171,10 @@ def test_a_store_that_failed_is_no_session_s_last_prefix(
     one, names = engine(), names_of(1, 4)
     job = SimpleNamespace(query=lambda: True, result=lambda: is_stored, num_bytes=0)
     monkeypatch.setattr(WorkerTransfers, "submit_store", lambda *_: job)
-    said: list[str] = []
-    monkeypatch.setattr(SchedulerClient, "hint", lambda *_, session: said.append(session))
+    said: list[m.Hint] = []
+    monkeypatch.setattr(SchedulerClient, "post", lambda _, make: said.extend(make(1)))
     assert one.store(names, one.slots(0, 4), session="chat") == is_stored
-    assert said == ["chat"] * is_stored
+    assert [hint.session for hint in said] == ["chat"] * is_stored
 
 
 def test_a_load_without_a_lookup_is_refused(engine: MakeEngine) -> None:

@@ -850,8 +850,6 @@ class World(Node):
             run.tenant,
             run.digests,
             bool(c & 16),
-            c >> 5 & 3,
-            5.0 if c & 8 else 0.0,
             session,
             5.0 if c & 4 else 0.0,
         )

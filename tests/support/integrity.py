@@ -3,9 +3,9 @@
 from kvdepot.index.index import ChunkIndex
 
 
-def ranks_of(index: ChunkIndex) -> bytes:
-    """Return the priority of every node in use."""
-    return bytes(index.nodes.tree.priority[node] for node in nodes_of(index))
+def num_ended(index: ChunkIndex) -> int:
+    """Return the number of nodes in use that have ended."""
+    return sum(index.nodes.tree.ended[node] for node in nodes_of(index))
 
 
 def nodes_of(index: ChunkIndex) -> list[int]:

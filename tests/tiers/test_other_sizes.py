@@ -116,6 +116,7 @@ def test_engines_of_other_sizes_find_the_entries_of_a_tier_on_an_empty_pool(
         assert engine.retrieve(run) == [CHUNKS] * read_by
 
 
+@pytest.mark.promise(77)
 def test_a_prefill_engine_of_one_rank_hands_over_to_two_of_another_node(tmp_path: Path) -> None:
     run, tier = prompt(CHUNKS), f"file://{tmp_path}"
     with (

@@ -13,9 +13,11 @@ import pytest
 from kvdepot.backends import NO_BLOCK
 from kvdepot.client.answers import Lease
 from kvdepot.engines.generation import Generation
-from kvdepot.keys import KeyRun, Namespace, PrefixHasher
+from kvdepot.keys import KeyRun, Namespace, PrefixHasher, num_digests
 from kvdepot.layout import GroupKind
+from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
+from kvdepot.wire.operation import Operation
 from kvdepot_vllm import loads, stores
 from kvdepot_vllm.groups import EngineCache, EngineGroup
 from kvdepot_vllm.jobs import StepPlan, WorkerReport
@@ -37,7 +39,7 @@ class Client:
     asked: list[int] = field(default_factory=list[int])
     released: list[Lease] = field(default_factory=list[Lease])
     operations: list[o.OperatorRequest] = field(default_factory=list[o.OperatorRequest])
-    hints: list[tuple[int, dict[str, Any]]] = field(default_factory=list[tuple[int, dict[str, Any]]])
+    hints: list[m.Hint] = field(default_factory=list[m.Hint])
     token_seconds: float = 0.0
     num_pending: int = 0
     announced: list[int] = field(default_factory=list[int])  # tokens ahead of each announcing lookup
@@ -50,7 +52,12 @@ class Client:
 
     def post(self, make: Any) -> None:
         for request in make(1):
-            self.described.append((request.first_chunk, request.num_chunks))
+            if isinstance(request, m.Hint):
+                self.hints.append(request)
+            elif isinstance(request, Operation):
+                self.operations.append(request)
+            else:
+                self.described.append((request.first_chunk, request.num_chunks))
 
     def submit_lookup(
         self,
@@ -82,12 +89,6 @@ class Client:
 
     def end_request(self, request_id: str) -> None:
         self.ended.append(request_id)
-
-    def operate(self, operation: o.OperatorRequest) -> None:
-        self.operations.append(operation)
-
-    def hint(self, key: KeyRun, **hints: Any) -> None:
-        self.hints.append((key.num_chunks, hints))
 
     def release(self, lease: Lease) -> None:
         self.released.append(lease)
@@ -480,14 +481,13 @@ def test_a_request_says_what_it_wants(wishes: Any) -> None:
 
 def test_hints_go_to_the_depot_when_all_of_the_request_is_there() -> None:
     it = scene()
-    wishes = {"session_end": True, "priority": 2, "ttl_seconds": 600}
-    request = it.asks(40, kv_transfer_params={"kvdepot": wishes})
+    request = it.asks(40, kv_transfer_params={"kvdepot": {"session_end": True}})
     plan = it.step(request, 40, (blocks(1, 3),))
     it.side.finished(request, (blocks(1, 3),))
     assert it.client.hints == []
     it.report(plan)
-    no_session = {"session": "", "retain_seconds": 0.0}
-    assert it.client.hints == [(2, {"session_ended": True, "priority": 2, "ttl_seconds": 600.0, **no_session})]
+    [hint] = it.client.hints
+    assert (num_digests(hint.digests), hint.session_ended, hint.session) == (2, True, "")
 
 
 @pytest.mark.parametrize(
@@ -506,7 +506,7 @@ def test_the_last_prefix_of_a_session_is_told_when_all_of_it_is_there(
     plan = it.step(request, 40, (blocks(1, 3),))
     it.side.finished(request, (blocks(1, 3),))
     it.report(plan)
-    told = [(num_chunks, hints["session"], hints["retain_seconds"]) for num_chunks, hints in it.client.hints]
+    told = [(num_digests(hint.digests), hint.session, hint.retain_seconds) for hint in it.client.hints]
     assert told == [(2, "agent", retain_seconds)]
 
 
@@ -545,9 +545,7 @@ def test_wrong_names_of_sessions_move_none(wishes: dict[str, Any]) -> None:
     assert it.client.operations == []
 
 
-@pytest.mark.parametrize(
-    "wishes", [{"session_end": 1}, {"priority": 9}, {"priority": True}, {"ttl_seconds": "10"}, {"ttl_seconds": -1}, {}]
-)
+@pytest.mark.parametrize("wishes", [{"session_end": 1}, {"session_id": 5}, {"retain_seconds": True}, {}])
 def test_a_bad_hint_is_one_line_in_the_log(wishes: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     it = scene()
     request = it.request(40, kv_transfer_params={"kvdepot": wishes})
@@ -555,10 +553,10 @@ def test_a_bad_hint_is_one_line_in_the_log(wishes: dict[str, Any], caplog: pytes
     it.side.finished(request, (blocks(1, 3),))
     lines = [record for record in caplog.records if record.name == "kvdepot_vllm.params"]
     assert (it.client.hints, len(lines)) == ([], len(wishes))
-    other = it.request(40, "other", kv_transfer_params={"kvdepot": {**wishes, "priority": 1}})
+    other = it.request(40, "other", kv_transfer_params={"kvdepot": {**wishes, "session": "agent"}})
     it.report(it.step(other, 40, (blocks(1, 3),)))
     it.side.finished(other, (blocks(1, 3),))
-    assert [hints["priority"] for _, hints in it.client.hints] == [1]
+    assert [hint.session for hint in it.client.hints] == ["agent"]
 
 
 def test_a_store_that_goes_wrong_stops_nothing_but_itself() -> None:
@@ -1011,15 +1009,15 @@ def test_settings_come_in_the_hints_of_a_router_too() -> None:
     assert it.side.matched_tokens(it.request(100, "b", kv_hints=hints({"load": False}, kind="other")), 0) == (64, True)
     assert it.side.matched_tokens(it.request(100, "c", kv_hints=hints("load")), 0) == (64, True)
     own = {"kvdepot": {"load": True}}
-    request = it.request(100, "d", kv_hints=hints({"load": False, "priority": 2}), kv_transfer_params=own)
+    request = it.request(100, "d", kv_hints=hints({"load": False, "session_end": True}), kv_transfer_params=own)
     assert it.side.matched_tokens(request, 0) == (64, True)
     it.side.finished(request, (blocks(1, 7),))
-    assert it.client.hints[-1][1]["priority"] == 2
+    assert it.client.hints[-1].session_ended
     named = {"session_id": "agent", "retain_seconds": 5, "prefetch": ["other"], "forget": ["third"]}
     request = it.request(100, "e", kv_hints=hints(named))
     assert it.side.matched_tokens(request, 0) == (64, True)
     it.side.finished(request, (blocks(1, 7),))
-    assert (it.client.hints[-1][1]["session"], it.client.hints[-1][1]["retain_seconds"]) == ("agent", 5.0)
+    assert (it.client.hints[-1].session, it.client.hints[-1].retain_seconds) == ("agent", 5.0)
     assert it.client.operations == [o.PrefetchSession("other", "default"), o.ForgetSession("third", "default")]
 
 

@@ -17,7 +17,6 @@ from kvdepot.client.session import Channel, Session
 from kvdepot.errors import DepotUnavailable, ErrorCode, KVDepotError, RemoteError
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.wire import messages as m
-from kvdepot.wire import operations as o
 from kvdepot.wire.frames import decode_reply, encode_frame
 from support.commands import run_kvdepot
 from support.peer import SPEC, Peer, prompt, registration
@@ -134,22 +133,6 @@ def test_the_same_request_id_twice_is_two_leases(client: SchedulerClient, depot:
     client.release(first)
     wait_until(lambda: depot.status().num_leases == 1, 1.0)
     assert second.num_chunks == 3
-
-
-def test_a_hint_reaches_the_depot_and_nothing_waits_for_it(client: SchedulerClient, depot: DepotProcess) -> None:
-    before = depot.status().counters.get("hints", 0)
-    client.hint(prompt(3), session_ended=True)
-    client.hint(prompt(0), session_ended=True)
-    wait_until(lambda: depot.status().counters.get("hints", 0) == before + 1, 1.0)
-
-
-def test_a_session_is_named_and_moved_without_waiting(client: SchedulerClient, depot: DepotProcess) -> None:
-    client.hint(prompt(3), session="agent", retain_seconds=60.0)
-    wait_until(lambda: depot.status().num_agent_sessions == 1, 1.0)
-    client.operate(o.ForgetSession("nobody's"))
-    client.operate(o.ForgetSession("agent"))
-    wait_until(lambda: depot.status().num_agent_sessions == 0, 1.0)
-    assert client.lookup("r", prompt(3)).num_chunks == 3
 
 
 def test_a_pending_lookup_is_polled_without_waiting(client: SchedulerClient) -> None:

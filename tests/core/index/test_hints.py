@@ -1,20 +1,18 @@
-"""Clients hint how a prefix will be used, and eviction follows the hints."""
+"""Clients hint that a session has ended, and its chunks are the first to leave."""
 
 from typing import Any
 
 import pytest
 
 from kvdepot.features.estimates.feature import HitRateCurve
-from kvdepot.index.eviction import ENDED, NORMAL, POLICIES
+from kvdepot.index.eviction import POLICIES
 from kvdepot.keys import KeyRun, Namespace, hash_prefix
 from kvdepot.server import commands
 from kvdepot.server.turns import PendingReply
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
-from support.index import PAGE, Bench, Worker, bench_and_worker, prompt
-from support.integrity import ranks_of
-
-TTL_SECONDS = 60.0
+from support.index import Bench, Worker, bench_and_worker, prompt
+from support.integrity import num_ended
 
 
 def session(name: int, num_chunks: int = 3, shared: int = 1) -> KeyRun:
@@ -53,7 +51,7 @@ def test_the_sample_forgets_the_chunks_that_ended(monkeypatch: pytest.MonkeyPatc
     worker = Bench(pages=5).worker()
     for name in (1, 2):
         worker.store(session(name))
-    hint(worker, session(1), priority=1)
+    hint(worker, session(1), session="agent")
     assert not ended
     hint(worker, session(2), session_ended=True)
     digests = session(2).digests
@@ -73,77 +71,23 @@ def test_a_session_that_goes_on_has_not_ended(policy: str) -> None:
     assert [worker.bench.found(prompt(2, name)) for name in (1, 2, 3)] == [2, 0, 2]
 
 
-@policies
-def test_a_session_whose_time_is_over_leaves_first_unless_it_was_used(policy: str) -> None:
-    bench, worker = bench_and_worker(pages=6, policy=policy)
-    for name in (1, 2, 3):
-        worker.store(prompt(2, name))
-    for name in (2, 3):
-        hint(worker, prompt(2, name), ttl_seconds=TTL_SECONDS)
-    worker.release(worker.lookup(prompt(2, 2)).lease)
-    bench.pass_time(TTL_SECONDS)
-    worker.store(prompt(2, 4))
-    assert [bench.found(prompt(2, name)) for name in (1, 2, 3, 4)] == [2, 2, 0, 2]
-
-
-def test_an_extended_prefix_does_not_expire() -> None:
-    bench, worker = bench_and_worker(pages=4)
-    worker.store(prompt(2))
-    hint(worker, prompt(2), ttl_seconds=TTL_SECONDS)
-    worker.store(prompt(3).slice(2))
-    bench.pass_time(TTL_SECONDS)
-    worker.store(prompt(1, 1))
-    worker.store(prompt(1, 2))
-    assert (bench.found(prompt(3)), bench.found(prompt(1, 1)), bench.found(prompt(1, 2))) == (2, 1, 1)
-
-
-def test_deadlines_that_were_replaced_take_no_memory() -> None:
+def test_a_prefix_that_a_longer_one_needs_does_not_end() -> None:
     bench, worker = bench_and_worker()
-    worker.store(prompt(2))
-    for _ in range(3000):
-        hint(worker, prompt(2), ttl_seconds=TTL_SECONDS)
-    assert len(bench.index.priorities.by_deadline) < 2000
+    worker.store(prompt(3))
+    assert hint(worker, prompt(2), session_ended=True) == 0
+    assert num_ended(bench.index) == 0
 
 
-@policies
-def test_priority_keeps_longer_until_it_is_taken_back(policy: str) -> None:
-    worker = Bench(pages=4, policy=policy).worker()
-    worker.store(prompt(2, 1))
-    hint(worker, prompt(2, 1), priority=2)
-    for name in range(2, 10):
-        worker.store(prompt(2, name))
-    assert worker.bench.found(prompt(2, 1)) == 2
-    hint(worker, prompt(2, 1))
-    hint(worker, prompt(2, 9), priority=1)
-    worker.store(prompt(2, 10))
-    assert (worker.bench.found(prompt(2, 1)), worker.bench.found(prompt(2, 9))) == (0, 2)
-
-
-@policies
-def test_priority_takes_nothing_from_another_share(policy: str) -> None:
-    bench, worker = bench_and_worker(pages=8, policy=policy, quotas={"a": 4, "b": 4})
-    for name in range(4):
-        worker.store(prompt(1, name, "b"))
-    for name in range(10):
-        worker.store(prompt(1, name, "a"))
-        hint(worker, prompt(1, name, "a"), priority=m.MAXIMUM_PRIORITY)
-    assert sum(bench.found(prompt(1, name, "b")) for name in range(4)) == 4
-    assert bench.index.quotas.used_bytes == [0, 4 * PAGE, 4 * PAGE]
-
-
-def test_nobody_changes_what_another_tenant_said() -> None:
+def test_nobody_ends_a_session_of_another_tenant() -> None:
     bench, worker = bench_and_worker()
     worker.store(prompt(2, 1, "a"))
     worker.store(prompt(2, 1, "b"))
     run = prompt(2, 1, "a")
-    hint(worker, run, ttl_seconds=TTL_SECONDS)
     for tenant in ("b", "unknown"):
-        other = KeyRun(run.digests, 0, run.parent, tenant)
-        assert hint(worker, other, session_ended=True) == hint(worker, other, priority=3, ttl_seconds=1.0) == 0
-    bench.pass_time(2)
-    assert set(ranks_of(bench.index)) == {NORMAL}
-    bench.pass_time(TTL_SECONDS)
-    assert sorted(ranks_of(bench.index)) == [ENDED] * 2 + [NORMAL] * 2
+        assert hint(worker, KeyRun(run.digests, 0, run.parent, tenant), session_ended=True) == 0
+    assert num_ended(bench.index) == 0
+    assert hint(worker, run, session_ended=True) == 2
+    assert num_ended(bench.index) == 2
 
 
 @policies
@@ -161,7 +105,7 @@ def test_leased_chunks_of_an_ended_session_stay_until_the_lease_ends(policy: str
 
 
 STEP_CHUNKS = 40
-AT_ONCE = 2 * STEP_CHUNKS  # chunks that a hint ranks before its reply
+AT_ONCE = 2 * STEP_CHUNKS  # chunks that a hint ends before its reply
 LONG = prompt(300, 1)
 
 
@@ -176,15 +120,15 @@ def store_long(worker: Worker, run: KeyRun) -> None:
         assert worker.store(run.slice(start, min(run.num_chunks, start + m.MAXIMUM_STORE_ENTRIES))).num_declined == 0
 
 
-def begin_hint(worker: Worker, run: KeyRun, **hints: Any) -> frames.Reply | PendingReply:
-    request = m.Hint(worker.context, run.tenant, run.digests, **hints)
+def begin_end(worker: Worker, run: KeyRun) -> frames.Reply | PendingReply:
+    request = m.Hint(worker.context, run.tenant, run.digests, session_ended=True)
     return worker.bench.depot.handle(worker.session, worker.writer, request)
 
 
-def ranks(bench: Bench, run: KeyRun) -> list[int]:
+def ended(bench: Bench, run: KeyRun) -> list[int]:
     index = bench.index
     numbers = [index.spaces[0].nodes[run.slice(n, n + 1).digests] for n in range(run.num_chunks)]
-    return [index.nodes.tree.priority[number] for number in numbers]
+    return [index.nodes.tree.ended[number] for number in numbers]
 
 
 def step(bench: Bench, number: int) -> None:
@@ -194,56 +138,47 @@ def step(bench: Bench, number: int) -> None:
 
 def test_a_hint_for_what_leaves_before_its_turn_changes_nothing() -> None:
     bench, worker = long_bench(pages=300)
-    deferred = begin_hint(worker, LONG, session_ended=True)
+    deferred = begin_end(worker, LONG)
     assert isinstance(deferred, PendingReply)
     sum(commands.clear_pool(bench.depot, None))
     store_long(worker, prompt(300, 2))  # reuses the places of the evicted chunks
     bench.depot.background.work()
     assert deferred.reply == m.Done(1, AT_ONCE)
-    assert set(ranks(bench, prompt(300, 2))) == {NORMAL}
+    assert num_ended(bench.index) == 0
 
 
-def test_a_hint_ranks_the_end_of_a_long_prompt_at_once() -> None:
+def test_a_hint_ends_the_last_chunks_of_a_long_prompt_at_once() -> None:
     bench, worker = long_bench()
-    begin_hint(worker, LONG, session_ended=True)
-    assert ranks(bench, LONG) == [NORMAL] * (300 - AT_ONCE) + [ENDED] * AT_ONCE
+    begin_end(worker, LONG)
+    assert ended(bench, LONG) == [False] * (300 - AT_ONCE) + [True] * AT_ONCE
     bench.depot.background.work()
-    assert ranks(bench, LONG) == [ENDED] * 300
+    assert ended(bench, LONG) == [True] * 300
 
 
 @pytest.mark.parametrize("num_steps", range(8))
 @pytest.mark.parametrize("length", [300, 200, 100])
 def test_a_use_takes_an_end_back_that_is_under_way(num_steps: int, length: int) -> None:
     bench, worker = long_bench()
-    begin_hint(worker, LONG, session_ended=True)
+    begin_end(worker, LONG)
     step(bench, num_steps)
     worker.release(worker.lookup(LONG.slice(0, length)).lease)
     bench.depot.background.work()
-    assert ranks(bench, LONG) == [NORMAL] * length + [ENDED] * (300 - length)
+    assert ended(bench, LONG) == [False] * length + [True] * (300 - length)
 
 
 def test_a_prefix_that_ends_again_while_its_end_is_taken_back() -> None:
     bench, worker = long_bench()
     hint(worker, LONG, session_ended=True)
     worker.bench.depot.handle(worker.session, worker.writer, m.Lookup(worker.context, "r", LONG.digests, "default"))
-    begin_hint(worker, LONG, session_ended=True)
+    begin_end(worker, LONG)
     bench.depot.background.work()
-    assert ranks(bench, LONG) == [ENDED] * 300
-
-
-@pytest.mark.parametrize("num_steps", range(8))
-def test_a_time_to_live_ends_a_prefix_whose_priority_is_still_being_set(num_steps: int) -> None:
-    bench, worker = long_bench()
-    begin_hint(worker, LONG, priority=2, ttl_seconds=TTL_SECONDS)
-    step(bench, num_steps)
-    bench.pass_time(TTL_SECONDS)
-    assert ranks(bench, LONG) == [ENDED] * 300
+    assert ended(bench, LONG) == [True] * 300
 
 
 def test_ended_chunks_leave_while_the_rest_of_the_prefix_is_being_ended() -> None:
     bench, worker = long_bench()
-    begin_hint(worker, LONG, session_ended=True)
+    begin_end(worker, LONG)
     for _ in range(AT_ONCE):
         assert bench.index.evictor.make_room(1, 1)
     bench.depot.background.work()
-    assert ranks(bench, LONG.slice(0, 300 - AT_ONCE)) == [ENDED] * (300 - AT_ONCE)
+    assert ended(bench, LONG.slice(0, 300 - AT_ONCE)) == [True] * (300 - AT_ONCE)

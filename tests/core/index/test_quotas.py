@@ -343,7 +343,7 @@ def test_quotas_that_change_under_load_keep_the_books(policy: str) -> None:
         if rng.random() < 0.5:
             bench.depot.background.work(lambda: True)
         if number % 20 == 0:
-            worker.ask(m.Hint(worker.context, tenant, prompt(2, 1, tenant).digests, priority=rng.randint(0, 3)))
+            worker.ask(m.Hint(worker.context, tenant, prompt(2, 1, tenant).digests, session_ended=True))
         bench.index.check_integrity()
         quotas = bench.index.quotas
         assert sum(quotas.quota_bytes) == 24 * PAGE

@@ -10,8 +10,8 @@ import pytest
 
 from kvdepot.config import Demotion, ServerConfig
 from kvdepot.index.index import ChunkIndex
-from kvdepot.index.priorities import Shares
 from kvdepot.index.restore import restore
+from kvdepot.index.shares import Shares
 from kvdepot.index.visibility import Visibility
 from kvdepot.layout import GroupKind
 from kvdepot.pool.extents import ExtentAllocator
@@ -116,10 +116,7 @@ def look_up(successor: Successor) -> None:
 
 
 def hint(successor: Successor) -> None:
-    for is_over, priority, ttl_seconds in ((False, 2, 1.0), (True, 0, 0.0)):
-        successor.ask(m.Hint(successor.context, "default", LONG.digests, is_over, priority, ttl_seconds))
-    successor.now += 2
-    successor.depot.expire()
+    successor.ask(m.Hint(successor.context, "default", LONG.digests, session_ended=True))
     successor.depot.background.work()
 
 

@@ -8,7 +8,6 @@ import pytest
 from kvdepot.errors import ErrorCode
 from kvdepot.features.sessions.feature import Agents
 from kvdepot.features.sessions.pins import Pin
-from kvdepot.index.eviction import ENDED
 from kvdepot.lab.processes import wait_until
 from kvdepot.layout import GroupKind
 from kvdepot.pool.table import Writer
@@ -18,7 +17,7 @@ from kvdepot.server.turns import PendingReply, Refused
 from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
 from support.full_depot import NUM_CHUNKS, PAGE, PROMPT_CHUNKS, Bench, prepare_all, prompt, put_tier_below
-from support.integrity import ranks_of
+from support.integrity import num_ended
 from support.operate import operate
 
 
@@ -47,28 +46,25 @@ def test_clearing_a_prefix(bench: Bench) -> None:
 
 
 @pytest.mark.promise(61)
-@pytest.mark.parametrize("hint", [{"session_ended": True}, {"priority": 2}])
-def test_a_hint_for_a_long_prompt(bench: Bench, hint: dict[str, Any]) -> None:
+def test_a_hint_for_a_long_prompt(bench: Bench) -> None:
     run = prompt(0)
-    reply = bench.ask(m.Hint(bench.context, run.tenant, run.digests, **hint))
+    reply = bench.ask(m.Hint(bench.context, run.tenant, run.digests, session_ended=True))
     bench.depot.background.work()
     assert reply.reply == m.Done(1, PROMPT_CHUNKS)
 
 
 def let_sessions_end(bench: Bench) -> None:
-    """Let every prompt's time to live expire."""
+    """Hint that the session of every prompt has ended. The rest of each prompt ends in the background."""
     for name in range(4):
         run = prompt(name, tenant="ab"[name % 2])
-        bench.ask(m.Hint(bench.context, run.tenant, run.digests, ttl_seconds=5.0))
-    bench.depot.background.work()
-    bench.now += 6
+        bench.ask(m.Hint(bench.context, run.tenant, run.digests, session_ended=True))
 
 
 @pytest.mark.promise(61)
 def test_sessions_that_end_in_the_same_second(bench: Bench) -> None:
     let_sessions_end(bench)
-    bench.depot.expire()
     bench.depot.background.work()
+    assert num_ended(bench.index) == NUM_CHUNKS
 
 
 @pytest.mark.promise(61)
@@ -163,7 +159,7 @@ def test_a_request_that_waits_for_failing_work_gets_an_error(
         raise RuntimeError("a mistake")
 
     monkeypatch.setattr(bench.index.evictor, "clear", failing)
-    monkeypatch.setattr(bench.index.priorities, "end_session", failing)
+    monkeypatch.setattr(bench.index.shares, "end_session", failing)
     run = prompt(0)
     bench.ask(m.Hint(bench.context, run.tenant, run.digests, session="agent"))
     deferred = {
@@ -181,10 +177,10 @@ def test_a_use_of_a_long_prompt_that_had_ended(bench: Bench) -> None:
     run = prompt(0)
     bench.ask(m.Hint(bench.context, run.tenant, run.digests, session_ended=True))
     bench.depot.background.work()
-    assert ranks_of(bench.index).count(ENDED) == PROMPT_CHUNKS
+    assert num_ended(bench.index) == PROMPT_CHUNKS
     bench.ask(m.Lookup(bench.context, "r", run.digests, run.tenant))
     bench.depot.background.work()
-    assert ranks_of(bench.index).count(ENDED) == 0
+    assert num_ended(bench.index) == 0
 
 
 @pytest.mark.promise(61)
@@ -203,8 +199,8 @@ def test_very_long_lookups_wait_for_one_sample_at_a_time(bench: Bench) -> None:
 def test_very_many_hints_wait_neither_without_bound_nor_before_operators(bench: Bench) -> None:
     runs = [prompt(name, tenant="ab"[name % 2]) for name in range(4)]
     replies = [
-        bench.ask(m.Hint(bench.context, run.tenant, run.digests, priority=number % 2))
-        for number in range(500)
+        bench.ask(m.Hint(bench.context, run.tenant, run.digests, session_ended=True))
+        for _ in range(500)
         for run in runs
     ]
     waiting = [reply for reply in replies if isinstance(reply, PendingReply)]
@@ -264,7 +260,6 @@ def test_a_warm_request_for_a_tenant_too_many_is_refused(monkeypatch: pytest.Mon
 @pytest.mark.promise(10)
 def test_leases_that_expire_do_not_wait_for_sessions_that_end(bench: Bench) -> None:
     let_sessions_end(bench)
-    bench.depot.expire()
     bench.depot.background.work(lambda: True)
     bench.ask(m.Lookup(bench.context, "r", prompt(99).digests, "a"))
     bench.depot.leases.grant(bench.context, "r", (), bench.now)
@@ -274,7 +269,7 @@ def test_leases_that_expire_do_not_wait_for_sessions_that_end(bench: Bench) -> N
     assert len(bench.depot.leases) == 0
     assert bench.depot.background.num_waiting
     bench.depot.background.work()
-    assert ranks_of(bench.index).count(ENDED) == NUM_CHUNKS
+    assert num_ended(bench.index) == NUM_CHUNKS
 
 
 @pytest.mark.promise(61)

@@ -208,8 +208,6 @@ class DepotMachine(RuleBasedStateMachine):
         prompt=st.sampled_from(PROMPTS),
         length=st.integers(1, 8),
         session_ended=st.booleans(),
-        priority=st.integers(0, m.MAXIMUM_PRIORITY),
-        ttl_seconds=st.sampled_from([0.0, 5.0]),
         session=st.sampled_from(["", "agent"]),
         retain_seconds=st.sampled_from([0.0, 5.0]),
     )

@@ -157,7 +157,7 @@ def test_many_leases_that_expire_and_sessions_that_end_at_once(full: FullDepot) 
         for request in range(2000):
             full.ask(m.Lookup(full.context, f"{number} {request}", runs[request % 8].digests, "a"))
         for run in runs:
-            full.ask(m.Hint(full.context, run.tenant, run.digests, ttl_seconds=5.0))
+            full.ask(m.Hint(full.context, run.tenant, run.digests, session_ended=True))
         full.drain()
         full.now += 11
         full.turn(full.depot.expire)

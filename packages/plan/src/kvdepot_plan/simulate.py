@@ -17,9 +17,9 @@ from blake3 import blake3
 from kvdepot.config import format_size, parse_size
 from kvdepot.errors import ConfigError
 from kvdepot.features.estimates.feature import HitRateCurve
-from kvdepot.index.eviction import AUTO, NORMAL, POLICIES, EvictionPolicy, Preference
-from kvdepot.index.priorities import Priorities, Shares
+from kvdepot.index.eviction import AUTO, POLICIES, EvictionPolicy, Preference
 from kvdepot.index.quotas import QuotaTable
+from kvdepot.index.shares import Shares
 from kvdepot.index.tree import NO_NODE, ChunkTree, Nodes
 from kvdepot.keys import DIGEST_BYTES
 from kvdepot.pool.extents import extent_size
@@ -268,16 +268,14 @@ class Workload:
         return sum(map(min, (chunks * BLOCK_TOKENS for chunks in found), self.lengths))
 
 
-class _Prioritized:
-    """The policies of all priorities as one policy, for a pool whose sessions announce their ends."""
+class _Ending:
+    """The policies of one share as one policy, for a pool whose sessions announce their ends."""
 
     def __init__(
         self, nodes: Nodes, make_policy: Callable[[ChunkTree], EvictionPolicy], on_ended: Callable[[bytes], object]
     ) -> None:
-        self._priority = nodes.tree.priority
-        self._priority[:] = bytes([NORMAL]) * nodes.tree.capacity
-        self._shares = Shares(nodes, self, QuotaTable(1), make_policy)
-        self._priorities = Priorities(nodes, self._shares, on_ended)
+        self._ended = nodes.tree.ended
+        self._shares = Shares(nodes, self, QuotaTable(1), make_policy, on_ended)
 
     def has_sealed(self, _node: int) -> bool:
         return True
@@ -289,18 +287,18 @@ class _Prioritized:
         self._shares.added(nodes)
 
     def used(self, node: int) -> None:
-        sum(self._priorities.used(node) or ())
+        sum(self._shares.used(node) or ())
 
     def unpinned(self, node: int) -> None:
         self._shares.policy_of(node).unpinned(node)
 
     def evicted(self, nodes: Sequence[int]) -> None:
-        self._shares.evicted(nodes)
+        self._shares.policy_of(nodes[0]).evicted(nodes)
 
     def removed(self, nodes: Sequence[int]) -> None:
         self._shares.removed(nodes)
         for node in nodes:
-            self._priority[node] = NORMAL
+            self._ended[node] = False
 
     def next_of(self, nodes: Sequence[int]) -> Sequence[int]:
         return self._shares.policy_of(nodes[0]).next_of(nodes)
@@ -309,7 +307,7 @@ class _Prioritized:
         return self._shares.victim(0)
 
     def end_session(self, node: int) -> None:
-        sum(self._priorities.end_session(node, lambda _label: True))
+        sum(self._shares.end_session(node, lambda _label: True))
 
 
 def replay(workload: Workload, policy_name: str, capacity_chunks: int, ends: bytearray) -> tuple[list[int], int]:
@@ -324,11 +322,11 @@ def replay(workload: Workload, policy_name: str, capacity_chunks: int, ends: byt
     tree.keys.extend([None] * num_chunks)
     hit_rates = HitRateCurve(max(1, capacity_chunks), (1.0,)) if policy_name == AUTO else None
     preference = Preference() if hit_rates is None else hit_rates.preference
-    prioritized = None
+    ending = None
     if any(ends):
         on_ended: Callable[[bytes], object] = hit_rates.ended if hit_rates is not None else lambda _key: None
-        prioritized = _Prioritized(nodes, lambda tree: POLICIES[policy_name](tree, preference), on_ended)
-    policy = prioritized or POLICIES[policy_name](tree, preference)
+        ending = _Ending(nodes, lambda tree: POLICIES[policy_name](tree, preference), on_ended)
+    policy = ending or POLICIES[policy_name](tree, preference)
     keys, parents, children, holds = tree.keys, tree.parent, tree.num_children, tree.holds
     found: list[int] = []
     num_kept = evictions = 0
@@ -378,8 +376,8 @@ def replay(workload: Workload, policy_name: str, capacity_chunks: int, ends: byt
             holds[node] = 0
         if last > hits:
             policy.unpinned(path[last - 1])
-        if prioritized is not None and ends[request] and last:
-            prioritized.end_session(path[last - 1])
+        if ending is not None and ends[request] and last:
+            ending.end_session(path[last - 1])
     return found, evictions
 
 

@@ -29,6 +29,7 @@ from kvdepot.config import directory_of_url
 from kvdepot.counting import CounterGroup, CounterName, Counts
 from kvdepot.engines.settings import EngineSettings
 from kvdepot.errors import DepotUnavailable
+from kvdepot.features.sessions.client import hint
 from kvdepot.keys import DIGEST_BYTES, KeyRun
 from kvdepot.logs import log_like, never_raises
 from kvdepot_sglang import Placed, are_hooked
@@ -323,7 +324,7 @@ class KVDepotLinker(Placed, UnifiedCacheLinker):
         self.stats.add(_STORE_BYTES, job.num_bytes)
         is_stored = job.result()
         if session and is_stored and self._ranks.rank == 0:
-            self._client.hint(key, session=session)
+            hint(self._client, key, session=session)
         return is_stored
 
     def reset(self) -> None:

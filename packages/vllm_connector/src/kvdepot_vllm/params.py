@@ -10,7 +10,7 @@ from typing import Any, Final, cast
 
 from kvdepot.keys import DIGEST_BYTES, KeyRun, digest_at
 from kvdepot.wire import operations as o
-from kvdepot.wire.messages import MAXIMUM_PRIORITY, MAXIMUM_RETAIN_SECONDS, MAXIMUM_TTL_SECONDS
+from kvdepot.wire.messages import MAXIMUM_RETAIN_SECONDS
 from kvdepot_vllm.engine import EngineRequest
 from kvdepot_vllm.settings import BLEND_POLICIES, Settings
 
@@ -63,8 +63,6 @@ class Hints:
     """Hints about the future of a prefix, which `kvdepot.wire.messages.Hint` carries when its request has ended."""
 
     session_ended: bool = False
-    priority: int = 0
-    ttl_seconds: float = 0.0
     session: str = ""
     retain_seconds: float = 0.0
 
@@ -78,21 +76,9 @@ class Hints:
         session = _checked(named, "session", _is_session, _A_SESSION)
         retain = _checked(params, "retain_seconds", _is_time_to_retain, _A_TIME_TO_RETAIN)
         end = _checked(params, "session_end", lambda value: type(value) is bool, "true or false")
-        priority = _checked(
-            params,
-            "priority",
-            lambda value: type(value) is int and 0 <= value <= MAXIMUM_PRIORITY,
-            f"a whole number from 0 to {MAXIMUM_PRIORITY}",
-        )
-        ttl = _checked(
-            params,
-            "ttl_seconds",
-            lambda value: _is_number(value) and 0 < value <= MAXIMUM_TTL_SECONDS,
-            f"a number above 0, at most {MAXIMUM_TTL_SECONDS:g}",
-        )
-        if end is priority is ttl is session is None:
+        if end is session is None:
             return None
-        return cls(bool(end), priority or 0, float(ttl or 0), session or "", float(retain or 0))
+        return cls(bool(end), session or "", float(retain or 0))
 
 
 def session_operations(params: Mapping[str, Any], tenant: str) -> list[o.OperatorRequest]:

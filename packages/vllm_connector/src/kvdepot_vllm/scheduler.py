@@ -18,6 +18,7 @@ from kvdepot.counting import engine_counter
 from kvdepot.engines.generation import Generation
 from kvdepot.errors import KVDepotError
 from kvdepot.features.routers.feed import NewsFeed
+from kvdepot.features.sessions.client import hint
 from kvdepot.keys import Namespace, PrefixHasher
 from kvdepot.wire.messages import MAXIMUM_CHUNKS
 from kvdepot_vllm.blend.planning import Blends
@@ -153,8 +154,8 @@ class SchedulerSide:
         if stale is not None:
             self._forget(stale)
         self.requests[state.request_id] = state
-        for operation in session_operations(params, self._namespace.tenant):
-            self._client.operate(operation)
+        operations = session_operations(params, self._namespace.tenant)
+        self._client.post(lambda _context: operations)
         if state.may_load and not request.skip_reading_prefix_cache:
             self._lookups.ask(state)
             self._blends.begin(state, self._namespace, params)
@@ -379,7 +380,7 @@ class SchedulerSide:
                 self._stores.plan_last(state, table, computed)
             if state.hints is not None:
                 key = state.run(0, min(state.num_stored, MAXIMUM_CHUNKS))
-                self._stores.once_stored(state, partial(self._client.hint, key, **asdict(state.hints)))
+                self._stores.once_stored(state, partial(hint, self._client, key, **asdict(state.hints)))
             if state.has_announced:
                 self._stores.once_stored(state, partial(self._lookups.withdraw_ended, state.request_id))
             self._note(state, is_over=True)

@@ -49,7 +49,7 @@ def found_in(num_chunks: int, prompts: list[bytes]) -> float:
         found, asked = found + hits, asked + len(digests) // 32
         parent = nodes[0] if hits else NO_NODE
         if hits:
-            index.priorities.used(parent)
+            index.shares.used(parent)
         for start in range(hits, len(digests) // 32, MOST_EVICTED):
             run = NewRun(space, digests[start * 32 : (start + MOST_EVICTED) * 32], start, parent)
             wanted = [(chunk, PLACE) for chunk in range(len(run.digests) // 32)]

@@ -9,8 +9,7 @@ import pytest
 from kvdepot.client.operator import ask_depot
 from kvdepot.errors import ErrorCode, RemoteError
 from kvdepot.features.sessions.feature import Agents
-from kvdepot.index.eviction import ENDED
-from kvdepot.index.priorities import Priorities
+from kvdepot.index.shares import Shares
 from kvdepot.keys import KeyRun, Namespace, hash_prefix
 from kvdepot.lab.processes import DepotProcess
 from kvdepot.pool.prefixes import MAXIMUM_TENANTS, PrefixFile
@@ -20,7 +19,7 @@ from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
 from support.features import features
 from support.index import HYBRID, PAGE, Bench, Worker, bench_and_worker, prompt
-from support.integrity import ranks_of
+from support.integrity import num_ended
 from support.operate import operate
 from support.peer import Peer
 from support.peer import prompt as peers_prompt
@@ -156,7 +155,7 @@ def test_keys_of_another_tenant_under_a_session_s_name_move_nothing_of_it(at_onc
     assert operated(bench, o.RetainSession("thief", 60.0, "b")) == 0
     assert operated(bench, o.ForgetSession("thief", "b", at_once)) == 0
     assert bench.found(secret) == 4
-    assert ENDED not in ranks_of(bench.index)
+    assert num_ended(bench.index) == 0
 
 
 def test_a_session_is_forgotten_first_or_at_once_as_far_as_no_other_needs_it() -> None:
@@ -168,7 +167,7 @@ def test_a_session_is_forgotten_first_or_at_once_as_far_as_no_other_needs_it() -
     remember(worker, run)
     operated(bench, o.RetainSession("agent", 60.0))
     assert operated(bench, o.ForgetSession("agent")) == 3
-    assert ranks_of(bench.index).count(ENDED) == 3
+    assert num_ended(bench.index) == 3
     remember(worker, run)
     operated(bench, o.RetainSession("agent", 60.0))
     assert operated(bench, o.ForgetSession("agent", at_once=True)) == 3
@@ -178,7 +177,7 @@ def test_a_session_is_forgotten_first_or_at_once_as_far_as_no_other_needs_it() -
 
 
 def test_chunks_that_a_request_holds_while_their_session_is_forgotten_are_evicted_first_afterwards() -> None:
-    # Regression: they kept their priority, and nobody could end them, as the name was gone.
+    # Regression: they did not end, and nobody could end them, as the name was gone.
     bench = Bench(pages=16)
     worker, run, other = bench.worker(), prompt(4), prompt(4, 1)
     worker.store(run)
@@ -187,7 +186,7 @@ def test_chunks_that_a_request_holds_while_their_session_is_forgotten_are_evicte
     lease = worker.lookup(run).lease
     assert operated(bench, o.ForgetSession("agent", at_once=True)) == 0
     assert bench.found(run) == 4
-    assert ranks_of(bench.index).count(ENDED) == 4
+    assert num_ended(bench.index) == 4
     worker.ask(m.Release(worker.context, (lease,)))
     fill(worker, range(2, 14))
     assert (bench.found(run), bench.found(other)) == (0, 4)
@@ -232,7 +231,7 @@ def test_a_hint_that_ends_a_session_forgets_it() -> None:
     worker.store(run)
     remember(worker, run, retain_seconds=60.0)
     remember(worker, run, session_ended=True)
-    assert ranks_of(bench.index).count(ENDED) == 8
+    assert num_ended(bench.index) == 8
     assert not len(bench.depot.features.of(Agents).prefixes)
     assert not len(bench.depot.features.of(Agents).pins)
 
@@ -314,7 +313,7 @@ def test_operations_take_as_long_among_100_000_sessions_as_alone(monkeypatch: py
     def in_one_step(*_arguments: object) -> Iterator[int]:
         yield 1
 
-    monkeypatch.setattr(Priorities, "end_session", in_one_step)  # its steps are tested elsewhere
+    monkeypatch.setattr(Shares, "end_session", in_one_step)  # its steps are tested elsewhere
     for _ in range(20):
         for num_others, bench in benches.items():
             for name, act in {

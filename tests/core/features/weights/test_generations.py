@@ -6,7 +6,6 @@ import pytest
 
 from kvdepot.errors import ErrorCode
 from kvdepot.features.weights.feature import GRACE_SECONDS, Generations
-from kvdepot.index.eviction import ENDED, NORMAL
 from kvdepot.keys import GENERATION, KeyRun, Namespace, hash_prefix, split_digests
 from kvdepot.pool.names import Names
 from kvdepot.server import state
@@ -109,7 +108,7 @@ def test_an_engine_that_comes_back_in_time_finds_its_generation_as_it_was() -> N
     behind.worker.store(prompt("1"))
     behind.leave()
     bench.pass_time(GRACE_SECONDS - 1)
-    assert priorities(bench, prompt("1")) == {NORMAL}
+    assert ended(bench, prompt("1")) == {False}
     behind = Engine.at(bench, "1", "behind")
     bench.pass_time(GRACE_SECONDS)
     ahead = Engine.at(bench, "2", "ahead")  # again the newest generation
@@ -140,31 +139,30 @@ def test_weights_that_an_engine_goes_back_to_are_the_present_ones_again() -> Non
     engine.worker.store(prompt("1"))
     engine.update("2")
     engine.worker.store(prompt("2"))
-    assert priorities(bench, prompt("1")) == {ENDED}
+    assert ended(bench, prompt("1")) == {True}
     engine.update("1")
-    assert priorities(bench, prompt("1")) == {NORMAL}
-    assert priorities(bench, prompt("2")) == {ENDED}
+    assert ended(bench, prompt("1")) == {False}
+    assert ended(bench, prompt("2")) == {True}
     bench.index.check_integrity()
 
 
-def priorities(bench: Bench, run: KeyRun) -> set[int]:
+def ended(bench: Bench, run: KeyRun) -> set[int]:
     space, tree = bench.index.spaces[0], bench.index.nodes.tree
-    return {tree.priority[space.nodes[key]] for key in split_digests(run.digests)}
+    return {tree.ended[space.nodes[key]] for key in split_digests(run.digests)}
 
 
-def test_neither_uses_nor_hints_nor_late_stores_rank_an_outdated_generation_higher() -> None:
+def test_neither_uses_nor_late_stores_revoke_the_end_of_an_outdated_generation() -> None:
     bench = Bench(pages=16)
     engine = Engine.at(bench, "1")
     engine.worker.store(prompt("1"))
     engine.update("2")
     run = prompt("1")
     engine.use(run)
-    engine.scheduler.ask(m.Hint(engine.scheduler.context, run.tenant, run.digests, priority=3))
     bench.depot.background.work()
-    assert priorities(bench, run) == {ENDED}
+    assert ended(bench, run) == {True}
     outdated = bench.depot.labels.number_of("default", "model", namespace("1").weights)
     bench.index.add_node(bench.index.spaces[0], bytes(32), 0xFFFFFFFF, 0, outdated)
-    assert bench.index.nodes.tree.priority[bench.index.spaces[0].nodes[bytes(32)]] == ENDED
+    assert bench.index.nodes.tree.ended[bench.index.spaces[0].nodes[bytes(32)]]
 
 
 def test_nothing_is_left_of_a_lineage_whose_engine_stored_nothing() -> None:
@@ -187,7 +185,7 @@ def test_lineages_do_not_outdate_each_other() -> None:
             m.ChangeWeights(experiment.scheduler.context, namespace(generation, settings="other").weights)
         )
     bench.pass_time(2 * GRACE_SECONDS)
-    assert priorities(bench, run) == {NORMAL}
+    assert ended(bench, run) == {False}
 
 
 def test_the_next_server_knows_the_generations_and_waits_for_their_engines() -> None:
@@ -208,10 +206,10 @@ def test_the_next_server_knows_the_generations_and_waits_for_their_engines() -> 
     assert {name: each.is_outdated for name, each in generations(after.depot).items()} == {"1": False, "2": False}
     after.pass_time(GRACE_SECONDS)
     assert {name: each.is_outdated for name, each in generations(after.depot).items()} == {"1": True, "2": False}
-    assert priorities(after, prompt("1")) == {ENDED}
+    assert ended(after, prompt("1")) == {True}
     Engine.at(after, "1", "a")
     after.depot.background.work()
-    assert priorities(after, prompt("1")) == {NORMAL}, "its engine is back, however late"
+    assert ended(after, prompt("1")) == {False}, "its engine is back, however late"
 
 
 @pytest.mark.parametrize("returns", ["in time", "late"])
@@ -232,7 +230,7 @@ def test_after_a_restart_the_weights_that_engines_went_back_to_are_the_present_o
         assert not after.index.shares.outdated, "nobody knows which ones engines compute with"
         Engine.at(after, "1")
         after.depot.background.work()
-    assert (priorities(after, prompt("1")), priorities(after, prompt("2"))) == ({NORMAL}, {ENDED})
+    assert (ended(after, prompt("1")), ended(after, prompt("2"))) == ({False}, {True})
 
 
 def test_status_shows_the_version_of_each_engine_and_the_bytes_of_each_generation() -> None:

@@ -17,7 +17,6 @@ from kvdepot.errors import DepotTimeout, DepotUnavailable, ErrorCode, KVDepotErr
 from kvdepot.keys import KeyRun
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
-from kvdepot.wire import operations as o
 
 logger = logging.getLogger(__name__)
 
@@ -263,28 +262,6 @@ class SchedulerClient:
             channel.session.registration = self._registration
             self._post(channel.session, m.ChangeWeights(channel.session.context, self._registration.weights))
 
-    def operate(self, operation: o.OperatorRequest) -> None:
-        """Send an operation, for example on an agent session: see `post`."""
-        self.post(lambda _context: [operation])
-
-    def hint(
-        self,
-        key: KeyRun,
-        *,
-        session_ended: bool = False,
-        priority: int = 0,
-        ttl_seconds: float = 0.0,
-        session: str = "",
-        retain_seconds: float = 0.0,
-    ) -> None:
-        """Advise the depot how long to keep the chunks of `key` (a run from chunk 0 on): see `messages.Hint`.
-
-        A depot that is away does not get it.
-        """
-        if key.digests:
-            of = session_ended, priority, ttl_seconds, session, retain_seconds
-            self.post(lambda context: [m.Hint(context, key.tenant, key.digests, *of)])
-
     def close(self) -> None:
         """Close the connection, which ends all leases. Idempotent."""
         with self._lock:
@@ -380,7 +357,7 @@ class SchedulerClient:
             if self._channel is not None:
                 self._channel.close()
             self._channel = self.connection.channel(session)
-            # They may have changed since the session registered: untold, the KV in use would be ranked as outdated.
+            # They may have changed since the session registered: untold, the KV in use would be outdated.
             self._tell_weights(self._channel)
         return self._channel
 

@@ -5,10 +5,9 @@ Modules import only modules above them in this list:
 - `columns`: preallocated columns.
 - `tree`: chunks by key, their nodes, and the holds of these.
 - `eviction`: the policies LRU and ARC.
-- `hit_rate_curve`: estimates hit rates on a sample of the traffic, and selects the policy with more hits.
-- `quotas`: bytes by tenant, and one policy per share of the pool and priority.
+- `quotas`: bytes by tenant and by share of the pool.
 - `visibility`, `entries`: the prefix rule and the chunks that lookups find; records and extents.
-- `priorities`: clients' hints, and the ends of sessions.
+- `shares`: the policies of each share; ended chunks leave first.
 - `evictor`: leases, eviction and clearing.
 - `index`: assembles these over one table, and has the operations that involve several of them.
 - `restore`: fills an index from an earlier server's table.

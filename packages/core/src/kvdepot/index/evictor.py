@@ -16,8 +16,8 @@ from kvdepot.counting import depot_counter
 from kvdepot.errors import require
 from kvdepot.index.columns import make_column
 from kvdepot.index.entries import Entries
-from kvdepot.index.priorities import Priorities, Shares
 from kvdepot.index.quotas import MAXIMUM_QUOTAS
+from kvdepot.index.shares import Shares
 from kvdepot.index.tree import NO_NODE, Nodes, Space
 from kvdepot.index.visibility import Visibility, Watcher
 from kvdepot.wire.status import Histogram
@@ -109,7 +109,6 @@ class Evictor:
         visibility: Visibility,
         entries: Entries,
         shares: Shares,
-        priorities: Priorities,
         watcher: Watcher,
     ) -> None:
         self.num_evicted = 0  # `CHUNKS_EVICTED`
@@ -124,7 +123,6 @@ class Evictor:
         self._visibility = visibility
         self._entries = entries
         self._shares = shares
-        self._priorities = priorities
         capacity = nodes.tree.capacity
         self._num_leases = make_column("I", capacity)  # leases and pins of a node; they count as holds, too
         # Leased nodes by share, the most recently leased last.
@@ -179,7 +177,6 @@ class Evictor:
         """Remove chunks without entries, each the only child of the next. Return the chunk before them."""
         self._shares.removed(nodes)
         self._visibility.forget(nodes)
-        self._priorities.forget(nodes)
         num_leases = self._num_leases
         for node in nodes:
             if num_leases[node]:
@@ -222,25 +219,12 @@ class Evictor:
     def _tail(self, node: int, num_bytes: int, most: int) -> Sequence[int]:
         """Return a victim and the chunks before it that are the next victims, until they have about `num_bytes`."""
         tree, policy = self._nodes.tree, self._shares.policy_of(node)
-        parents, num_children, holds, shares, priorities = (
-            tree.parent,
-            tree.num_children,
-            tree.holds,
-            tree.share,
-            tree.priority,
-        )
-        share, priority = shares[node], priorities[node]
+        parents, num_children, holds = tree.parent, tree.num_children, tree.holds
         nodes = [node]
         most = min(most, -(-num_bytes // max(1, self._entries.bytes_of(nodes)[0])))  # most chunks have equal sizes
         while len(nodes) < most:
             node = parents[node]
-            if (
-                node == NO_NODE
-                or num_children[node] > 1
-                or holds[node]
-                or shares[node] != share
-                or priorities[node] != priority
-            ):
+            if node == NO_NODE or num_children[node] > 1 or holds[node]:
                 break
             nodes.append(node)
         nodes = policy.next_of(nodes)
@@ -250,7 +234,7 @@ class Evictor:
     def _make_room(self, nodes: Sequence[int]) -> None:
         add, now, last_use = self.eviction_ages.add, self._nodes.now, self._nodes.last_use
         add(max(0, now - last_use[nodes[0]]), len(nodes))  # a chunk inherits the last use of the chunk after it
-        self._shares.evicted(nodes)  # before the nodes are gone: ARC remembers their keys
+        self._shares.policy_of(nodes[0]).evicted(nodes)  # before the nodes are gone: ARC remembers their keys
         self.evict_all(nodes)
 
     def await_victim(self, on_victim: Callable[[], None]) -> None:

@@ -2,7 +2,7 @@
 
 `ChunkIndex` creates the parts, each in its own module, and has the operations that involve several of them. Callers use
 the parts directly for everything else: `index.nodes`, `index.visibility`, `index.entries`, `index.quotas`,
-`index.priorities`, `index.evictor`. The index does no I/O except for the table, and knows nothing of sessions.
+`index.shares`, `index.evictor`. The index does no I/O except for the table, and knows nothing of sessions.
 """
 
 from bisect import bisect_left, bisect_right
@@ -15,8 +15,8 @@ from kvdepot.index.entries import Begun, Entries, NewRun, PartPlace, Wanted
 from kvdepot.index.eviction import AUTO, POLICIES, EvictionPolicy, Preference
 from kvdepot.index.evictor import EndStore, Evictor, cannot_end
 from kvdepot.index.kept import KeptChunks
-from kvdepot.index.priorities import Priorities, Shares
 from kvdepot.index.quotas import QuotaTable
+from kvdepot.index.shares import Shares
 from kvdepot.index.tree import NO_NODE, ChunkTree, Nodes, Space, digest_of
 from kvdepot.index.visibility import Visibility, Watchers
 from kvdepot.pool.extents import ExtentAllocator
@@ -96,9 +96,8 @@ class ChunkIndex:
         self.nodes = nodes = Nodes(2 * self.table.num_records + SPARE_NODES, self.spaces)
         self.visibility = Visibility(nodes, self.watchers)
         self.entries = Entries(nodes, self.table, self.extents, self.quotas)
-        self.shares = Shares(nodes, self.entries, self.quotas, self._make_policy)
-        self.priorities = Priorities(nodes, self.shares, self.watchers.ended)
-        self.evictor = Evictor(nodes, self.visibility, self.entries, self.shares, self.priorities, self.watchers)
+        self.shares = Shares(nodes, self.entries, self.quotas, self._make_policy, self.watchers.ended)
+        self.evictor = Evictor(nodes, self.visibility, self.entries, self.shares, self.watchers)
 
     def _make_policy(self, tree: ChunkTree) -> EvictionPolicy:
         return POLICIES[self._policy](tree, self.preference)

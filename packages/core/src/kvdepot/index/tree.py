@@ -72,7 +72,7 @@ class ChunkTree:
     num_children: "memoryview[int]"
     holds: "memoryview[int]"  # leases, pins, copies and unfinished writes
     share: "memoryview[int]"  # the share of the pool that the chunk counts against
-    priority: "memoryview[int]"
+    ended: "memoryview[int]"  # 1: leaves before all others of its share
 
     @classmethod
     def with_room(cls, capacity: int) -> "ChunkTree":
@@ -111,7 +111,7 @@ class Nodes:
     def add(self, space: Space, keys: Sequence[bytes], parent: int, depth: int, label: int) -> list[int]:
         """Add consecutive chunks as nodes without holds, each below the one before it. Return their numbers.
 
-        There must be as many free numbers. The caller sets share and priority.
+        There must be as many free numbers. The caller sets `share` and `ended`.
         """
         tree, free, following = self.tree, self._free, self._next_free
         parents, num_children, holds, all_keys = tree.parent, tree.num_children, tree.holds, tree.keys

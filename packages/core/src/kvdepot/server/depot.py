@@ -273,13 +273,11 @@ class Depot:
 
     def expire(self) -> None:
         """End expired leases and tickets, and let features end theirs."""
-        now, background = self.state.clock(), self.background
+        now = self.state.clock()
         self.index.nodes.now = int(now)
         if not self._is_expiring and (self.leases.has_expired(now) or self.stores.has_late(now)):
             self._is_expiring = True
-            background.urgent.add(self._expiring(now))
-        if self.index.priorities.has_ended(now):
-            background.endings.add(self.index.priorities.expire(now))
+            self.background.urgent.add(self._expiring(now))
         for swept in self.features.swept:
             swept(now)
 

@@ -124,9 +124,9 @@ class Lookups:
         if not match.nodes:
             return m.LookupReply(epoch, 0, 0, 0.0, waited_seconds, query.num_pending)
         lease = leases.grant(context.number, request.request_id, match.nodes, self._state.clock())
-        rest = self._index.priorities.used(match.nodes[-1])
+        rest = self._index.shares.used(match.nodes[-1])
         if rest is not None:
-            self._state.rank_later(rest)
+            self._state.revoke_later(rest)
         tiering = self._state.tiering
         if tiering is not None and len(tiering.used) < MOST_USED:
             tiering.used.add(match.nodes[-1])
@@ -181,9 +181,9 @@ class Lookups:
         lease = self._leases.grant(
             context.number, request.request_id, pins, state.clock(), packed if context.has_mover else b""
         )
-        rest = self._index.priorities.used(nodes[-1])
+        rest = self._index.shares.used(nodes[-1])
         if rest is not None:
-            state.rank_later(rest)
+            state.revoke_later(rest)
         return m.RetrievePlan(state.epoch, lease, found, packed)
 
 

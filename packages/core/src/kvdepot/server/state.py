@@ -183,8 +183,8 @@ class DepotState:
         self.counters[_REQUESTS_FAILED] += 1
         return m.ErrorReply(self.epoch, ErrorCode.INTERNAL, f"{type(error).__name__}: {error}")
 
-    def rank_later(self, rest: Iterator[int]) -> None:
-        """Rank the rest of a long prefix that was used, unless too many wait."""
+    def revoke_later(self, rest: Iterator[int]) -> None:
+        """Revoke the end of the rest of a long prefix that was used, unless too many wait."""
         if not self.background.hints.add(rest):
             self.counters[HINTS_CUT] += 1
 

@@ -13,7 +13,6 @@ from typing import Final
 
 from kvdepot.config import Demotion
 from kvdepot.counting import Counts, depot_counter
-from kvdepot.index.eviction import ENDED
 from kvdepot.index.index import ChunkIndex
 from kvdepot.index.tree import NO_NODE
 from kvdepot.pool.table import Entry
@@ -43,7 +42,7 @@ class _Leaving:
     """The end of a prefix that is evicted once tiers have it."""
 
     key: bytes
-    is_forced: bool  # whether to evict it even if no tier takes it; otherwise only while it has ENDED
+    is_forced: bool  # whether to evict it even if no tier takes it; otherwise only if it has ended
     num_bytes: int = 0  # that its eviction makes free
     held: Sequence[Entry] = ()  # to hold until the tiers have been asked for the prefix
     may_ask: bool = False  # whether chunks were evicted since the tiers were asked
@@ -160,8 +159,8 @@ class Demotions:
     def leave(self, node: int, is_own: Callable[[int], bool]) -> Iterator[int]:
         """Evict the chunks that only this prefix needs and whose label `is_own`, from its end on.
 
-        Evict chunks that a tier had within the last second at once: ranking them first (`Priorities.end_session`) would
-        take a third more time. From the first other chunk on, rank the chunks, ask the tiers for them, write those that
+        Evict chunks that a tier had within the last second at once: ending them first (`Shares.end_session`) would
+        take a third more time. From the first other chunk on, end the chunks, ask the tiers for them, write those that
         are missing, and evict them once a tier has them. A chunk that no tier takes stays, and so do those before it.
         Yield the number of changed chunks after each step. Between steps, the index may be used freely.
         """
@@ -186,7 +185,7 @@ class Demotions:
                 return  # there is none, or it was evicted meanwhile
         key = keys[node] if node != NO_NODE else None
         if key is not None:
-            yield from index.priorities.end_session(node, is_own)
+            yield from index.shares.end_session(node, is_own)
             # Ranking takes turns. Meanwhile a lookup may have used the prefix, which then stays, or a store may have
             # evicted the chunk and given its number to another one: asking for either would be in vain.
             if keys[node] == key and self._has_ended(node):
@@ -194,7 +193,7 @@ class Demotions:
         yield count
 
     def _has_ended(self, node: int) -> bool:
-        return node != NO_NODE and self._index.nodes.tree.priority[node] == ENDED
+        return node != NO_NODE and bool(self._index.nodes.tree.ended[node])
 
     def _let_leave(self, node: int, tiers: Sequence[TierState], *, is_forced: bool = False, num_bytes: int = 0) -> None:
         """Write the prefix that ends here to the tiers that lack its end, then evict that end.

@@ -1,7 +1,8 @@
 """Splits: the ways in which engines of other sizes may divide the layers and heads of a cache among their ranks.
 
 A tier has entries under the parts of the engine that stored them, and cannot be searched. But attached engines have
-told their parts, and others mostly split evenly, so there are few parts to ask for.
+told their parts, and others mostly split evenly, so there are few parts to ask for. Without the even splits, a decode
+engine of two ranks would wait in vain for the chunks that a prefill engine of one rank on another node hands over.
 """
 
 from collections.abc import Sequence

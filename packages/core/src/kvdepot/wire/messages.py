@@ -72,8 +72,6 @@ class Verify(enum.StrEnum):
 
 
 VERIFY_ONE_IN: Final = 16  # damage to a whole region is found at once, at a sixteenth of the cost of all
-MAXIMUM_PRIORITY: Final = 3  # each priority in use has its own policy in each share
-MAXIMUM_TTL_SECONDS: Final = 1e9  # thirty years: small enough to add to any clock
 CHECKSUM_BYTES: Final = 16  # XXH3-128 of an extent's payload; zeros for none
 
 
@@ -317,9 +315,8 @@ class Move(ContextRequest, tag="move", frozen=True):
 class Hint(ContextRequest, tag="hint", frozen=True):
     """Advise how long to keep a prefix: the given chunks, from chunk 0 on, as far as no other prefix needs them.
 
-    `session_ended`: the prefix will not be used again, so evict it first within its share. `ttl_seconds` above 0: the
-    same after that time, unless the prefix is used before. `priority`: within its share, evict it after chunks of lower
-    priority. A new hint replaces the old one. A use of the prefix revokes everything but the priority.
+    `session_ended`: the prefix will not be used again, so evict it first within its share. A use of the prefix revokes
+    this.
 
     `session`: the prefix is the latest one of this agent session of the tenant. Operations can refer to it by this name
     from now on. With `session_ended`, the session is forgotten. `retain_seconds`: pin the session's prefix for that
@@ -329,8 +326,6 @@ class Hint(ContextRequest, tag="hint", frozen=True):
     tenant: Name
     digests: Digests
     session_ended: bool = False
-    priority: Annotated[int, Meta(ge=0, le=MAXIMUM_PRIORITY)] = 0
-    ttl_seconds: Annotated[float, Meta(ge=0, le=MAXIMUM_TTL_SECONDS)] = 0.0
     session: Name = ""
     retain_seconds: RetainSeconds = 0.0
 

@@ -122,9 +122,9 @@ class BlendLookups(Feature):
         pinned = tuple(dict.fromkeys(nodes))
         lease = state.leases.grant(context.number, request.request_id, pinned, state.clock())
         for node in pinned:
-            rest = self._index.priorities.used(node)
+            rest = self._index.shares.used(node)
             if rest is not None:
-                state.rank_later(rest)
+                state.revoke_later(rest)
         return m.BlendReply(state.epoch, lease, state.leases.lease_seconds, bytes(runs), bytes(digests))
 
     def _keys(self, space: Space, node: int, first: int, count: int) -> bytes | None:

@@ -4,9 +4,8 @@ Chunks are sampled by key (spatial sampling, SHARDS: Waldspurger and others, FAS
 chunk are seen. The sample is kept in LRU order and divided into segments, whose ends stand for the chosen pool sizes,
 scaled down by the sampling rate. The segment in which a chunk is found again tells which of those pools would have had
 it. This approximates LRU stack distance. A prefix is used from its end to its start, so the chunks before a chunk are
-never colder. Stores count as uses, but only lookups count as accesses. A chunk whose session ended is removed from the
-sample, because every full pool evicts it first. Other priorities are ignored. The sample also decides between LRU and
-ARC (`PolicySelector`).
+never colder. Stores count as uses, but only lookups count as accesses. A chunk that has ended is removed from the
+sample, because every full pool evicts it first. The sample also decides between LRU and ARC (`PolicySelector`).
 
 The rate starts at a value for the pool's size, and is halved whenever the sample exceeds its budget, so memory is
 bounded. A lookup costs a slice of its digests and a few dictionary operations. The estimate needs pools of more than

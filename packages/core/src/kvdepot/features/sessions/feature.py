@@ -32,7 +32,7 @@ _SESSIONS_NOT_REMEMBERED: Final = depot_counter(
 )
 _HINTS: Final = depot_counter("hints", "Hints from clients")
 
-_RANKED_AT_ONCE: Final = 2  # steps of a hint before its first wait: the end of a prefix is evicted first
+_ENDED_AT_ONCE: Final = 2  # steps of a hint before its first wait: the end of a prefix is evicted first
 _MOST_RETAINED: Final = 0.5  # share of a tenant's quota; the rest is left for its stores
 
 Counting = Generator[Wait, bool, int]
@@ -100,30 +100,21 @@ class Agents(Feature):
             fields["tenants"][name]["retained_bytes"] = self.pins.bytes_of(share)
 
     def _hint(self, context: Context, request: m.Hint) -> frames.Reply | Steps:
-        """Change the eviction order of a prefix. The reply counts chunks."""
+        """Note a session's prefix, or end one. The reply counts the chunks that ended."""
         state, names = self._state, self._state.labels.names
         state.counters[_HINTS] += 1
-        nodes = self._index.visibility.match(context.space, request.digests).nodes
         if request.session:
             self._hinted(context.space, request)
+        nodes = self._index.visibility.match(context.space, request.digests).nodes if request.session_ended else ()
         if not nodes:
             return m.Done(state.epoch, 0)
-        tenant, priorities = request.tenant, self._index.priorities  # `request` would keep its digests in memory
+        tenant = request.tenant  # `request` would keep its digests in memory
+        return self._end_prefix(self._index.shares.end_session(nodes[-1], lambda label: names[label][0] == tenant))
 
-        def is_own(label: int) -> bool:
-            return names[label][0] == tenant
-
-        if request.session_ended:
-            return self._rank(priorities.end_session(nodes[-1], is_own))
-        steps = priorities.set_priority(nodes[-1], is_own, request.priority)
-        if request.ttl_seconds:
-            priorities.end_session_at(nodes[-1], is_own, state.clock() + request.ttl_seconds)
-        return self._rank(steps)
-
-    def _rank(self, steps: Iterator[int]) -> Steps:
-        """Rank the end of a prefix now. Rank the rest of a long one later, unless too many wait."""
+    def _end_prefix(self, steps: Iterator[int]) -> Steps:
+        """End the last chunks of a prefix now. End the rest of a long one later, unless too many wait."""
         epoch, hints, count = self._state.epoch, self._state.background.hints, 0
-        for _ in range(_RANKED_AT_ONCE):
+        for _ in range(_ENDED_AT_ONCE):
             more = next(steps, None)
             if more is None:
                 return m.Done(epoch, count)
@@ -265,7 +256,7 @@ class Agents(Feature):
         """
         self.prefixes.forget(*named)
         # First, also if at once: what a request holds stays, and its name, by which it could be ended later, is gone.
-        num_ended = yield from self._end(named, digests, self._index.priorities.end_session)
+        num_ended = yield from self._end(named, digests, self._index.shares.end_session)
         if not at_once:
             return num_ended
         count = 0

@@ -21,7 +21,6 @@ from typing import Any, Final
 
 from kvdepot.counting import depot_counter
 from kvdepot.errors import require
-from kvdepot.index.eviction import ENDED
 from kvdepot.server.contexts import Context
 from kvdepot.server.depot import Depot
 from kvdepot.server.feature import Feature, Handler
@@ -73,7 +72,7 @@ class Generations(Feature):
         self._labels: dict[str, dict[str, list[int]]] = {}  # by lineage, then by weights
         self._num_labels = 0  # how many of the depot's labels were taken over
         self._open: dict[str, set[str]] = {}  # weights that may change state, by lineage
-        self._pending: dict[int, bool] = {}  # labels whose chunks must be ranked again, and whether they are outdated
+        self._pending: dict[int, bool] = {}  # labels whose chunks are to change, and whether they are outdated
 
     def handlers(self) -> Mapping[type[m.ContextRequest], Handler]:
         """See `Feature`."""
@@ -176,8 +175,8 @@ class Generations(Feature):
         return self._labels.get(lineage, {})
 
     def _review(self, lineage: str) -> None:
-        """Determine the outdated generations of a lineage, and rank the chunks of changed generations."""
-        # Half of the entries would be ranked now, and the rest not. `restored` reviews all lineages.
+        """Determine the outdated generations of a lineage, and end their chunks, or revoke the ends."""
+        # Only the half of the entries that is there would end. `restored` reviews all lineages.
         if self._state.is_restoring:
             return
         state, outdated, now = self._state, self._state.index.shares.outdated, self._state.clock()
@@ -203,10 +202,10 @@ class Generations(Feature):
             if is_outdated and state.tiering is not None:
                 state.tiering.outdate()
         if self._pending:
-            self._turns.add(self._rank())
+            self._turns.add(self._change_chunks())
 
     def check_integrity(self) -> None:
-        """Check the counts against the contexts, and the ranks of outdated chunks.
+        """Check the counts against the contexts, and that outdated chunks have ended.
 
         Raises:
             IntegrityError: they disagree.
@@ -220,9 +219,9 @@ class Generations(Feature):
             return
         for node, key in enumerate(tree.keys):
             is_outdated = state.index.nodes.label[node] in state.index.shares.outdated
-            require(key is None or not is_outdated or tree.priority[node] == ENDED, f"outdated node {node} has a rank")
+            require(key is None or tree.ended[node] >= is_outdated, f"outdated node {node} has not ended")
 
-    def _rank(self) -> Task:
+    def _change_chunks(self) -> Task:
         while self._pending:
             pending, self._pending = self._pending, {}
-            yield from self._state.index.priorities.outdate(pending)
+            yield from self._state.index.shares.outdate(pending)
