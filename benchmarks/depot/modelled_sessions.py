@@ -42,6 +42,7 @@ from kvdepot.tiers.trailer import checksum_of, make_trailer
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
+from kvdepot.wire.operation import OperatorRequest
 
 PAGE: Final = 4096  # bytes of the index's book for one chunk, whose bytes do not exist
 CHUNK_SECONDS: Final = CHUNK_TOKENS * GEOMETRY.bytes_per_token / 1e9
@@ -257,7 +258,7 @@ class World:
     def _ask(self, request: frames.Request) -> frames.Reply | PendingReply:
         return self._depot.handle(*SESSION, request)
 
-    def _operate(self, operation: o.OperatorRequest, retained: list[int]) -> None:
+    def _operate(self, operation: OperatorRequest, retained: list[int]) -> None:
         """Begin an operation. At its end, its count is appended."""
 
         def on_reply(reply: frames.Reply) -> None:

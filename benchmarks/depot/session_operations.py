@@ -19,6 +19,7 @@ from kvdepot.lab.bench import describe_machine
 from kvdepot.lab.engine_model import EngineModel, Geometry
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.wire import operations as o
+from kvdepot.wire.operation import OperatorRequest
 from kvdepot.wire.status import DepotStatus
 
 GEOMETRY = Geometry("small", num_layers=4, num_kv_heads=2, head_dim=128)  # 4 KiB a token
@@ -31,7 +32,7 @@ def measure(depot: DepotProcess, engine: EngineModel, key: KeyRun, rounds: int) 
     """Return the times of each operation in milliseconds."""
     times: dict[str, list[float]] = {}
 
-    def timed(name: str, operation: o.OperatorRequest, expected: int | None = NUM_CHUNKS) -> None:
+    def timed(name: str, operation: OperatorRequest, expected: int | None = NUM_CHUNKS) -> None:
         began = time.perf_counter()
         count = ask_depot(operation, depot.url, 30).count
         times.setdefault(name, []).append((time.perf_counter() - began) * 1e3)

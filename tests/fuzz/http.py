@@ -11,6 +11,7 @@ from kvdepot.ops.serve import HttpSettings
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
+from kvdepot.wire.operation import OperatorRequest
 from support.status import EMPTY_STATUS
 
 _TOKEN: Final = "a token that nobody guesses"
@@ -38,7 +39,7 @@ def call(data: bytes) -> None:
     statuses: list[int] = []
     answer = bytearray()
 
-    def ask(request: o.OperatorRequest, _seconds: float) -> Any:
+    def ask(request: OperatorRequest, _seconds: float) -> Any:
         assert has_token or isinstance(request, m.Hello | o.Status), "asked without the token"
         try:
             frames.decode_request(bytes(frames.encode_frame(0, request)))

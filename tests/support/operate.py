@@ -9,7 +9,7 @@ from kvdepot.server.turns import PendingReply
 from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.tiering import Tiering, TieringSettings
 from kvdepot.wire import frames
-from kvdepot.wire import operations as o
+from kvdepot.wire.operation import OperatorRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class Answered:
     reply: frames.Reply | None
 
 
-def operate(depot: Depot, request: o.OperatorRequest) -> PendingReply | Answered:
+def operate(depot: Depot, request: OperatorRequest) -> PendingReply | Answered:
     """Begin an operation. Return its reply, which may be there already.
 
     Raises:

@@ -16,6 +16,7 @@ from kvdepot.engines.generation import Generation
 from kvdepot.keys import KeyRun, Namespace, PrefixHasher
 from kvdepot.layout import GroupKind
 from kvdepot.wire import operations as o
+from kvdepot.wire.operation import OperatorRequest
 from kvdepot_vllm import loads, stores
 from kvdepot_vllm.groups import EngineCache, EngineGroup
 from kvdepot_vllm.jobs import StepPlan, WorkerReport
@@ -36,7 +37,7 @@ class Client:
     answers: bool = True
     asked: list[int] = field(default_factory=list[int])
     released: list[Lease] = field(default_factory=list[Lease])
-    operations: list[o.OperatorRequest] = field(default_factory=list[o.OperatorRequest])
+    operations: list[OperatorRequest] = field(default_factory=list[OperatorRequest])
     hints: list[tuple[int, dict[str, Any]]] = field(default_factory=list[tuple[int, dict[str, Any]]])
     token_seconds: float = 0.0
     num_pending: int = 0
@@ -83,7 +84,7 @@ class Client:
     def end_request(self, request_id: str) -> None:
         self.ended.append(request_id)
 
-    def operate(self, operation: o.OperatorRequest) -> None:
+    def operate(self, operation: OperatorRequest) -> None:
         self.operations.append(operation)
 
     def hint(self, key: KeyRun, **hints: Any) -> None:

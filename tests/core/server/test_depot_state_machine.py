@@ -27,6 +27,7 @@ from kvdepot.server.turns import Refused
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
+from kvdepot.wire.operation import OperatorRequest
 from support.features import STANDARD
 from support.operate import operate
 
@@ -226,7 +227,7 @@ class DepotMachine(RuleBasedStateMachine):
     )
     def name_a_session(self, tenant: str, operation: str, seconds: float) -> None:
         """Retained chunks stay within quotas, and an operation on an unknown session changes nothing."""
-        request: o.OperatorRequest = o.ForgetSession("agent", tenant, operation == "forget at once")
+        request: OperatorRequest = o.ForgetSession("agent", tenant, operation == "forget at once")
         if operation == "retain":
             request = o.RetainSession("agent", seconds, tenant)
         try:

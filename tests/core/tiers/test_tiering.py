@@ -43,6 +43,7 @@ from kvdepot.tiers.trailer import checksum_of
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
+from kvdepot.wire.operation import OperatorRequest
 from support import index
 from support.index import FULL, HYBRID, ONLY_WINDOW, PAGE, PLAIN, SHARDED, WINDOW, prompt
 from support.operate import Answered, operate, put_tiers_below
@@ -168,7 +169,7 @@ class Bench(index.Bench):
     def release(self, lease: int) -> None:
         self.ask(m.Release(self.contexts[0], (lease,)))
 
-    def operate(self, request: o.OperatorRequest) -> Any:
+    def operate(self, request: OperatorRequest) -> Any:
         """Return the answer to an operation."""
         return self.wait(operate(self.depot, request))
 

@@ -11,6 +11,7 @@ from typing import Any, Final, cast
 from kvdepot.keys import DIGEST_BYTES, KeyRun, digest_at
 from kvdepot.wire import operations as o
 from kvdepot.wire.messages import MAXIMUM_PRIORITY, MAXIMUM_RETAIN_SECONDS, MAXIMUM_TTL_SECONDS
+from kvdepot.wire.operation import OperatorRequest
 from kvdepot_vllm.engine import EngineRequest
 from kvdepot_vllm.settings import BLEND_POLICIES, Settings
 
@@ -95,9 +96,9 @@ class Hints:
         return cls(bool(end), priority or 0, float(ttl or 0), session or "", float(retain or 0))
 
 
-def session_operations(params: Mapping[str, Any], tenant: str) -> list[o.OperatorRequest]:
+def session_operations(params: Mapping[str, Any], tenant: str) -> list[OperatorRequest]:
     """Return the operations on its tenant's agent sessions that a request asks for, to be sent when it arrives."""
-    operations = list[o.OperatorRequest]()
+    operations = list[OperatorRequest]()
     timed = f"{{session: seconds}}, at most {_MOST_SESSIONS}"
     listed = f"a list of at most {_MOST_SESSIONS} names of sessions"
     names: list[str]

@@ -18,6 +18,7 @@ from kvdepot.server.depot import Depot
 from kvdepot.server.turns import Refused
 from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
+from kvdepot.wire.operation import OperatorRequest
 from support.features import features
 from support.index import HYBRID, PAGE, Bench, Worker, bench_and_worker, prompt
 from support.integrity import ranks_of
@@ -30,7 +31,7 @@ def remember(worker: Worker, run: KeyRun, session: str = "agent", **hints: float
     worker.ask(m.Hint(worker.context, run.tenant, run.digests, session=session, **hints))  # type: ignore[arg-type]
 
 
-def operated(bench: Bench, request: o.OperatorRequest) -> int:
+def operated(bench: Bench, request: OperatorRequest) -> int:
     pending = operate(bench.depot, request)
     bench.depot.background.work()
     assert isinstance(pending.reply, m.Done), pending.reply
@@ -136,7 +137,7 @@ def test_a_greedy_session_keeps_half_of_its_tenant_s_quota_and_nothing_of_others
     ],
     ids=lambda operation: type(operation).__name__,
 )
-def test_a_session_of_another_tenant_is_unknown(operation: o.OperatorRequest) -> None:
+def test_a_session_of_another_tenant_is_unknown(operation: OperatorRequest) -> None:
     bench, worker = bench_and_worker()
     worker.store(prompt(4, tenant="a"))
     remember(worker, prompt(4, tenant="a"))

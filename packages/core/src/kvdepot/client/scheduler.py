@@ -17,7 +17,7 @@ from kvdepot.errors import DepotTimeout, DepotUnavailable, ErrorCode, KVDepotErr
 from kvdepot.keys import KeyRun
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
-from kvdepot.wire import operations as o
+from kvdepot.wire.operation import OperatorRequest
 
 logger = logging.getLogger(__name__)
 
@@ -263,7 +263,7 @@ class SchedulerClient:
             channel.session.registration = self._registration
             self._post(channel.session, m.ChangeWeights(channel.session.context, self._registration.weights))
 
-    def operate(self, operation: o.OperatorRequest) -> None:
+    def operate(self, operation: OperatorRequest) -> None:
         """Send an operation, for example on an agent session: see `post`."""
         self.post(lambda _context: [operation])
 

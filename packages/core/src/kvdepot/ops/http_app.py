@@ -32,12 +32,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cache
 from importlib import resources
 from importlib.metadata import version
-from inspect import getdoc
-from typing import Annotated, Any, ClassVar, Final, Protocol, cast
+from typing import Any, ClassVar, Final, Protocol, cast
 
 import msgspec
 import uvicorn
-from msgspec.structs import astuple, fields
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
@@ -55,7 +53,7 @@ from kvdepot.ops.serve import BACKLOG, HttpSettings
 from kvdepot.processes import be_a_child
 from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
-from kvdepot.wire.operation import Endpoint, Operation, R
+from kvdepot.wire.operation import Endpoint, Operation, OperatorRequest, R, body_type, known_operations, request_of
 
 logger = logging.getLogger(__name__)
 
@@ -76,9 +74,6 @@ class Ask(Protocol):
         ...
 
 
-_Digests = Annotated[list[str], msgspec.Meta(description="The keys of one prefix's chunks as hex strings")]
-
-
 class Health(msgspec.Struct):
     """Reply of `/healthz` and `/readyz`."""
 
@@ -93,50 +88,21 @@ _OPEN: Final = (  # to all, without the token
 )
 
 
-@cache
-def _body_type(operation: type[o.OperatorRequest]) -> type[msgspec.Struct]:
-    """Return the type of a JSON object with the fields of an operation; digests are hex strings."""
-    declared: list[Any] = []
-    for each in fields(operation):
-        is_packed = each.name == "digests"
-        kind: Any = _Digests if is_packed else each.type
-        default: Any = [] if is_packed else each.default
-        declared.append((each.encode_name, kind) if each.required else (each.encode_name, kind, default))
-    if operation.may_mean_all:
-        declared.append(("means_all", bool, msgspec.field(default=False, name="all")))
-    return msgspec.defstruct(
-        f"{operation.__name__}Body",
-        declared,
-        namespace={"__doc__": getdoc(operation)},
-        forbid_unknown_fields=True,
-        kw_only=True,
-    )
-
-
-def _decode_body(operation: type[o.OperatorRequest], data: bytes) -> o.OperatorRequest:
+def _decode_body(operation: type[OperatorRequest], data: bytes) -> OperatorRequest:
     """Return the request in a JSON body. An empty body means an empty object.
 
     Raises:
-        msgspec.DecodeError: it is malformed.
-        ValueError: a digest is not in hex, or the body gives no field without `all`, or fields with `all`.
+        ValueError: it is malformed: see `request_of`.
     """
-    body: Any = msgspec.json.decode(data or b"{}", type=_body_type(operation))
-    given: dict[str, Any] = {each.name: getattr(body, each.encode_name) for each in fields(operation)}
-    if "digests" in given:
-        given["digests"] = b"".join(map(bytes.fromhex, given["digests"]))
-    request = operation(**given)
-    if operation.may_mean_all and body.means_all == any(astuple(request)):
-        names = ", ".join(f'"{name}"' for name in operation.__struct_encode_fields__)
-        raise ValueError(f'give {names}, or "all": true for everything')
-    return request
+    return request_of(operation, msgspec.json.decode(data or b"{}", type=body_type(operation)))
 
 
 @cache
 def _openapi_document() -> dict[str, Any]:
     """Return the OpenAPI 3.1 document of this version."""
-    endpoints = [(each, operation) for operation in o.OPERATIONS for each in operation.endpoints]
+    endpoints = [(each, operation) for operation in known_operations() for each in operation.endpoints]
     endpoints += [(each, None) for each in _OPEN]
-    bodies = {each: _body_type(operation) for each, operation in endpoints if operation and each.method == "POST"}
+    bodies = {each: body_type(operation) for each, operation in endpoints if operation and each.method == "POST"}
     types = [*bodies.values(), *(each.shown for each, _ in endpoints)]
     schemas, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     schema_of = dict(zip(map(repr, types), schemas, strict=True))
@@ -224,7 +190,7 @@ def create_app(ask: Ask, settings: HttpSettings) -> Starlette:
                 raise ValueError(f"more than {_LARGEST_BODY_BYTES} bytes")
         return data
 
-    def answer_of(endpoint: Endpoint, operation: type[o.OperatorRequest]) -> Callable[[Request], Any]:
+    def answer_of(endpoint: Endpoint, operation: type[OperatorRequest]) -> Callable[[Request], Any]:
         is_change = endpoint.method == "POST"
 
         async def answer(request: Request) -> Response:
@@ -234,7 +200,7 @@ def create_app(ask: Ask, settings: HttpSettings) -> Starlette:
             try:
                 wanted = _decode_body(operation, await body(request) if is_change else b"")
                 reply = await run_in_threadpool(ask, wanted, _CHANGE_SECONDS if is_change else _STATUS_SECONDS)
-            except (ValueError, RecursionError, msgspec.DecodeError) as error:
+            except (ValueError, RecursionError) as error:
                 return _json({"error": str(error)}, 400)
             return _json(endpoint.show(wanted, reply))
 
@@ -249,7 +215,7 @@ def create_app(ask: Ask, settings: HttpSettings) -> Starlette:
             Route("/openapi.json", openapi),
             *(
                 Route(each.path, answer_of(each, operation), methods=[each.method])
-                for operation in o.OPERATIONS
+                for operation in known_operations()
                 for each in operation.endpoints
             ),
         ],

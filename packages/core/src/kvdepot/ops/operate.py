@@ -20,7 +20,17 @@ from kvdepot.layout import MINIMUM_CHUNK_TOKENS
 from kvdepot.ops.cleanup import add_tier_gc
 from kvdepot.ops.commandline import as_argument, named_depot, show
 from kvdepot.wire import operations as o
-from kvdepot.wire.operation import Argument, Command, Operation, R
+from kvdepot.wire.operation import (
+    Argument,
+    Command,
+    Operation,
+    OperatorRequest,
+    R,
+    body_type,
+    is_bytes,
+    known_operations,
+    request_of,
+)
 
 _POLL_SECONDS: Final = 0.2  # too short for a person to notice
 _GROUPS: Final = {
@@ -44,7 +54,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser, json_output: ar
         json_output: has `--json`.
     """
     groups: dict[str, Any] = {"": commands}
-    for operation in o.OPERATIONS:
+    for operation in known_operations():
         command = operation.command
         if command is None:
             continue
@@ -66,27 +76,37 @@ def add_commands(commands: Any, common: argparse.ArgumentParser, json_output: ar
             kind, *metadata = get_args(each.type) or (each.type,)
             for argument in metadata:
                 if isinstance(argument, Argument):
-                    choices = get_args(kind) if get_origin(kind) is Literal else None
-                    _add_argument(parser, each.name, argument, each.default, choices)
+                    further: dict[str, Any] = {}
+                    if get_origin(kind) is Literal:
+                        further["choices"] = get_args(kind)
+                    elif is_bytes(each) and argument.read is None:
+                        further["nargs"] = "+"  # words in hex, as in the list of an HTTP body
+                    _add_argument(parser, each.name, argument, each.default, **further)
     add_tier_gc(groups["tier"], common)
 
 
-def _add_argument(
-    parser: argparse.ArgumentParser, name: str, argument: Argument, default: Any, choices: Any = None
-) -> None:
-    options: dict[str, Any] = {"help": argument.help}
+def _add_argument(parser: argparse.ArgumentParser, name: str, argument: Argument, default: Any, **options: Any) -> None:
+    options["help"] = argument.help
     if isinstance(default, bool):
         options |= {"action": "store_const", "const": not default}
     else:
-        options |= {"type": as_argument(argument.read), "metavar": argument.metavar, "choices": choices}
+        options |= {"type": as_argument(argument.read or str), "metavar": argument.metavar}
     if default is msgspec.NODEFAULT:
         parser.add_argument(name, **options)
     else:
         parser.add_argument(argument.flag or f"--{name}", dest=name, default=default, **options)
 
 
-def _run(operation: type[o.OperatorRequest], command: Command, options: argparse.Namespace) -> int:
-    request = operation(**{name: getattr(options, name) for name in operation.__struct_fields__})
+def _run(operation: type[OperatorRequest], command: Command, options: argparse.Namespace) -> int:
+    given: dict[str, Any] = {}
+    for each in fields(operation):
+        value = getattr(options, each.name, each.default)
+        if value is not each.default:
+            given[each.encode_name] = value
+    try:
+        request = request_of(operation, msgspec.convert(given, body_type(operation), strict=False))
+    except ValueError as error:
+        raise ConfigError(f"{command.name}: {error}") from error
     print(command.says(request, _ask(options, request)))
     return 0
 

@@ -25,6 +25,7 @@ from kvdepot.tiers.url import TierUrl, without_credentials
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
+from kvdepot.wire.operation import OperatorRequest
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ _H = TypeVar("_H", bound=Handler)
 HANDLERS: Final[dict[type, Handler]] = {}
 
 
-def answers(operation: type[o.OperatorRequest]) -> Callable[[_H], _H]:
+def answers(operation: type[OperatorRequest]) -> Callable[[_H], _H]:
     """Register a function as the handler of an operation. It may raise `Refused` only if it has changed nothing."""
 
     def register(handler: _H) -> _H:
@@ -62,7 +63,7 @@ class Operators:
         self._depot = depot
         self._handlers = {**HANDLERS, **of_server}
 
-    def answer(self, request: o.OperatorRequest, sender: Sender) -> frames.Reply | PendingReply:
+    def answer(self, request: OperatorRequest, sender: Sender) -> frames.Reply | PendingReply:
         """Answer a request, now or later.
 
         Raises:

@@ -36,8 +36,7 @@ from kvdepot.server.stores import QuarantineTable, Stores
 from kvdepot.server.turns import Awaited, PendingReply, Refused, Steps, Task, run
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
-from kvdepot.wire import operations as o
-from kvdepot.wire.operation import Operation
+from kvdepot.wire.operation import Operation, OperatorRequest
 from kvdepot.wire.status import SHORTEST_SECONDS, Histogram
 
 logger = logging.getLogger(__name__)
@@ -104,7 +103,7 @@ class Depot:
             m.ReportCorrupt: self._report_corrupt,
             m.Unregister: self._unregister,
         }
-        self.operations: dict[type[o.OperatorRequest], OperationHandler] = {}
+        self.operations: dict[type[OperatorRequest], OperationHandler] = {}
         with ExitStack() as undo:
             undo.callback(self.close)
             for make in features:
@@ -304,10 +303,10 @@ class Requests:
         self,
         depot: Depot,
         sessions: SessionTable,
-        operate: Callable[[o.OperatorRequest, Callable[[], str]], frames.Reply | PendingReply],
+        operate: Callable[[OperatorRequest, Callable[[], str]], frames.Reply | PendingReply],
     ) -> None:
         self.latencies: dict[type, Histogram] = {
-            kind: Histogram(SHORTEST_SECONDS) for kind in (*frames.REQUESTS, m.ErrorReply)
+            kind: Histogram(SHORTEST_SECONDS) for kind in (*frames.request_types(), m.ErrorReply)
         }
         self._depot = depot
         self._sessions = sessions

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvdepot.server.query import Query
     from kvdepot.server.sources import Source
     from kvdepot.server.stores import Ticket
-    from kvdepot.wire.operations import OperatorRequest
+    from kvdepot.wire.operation import OperatorRequest
 
 logger = logging.getLogger(__name__)
 

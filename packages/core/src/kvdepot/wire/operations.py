@@ -5,7 +5,7 @@ also needs a function in `kvdepot.ops.operate`.
 """
 
 import sys
-from typing import Annotated, Any, Final, Literal, cast
+from typing import Annotated, Any, Final, Literal
 
 from msgspec import Meta, Struct, field
 
@@ -115,7 +115,7 @@ class Find(Operation[Found], tag="find", frozen=True):
         ),
     )
 
-    digests: Annotated[Digests, Argument(_FILE_HELP, _FILE)]
+    digests: Annotated[Digests, Argument(_FILE_HELP, _FILE, read=str)]
 
 
 class Clear(Operation[Done], tag="clear", frozen=True):
@@ -140,7 +140,7 @@ class Clear(Operation[Done], tag="clear", frozen=True):
     model: Annotated[
         Text | None, Argument("remove only entries of this model, by the name that engines registered")
     ] = None
-    digests: Annotated[Digests, Argument("remove only the prefixes in this file", _FILE, "--prefix")] = b""
+    digests: Annotated[Digests, Argument("remove only the prefixes in this file", _FILE, "--prefix", read=str)] = b""
 
 
 class Warm(Operation[Done], tag="warm", frozen=True, kw_only=True):
@@ -154,7 +154,7 @@ class Warm(Operation[Done], tag="warm", frozen=True, kw_only=True):
     needs_entries = True
 
     tenant: TenantName = "default"
-    digests: Annotated[Digests, Argument(_FILE_HELP, _FILE)]
+    digests: Annotated[Digests, Argument(_FILE_HELP, _FILE, read=str)]
 
 
 SessionName = Annotated[str, Meta(min_length=1, max_length=256)]
@@ -378,7 +378,3 @@ class Configuration(Operation[ConfigurationReply], tag="configuration", frozen=T
         has_json=True,
     )
     endpoints = (Endpoint("GET", "/config", "The server's settings", lambda _, reply: reply.settings, dict[str, Any]),)
-
-
-OperatorRequest = Operation[Any]
-OPERATIONS: Final = tuple(cast("list[type[OperatorRequest]]", Operation.__subclasses__()))

@@ -24,6 +24,7 @@ from kvdepot.server.turns import Refused, Steps, Wait
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
+from kvdepot.wire.operation import OperatorRequest
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +68,7 @@ class Agents(Feature):
         """See `Feature`."""
         return {m.Hint: self._hint}
 
-    def operations(self) -> Mapping[type[o.OperatorRequest], OperationHandler]:
+    def operations(self) -> Mapping[type[OperatorRequest], OperationHandler]:
         """See `Feature`."""
         return {
             o.RetainSession: self._retain_session,
