@@ -198,7 +198,7 @@ def _replay(
         if len(seconds) % 20 == 0:
             for use in depot.status().tenants.values():
                 for name, most in largest.items():
-                    largest[name] = max(most, use.get(name, 0) / use.get("quota_bytes", math.inf))
+                    largest[name] = max(most, (getattr(use, name) or 0) / (use.quota_bytes or math.inf))
     assert largest["retained_bytes"] <= 1, "a tenant retained more than its quota"
     by_time = sorted(seconds)
     ordered = [each for each, _ in by_time]

@@ -23,6 +23,7 @@ from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.table import SEALED, WRITING, IndexTable, Writer, table_size_bytes
 from kvdepot.server import commands
 from kvdepot.server.depot import Depot
+from kvdepot.server.status import status_of
 from kvdepot.server.turns import PendingReply, Refused
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
@@ -526,7 +527,7 @@ class Life:
         tree = index.nodes.tree
         assert all(tree.holds[node] == holds[node] for node in range(len(tree.keys)))
         assert all(ticket.context in depot.contexts.by_number for ticket in depot.stores.tickets.values())
-        depot.status.fields()
+        status_of(depot)
 
     def finish(self) -> None:
         for who in range(NUM_SESSIONS):

@@ -153,7 +153,7 @@ def test_a_prompt_that_the_device_has_is_used_in_the_depot_too(engine: MakeEngin
 def test_what_is_stored_counts_for_its_tenant(engine: MakeEngine, depot: DepotProcess) -> None:
     one = engine(tenant="other")
     assert one.store(names_of(1, 4), one.slots(0, 4))
-    assert depot.status().tenants["other"]["used_bytes"] > 0
+    assert depot.status().tenants["other"].used_bytes > 0
 
 
 def test_the_depot_knows_a_session_by_its_name(engine: MakeEngine, depot: DepotProcess) -> None:

@@ -114,10 +114,10 @@ def test_a_prefix_of_a_tenant_that_no_engine_can_have_is_refused(
 def test_a_quota_comes_and_goes(run: Run, peer: Peer, depot: DepotProcess) -> None:
     peer.store(prompt(3, "a"))
     assert run("quota", "acme", "1MiB")[0] == 0
-    assert depot.status().tenants["acme"]["quota_bytes"] == 1 << 20, "before it stores"
+    assert depot.status().tenants["acme"].quota_bytes == 1 << 20, "before it stores"
     assert "tenant   acme: 0 B of a quota of 1.0 MiB" in run("status")[1]
     assert "now 1.0 MiB; existing chunks that count against it: 3" in run("quota", "default", "1MiB")[1]
-    assert depot.status().tenants["default"]["quota_bytes"] == 1 << 20
+    assert depot.status().tenants["default"].quota_bytes == 1 << 20
     assert "now none; existing chunks that no longer count against it: 3" in run("quota", "default", "none")[1]
     code, _, err = run("quota", "default", "1TiB")
     assert code == 1

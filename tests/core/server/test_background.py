@@ -14,6 +14,7 @@ from kvdepot.layout import GroupKind
 from kvdepot.pool.table import Writer
 from kvdepot.server import commands
 from kvdepot.server.state import MAXIMUM_ROWS
+from kvdepot.server.status import status_of
 from kvdepot.server.turns import PendingReply, Refused
 from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
@@ -101,7 +102,7 @@ def test_a_worker_that_leaves_many_unfinished_entries() -> None:
         bench.prepare(prompt(name, m.MAXIMUM_STORE_ENTRIES))
     bench.depot.end_session(1)
     bench.depot.end_process(Writer(1, 1))
-    bench.depot.status.fields()
+    status_of(bench.depot)
     bench.depot.background.work()
     assert len(bench.index.nodes) == 0
 

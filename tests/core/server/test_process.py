@@ -265,7 +265,7 @@ def test_a_name_that_was_not_written_to_its_end_is_cut_off(tail: bytes, depot: D
     depot.start()
     wait_until(lambda: not depot.status().recovering)
     assert depot.status().num_entries == 4
-    assert {name: usage["used_bytes"] > 0 for name, usage in depot.status().tenants.items()} == {"a": True, "b": True}
+    assert {name: usage.used_bytes > 0 for name, usage in depot.status().tenants.items()} == {"a": True, "b": True}
 
 
 # --- silence --------------------------------------------------------------------------------------------------------

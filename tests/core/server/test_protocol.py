@@ -107,7 +107,7 @@ def test_random_frames_hurt_nobody(raw: RawSocket, depot: DepotProcess, bystande
 def test_a_handler_that_raises_gives_an_error_reply(tmp_path: Path) -> None:
     """No known input makes a handler raise, so a server in this process gets a handler that does."""
     server = DepotServer(ServerConfig(tmp_path, pool_size_bytes=1 << 20, ephemeral=True))
-    server.depot.status.fields = lambda: 1 // 0  # type: ignore[method-assign,assignment,return-value]
+    server.status = lambda: 1 // 0  # type: ignore[method-assign,assignment,return-value]
     thread = threading.Thread(target=server.run)
     thread.start()
     with pytest.raises(RemoteError) as caught:

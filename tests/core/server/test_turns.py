@@ -23,6 +23,7 @@ from kvdepot.index.restore import restore
 from kvdepot.keys import DIGEST_BYTES, KeyRun, Namespace, hash_prefix
 from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.table import Writer
+from kvdepot.server.status import status_of
 from kvdepot.server.turns import PendingReply
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
@@ -212,7 +213,7 @@ def test_a_quota_and_the_status(full: FullDepot) -> None:
     def work(number: int) -> None:
         quota = (number + 1) * PAGE * NUM_ENTRIES // 20
         deferred = full.turn(lambda: operate(full.depot, o.SetQuota("a", quota)))
-        full.turn(full.depot.status.fields)
+        full.turn(lambda: status_of(full.depot))
         full.drain()
         assert isinstance(deferred, PendingReply | Answered)
         assert isinstance(deferred.reply, m.Done)

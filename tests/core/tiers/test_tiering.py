@@ -28,6 +28,7 @@ from kvdepot.pool.names import Names
 from kvdepot.pool.table import SEALED, Writer
 from kvdepot.server import commands, lookups
 from kvdepot.server.state import SaveNames, save_nothing
+from kvdepot.server.status import status_of
 from kvdepot.server.turns import PendingReply, Refused
 from kvdepot.testing.faulty_tier import NUM_THREADS, PATIENCE_SECONDS, FaultyTier
 from kvdepot.testing.tier_traffic import make_pool
@@ -609,7 +610,7 @@ def test_retrieved_tokens_count_as_time_saved(make: Maker) -> None:
     run = prompt(4).slice(1, 4)
     for context in bench.contexts:
         bench.ask(m.PrepareRetrieve(context, "r", run.digests, run.first_chunk, (3,)))
-    saved = bench.depot.status.fields()["prefill_seconds_saved"]
+    saved = status_of(bench.depot).prefill_seconds_saved
     assert saved == before + 3 * 0.5, "three tokens, once and not for each rank"
 
 

@@ -15,6 +15,7 @@ from kvdepot.keys import KeyRun, Namespace, hash_prefix
 from kvdepot.lab.processes import DepotProcess
 from kvdepot.pool.prefixes import MAXIMUM_TENANTS, PrefixFile
 from kvdepot.server.depot import Depot
+from kvdepot.server.status import status_of
 from kvdepot.server.turns import Refused
 from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
@@ -119,7 +120,7 @@ def test_a_greedy_session_keeps_half_of_its_tenant_s_quota_and_nothing_of_others
         remember(worker, prompt(20 if name == 1 else 4, name, "greedy"), f"agent-{name}")
     assert operated(bench, o.RetainSession("agent-1", 600.0, "greedy")) == 12
     assert operated(bench, o.RetainSession("agent-2", 600.0, "greedy")) == 0, "its tenant keeps enough"
-    assert bench.depot.status.fields()["tenants"]["greedy"]["retained_bytes"] == 12 * PAGE
+    assert status_of(bench.depot).tenants["greedy"].retained_bytes == 12 * PAGE
     fill(worker, range(3, 40), "other")
     fill(worker, range(40, 80), "greedy")
     assert sum(bench.found(prompt(1, name, "other")) for name in range(3, 40)) >= 20

@@ -5,11 +5,21 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
+from msgspec import Struct
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvdepot.wire.status import DepotStatus, HistogramStatus
+from kvdepot.wire.status import (
+    DepotStatus,
+    DeviceStatus,
+    GenerationStatus,
+    HistogramStatus,
+    PoolEstimate,
+    TenantStatus,
+    TierStatus,
+    figures_of,
+)
 
 MEDIA_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -30,69 +40,28 @@ class StatusCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield every metric."""
         status = self._status
-        gauges = {
-            "pool_size_bytes": (status.pool_size_bytes, "Size of the pool"),
-            "pool_ready_bytes": (status.pool_ready_bytes, "Bytes of the pool allocated so far"),
-            "pool_used_bytes": (status.pool_used_bytes, "Bytes of the pool in use"),
-            "quarantined_bytes": (status.quarantined_bytes, "Bytes held until their writer returns or dies"),
-            "entries": (status.num_entries, "Sealed entries of the index"),
-            "entries_limit": (status.max_entries, "Capacity of the index in entries"),
-            "chunks": (status.num_chunks, "Chunks in the index"),
-            "leases": (status.num_leases, "Leases held by requests"),
-            "pins": (status.num_pins, "Sessions of agents whose prefix is retained"),
-            "agent_sessions": (status.num_agent_sessions, "Sessions of agents whose last prefix is known"),
-            "flights_under_way": (status.num_flights, "Prefixes announced as being computed"),
-            "blend_index_segments": (status.num_segments, "Names of segments that blends can find"),
-            "stores_under_way": (status.num_tickets, "Stores prepared and not yet committed"),
-            "sessions": (status.num_sessions, "Connected workers and schedulers"),
-            "recovering": (int(status.recovering), "1 while the entries of an earlier server are being read"),
-            "uptime_seconds": (status.uptime_seconds, "Time since the server started"),
-            "loop_longest_turn_seconds": (status.loop_longest_seconds, "Longest turn of the request loop"),
-        }
-        for name, (value, text) in gauges.items():
-            yield GaugeMetricFamily(f"kvdepot_{name}", text, value)
+        yield from _figures(DepotStatus, (), [((), status)])
         formats = (each.format for each in status.contexts if each.role == "worker")
         kinds = Counter(text.partition(" ")[0] or "other" for text in formats)
         text = "Attached workers by their engine's kind"
         yield _gauge("workers", text, ("engine",), [((kind,), count) for kind, count in sorted(kinds.items())])
-        slow = "Turns of more than 20 ms"
-        yield CounterMetricFamily("kvdepot_loop_slow_turns", slow, status.loop_slow_turns)
-        saved = "Prefill time saved by retrieves, from the engines' own time per token"
-        yield CounterMetricFamily("kvdepot_prefill_seconds_saved", saved, status.prefill_seconds_saved)
         for name, value in sorted(status.counters.items()):
             yield CounterMetricFamily(f"kvdepot_{name}", status.counter_texts.get(name, name), value)
-        yield from self._tenants()
-        generations = [((each.lineage, each.name), each.used_bytes) for each in status.generations]
-        text = "Bytes of the pool used by KV of a generation of weights"
-        yield _gauge("generation_used_bytes", text, ("lineage", "generation"), generations)
-        moved = sorted(status.devices.items())
-        for name, field, text in (
-            ("store_bytes", "stored_bytes", "Bytes of committed stores"),
-            ("retrieve_bytes", "retrieved_bytes", "Bytes of prepared retrieves"),
-        ):
-            yield _counter(name, text, ("device",), [((device,), counts[field]) for device, counts in moved])
-        yield from self._histograms()
-        yield from self._estimates()
-        yield from self._tiers()
-
-    def _tenants(self) -> Iterator[Metric]:
-        tenants = sorted(self._status.tenants.items())
-        for name, text in (
-            ("used_bytes", "Bytes of the pool used by a tenant"),
-            ("quota_bytes", "Share of the pool reserved for a tenant"),
-            ("retained_bytes", "Bytes that retained sessions of a tenant keep"),
-        ):
-            has_value = [each for each in tenants if name == "used_bytes" or "quota_bytes" in each[1]]
-            yield _gauge(f"tenant_{name}", text, ("tenant",), [((tenant,), usage[name]) for tenant, usage in has_value])
-        asked = [((tenant,), usage["lookup_tokens"]) for tenant, usage in tenants if "lookup_tokens" in usage]
-        yield _counter("lookup_tokens", "Tokens looked up", ("tenant",), asked)
-        found = [
-            ((tenant, source), usage[f"{source}_hit_tokens"])
-            for tenant, usage in tenants
-            if "lookup_tokens" in usage
-            for source in ("pool", "tier")
-        ]
+        tenants = sorted(status.tenants.items())
+        yield from _figures(TenantStatus, ("tenant",), [((name,), tenant) for name, tenant in tenants])
+        found: list[tuple[tuple[str, str], int]] = []
+        for name, tenant in tenants:
+            if tenant.lookup_tokens is not None:
+                found += [((name, "pool"), tenant.pool_hit_tokens), ((name, "tier"), tenant.tier_hit_tokens)]
         yield _counter("lookup_hit_tokens", "Tokens found", ("tenant", "source"), found)
+        of_weights = [((each.lineage, each.name), each) for each in status.generations]
+        yield from _figures(GenerationStatus, ("lineage", "generation"), of_weights)
+        moved = [((device,), each) for device, each in sorted(status.devices.items())]
+        yield from _figures(DeviceStatus, ("device",), moved)
+        yield from self._histograms()
+        of_sizes = [((f"{each.scale:g}",), each) for each in status.estimates]
+        yield from _figures(PoolEstimate, ("pool_scale",), of_sizes)
+        yield from self._tiers()
 
     def _histograms(self) -> Iterator[Metric]:
         status = self._status
@@ -113,26 +82,9 @@ class StatusCollector(Collector):
             text = "Time between a chunk's last use and its eviction to make room"
             yield _histogram("kvdepot_eviction_age_seconds", text, status.eviction_ages)
 
-    def _estimates(self) -> Iterator[Metric]:
-        text = "Chunks looked up, in the sample used for estimates"
-        yield CounterMetricFamily("kvdepot_estimated_lookup_chunks", text, self._status.estimated_chunks)
-        text = "Chunks of the sample that a pool of another size would have had"
-        found = [((f"{each.scale:g}",), each.hit_chunks) for each in self._status.estimates]
-        yield _counter("estimated_hit_chunks", text, ("pool_scale",), found)
-
     def _tiers(self) -> Iterator[Metric]:
         tiers, label = self._status.tiers, ("tier",)
-        for name, text in {
-            "num_entries": "Entries in the tier, if its storage counts them",
-            "used_bytes": "Bytes in use in the tier's storage",
-            "capacity_bytes": "Capacity of the tier's storage",
-            "queued_write_bytes": "Bytes waiting to be written",
-            "num_waiting_reads": "Reads waiting for a thread",
-            "num_waiting_writes": "Writes waiting for a thread",
-            "num_hung_calls": "Calls past their deadline that have not returned",
-        }.items():
-            values = [((tier.name,), getattr(tier, name)) for tier in tiers]
-            yield _gauge(f"tier_{name.removeprefix('num_')}", text, label, values)
+        yield from _figures(TierStatus, label, [((tier.name,), tier) for tier in tiers])
         are_open = [((tier.name,), tier.state != "closed") for tier in tiers]
         yield _gauge("tier_breaker_open", "1 while the tier is suspended after failures", label, are_open)
         texts = self._status.tier_counter_texts
@@ -143,6 +95,16 @@ class StatusCollector(Collector):
 
 Values = Iterable[tuple[Sequence[str], float]]
 """Pairs of label values and a value."""
+
+
+def _figures(
+    kind: type[Struct], labels: Sequence[str], rows: Sequence[tuple[Sequence[str], Struct]]
+) -> Iterator[Metric]:
+    """Yield a metric of each declared figure, with a value of each row that has one."""
+    for each in figures_of(kind):
+        values = [(of_labels, getattr(row, each.field)) for of_labels, row in rows]
+        make = _counter if each.is_total else _gauge
+        yield make(each.metric, each.text, labels, [value for value in values if value[1] is not None])
 
 
 def _gauge(name: str, text: str, labels: Sequence[str], values: Values) -> Metric:

@@ -27,8 +27,7 @@ import socket
 import sys
 import threading
 import time
-from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import cache
 from importlib import resources
 from importlib.metadata import version
@@ -36,6 +35,7 @@ from typing import Any, ClassVar, Final, Protocol, cast
 
 import msgspec
 import uvicorn
+from msgspec.structs import asdict
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
@@ -54,6 +54,7 @@ from kvdepot.processes import be_a_child
 from kvdepot.wire import messages as m
 from kvdepot.wire import operations as o
 from kvdepot.wire.operation import Endpoint, Operation, OperatorRequest, R, body_type, known_operations, request_of
+from kvdepot.wire.status import TenantStatus
 
 logger = logging.getLogger(__name__)
 
@@ -163,7 +164,7 @@ def create_app(ask: Ask, settings: HttpSettings) -> Starlette:
 
     def open_metrics() -> Response:
         status = ask(o.Status(), _STATUS_SECONDS).status
-        status = msgspec.structs.replace(status, tenants={"(all)": _sum(status.tenants)})
+        status = msgspec.structs.replace(status, tenants={"(all)": _sum(status.tenants.values())})
         return Response(render_metrics(status), media_type=MEDIA_TYPE)
 
     share_open_metrics = _shared(open_metrics)
@@ -331,11 +332,13 @@ def _page() -> tuple[bytes, str]:
     )
 
 
-def _sum(tenants: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
-    total = Counter(used_bytes=0)
-    for usage in tenants.values():
-        total.update(usage)
-    return dict(total)
+def _sum(tenants: Iterable[TenantStatus]) -> TenantStatus:
+    total = TenantStatus(used_bytes=0)
+    for tenant in tenants:
+        for name, value in asdict(tenant).items():
+            if value is not None:
+                setattr(total, name, (getattr(total, name) or 0) + value)
+    return total
 
 
 def _shared(answer: Callable[[], Response]) -> Callable[[Request], Awaitable[Response]]:

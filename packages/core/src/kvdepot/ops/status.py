@@ -12,7 +12,7 @@ from kvdepot.errors import ConfigError, printable
 from kvdepot.layout import GroupKind
 from kvdepot.ops.commandline import count_argument, named_depot, number_argument, show
 from kvdepot.wire import operations as o
-from kvdepot.wire.status import ContextStatus, DepotStatus, GenerationStatus, GroupStatus, TierStatus
+from kvdepot.wire.status import ContextStatus, DepotStatus, GenerationStatus, GroupStatus, TierStatus, figures_of
 
 _MINIMUM_SAMPLE_CHUNKS: Final = 10_000  # estimates of fewer looked-up chunks are too rough to show
 _PROMPT_TOKENS: Final = 8_000  # prompt length for the pool's capacity: a recurrent state counts once per prompt
@@ -32,7 +32,9 @@ def add_status(commands: Any, common: argparse.ArgumentParser, json_output: argp
         help="show a depot's contents and engines",
         description="Show a depot's contents, its tiers, and the engines that are attached.",
     )
-    status.add_argument("--verbose", action="store_true", help="show the layout of each engine's KV cache, too")
+    status.add_argument(
+        "--verbose", action="store_true", help="show the layout of each engine's KV cache and all figures, too"
+    )
     status.set_defaults(run=_status)
 
     top = commands.add_parser(
@@ -70,14 +72,14 @@ def _top(options: argparse.Namespace) -> int:
 
 
 def describe_status(status: DepotStatus, *, verbose: bool = False) -> str:
-    """Return the status as text; if `verbose`, with the layout of each engine's KV cache."""
+    """Return the status as text; if `verbose`, with the layout of each engine's KV cache and all figures."""
     counters, size = Counts(status.counters), status.pool_size_bytes
     asked, hit = counters["lookup_chunks"], counters["lookup_chunks_hit"]
     used = status.pool_used_bytes / max(1, size)
     ready = f", {format_size(status.pool_ready_bytes)} ready" if status.pool_ready_bytes < size else ""
     held = f", {format_size(status.quarantined_bytes)} in quarantine" if status.quarantined_bytes else ""
     rate = f" ({hit / asked:.1%})" if asked else ""
-    retrieved = sum(moved["retrieved_bytes"] for moved in status.devices.values())
+    retrieved = sum(moved.retrieved_bytes for moved in status.devices.values())
     lines = [
         f"kvdepot {status.server_version}, pid {status.pid}, up {status.uptime_seconds:.0f} s, epoch {status.epoch}",
         f"pool     {format_size(status.pool_used_bytes)} of {format_size(size)} used ({used:.0%}){ready}{held}",
@@ -112,12 +114,15 @@ def describe_status(status: DepotStatus, *, verbose: bool = False) -> str:
     if status.recovering:
         lines.append("reading back the entries of an earlier server")
     for name, usage in sorted(status.tenants.items()):
-        quota = f" of a quota of {format_size(usage['quota_bytes'])}" if "quota_bytes" in usage else ""
-        lines.append(f"tenant   {name}: {format_size(usage['used_bytes'])}{quota}")
+        quota = f" of a quota of {format_size(usage.quota_bytes)}" if usage.quota_bytes else ""
+        lines.append(f"tenant   {name}: {format_size(usage.used_bytes)}{quota}")
     lines += _describe_generations(status.generations)
     lines += [_describe_tier(tier) for tier in status.tiers]
     for context in status.contexts:
         lines += ["", *_describe_context(context, status.pool_size_bytes, verbose=verbose)]
+    if verbose:
+        named = [(each, getattr(status, each.field)) for each in figures_of(DepotStatus)]
+        lines += ["", *(f"{each.metric:26} {round(value, 3):<12,}  {each.text}" for each, value in named)]
     return "\n".join(map(printable, lines))
 
 

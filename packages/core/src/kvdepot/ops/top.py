@@ -16,7 +16,7 @@ from rich.text import Text
 from kvdepot.config import format_size
 from kvdepot.counting import Counts
 from kvdepot.errors import DepotUnavailable, printable
-from kvdepot.wire.status import DepotStatus
+from kvdepot.wire.status import DepotStatus, DeviceStatus
 
 _SHADES: Final = " ░▒▓█"
 _MAP_WIDTH: Final = 48  # half of `extents.NUM_REGIONS`: the map takes two lines, each far below 80 columns
@@ -75,9 +75,9 @@ def _summary(status: DepotStatus, before: DepotStatus, seconds: float) -> Table:
     def gained(name: str) -> int:
         return counters[name] - earlier[name]
 
-    def moved(name: str) -> float:
-        total = sum(device[name] for device in status.devices.values())
-        return (total - sum(device[name] for device in before.devices.values())) / seconds / 1e9 if seconds else 0.0
+    def moved(bytes_of: Callable[[DeviceStatus], int]) -> float:
+        gained = sum(map(bytes_of, status.devices.values())) - sum(map(bytes_of, before.devices.values()))
+        return gained / seconds / 1e9 if seconds else 0.0
 
     asked, hit = gained("lookup_chunks"), gained("lookup_chunks_hit")
     all_asked, all_hit = counters["lookup_chunks"], counters["lookup_chunks_hit"]
@@ -87,8 +87,8 @@ def _summary(status: DepotStatus, before: DepotStatus, seconds: float) -> Table:
     table.add_row("hit rate", _share(hit, asked) if asked else _share(all_hit, all_asked))
     table.add_row("since the start", _share(all_hit, all_asked))
     table.add_row("lookups", f"{gained('lookups') / seconds:,.0f} /s" if seconds else "-")
-    table.add_row("retrieve", f"{moved('retrieved_bytes'):.2f} GB/s")
-    table.add_row("store", f"{moved('stored_bytes'):.2f} GB/s")
+    table.add_row("retrieve", f"{moved(lambda device: device.retrieved_bytes):.2f} GB/s")
+    table.add_row("store", f"{moved(lambda device: device.stored_bytes):.2f} GB/s")
     table.add_row("evicted", f"{gained('chunks_evicted') / seconds:,.0f} chunks/s" if seconds else "-")
     if counters["blend_lookups"]:
         table.add_row("blends", f"{counters['blends']:,} of {counters['blend_lookups']:,} lookups")
@@ -142,9 +142,9 @@ def _engines(status: DepotStatus) -> Table:
 def _tenants(status: DepotStatus) -> Table:
     table = _table("tenant", "in the pool", "quota", "hit rate")
     for name, usage in sorted(status.tenants.items()):
-        hit = usage.get("pool_hit_tokens", 0) + usage.get("tier_hit_tokens", 0)
-        quota = format_size(usage["quota_bytes"]) if "quota_bytes" in usage else "-"
-        table.add_row(_plain(name), format_size(usage["used_bytes"]), quota, _share(hit, usage.get("lookup_tokens", 0)))
+        hit = usage.pool_hit_tokens + usage.tier_hit_tokens
+        quota = format_size(usage.quota_bytes) if usage.quota_bytes else "-"
+        table.add_row(_plain(name), format_size(usage.used_bytes), quota, _share(hit, usage.lookup_tokens or 0))
     return table
 
 

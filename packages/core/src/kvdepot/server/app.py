@@ -29,6 +29,7 @@ from kvdepot.server.loop import Loop, Sockets, ThreadResults, Waker
 from kvdepot.server.restoring import Restoring
 from kvdepot.server.run_folder import RunFolder
 from kvdepot.server.sessions import Session, SessionTable
+from kvdepot.server.status import status_of
 from kvdepot.tiers.opening import TierOpener
 from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.tiering import Tiering, TieringSettings
@@ -192,7 +193,7 @@ class DepotServer:
             self.depot,
             {
                 m.Hello: hello,
-                o.Status: lambda _depot, _request, _sender: o.StatusReply(epoch, self._status()),
+                o.Status: lambda _depot, _request, _sender: o.StatusReply(epoch, self.status()),
                 o.AddTier: lambda depot, request, _sender: add_tier(depot, opener, self._make_tiering, request),
                 o.Configuration: configuration,
             },
@@ -262,32 +263,21 @@ class DepotServer:
                 "stopped; %s keeps the cache in %s of memory: 'kvdepot pools --remove %s' frees it", path, size, path
             )
 
-    def _status(self) -> DepotStatus:
-        depot, turns = self.depot, self.loop.turns
-        return DepotStatus(
-            server_version=self._version,
-            protocol_version=m.PROTOCOL_VERSION,
-            epoch=self.epoch,
-            pid=os.getpid(),
-            uptime_seconds=time.monotonic() - self._started_at,
-            policy=self.config.policy,
-            num_sessions=len(self.sockets.sessions),
-            recovering=depot.state.is_restoring,
-            verify=depot.state.verify,
-            log_level=log_level(),
-            loop_longest_seconds=turns.longest,
-            loop_slow_turns=turns.num_above,
-            latencies={
-                **{
-                    frames.operation_of(kind): histogram.status()
-                    for kind, histogram in self.requests.latencies.items()
-                    if any(histogram.counts)
-                },
-                "store": depot.state.usage.store_seconds.status(),
-                "loop_turn": turns.status(),
-            },
-            **depot.status.fields(),
-        )
+    def status(self) -> DepotStatus:
+        """Return the status of the depot and its server."""
+        status, turns = status_of(self.depot), self.loop.turns
+        status.server_version, status.protocol_version = self._version, m.PROTOCOL_VERSION
+        status.epoch, status.pid = self.epoch, os.getpid()
+        status.uptime_seconds = time.monotonic() - self._started_at
+        status.policy, status.log_level = self.config.policy, log_level()
+        status.num_sessions = len(self.sockets.sessions)
+        status.loop_longest_seconds, status.loop_slow_turns = turns.longest, turns.num_above
+        for kind, histogram in self.requests.latencies.items():
+            if any(histogram.counts):
+                status.latencies[frames.operation_of(kind)] = histogram.status()
+        status.latencies["store"] = self.depot.state.usage.store_seconds.status()
+        status.latencies["loop_turn"] = turns.status()
+        return status
 
     def _welcome(self, token: bytes, writer: Writer) -> tuple[frames.SessionOpened, list[int]]:
         files = self._files

@@ -31,7 +31,6 @@ from kvdepot.server.lookups import Lookups
 from kvdepot.server.sessions import SessionTable
 from kvdepot.server.sources import Source, TierSource
 from kvdepot.server.state import DepotState, LabelTable, SaveNames, save_nothing
-from kvdepot.server.status import StatusReport
 from kvdepot.server.stores import QuarantineTable, Stores
 from kvdepot.server.turns import Awaited, PendingReply, Refused, Steps, Task, run
 from kvdepot.wire import frames
@@ -88,7 +87,6 @@ class Depot:
         self.sources: list[Source] = [self.tiers]
         self.stores = Stores(self.state, self.contexts, self.quarantine, self.sources, self.features)
         lookups = Lookups(self.state, self.contexts, self.sources, self.features)
-        self.status = StatusReport(self.state, self.contexts, self.stores, self.quarantine, self.features)
         self._is_expiring = False
         self._handlers: dict[type[m.ContextRequest], Handler] = {
             m.Lookup: lookups.lookup,

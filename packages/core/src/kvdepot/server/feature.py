@@ -16,6 +16,7 @@ from kvdepot.errors import ConfigError
 from kvdepot.server.turns import Steps
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
+from kvdepot.wire.status import DepotStatus
 
 if TYPE_CHECKING:
     from kvdepot.server.contexts import Context
@@ -76,8 +77,8 @@ class Feature:
     def restored(self) -> None:
         """Note that the entries of an earlier server are known now. Not called for a new pool."""
 
-    def report(self, fields: dict[str, Any]) -> None:
-        """Add this feature's figures to the fields of `DepotStatus`."""
+    def report(self, status: DepotStatus) -> None:
+        """Add this feature's figures to the status."""
 
     def close(self) -> None:
         """Release what the depot's end does not."""
@@ -126,7 +127,7 @@ class Features:
     stored: "tuple[Callable[[Ticket, Sequence[int]], None], ...]" = ()
     swept: tuple[Callable[[float], None], ...] = ()
     restored: tuple[Callable[[], None], ...] = ()
-    report: tuple[Callable[[dict[str, Any]], None], ...] = ()
+    report: tuple[Callable[[DepotStatus], None], ...] = ()
     close: tuple[Callable[[], None], ...] = ()
 
     def __init__(self, counters: Counts) -> None:

@@ -1,7 +1,6 @@
-"""The status of a depot: the fields of `DepotStatus` that need no socket."""
+"""Collects the status of a depot from its parts and its features."""
 
 from collections import Counter
-from typing import Any
 
 import msgspec.structs
 
@@ -10,115 +9,102 @@ from kvdepot.index.evictor import CHUNKS_EVICTED, CHUNKS_EVICTED_LEASED
 from kvdepot.index.index import ENTRIES_OVERLAPPING, STORE_ENTRIES_NOT_READY, STORE_ENTRIES_OVER_SHARE
 from kvdepot.index.leases import LEASES_EXPIRED
 from kvdepot.layout import GroupKind, Part
-from kvdepot.server.contexts import Context, ContextTable
-from kvdepot.server.feature import Features
+from kvdepot.server.contexts import Context
+from kvdepot.server.depot import Depot
 from kvdepot.server.state import MAXIMUM_ROWS, OTHERS, DepotState
-from kvdepot.server.stores import QuarantineTable, Stores
 from kvdepot.wire import messages as m
-from kvdepot.wire.status import ContextStatus, GroupStatus
+from kvdepot.wire.status import ContextStatus, DepotStatus, DeviceStatus, GroupStatus, TenantStatus
 
 
-class StatusReport:
-    """Collects the status from the parts of a depot."""
+def status_of(depot: Depot) -> DepotStatus:
+    """Return the status of a depot, without the server's part."""
+    state, index, usage = depot.state, depot.index, depot.state.usage
+    tiering, movers = state.tiering, state.movers
+    status = DepotStatus(
+        features=list(depot.features.by_name),
+        num_entries=index.entries.num_sealed,
+        num_chunks=len(index.nodes),
+        max_entries=index.table.num_records,
+        pool_size_bytes=index.extents.capacity_bytes,
+        pool_ready_bytes=index.extents.ready_bytes,
+        pool_used_bytes=index.extents.used_bytes,
+        quarantined_bytes=depot.quarantine.num_bytes + depot.stores.num_late_bytes,
+        num_leases=len(state.leases),
+        recovering=state.is_restoring,
+        draining=state.is_draining,
+        verify=state.verify,
+        num_tickets=len(depot.stores.tickets),
+        num_unwritten=tiering.num_unwritten if tiering else 0,
+        prefill_seconds_saved=usage.saved_seconds,
+        contexts=_contexts_status(depot),
+        tenants=_tenants_status(state),
+        tiers=tiering.status() if tiering else [],
+        counter_texts=depot_counter.texts,
+        tier_counter_texts=tier_counter.texts,
+        counters={
+            **dict.fromkeys(depot_counter.texts, 0),
+            **state.counters,
+            **(tiering.counters if tiering else {}),
+            **(movers.counters if movers else {}),
+            CHUNKS_EVICTED: index.evictor.num_evicted,
+            CHUNKS_EVICTED_LEASED: index.evictor.num_leased_evicted,
+            STORE_ENTRIES_OVER_SHARE: index.num_over_share,
+            STORE_ENTRIES_NOT_READY: index.num_not_ready,
+            ENTRIES_OVERLAPPING: index.num_overlapping,
+            LEASES_EXPIRED: state.leases.num_expired,
+        },
+        devices={
+            name: DeviceStatus(stored_bytes=stored, retrieved_bytes=retrieved)
+            for name, (stored, retrieved) in usage.moved_bytes.items()
+        },
+        eviction_ages=index.evictor.eviction_ages.status(),
+        pool_regions=list(index.extents.region_bytes),
+        events=[(state.clock() - at, text) for at, text in state.events],
+    )
+    for report in depot.features.report:
+        report(status)
+    return status
 
-    def __init__(
-        self,
-        state: DepotState,
-        contexts: ContextTable,
-        stores: Stores,
-        quarantine: QuarantineTable,
-        features: Features,
-    ) -> None:
-        self._state = state
-        self._contexts = contexts
-        self._stores = stores
-        self._quarantine = quarantine
-        self._features = features
 
-    def fields(self) -> dict[str, Any]:
-        """Return the fields of `DepotStatus` that need no socket."""
-        state, index, usage = self._state, self._state.index, self._state.usage
-        fields = {
-            "features": list(self._features.by_name),
-            "num_entries": index.entries.num_sealed,
-            "num_chunks": len(index.nodes),
-            "max_entries": index.table.num_records,
-            "pool_size_bytes": index.extents.capacity_bytes,
-            "pool_ready_bytes": index.extents.ready_bytes,
-            "pool_used_bytes": index.extents.used_bytes,
-            "quarantined_bytes": self._quarantine.num_bytes + self._stores.num_late_bytes,
-            "num_leases": len(state.leases),
-            "draining": state.is_draining,
-            "num_tickets": len(self._stores.tickets),
-            "num_unwritten": state.tiering.num_unwritten if state.tiering else 0,
-            "prefill_seconds_saved": usage.saved_seconds,
-            "contexts": self._contexts_status(),
-            "tenants": self._tenant_status(),
-            "tiers": state.tiering.status() if state.tiering else [],
-            "counter_texts": depot_counter.texts,
-            "tier_counter_texts": tier_counter.texts,
-            "counters": {
-                **dict.fromkeys(depot_counter.texts, 0),
-                **state.counters,
-                **(state.tiering.counters if state.tiering else {}),
-                **(state.movers.counters if state.movers else {}),
-                CHUNKS_EVICTED: index.evictor.num_evicted,
-                CHUNKS_EVICTED_LEASED: index.evictor.num_leased_evicted,
-                STORE_ENTRIES_OVER_SHARE: index.num_over_share,
-                STORE_ENTRIES_NOT_READY: index.num_not_ready,
-                ENTRIES_OVERLAPPING: index.num_overlapping,
-                LEASES_EXPIRED: state.leases.num_expired,
-            },
-            "devices": {
-                name: {"stored_bytes": stored, "retrieved_bytes": retrieved}
-                for name, (stored, retrieved) in usage.moved_bytes.items()
-            },
-            "eviction_ages": index.evictor.eviction_ages.status(),
-            "pool_regions": list(index.extents.region_bytes),
-            "events": [(state.clock() - at, text) for at, text in state.events],
-        }
-        for report in self._features.report:
-            report(fields)
-        return fields
+def _tenants_status(state: DepotState) -> dict[str, TenantStatus]:
+    quotas = state.index.quotas
+    tenants = {name: TenantStatus(used_bytes=used) for name, used in quotas.first_tenants(MAXIMUM_ROWS)}
+    for name, (_, quota, used) in quotas.usage().items():
+        tenants[name] = TenantStatus(used_bytes=used, quota_bytes=quota)
+    rest = sum(quotas.used_bytes) - sum([tenant.used_bytes for tenant in tenants.values()])
+    if rest:
+        tenants[OTHERS] = TenantStatus(used_bytes=rest)
+    for name, (asked, in_pool, in_tiers) in state.usage.tenant_tokens.items():
+        tenant = tenants.setdefault(name, TenantStatus(used_bytes=0))
+        tenant.lookup_tokens, tenant.pool_hit_tokens, tenant.tier_hit_tokens = asked, in_pool, in_tiers
+    return tenants
 
-    def _tenant_status(self) -> dict[str, dict[str, int]]:
-        quotas = self._state.index.quotas
-        tenants = {name: {"used_bytes": used} for name, used in quotas.first_tenants(MAXIMUM_ROWS)}
-        for name, (_, quota, used) in quotas.usage().items():
-            tenants[name] = {"used_bytes": used, "quota_bytes": quota}
-        rest = sum(quotas.used_bytes) - sum([usage["used_bytes"] for usage in tenants.values()])
-        if rest:
-            tenants[OTHERS] = {"used_bytes": rest}
-        for name, (asked, in_pool, in_tiers) in self._state.usage.tenant_tokens.items():
-            usage = tenants.setdefault(name, {"used_bytes": 0})
-            usage["lookup_tokens"], usage["pool_hit_tokens"], usage["tier_hit_tokens"] = asked, in_pool, in_tiers
-        return tenants
 
-    def _contexts_status(self) -> list[ContextStatus]:
-        tickets = Counter(ticket.context for ticket in self._stores.tickets.values())
-        return [
-            self._context_status(context, tickets.get(context.number, 0))
-            for context in self._contexts.by_number.values()
-        ]
+def _contexts_status(depot: Depot) -> list[ContextStatus]:
+    tickets = Counter(ticket.context for ticket in depot.stores.tickets.values())
+    return [
+        _context_status(depot.state, context, tickets.get(context.number, 0))
+        for context in depot.contexts.by_number.values()
+    ]
 
-    def _context_status(self, context: Context, num_tickets: int) -> ContextStatus:
-        """Return the cached status if nothing has changed, as there may be a thousand contexts."""
-        movers = self._state.movers
-        state, pid, why = ("", 0, "") if movers is None else movers.status(context.number)
-        num_leases = self._state.leases.count_of(context.number)
-        last = context.status or _registered_status(context)
-        if (last.num_leases, last.num_tickets, last.mover, last.mover_pid, last.why_no_mover) != (
-            num_leases,
-            num_tickets,
-            state,
-            pid,
-            why,
-        ):
-            last = msgspec.structs.replace(
-                last, num_leases=num_leases, num_tickets=num_tickets, mover=state, mover_pid=pid, why_no_mover=why
-            )
-        context.status = last
-        return last
+
+def _context_status(depot: DepotState, context: Context, num_tickets: int) -> ContextStatus:
+    """Return the cached status if nothing has changed, as there may be a thousand contexts."""
+    state, pid, why = ("", 0, "") if depot.movers is None else depot.movers.status(context.number)
+    num_leases = depot.leases.count_of(context.number)
+    last = context.status or _registered_status(context)
+    if (last.num_leases, last.num_tickets, last.mover, last.mover_pid, last.why_no_mover) != (
+        num_leases,
+        num_tickets,
+        state,
+        pid,
+        why,
+    ):
+        last = msgspec.structs.replace(
+            last, num_leases=num_leases, num_tickets=num_tickets, mover=state, mover_pid=pid, why_no_mover=why
+        )
+    context.status = last
+    return last
 
 
 def _registered_status(context: Context) -> ContextStatus:

@@ -13,7 +13,7 @@ from kvdepot.config import LONGEST_TENANT, counted, format_size, parse_number, p
 from kvdepot.errors import printable
 from kvdepot.wire.messages import Digests, Done, Identifier, RetainSeconds, Text
 from kvdepot.wire.operation import Argument, Command, Endpoint, Operation, Reply
-from kvdepot.wire.status import DepotStatus
+from kvdepot.wire.status import DepotStatus, TenantStatus
 
 TenantName = Annotated[str, Meta(min_length=1, max_length=LONGEST_TENANT)]
 _PATIENT_SECONDS: Final = 30.0  # for requests with many steps
@@ -84,7 +84,7 @@ class Status(Operation[StatusReply], tag="status", frozen=True):
             "/tenants",
             "Bytes of the pool and quotas by tenant",
             lambda _, reply: reply.status.tenants,
-            dict[str, dict[str, int]],
+            dict[str, TenantStatus],
         ),
         Endpoint(
             "GET",
