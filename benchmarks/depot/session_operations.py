@@ -14,11 +14,11 @@ import tempfile
 import time
 
 from kvdepot.client.operator import ask_depot
+from kvdepot.features.sessions import operations as session_operations
 from kvdepot.keys import DIGEST_BYTES, KeyRun, Namespace, hash_prefix
 from kvdepot.lab.bench import describe_machine
 from kvdepot.lab.engine_model import EngineModel, Geometry
 from kvdepot.lab.processes import DepotProcess, wait_until
-from kvdepot.wire import operations as o
 from kvdepot.wire.operation import OperatorRequest
 from kvdepot.wire.status import DepotStatus
 
@@ -39,11 +39,11 @@ def measure(depot: DepotProcess, engine: EngineModel, key: KeyRun, rounds: int) 
         assert expected in (None, count), f"{name}: {count} chunks"
 
     for _ in range(rounds):
-        timed("retain", o.RetainSession("agent", 60.0))
-        timed("prefetch", o.PrefetchSession("agent", retain_seconds=60.0))
-        timed("demote", o.DemoteSession("agent"))
-        timed("bring up", o.PrefetchSession("agent", retain_seconds=60.0))
-        timed("forget", o.ForgetSession("agent"))
+        timed("retain", session_operations.RetainSession("agent", 60.0))
+        timed("prefetch", session_operations.PrefetchSession("agent", retain_seconds=60.0))
+        timed("demote", session_operations.DemoteSession("agent"))
+        timed("bring up", session_operations.PrefetchSession("agent", retain_seconds=60.0))
+        timed("forget", session_operations.ForgetSession("agent"))
         remember(depot, engine, key)
     return times
 

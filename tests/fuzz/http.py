@@ -4,11 +4,11 @@ import asyncio
 from typing import Any, Final
 
 from kvdepot.errors import ErrorCode, RemoteError
-from kvdepot.ops.http_app import create_app
-from kvdepot.ops.serve import HttpSettings
+from kvdepot.operate import operations as o
+from kvdepot.operate.http_app import create_app
+from kvdepot.operate.serve import HttpSettings
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
-from kvdepot.wire import operations as o
 from kvdepot.wire.operation import OperatorRequest
 from kvdepot.wire.status import DepotStatus, TenantStatus
 

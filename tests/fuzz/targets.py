@@ -36,15 +36,15 @@ from kvdepot.movers.protocol import (
     encode,
     take_answers,
 )
+from kvdepot.operate import operations as o
+from kvdepot.operate.report import status_of
 from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.names import Label, Names, NamesFile
 from kvdepot.pool.prefixes import PrefixFile
 from kvdepot.pool.table import HEADER_PAGE_BYTES, RECORD_BYTES, SEALED, WRITING, IndexTable, table_size_bytes
 from kvdepot.server.depot import Depot
-from kvdepot.server.status import status_of
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
-from kvdepot.wire import operations as o
 from kvdepot.wire.status import ContextStatus, DepotStatus, GroupStatus, TenantStatus
 from support.features import STANDARD
 from support.integrity import check_empty

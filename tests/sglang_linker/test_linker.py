@@ -18,8 +18,8 @@ from kvdepot.client.scheduler import SchedulerClient
 from kvdepot.client.transfers import WorkerTransfers
 from kvdepot.engines.settings import EngineSettings
 from kvdepot.errors import ConfigError
+from kvdepot.features.sessions import operations as sessions
 from kvdepot.lab.processes import DepotProcess, wait_until
-from kvdepot.wire import operations as o
 from kvdepot_sglang import around_offload_nodes, register
 from kvdepot_sglang.identity import engine_namespace
 from kvdepot_sglang.pools import Unsupported
@@ -160,7 +160,7 @@ def test_the_depot_knows_a_session_by_its_name(engine: MakeEngine, depot: DepotP
     one, names = engine(), names_of(1, 4)
     assert one.store(names[:2], one.slots(0, 2), session="chat")
     assert one.store(names, one.slots(0, 4), first=2, session="chat")
-    wait_until(lambda: ask_depot(o.RetainSession("chat", 60.0), depot.url, 5.0).count == 4)
+    wait_until(lambda: ask_depot(sessions.RetainSession("chat", 60.0), depot.url, 5.0).count == 4)
 
 
 @pytest.mark.parametrize("is_stored", [True, False])

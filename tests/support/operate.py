@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 
-from kvdepot.server.commands import Operators
 from kvdepot.server.depot import Depot
 from kvdepot.server.turns import PendingReply
 from kvdepot.tiers.queue import TierQueue
@@ -25,7 +25,7 @@ def operate(depot: Depot, request: OperatorRequest) -> PendingReply | Answered:
     Raises:
         Refused: the depot refused the operation and changed nothing.
     """
-    reply = Operators(depot, {}).answer(request, lambda: "this test")
+    reply = depot.operate(SimpleNamespace(depot=depot, epoch=depot.state.epoch), request, lambda: "this test")
     return reply if isinstance(reply, PendingReply) else Answered(reply)
 
 

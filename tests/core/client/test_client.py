@@ -15,9 +15,9 @@ from kvdepot import SchedulerClient
 from kvdepot.client.connection import Connection, open_session
 from kvdepot.client.session import Channel, Session
 from kvdepot.errors import DepotUnavailable, ErrorCode, KVDepotError, RemoteError
+from kvdepot.features.sessions import operations as session_operations
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.wire import messages as m
-from kvdepot.wire import operations as o
 from kvdepot.wire.frames import decode_reply, encode_frame
 from support.commands import run_kvdepot
 from support.peer import SPEC, Peer, prompt, registration
@@ -146,8 +146,8 @@ def test_a_hint_reaches_the_depot_and_nothing_waits_for_it(client: SchedulerClie
 def test_a_session_is_named_and_moved_without_waiting(client: SchedulerClient, depot: DepotProcess) -> None:
     client.hint(prompt(3), session="agent", retain_seconds=60.0)
     wait_until(lambda: depot.status().num_agent_sessions == 1, 1.0)
-    client.operate(o.ForgetSession("nobody's"))
-    client.operate(o.ForgetSession("agent"))
+    client.operate(session_operations.ForgetSession("nobody's"))
+    client.operate(session_operations.ForgetSession("agent"))
     wait_until(lambda: depot.status().num_agent_sessions == 0, 1.0)
     assert client.lookup("r", prompt(3)).num_chunks == 3
 

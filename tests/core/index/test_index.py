@@ -9,10 +9,10 @@ from kvdepot.index.eviction import POLICIES, AdaptiveReplacement
 from kvdepot.index.index import ChunkIndex
 from kvdepot.keys import KeyRun, Namespace, hash_prefix
 from kvdepot.layout import Part
+from kvdepot.operate.operations.cache import clear_pool
+from kvdepot.operate.report import status_of
 from kvdepot.pool.names import Label, Names
 from kvdepot.pool.table import HEADER_PAGE_BYTES, RECORD_BYTES, SEALED, IndexTable, Writer
-from kvdepot.server import commands
-from kvdepot.server.status import status_of
 from kvdepot.server.turns import Refused
 from kvdepot.wire import messages as m
 from kvdepot.wire.status import DeviceStatus
@@ -251,7 +251,7 @@ def test_an_aborted_chunk_does_not_make_the_one_before_it_seem_used() -> None:
     bench, worker = bench_and_worker(pages=4)
     for name, tenant in ((1, "a"), (2, "a"), (3, "b")):
         worker.store(prompt(1, name, tenant))
-    sum(commands.clear_pool(bench.depot, "b"))
+    sum(clear_pool(bench.depot, "b"))
     plan = worker.prepare(hash_prefix(Namespace("model", tenant="a"), 1, [100, 101]).slice(1))
     worker.ask(m.AbortStore(worker.context, plan.ticket))
     assert worker.store(prompt(3, 4)).num_declined == 0
@@ -357,7 +357,7 @@ def test_each_tenant_is_charged_for_its_own() -> None:
     worker.store(prompt(1, tenant="b"))
     used = {name: tenant.used_bytes for name, tenant in status_of(bench.depot).tenants.items()}
     assert used == {"a": 3 * PAGE, "b": PAGE}
-    assert sum(commands.clear_pool(bench.depot, "a")) == 3
+    assert sum(clear_pool(bench.depot, "a")) == 3
     assert worker.lookup(prompt(1, tenant="b")).num_chunks == 1
 
 

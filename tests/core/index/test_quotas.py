@@ -11,12 +11,12 @@ from kvdepot.features.sessions.pins import Pin
 from kvdepot.index.eviction import POLICIES
 from kvdepot.index.quotas import QuotaTable
 from kvdepot.index.restore import restore
+from kvdepot.operate import operations as o
+from kvdepot.operate.report import status_of
 from kvdepot.pool.table import Entry
 from kvdepot.server.state import MAXIMUM_ROWS
-from kvdepot.server.status import status_of
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
-from kvdepot.wire import operations as o
 from kvdepot.wire.status import TenantStatus
 from support.index import LEASE_SECONDS, PAGE, Bench, Worker, bench_and_worker, prompt
 from support.integrity import empty_by_eviction

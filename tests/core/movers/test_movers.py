@@ -24,11 +24,11 @@ from kvdepot.layout import GroupKind
 from kvdepot.movers import table as movers
 from kvdepot.movers.protocol import Ready, Setup, encode
 from kvdepot.movers.table import MoverState, MoverTable
+from kvdepot.operate.report import status_of
 from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.table import IndexTable, Writer
 from kvdepot.processes import process_start_time
 from kvdepot.server.depot import Depot
-from kvdepot.server.status import status_of
 from kvdepot.server.turns import PendingReply, Refused
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m

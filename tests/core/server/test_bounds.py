@@ -14,14 +14,14 @@ from kvdepot.config import CONTROL_SOCKET, ServerConfig
 from kvdepot.index.index import MOST_EVICTED
 from kvdepot.lab.processes import wait_until
 from kvdepot.layout import GroupKind
+from kvdepot.operate.operations.cache import clear_pool
+from kvdepot.operate.report import status_of
 from kvdepot.pool.files import open_pool
 from kvdepot.pool.folder import NAMES_FILE
 from kvdepot.pool.names import Label
 from kvdepot.pool.table import Writer
-from kvdepot.server import commands
 from kvdepot.server.app import DepotServer
 from kvdepot.server.state import MAXIMUM_LABELS, MAXIMUM_ROWS
-from kvdepot.server.status import status_of
 from kvdepot.server.turns import PendingReply, Refused
 from kvdepot.tiers import promotion
 from kvdepot.wire import frames
@@ -254,7 +254,7 @@ def test_a_promotion_of_many_chunks(num_prompts: int) -> None:
     for run in runs:
         bench.store(run)
     bench.turn_until(lambda: not queue.queued_write_bytes and not queue.has_results)
-    sum(commands.clear_pool(bench.depot, None))
+    sum(clear_pool(bench.depot, None))
     replies: list[PendingReply] = []
     for run in runs:
         replies.append(bench.ask(m.Lookup(bench.context, "r", run.digests, "a", 60.0)))

@@ -8,8 +8,8 @@ from kvdepot.errors import ErrorCode
 from kvdepot.index.entries import PartPlace
 from kvdepot.keys import KeyRun
 from kvdepot.layout import MAXIMUM_HEADS, GroupKind, Part
+from kvdepot.operate.report import status_of
 from kvdepot.pool.table import SEALED, IndexTable
-from kvdepot.server.status import status_of
 from kvdepot.server.turns import Refused
 from kvdepot.wire import messages as m
 from support.index import PAGE, Bench, Worker, prompt

@@ -17,10 +17,10 @@ from kvdepot.errors import ErrorCode, RemoteError
 from kvdepot.keys import KeyRun, Namespace, hash_prefix
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.layout import GroupKind
+from kvdepot.operate import operations as o
 from kvdepot.server.app import DepotServer
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
-from kvdepot.wire import operations as o
 from support.peer import DETAIL, FULL, Peer, RawSocket, frame, prompt, registration
 
 
@@ -107,7 +107,7 @@ def test_random_frames_hurt_nobody(raw: RawSocket, depot: DepotProcess, bystande
 def test_a_handler_that_raises_gives_an_error_reply(tmp_path: Path) -> None:
     """No known input makes a handler raise, so a server in this process gets a handler that does."""
     server = DepotServer(ServerConfig(tmp_path, pool_size_bytes=1 << 20, ephemeral=True))
-    server.status = lambda: 1 // 0  # type: ignore[method-assign,assignment,return-value]
+    server.depot.operations[o.Status] = lambda _request: 1 // 0  # type: ignore[assignment,return-value]
     thread = threading.Thread(target=server.run)
     thread.start()
     with pytest.raises(RemoteError) as caught:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
+from kvdepot.features.sessions import operations as o
 from kvdepot.keys import DIGEST_BYTES, KeyRun, digest_at
-from kvdepot.wire import operations as o
 from kvdepot.wire.messages import MAXIMUM_PRIORITY, MAXIMUM_RETAIN_SECONDS, MAXIMUM_TTL_SECONDS
 from kvdepot.wire.operation import OperatorRequest
 from kvdepot_vllm.engine import EngineRequest

@@ -8,11 +8,11 @@ from kvdepot.errors import ErrorCode
 from kvdepot.features.weights.feature import GRACE_SECONDS, Generations
 from kvdepot.index.eviction import ENDED, NORMAL
 from kvdepot.keys import GENERATION, KeyRun, Namespace, hash_prefix, split_digests
+from kvdepot.operate.report import status_of
 from kvdepot.pool.names import Names
 from kvdepot.server import state
 from kvdepot.server.depot import Depot
 from kvdepot.server.restoring import Restoring
-from kvdepot.server.status import status_of
 from kvdepot.wire import messages as m
 from kvdepot.wire.status import GenerationStatus
 from support.index import PAGE, Bench, Worker

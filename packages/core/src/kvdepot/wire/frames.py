@@ -91,9 +91,8 @@ def _request_decoder() -> msgspec.msgpack.Decoder[Request]:
 
 
 @cache
-def _reply_decoder() -> msgspec.msgpack.Decoder[Reply]:
-    o.known_operations()  # whose replies are declared beside them
-    return msgspec.msgpack.Decoder(_union(tuple(Reply.__subclasses__())))
+def _reply_decoder(kind: type[Struct]) -> msgspec.msgpack.Decoder[Reply]:
+    return msgspec.msgpack.Decoder(_union((kind, *Reply.__subclasses__())))
 
 
 def operation_of(kind: type[Any]) -> str:
@@ -174,13 +173,13 @@ def _tag_of(body: memoryview) -> str | None:
         return None
 
 
-def decode_reply(frame: bytes | memoryview) -> Reply:
-    """Return the reply in a frame that a server sent.
+def decode_reply(frame: bytes | memoryview, kind: type[Struct] = m.Done) -> Reply:
+    """Return the reply in a frame that a server sent: of `kind`, or of `kvdepot.wire.messages`.
 
     Raises:
         FrameError: it is malformed.
     """
-    return _decode(_reply_decoder(), memoryview(frame)[_SEQUENCE.size :], "a reply")
+    return _decode(_reply_decoder(kind), memoryview(frame)[_SEQUENCE.size :], "a reply")
 
 
 def decode_session_reply(body: bytes) -> SessionReply:

@@ -1,29 +1,37 @@
 """Declares an operation: a request that needs no session, its reply, its HTTP paths, and its command.
 
-Each operation is declared once, in a module that its distribution names in the entry point group
-`kvdepot.operations`. The server finds the handler by the operation's class (`kvdepot.server.commands.answers`). HTTP
-bodies, the OpenAPI document (`kvdepot.ops.http_app`) and the arguments of commands (`kvdepot.ops.operate`) are derived
-from its fields.
+Each operation is declared once, with its answer, in a module that its distribution names in the entry point group
+`kvdepot.operations`. HTTP bodies, the OpenAPI document (`kvdepot.operate.http_app`) and the arguments of commands
+(`kvdepot.operate.commands`) are derived from its fields.
 """
 
+import argparse
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import entry_points
 from inspect import getdoc
-from typing import Annotated, Any, ClassVar, Final, Generic, TypeVar, cast, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Final, Generic, TypeAlias, TypeVar, cast, get_args, get_origin
 
 import msgspec
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Meta, Struct, UnsetType
 from msgspec.structs import FieldInfo, astuple, fields
+
+from kvdepot.config import LONGEST_TENANT
 
 logger = logging.getLogger(__name__)
 
 ENTRY_POINT_GROUP: Final = "kvdepot.operations"
 """Distributions name their modules of operations here. The command line imports them, so they stay light."""
 
+PATIENT_SECONDS: Final = 30.0  # for requests with many steps
+
 R = TypeVar("R", bound=Struct)
+Sender: TypeAlias = Callable[[], str]
+"""Describes the sender of a request for the log."""
+
+TenantName = Annotated[str, Meta(min_length=1, max_length=LONGEST_TENANT)]
 
 
 class Count(Struct):
@@ -56,6 +64,15 @@ class Argument:
 
 
 @dataclass(frozen=True, slots=True)
+class Group:
+    """A word before the names of several commands."""
+
+    name: str
+    help: str
+    description: str
+
+
+@dataclass(frozen=True, slots=True)
 class Command:
     """An operation as a subcommand of `kvdepot`. Fields annotated with an `Argument` become its arguments."""
 
@@ -64,7 +81,10 @@ class Command:
     description: str
     # Makes the printed line from the request and the reply.
     says: Callable[[Any, Any], str] = lambda _request, _reply: ""
+    # Runs a command that sends several requests or prints more than a line. It returns the exit status.
+    run: Callable[[argparse.Namespace], int] | None = None
     options: tuple[tuple[str, Argument], ...] = ()  # further options, for a command with its own function
+    group: Group | None = None
     has_json: bool = False
 
 
@@ -77,6 +97,14 @@ class Operation(Struct, Generic[R], array_like=True, frozen=True):
     needs_entries: ClassVar[bool] = False  # refused while the entries of an earlier server are being read
     # Whether a request without fields means everything; tools then require an explicit "all".
     may_mean_all: ClassVar[bool] = False
+
+    def answer(self, server: Any, sender: Sender, /) -> Any:
+        """Answer in a server (`kvdepot.server.app.DepotServer`), now or in steps.
+
+        It may raise `Refused` only if it has changed nothing. A feature answers its own operations instead
+        (`kvdepot.server.feature.Feature.operations`).
+        """
+        raise NotImplementedError
 
     @classmethod
     def reply_type(cls) -> type[R]:
@@ -100,7 +128,7 @@ def known_operations() -> tuple[type[OperatorRequest], ...]:
     return tuple(cast("list[type[OperatorRequest]]", Operation.__subclasses__()))
 
 
-Hex = Annotated[list[str], msgspec.Meta(description="Bytes as hex strings, for example the keys of a prefix's chunks")]
+Hex = Annotated[list[str], Meta(description="Bytes as hex strings, for example the keys of a prefix's chunks")]
 
 
 def is_bytes(each: FieldInfo) -> bool:

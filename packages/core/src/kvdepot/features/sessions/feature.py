@@ -11,6 +11,7 @@ from typing import Final
 
 from kvdepot.counting import depot_counter
 from kvdepot.errors import ErrorCode, printable
+from kvdepot.features.sessions import operations as o
 from kvdepot.features.sessions.pins import AgentSession, Pin, PinTable
 from kvdepot.index.tree import Space
 from kvdepot.index.visibility import NO_MATCH, Match
@@ -23,7 +24,6 @@ from kvdepot.server.state import HINTS_CUT
 from kvdepot.server.turns import Refused, Steps, Wait
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
-from kvdepot.wire import operations as o
 from kvdepot.wire.operation import OperatorRequest
 from kvdepot.wire.status import DepotStatus
 

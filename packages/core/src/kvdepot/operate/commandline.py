@@ -9,8 +9,10 @@ import textwrap
 from collections.abc import Callable, Collection
 from typing import Any, Final, TypeVar
 
+from kvdepot.client.operator import ask_depot
 from kvdepot.config import parse_count, parse_number, parse_size, settings_in
 from kvdepot.errors import KVDepotError
+from kvdepot.wire.operation import Operation, R
 
 ASKS_NO_DEPOT: Final = "Asks no depot: --dir has no effect here."  # at the end of a command's help
 
@@ -45,6 +47,11 @@ def add_settings(parser: argparse.ArgumentParser, kind: type[Any], only: Collect
 def named_depot(options: argparse.Namespace) -> str | None:
     """Return the directory that `--dir` names; None for the default one."""
     return str(options.directory) if "directory" in options else None
+
+
+def ask(options: argparse.Namespace, request: Operation[R]) -> R:
+    """Send a request to the depot that `--dir` names, and return the reply."""
+    return ask_depot(request, named_depot(options), request.seconds)
 
 
 def as_argument(parse: Callable[[str], _T]) -> Callable[[str], _T]:

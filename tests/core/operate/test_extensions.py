@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvdepot.ops import extensions
-from kvdepot.ops.cli import main, make_parser
+from kvdepot.operate import extensions
+from kvdepot.operate.cli import main, make_parser
 
 Add = Callable[[Any, argparse.ArgumentParser, argparse.ArgumentParser], None]
 

@@ -35,8 +35,8 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from kvdepot.ops.http_app import HttpConnection, create_app
-from kvdepot.ops.serve import HttpSettings
+from kvdepot.operate.http_app import HttpConnection, create_app
+from kvdepot.operate.serve import HttpSettings
 from support.commands import run_kvdepot
 from support.http import TOKEN, Http, status_of_app
 from support.stopped import stopped
@@ -370,7 +370,7 @@ def test_the_depots_process_runs_no_http(depot: DepotProcess) -> None:
     """HTTP's Python code there would make the loop wait for the interpreter's lock."""
     command = f"""
 import sys
-from kvdepot.ops.serve import HttpServer, HttpSettings
+from kvdepot.operate.serve import HttpServer, HttpSettings
 server = HttpServer({depot.url!r}, HttpSettings("127.0.0.1", 0, "token"))
 print(sorted({_FRAMEWORKS!r} & sys.modules.keys()))
 server.close()

@@ -5,7 +5,7 @@ import os
 from msgspec.structs import replace
 
 from kvdepot.lab.processes import DepotProcess
-from kvdepot.ops.status import describe_status
+from kvdepot.operate.status import describe_status
 from support.peer import SPEC, Peer, registration
 
 

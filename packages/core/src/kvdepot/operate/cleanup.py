@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvdepot.config import format_size, parse_duration
 from kvdepot.errors import ConfigError, PoolError, printable, reason_of
-from kvdepot.ops.commandline import ASKS_NO_DEPOT, as_argument, show, size_argument
+from kvdepot.operate.commandline import ASKS_NO_DEPOT, as_argument, show, size_argument
 from kvdepot.pool.inventory import SHARED_MEMORY, FoundPool, find_pools, look_at, remove_pool
 from kvdepot.tiers.base import TierPool
 from kvdepot.tiers.keys import MARK_BYTES, NAME_HASH_BYTES, PLACE_BYTES, mark_of, name_hash

@@ -11,7 +11,7 @@ import pytest
 
 from kvdepot.keys import Namespace, hash_prefix
 from kvdepot.lab.processes import DepotProcess, wait_until
-from kvdepot.ops.cli import main
+from kvdepot.operate.cli import main
 from kvdepot.wire import messages as m
 from support.peer import Peer, prompt
 

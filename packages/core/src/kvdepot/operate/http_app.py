@@ -1,9 +1,9 @@
 """Operations over HTTP: `kvdepot serve --http 127.0.0.1:9460`, with `pip install 'kvdepot[http]'`.
 
 A separate process serves HTTP and asks the depot over its control socket, like any operator's tool. It shares only the
-listening socket with the depot (`kvdepot.ops.serve`), so HTTP requests cannot break or block the server's loop, and the
-health check tells whether that loop answers. Request bodies and the OpenAPI document are derived from
-`kvdepot.wire.operations`.
+listening socket with the depot (`kvdepot.operate.serve`), so HTTP requests cannot break or block the server's loop, and
+the health check tells whether that loop answers. Request bodies and the OpenAPI document are derived from the
+declarations of operations (`kvdepot.wire.operation`).
 
 Any user of the machine can connect, so operations need the bearer token. Health, readiness, the page without data, the
 OpenAPI document, and metrics on loopback do not need it; without it, metrics do not tell tenants apart. Concurrent
@@ -48,11 +48,11 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from kvdepot.client.operator import ask_depot
 from kvdepot.errors import DepotUnavailable, KVDepotError, RemoteError
 from kvdepot.logs import set_up_logs
-from kvdepot.operators.metrics import MEDIA_TYPE, render_metrics
-from kvdepot.ops.serve import BACKLOG, HttpSettings
+from kvdepot.operate import operations as o
+from kvdepot.operate.metrics import MEDIA_TYPE, render_metrics
+from kvdepot.operate.serve import BACKLOG, HttpSettings
 from kvdepot.processes import be_a_child
 from kvdepot.wire import messages as m
-from kvdepot.wire import operations as o
 from kvdepot.wire.operation import Endpoint, Operation, OperatorRequest, R, body_type, known_operations, request_of
 from kvdepot.wire.status import TenantStatus
 
@@ -323,7 +323,7 @@ def serve(url: str, settings: HttpSettings, listener: socket.socket) -> None:
 
 def _page() -> tuple[bytes, str]:
     """Return the live view and its content security policy, which allows only its own script and this server."""
-    page = (resources.files("kvdepot.ops") / "page.html").read_bytes()
+    page = (resources.files("kvdepot.operate") / "page.html").read_bytes()
     script = page[page.index(b"<script>") + len(b"<script>") : page.index(b"</script>")]
     digest = base64.b64encode(hashlib.sha256(script).digest()).decode()
     return page, (

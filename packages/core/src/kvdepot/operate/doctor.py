@@ -20,11 +20,11 @@ from kvdepot.backends import BackendStatus, list_backends
 from kvdepot.client.operator import ask_depot
 from kvdepot.config import ServerConfig, counted, format_size
 from kvdepot.errors import KVDepotError
+from kvdepot.operate import operations as o
 from kvdepot.pool.files import ENLARGE_TMPFS
 from kvdepot.pool.inventory import FoundPool, find_pools
 from kvdepot.pool.size import MEMORY_FILE_SYSTEMS, SHARE_OF_FREE_MEMORY, available_memory_bytes, file_system_of
 from kvdepot.processes import reserve_of
-from kvdepot.wire import operations as o
 from kvdepot.wire.status import DepotStatus
 
 _NVIDIA: Final = "0x10de"

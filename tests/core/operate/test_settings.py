@@ -14,9 +14,9 @@ from kvdepot.client.operator import ask_depot
 from kvdepot.errors import ConfigError, DepotUnavailable
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.logs import JsonFormatter
-from kvdepot.ops.cli import main, make_parser
-from kvdepot.ops.serve import read_configs
-from kvdepot.wire import operations as o
+from kvdepot.operate import operations as o
+from kvdepot.operate.cli import main, make_parser
+from kvdepot.operate.serve import read_configs
 from support.commands import KVDEPOT
 
 

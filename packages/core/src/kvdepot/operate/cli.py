@@ -1,7 +1,6 @@
 """The `kvdepot` command: parses its arguments and runs one subcommand."""
 
 import argparse
-import json
 import logging
 import sys
 from collections.abc import Sequence
@@ -15,13 +14,13 @@ from kvdepot.backends import list_backends
 from kvdepot.config import ServerConfig
 from kvdepot.errors import KVDepotError, RemoteError, describe_os_error, printable
 from kvdepot.logs import set_up_logs
-from kvdepot.ops.cleanup import add_pools
-from kvdepot.ops.commandline import ASKS_NO_DEPOT, add_settings, show, size_argument
-from kvdepot.ops.extensions import add_extensions
-from kvdepot.ops.operate import add_commands
-from kvdepot.ops.serve import add_serve, run_serve
-from kvdepot.ops.sizing import VALUE_BYTES, size_model
-from kvdepot.ops.status import add_status
+from kvdepot.operate.cleanup import add_pools
+from kvdepot.operate.commandline import ASKS_NO_DEPOT, add_settings, show, size_argument
+from kvdepot.operate.commands import add_commands
+from kvdepot.operate.extensions import add_extensions
+from kvdepot.operate.serve import add_serve, run_serve
+from kvdepot.operate.sizing import VALUE_BYTES, size_model
+from kvdepot.operate.status import add_status
 
 logger = logging.getLogger(__name__)
 
@@ -96,16 +95,6 @@ def make_parser() -> argparse.ArgumentParser:
     )
     backends.set_defaults(run=_backends)
 
-    demo = commands.add_parser(
-        "demo",
-        parents=[common, json_output],
-        help="watch engines with and without a depot",
-        description="Serve the same conversations with and without a depot, side by side, then kill the depot and start"
-        " it again. Needs no model and no GPU.",
-        epilog=ASKS_NO_DEPOT,
-    )
-    demo.set_defaults(run=_demo)
-
     doctor = commands.add_parser(
         "doctor",
         parents=[common, json_output],
@@ -136,18 +125,6 @@ def make_parser() -> argparse.ArgumentParser:
         "--pool-size", type=size_argument, metavar="SIZE", default=64 << 30, help="size of the pool (default 64GiB)"
     )
 
-    bench = commands.add_parser(
-        "bench",
-        help="measure speed, as ratios within one run",
-        description="Measure speed, as ratios within one run. Each WHAT takes --json.",
-    )
-    bench.set_defaults(run=_bench)
-    whats = bench.add_subparsers(required=True, metavar="WHAT", dest="what")
-    for what, described in (
-        ("transfer", "stores and retrieves, compared with one memcpy"),
-        ("lookup", "lookups of long prompts"),
-    ):
-        whats.add_parser(what, parents=[common, json_output], help=described, epilog=ASKS_NO_DEPOT)
     add_extensions(commands, common, json_output)
     return parser
 
@@ -163,17 +140,8 @@ def _backends(options: argparse.Namespace) -> int:
     return 0
 
 
-def _demo(options: argparse.Namespace) -> int:
-    from kvdepot.lab.demo import run_demo
-
-    summary = run_demo(quiet=options.json)
-    if options.json:
-        print(json.dumps(summary, indent=2))
-    return 1 if summary["wrong_bytes"] or summary["restart"]["wrong_bytes"] else 0
-
-
 def _doctor(options: argparse.Namespace) -> int:
-    from kvdepot.ops.doctor import Verdict, diagnose, read_facts
+    from kvdepot.operate.doctor import Verdict, diagnose, read_facts
 
     config = ServerConfig(**{name: getattr(options, name) for name in _SETTINGS_OF_DOCTOR if name in options})
     findings = diagnose(read_facts(config))
@@ -190,19 +158,4 @@ def _doctor(options: argparse.Namespace) -> int:
 def _sizing(options: argparse.Namespace) -> int:
     sizing = size_model(options.model, options.kv_cache_dtype)
     show(options, sizing.as_dict(options.pool_size), lambda: sizing.describe(options.pool_size))
-    return 0
-
-
-def _bench(options: argparse.Namespace) -> int:
-    from kvdepot.lab import bench
-
-    def say(line: str) -> None:
-        if not options.json:
-            print(line, flush=True)
-
-    say(bench.describe_machine())
-    result = bench.bench_transfer(say) if options.what == "transfer" else bench.bench_lookup(say)
-    result["machine"] = bench.describe_machine()
-    if options.json:
-        print(json.dumps(result, indent=2))
     return 0

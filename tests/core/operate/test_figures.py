@@ -8,7 +8,7 @@ import pytest
 from msgspec import Struct
 
 from kvdepot.counting import depot_counter
-from kvdepot.ops.status import describe_status
+from kvdepot.operate.status import describe_status
 from kvdepot.wire.status import (
     ContextStatus,
     DepotStatus,
@@ -23,7 +23,7 @@ from kvdepot.wire.status import (
 
 pytest.importorskip("prometheus_client", reason="pip install 'kvdepot[http]'")
 
-from kvdepot.operators.metrics import render_metrics
+from kvdepot.operate.metrics import render_metrics
 
 OPERATING = (Path(__file__).parents[3] / "docs" / "operating.md").read_text()
 
@@ -87,7 +87,7 @@ def test_the_command_shows_each_figure_on_request() -> None:
 
 
 def test_the_page_asks_for_fields_that_there_are() -> None:
-    page = (resources.files("kvdepot.ops") / "page.html").read_text()
+    page = (resources.files("kvdepot.operate") / "page.html").read_text()
     rows = {*TenantStatus.__struct_fields__, *TierStatus.__struct_fields__}
     for name, known in (
         ("s", {*DepotStatus.__struct_fields__}),

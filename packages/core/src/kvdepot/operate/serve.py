@@ -4,9 +4,9 @@ A flag overrides the environment (`KVDEPOT_POOL_SIZE`), which overrides the file
 the default. Lists are replaced as a whole. Each place is checked by the setting's one declaration
 (`kvdepot.config.setting`), and an error names the place of the wrong value.
 
-A child process answers HTTP (`kvdepot.ops.http_app`), off the interpreter lock of the depot's loop. In one process, the
-loop waited up to 12 ms while the metrics of very many tenants were written. If the child exits, another one is started,
-and connections wait.
+A child process answers HTTP (`kvdepot.operate.http_app`), off the interpreter lock of the depot's loop. In one
+process, the loop waited up to 12 ms while the metrics of very many tenants were written. If the child exits, another
+one is started, and connections wait.
 """
 
 import argparse
@@ -32,7 +32,7 @@ import msgspec
 from kvdepot.config import HTTP_TOKEN, ServerConfig, Setting, is_loopback, plain_settings, setting, settings_in
 from kvdepot.errors import ConfigError, KVDepotError, reason_of
 from kvdepot.logs import set_up_logs
-from kvdepot.ops.commandline import add_settings
+from kvdepot.operate.commandline import add_settings
 
 logger = logging.getLogger(__name__)
 
@@ -175,7 +175,7 @@ class HttpServer:
     def _run(self) -> int:
         """Run one process until it exits, and return its exit status."""
         listener = self._socket.fileno()
-        command = [sys.executable, "-P", "-m", "kvdepot.ops.http_app", str(os.getpid()), str(listener)]
+        command = [sys.executable, "-P", "-m", "kvdepot.operate.http_app", str(os.getpid()), str(listener)]
         with self._changing:
             if self._closing.is_set():
                 return 0

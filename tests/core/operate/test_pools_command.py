@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from kvdepot.lab.processes import DepotProcess
-from kvdepot.ops import cleanup
-from kvdepot.ops.cli import main
+from kvdepot.operate import cleanup
+from kvdepot.operate.cli import main
 from kvdepot.pool.files import open_pool
 from kvdepot.pool.inventory import find_pools
 

@@ -9,8 +9,8 @@ import pytest
 from kvdepot.errors import ConfigError
 from kvdepot.lab.processes import DepotProcess
 from kvdepot.layout import GroupKind
-from kvdepot.ops.sizing import size_model
-from kvdepot.ops.status import describe_status
+from kvdepot.operate.sizing import size_model
+from kvdepot.operate.status import describe_status
 from kvdepot.wire import messages as m
 from support.commands import run_kvdepot
 from support.peer import Peer, registration

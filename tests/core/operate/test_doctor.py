@@ -10,7 +10,7 @@ import pytest
 from kvdepot.backends import BackendStatus
 from kvdepot.config import ServerConfig
 from kvdepot.lab.processes import DepotProcess, wait_until
-from kvdepot.ops.doctor import DESCRIPTORS_OF_SCHEDULER, Facts, NumaNodes, Verdict, diagnose, read_facts, read_nodes
+from kvdepot.operate.doctor import DESCRIPTORS_OF_SCHEDULER, Facts, NumaNodes, Verdict, diagnose, read_facts, read_nodes
 from kvdepot.wire import messages as m
 from support.peer import SPEC, Peer, prompt
 

@@ -1,5 +1,7 @@
 """Collects the status of a depot from its parts and its features."""
 
+import os
+import time
 from collections import Counter
 
 import msgspec.structs
@@ -9,11 +11,31 @@ from kvdepot.index.evictor import CHUNKS_EVICTED, CHUNKS_EVICTED_LEASED
 from kvdepot.index.index import ENTRIES_OVERLAPPING, STORE_ENTRIES_NOT_READY, STORE_ENTRIES_OVER_SHARE
 from kvdepot.index.leases import LEASES_EXPIRED
 from kvdepot.layout import GroupKind, Part
+from kvdepot.operate.operations.server import log_level
+from kvdepot.server.app import DepotServer
 from kvdepot.server.contexts import Context
 from kvdepot.server.depot import Depot
 from kvdepot.server.state import MAXIMUM_ROWS, OTHERS, DepotState
+from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 from kvdepot.wire.status import ContextStatus, DepotStatus, DeviceStatus, GroupStatus, TenantStatus
+
+
+def status_of_server(server: DepotServer) -> DepotStatus:
+    """Return the status of a depot and its server."""
+    status, turns = status_of(server.depot), server.loop.turns
+    status.server_version, status.protocol_version = server.version, m.PROTOCOL_VERSION
+    status.epoch, status.pid = server.epoch, os.getpid()
+    status.uptime_seconds = time.monotonic() - server.started_at
+    status.policy, status.log_level = server.config.policy, log_level()
+    status.num_sessions = len(server.sockets.sessions)
+    status.loop_longest_seconds, status.loop_slow_turns = turns.longest, turns.num_above
+    for kind, histogram in server.requests.latencies.items():
+        if any(histogram.counts):
+            status.latencies[frames.operation_of(kind)] = histogram.status()
+    status.latencies["store"] = server.depot.state.usage.store_seconds.status()
+    status.latencies["loop_turn"] = turns.status()
+    return status
 
 
 def status_of(depot: Depot) -> DepotStatus:

@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvdepot.lab.processes import DepotProcess
-from kvdepot.ops.status import describe_status
+from kvdepot.operate.status import describe_status
 from kvdepot.wire import messages as m
 from support.peer import SPEC, Peer, prompt, registration
 
@@ -18,7 +18,7 @@ pytest.importorskip("prometheus_client", reason="pip install 'kvdepot[http]'")
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvdepot.operators.metrics import render_metrics
+from kvdepot.operate.metrics import render_metrics
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
 NAME = re.compile(r"\bkvdepot_[a-z_]+")

@@ -10,8 +10,8 @@ from kvdepot.config import counted, format_size
 from kvdepot.counting import Counts
 from kvdepot.errors import ConfigError, printable
 from kvdepot.layout import GroupKind
-from kvdepot.ops.commandline import count_argument, named_depot, number_argument, show
-from kvdepot.wire import operations as o
+from kvdepot.operate import operations as o
+from kvdepot.operate.commandline import count_argument, named_depot, number_argument, show
 from kvdepot.wire.status import ContextStatus, DepotStatus, GenerationStatus, GroupStatus, TierStatus, figures_of
 
 _MINIMUM_SAMPLE_CHUNKS: Final = 10_000  # estimates of fewer looked-up chunks are too rough to show
@@ -60,7 +60,7 @@ def _status(options: argparse.Namespace) -> int:
 
 def _top(options: argparse.Namespace) -> int:
     try:
-        from kvdepot.ops.top import run_top
+        from kvdepot.operate.top import run_top
     except ImportError as error:
         raise ConfigError(f"kvdepot top needs {error.name}: pip install 'kvdepot[cli]'") from error
 

@@ -16,7 +16,7 @@ pytest.importorskip("rich", reason="pip install 'kvdepot[cli]'")
 
 from rich.console import Console
 
-from kvdepot.ops.top import draw, pool_map
+from kvdepot.operate.top import draw, pool_map
 from kvdepot.wire.status import DepotStatus
 from support.commands import KVDEPOT, run_kvdepot
 
