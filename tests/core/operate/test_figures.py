@@ -1,7 +1,7 @@
 """A figure of the status is declared once: metrics, commands, page, OpenAPI document and docs have the same ones."""
 
 import re
-from importlib import resources
+from importlib import import_module, resources
 from pathlib import Path
 
 import pytest
@@ -87,6 +87,7 @@ def test_the_command_shows_each_figure_on_request() -> None:
 
 
 def test_the_page_asks_for_fields_that_there_are() -> None:
+    import_module("kvdepot.server.app")  # which declares the depot's counters
     page = (resources.files("kvdepot.operate") / "page.html").read_text()
     rows = {*TenantStatus.__struct_fields__, *TierStatus.__struct_fields__}
     for name, known in (
