@@ -26,7 +26,7 @@ from kvdepot.keys import KeyRun, Namespace, hash_prefix
 from kvdepot.lab.bench import describe_machine
 from kvdepot.lab.engine_model import GEOMETRY_8B, EngineModel
 from kvdepot.lab.processes import DepotProcess, wait_until
-from kvdepot.wire import operations as o
+from kvdepot.operate import operations as o
 
 BLOCK_TOKENS = GEOMETRY_8B.block_tokens
 

@@ -21,6 +21,7 @@ from unittest.mock import patch
 
 from sessions import CHUNK_TOKENS, GEOMETRY, POOL_SHARE, SHORT_SECONDS, Turn, key_of, parse_options, quotas_of, steps
 
+from kvdepot.features.sessions import operations as session_operations
 from kvdepot.features.sessions.feature import Agents
 from kvdepot.index.eviction import AUTO
 from kvdepot.index.index import ChunkIndex
@@ -29,7 +30,6 @@ from kvdepot.keys import KeyRun, split_digests
 from kvdepot.layout import GroupKind
 from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.table import IndexTable, Writer, table_size_bytes
-from kvdepot.server.commands import Operators
 from kvdepot.server.depot import Depot
 from kvdepot.server.feature import installed_features
 from kvdepot.server.turns import PendingReply
@@ -41,7 +41,7 @@ from kvdepot.tiers.tiering import Tiering, TieringSettings
 from kvdepot.tiers.trailer import checksum_of, make_trailer
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
-from kvdepot.wire import operations as o
+from kvdepot.wire.operation import OperatorRequest
 
 PAGE: Final = 4096  # bytes of the index's book for one chunk, whose bytes do not exist
 CHUNK_SECONDS: Final = CHUNK_TOKENS * GEOMETRY.bytes_per_token / 1e9
@@ -175,7 +175,6 @@ class World:
         self._depot = Depot(
             self._index, epoch=1, lease_seconds=60.0, clock=self.clock, features=installed_features(["routers"])
         )
-        self._operators = Operators(self._depot, {})
         with patch.object(queue, "TierWorkers", Threads):
             self._queue = TierQueue(Disk(), TierPool(-1, memoryview(bytearray())), "disk", clock=self.clock)
         self._threads: Any = self._queue._workers  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
@@ -257,19 +256,19 @@ class World:
     def _ask(self, request: frames.Request) -> frames.Reply | PendingReply:
         return self._depot.handle(*SESSION, request)
 
-    def _operate(self, operation: o.OperatorRequest, retained: list[int]) -> None:
+    def _operate(self, operation: OperatorRequest, retained: list[int]) -> None:
         """Begin an operation. At its end, its count is appended."""
 
         def on_reply(reply: frames.Reply) -> None:
             retained.append(reply.count if isinstance(reply, m.Done) else 0)
 
-        pending: Any = self._operators.answer(operation, lambda: "the replay")
+        pending: Any = self._depot.operate(None, operation, lambda: "the replay")
         pending.on_reply = on_reply
 
     def _prefetch(self, turn: Turn) -> None:
         if self._with_sessions:
             retained = list[int]()
-            self._operate(o.PrefetchSession(turn.session, turn.tenant, 5.0), retained)
+            self._operate(session_operations.PrefetchSession(turn.session, turn.tenant, 5.0), retained)
             self._prefetched[turn.session] = key_of(turn).num_chunks, retained
 
     def _look_up(self, turn: Turn) -> None:
@@ -323,7 +322,7 @@ class World:
             )
         self._ask(m.EndRequest(self._context, turn.session))
         if self._with_sessions and SHORT_SECONDS <= pause < math.inf:
-            self._operate(o.DemoteSession(turn.session, turn.tenant), [])
+            self._operate(session_operations.DemoteSession(turn.session, turn.tenant), [])
         _, _, used = self._quotas.usage()[turn.tenant]
         parts = used / quota, self._depot.features.of(Agents).pins.bytes_of(share) / quota
         self._largest = [max(pair) for pair in zip(self._largest, parts, strict=True)]

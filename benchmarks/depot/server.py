@@ -28,7 +28,7 @@ from kvdepot.lab.bench import (
     run_clients,
 )
 from kvdepot.lab.processes import DepotProcess, wait_until
-from kvdepot.operators.metrics import render_metrics
+from kvdepot.operate.metrics import render_metrics
 from kvdepot.wire.status import Histogram
 
 _SINGLE: Final = range(10_000_000, 10_000_100)  # prompts of one chunk

@@ -14,12 +14,13 @@ import tempfile
 import time
 
 from kvdepot.client.operator import ask_depot
+from kvdepot.features.sessions import operations as session_operations
 from kvdepot.features.sessions.client import hint
 from kvdepot.keys import DIGEST_BYTES, KeyRun, Namespace, hash_prefix
 from kvdepot.lab.bench import describe_machine
 from kvdepot.lab.engine_model import EngineModel, Geometry
 from kvdepot.lab.processes import DepotProcess, wait_until
-from kvdepot.wire import operations as o
+from kvdepot.wire.operation import OperatorRequest
 from kvdepot.wire.status import DepotStatus
 
 GEOMETRY = Geometry("small", num_layers=4, num_kv_heads=2, head_dim=128)  # 4 KiB a token
@@ -32,18 +33,18 @@ def measure(depot: DepotProcess, engine: EngineModel, key: KeyRun, rounds: int) 
     """Return the times of each operation in milliseconds."""
     times: dict[str, list[float]] = {}
 
-    def timed(name: str, operation: o.OperatorRequest, expected: int | None = NUM_CHUNKS) -> None:
+    def timed(name: str, operation: OperatorRequest, expected: int | None = NUM_CHUNKS) -> None:
         began = time.perf_counter()
         count = ask_depot(operation, depot.url, 30).count
         times.setdefault(name, []).append((time.perf_counter() - began) * 1e3)
         assert expected in (None, count), f"{name}: {count} chunks"
 
     for _ in range(rounds):
-        timed("retain", o.RetainSession("agent", 60.0))
-        timed("prefetch", o.PrefetchSession("agent", retain_seconds=60.0))
-        timed("demote", o.DemoteSession("agent"))
-        timed("bring up", o.PrefetchSession("agent", retain_seconds=60.0))
-        timed("forget", o.ForgetSession("agent"))
+        timed("retain", session_operations.RetainSession("agent", 60.0))
+        timed("prefetch", session_operations.PrefetchSession("agent", retain_seconds=60.0))
+        timed("demote", session_operations.DemoteSession("agent"))
+        timed("bring up", session_operations.PrefetchSession("agent", retain_seconds=60.0))
+        timed("forget", session_operations.ForgetSession("agent"))
         remember(depot, engine, key)
     return times
 

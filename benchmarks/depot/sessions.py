@@ -37,12 +37,12 @@ from typing import Any
 from policies import agent_sessions
 
 from kvdepot.client.operator import ask_depot
+from kvdepot.features.sessions import operations as session_operations
 from kvdepot.features.sessions.client import hint
 from kvdepot.keys import KeyRun, Namespace, hash_prefix, split_digests
 from kvdepot.lab.bench import describe_machine
 from kvdepot.lab.engine_model import EngineModel, Geometry
 from kvdepot.lab.processes import DepotProcess, wait_until
-from kvdepot.wire import operations as o
 from kvdepot_plan.trace import read_trace
 
 GEOMETRY = Geometry("small", num_layers=4, num_kv_heads=2, head_dim=128)  # 4 KiB a token
@@ -195,11 +195,13 @@ def _replay(
             hint(engine.scheduler, key, session=turn.session, session_ended=pause == math.inf, retain_seconds=kept)
         engine.scheduler.end_request(turn.session)
         if operators is not None and SHORT_SECONDS <= pause < math.inf:
-            operators.submit(ask_depot, o.DemoteSession(turn.session, tenant=turn.tenant), depot.url, 30)
+            operators.submit(
+                ask_depot, session_operations.DemoteSession(turn.session, tenant=turn.tenant), depot.url, 30
+            )
         if len(seconds) % 20 == 0:
             for use in depot.status().tenants.values():
                 for name, most in largest.items():
-                    largest[name] = max(most, use.get(name, 0) / use.get("quota_bytes", math.inf))
+                    largest[name] = max(most, (getattr(use, name) or 0) / (use.quota_bytes or math.inf))
     assert largest["retained_bytes"] <= 1, "a tenant retained more than its quota"
     by_time = sorted(seconds)
     ordered = [each for each, _ in by_time]
@@ -225,7 +227,7 @@ def _replay(
 
 def prefetch(turn: Turn, depot: DepotProcess) -> int:
     """Prefetch the session of a turn. Return how many of its chunks are retained."""
-    operation = o.PrefetchSession(turn.session, tenant=turn.tenant, retain_seconds=5.0)
+    operation = session_operations.PrefetchSession(turn.session, tenant=turn.tenant, retain_seconds=5.0)
     return ask_depot(operation, depot.url, 30).count
 
 

@@ -4,8 +4,8 @@ import pytest
 
 from kvdepot.client.operator import ask_depot
 from kvdepot.lab.processes import DepotProcess, wait_until
+from kvdepot.operate import operations as o
 from kvdepot.pool.inventory import find_pools
-from kvdepot.wire import operations as o
 from support.peer import Peer
 
 

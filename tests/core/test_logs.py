@@ -13,7 +13,7 @@ from kvdepot.client.connection import Connection
 from kvdepot.errors import RemoteError, printable
 from kvdepot.lab.processes import DepotProcess
 from kvdepot.logs import TextFormatter
-from kvdepot.ops.cli import main
+from kvdepot.operate.cli import main
 from kvdepot.wire import messages as m
 from support.peer import DETAIL, SPEC, prompt
 
@@ -80,7 +80,7 @@ def test_a_client_forges_no_line_of_log_or_terminal(capfd: pytest.CaptureFixture
 
 def test_a_tenant_s_name_stays_one_label_of_the_metrics() -> None:
     parser = pytest.importorskip("prometheus_client.parser", reason="pip install 'kvdepot[http]'")
-    from kvdepot.operators.metrics import render_metrics
+    from kvdepot.operate.metrics import render_metrics
 
     request = m.RegisterKVCache(m.PROTOCOL_VERSION, "e", 0, 1, "cpu", "direct", "m", SPEC, (DETAIL,))
     with DepotProcess() as depot, closing(Connection(depot.url, "e", request, maps_pool=False)) as connection:

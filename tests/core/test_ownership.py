@@ -15,9 +15,9 @@ from kvdepot.client.operator import ask_depot
 from kvdepot.config import CONTROL_SOCKET, HTTP_TOKEN, default_pool_directory
 from kvdepot.errors import DepotForeign
 from kvdepot.lab.processes import DepotProcess, wait_until
+from kvdepot.operate import operations as o
 from kvdepot.pool.inventory import find_pools
 from kvdepot.wire import messages as m
-from kvdepot.wire import operations as o
 from support.commands import run_kvdepot
 from support.other_users import (
     STRANGER,
@@ -51,7 +51,7 @@ LINK = "os.mkdir(sys.argv[1] + '-his'); os.symlink(sys.argv[1] + '-his', sys.arg
 # A depot that serves everybody.
 FAKE_DEPOT = """
 Access.why_not = lambda self, connection: None
-kvdepot.ops.cli.main(["serve", "--dir", sys.argv[1], "--pool-size", "1MiB", "--pool-dir", sys.argv[1] + "/p"])
+kvdepot.operate.cli.main(["serve", "--dir", sys.argv[1], "--pool-size", "1MiB", "--pool-dir", sys.argv[1] + "/p"])
 """
 # A worker that writes to the pool that it is handed, or prints why it cannot attach.
 ATTACH = """

@@ -13,9 +13,9 @@ from kvdepot.client.operator import ask_depot
 from kvdepot.errors import DepotUnavailable
 from kvdepot.keys import Namespace, hash_prefix
 from kvdepot.lab.processes import wait_until
-from kvdepot.ops.cli import main
+from kvdepot.operate import operations as o
+from kvdepot.operate.cli import main
 from kvdepot.pool.inventory import find_pools
-from kvdepot.wire import operations as o
 from kvdepot.wire.status import DepotStatus
 from kvdepot_cpu.context import CpuOptions, CpuTransferContext
 from support.commands import KVDEPOT

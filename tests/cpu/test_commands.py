@@ -116,7 +116,7 @@ def test_ctrl_c_ends_a_command_and_its_children_without_a_word(command: list[str
 # As on a machine with less free memory: fewer conversations and a smaller pool.
 _SMALL_DEMO = """
 from kvdepot.lab import demo
-from kvdepot.ops.cli import main
+from kvdepot.operate.cli import main
 demo.available_memory_bytes = lambda: 1 << 30
 main(["demo"])
 """

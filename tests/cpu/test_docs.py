@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvdepot.lab.processes import DepotProcess
-from kvdepot.ops.cli import make_parser
+from kvdepot.operate.cli import make_parser
 from support.commands import run_kvdepot
 
 ROOT = Path(__file__).parents[2]

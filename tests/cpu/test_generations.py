@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from kvdepot.client.operator import ask_depot
+from kvdepot.features.sessions import operations as session_operations
 from kvdepot.features.sessions.client import hint
 from kvdepot.keys import GENERATION, KeyRun, Namespace, hash_prefix
 from kvdepot.lab.engine_model import EngineModel, Geometry
 from kvdepot.lab.processes import DepotProcess, wait_until
-from kvdepot.ops.status import describe_status
-from kvdepot.wire import operations as o
+from kvdepot.operate.status import describe_status
 
 GEOMETRY = Geometry("small", num_layers=2, num_kv_heads=2, head_dim=64)
 CHUNK_TOKENS = 64
@@ -54,7 +54,7 @@ def test_a_generation_is_found_in_the_tier_under_its_own_name_and_by_session(dep
         for name in range(20, 40):
             store(engine, "7 abc", name)
             wait_until(lambda: not depot.status().tiers[0].queued_write_bytes)
-        reply = ask_depot(o.PrefetchSession("agent", retain_seconds=5.0), depot.url, 30)
+        reply = ask_depot(session_operations.PrefetchSession("agent", retain_seconds=5.0), depot.url, 30)
         assert reply.count == 4
 
 
@@ -81,5 +81,7 @@ def test_status_names_versions_and_the_next_server_knows_them_and_the_sessions(d
         assert "weights  7 abc of small: 128.0 KiB, 1 engine" in text
         assert "weights  as loaded of small: 256.0 KiB" in text
         assert status.num_agent_sessions == 2
-        retained = [ask_depot(o.RetainSession(name, 60.0), depot.url, 30).count for name in ("old", "new")]
+        retained = [
+            ask_depot(session_operations.RetainSession(name, 60.0), depot.url, 30).count for name in ("old", "new")
+        ]
         assert (retained, depot.status().num_pins) == ([4, 2], 2)

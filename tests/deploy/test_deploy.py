@@ -14,9 +14,9 @@ import yaml
 
 from kvdepot.client.operator import ask_depot
 from kvdepot.lab.processes import DepotProcess
-from kvdepot.ops.cli import make_parser
-from kvdepot.ops.http_app import create_app
-from kvdepot.ops.serve import HttpSettings, read_configs
+from kvdepot.operate.cli import make_parser
+from kvdepot.operate.http_app import create_app
+from kvdepot.operate.serve import HttpSettings, read_configs
 from kvdepot.tiers.url import TierUrl
 from support.http import status_of_app
 from support.tools import needs_tool

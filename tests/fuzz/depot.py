@@ -11,6 +11,7 @@ from unittest.mock import patch
 from kvdepot.features.blend.feature import BlendLookups
 from kvdepot.features.flights import feature as flights
 from kvdepot.features.flights.feature import FlightTable
+from kvdepot.features.sessions import operations as session_operations
 from kvdepot.features.sessions.feature import Agents
 from kvdepot.features.weights.feature import Generations
 from kvdepot.index.index import ChunkIndex
@@ -19,14 +20,15 @@ from kvdepot.index.restore import restore
 from kvdepot.index.tree import NO_NODE
 from kvdepot.keys import Namespace, hash_prefix
 from kvdepot.layout import GroupKind, Part, mask_of
+from kvdepot.operate import operations as o
+from kvdepot.operate.operations.cache import clear_pool
+from kvdepot.operate.report import status_of
 from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.table import SEALED, WRITING, IndexTable, Writer, table_size_bytes
-from kvdepot.server import commands
 from kvdepot.server.depot import Depot
 from kvdepot.server.turns import PendingReply, Refused
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
-from kvdepot.wire import operations as o
 from support.features import STANDARD
 from support.integrity import check_empty, empty_by_eviction
 from support.operate import operate
@@ -332,13 +334,13 @@ class Life:
         with suppress(Refused):
             match flags >> 2 & 3:
                 case 0:
-                    operate(self.depot, o.RetainSession(session, float(flags >> 4), tenant))
+                    operate(self.depot, session_operations.RetainSession(session, float(flags >> 4), tenant))
                 case 1:
-                    operate(self.depot, o.PrefetchSession(session, tenant, float(flags >> 4)))
+                    operate(self.depot, session_operations.PrefetchSession(session, tenant, float(flags >> 4)))
                 case 2:
-                    operate(self.depot, o.DemoteSession(session, tenant))
+                    operate(self.depot, session_operations.DemoteSession(session, tenant))
                 case _:
-                    operate(self.depot, o.ForgetSession(session, tenant, bool(flags & 16)))
+                    operate(self.depot, session_operations.ForgetSession(session, tenant, bool(flags & 16)))
         self.depot.background.work()
 
     def blend(self) -> None:
@@ -440,7 +442,7 @@ class Life:
     # --- events ---------------------------------------------------------------------------------------------------
 
     def clear(self) -> None:
-        sum(commands.clear_pool(self.depot, (None, "tenant-0", "nobody")[self.source.below(3)]))
+        sum(clear_pool(self.depot, (None, "tenant-0", "nobody")[self.source.below(3)]))
 
     def time_passes(self) -> None:
         self.now += self.source.below(12)
@@ -526,7 +528,7 @@ class Life:
         tree = index.nodes.tree
         assert all(tree.holds[node] == holds[node] for node in range(len(tree.keys)))
         assert all(ticket.context in depot.contexts.by_number for ticket in depot.stores.tickets.values())
-        depot.status.fields()
+        status_of(depot)
 
     def finish(self) -> None:
         for who in range(NUM_SESSIONS):
@@ -541,7 +543,7 @@ class Life:
         for _ in depot.features.of(Agents).pins.expire(float("inf")):
             pass
         if len(self.source.data) % 2:
-            sum(commands.clear_pool(self.depot, None))
+            sum(clear_pool(self.depot, None))
             check_empty(self.depot.index)
         else:
             empty_by_eviction(self.depot.index)

@@ -3,15 +3,14 @@
 import asyncio
 from typing import Any, Final
 
-import msgspec
-
 from kvdepot.errors import ErrorCode, RemoteError
-from kvdepot.ops.http_app import create_app
-from kvdepot.ops.serve import HttpSettings
+from kvdepot.operate import operations as o
+from kvdepot.operate.http_app import create_app
+from kvdepot.operate.serve import HttpSettings
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
-from kvdepot.wire import operations as o
-from support.status import EMPTY_STATUS
+from kvdepot.wire.operation import OperatorRequest
+from kvdepot.wire.status import DepotStatus, TenantStatus
 
 _TOKEN: Final = "a token that nobody guesses"
 _PATHS: Final = (
@@ -22,7 +21,7 @@ _PATHS: Final = (
 _METHODS: Final = ("POST", "GET", "DELETE", "HEAD")
 _ANSWERS: Final = {200, 400, 401, 404, 405, 409, 421}
 _TENANT: Final = "somebody of whom others should not know"
-_STATUS: Final = msgspec.structs.replace(EMPTY_STATUS, tenants={_TENANT: {"used_bytes": 1}})
+_STATUS: Final = DepotStatus(tenants={_TENANT: TenantStatus(used_bytes=1)})
 
 
 def call(data: bytes) -> None:
@@ -38,7 +37,7 @@ def call(data: bytes) -> None:
     statuses: list[int] = []
     answer = bytearray()
 
-    def ask(request: o.OperatorRequest, _seconds: float) -> Any:
+    def ask(request: OperatorRequest, _seconds: float) -> Any:
         assert has_token or isinstance(request, m.Hello | o.Status), "asked without the token"
         try:
             frames.decode_request(bytes(frames.encode_frame(0, request)))

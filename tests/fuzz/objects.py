@@ -17,7 +17,7 @@ from obstore.store import LocalStore
 from fuzz.depot import Bytes
 from fuzz.tiers import FOLDER, change
 from kvdepot.keys import Namespace, digest_at, hash_prefix
-from kvdepot.ops.cleanup import collect
+from kvdepot.operate.cleanup import collect
 from kvdepot.testing.tier_traffic import EXTENT_BYTES, PLACE, content, extents_of, fill, make_pool
 from kvdepot.tiers import object as module
 from kvdepot.tiers.base import TierPool

@@ -36,6 +36,8 @@ from kvdepot.movers.protocol import (
     encode,
     take_answers,
 )
+from kvdepot.operate import operations as o
+from kvdepot.operate.report import status_of
 from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.names import Label, Names, NamesFile
 from kvdepot.pool.prefixes import PrefixFile
@@ -51,11 +53,9 @@ from kvdepot.pool.table import (
 from kvdepot.server.depot import Depot
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
-from kvdepot.wire import operations as o
-from kvdepot.wire.status import ContextStatus, GroupStatus
+from kvdepot.wire.status import ContextStatus, DepotStatus, GroupStatus, TenantStatus
 from support.features import STANDARD
 from support.integrity import check_empty
-from support.status import EMPTY_STATUS
 
 CORPUS: Final = Path(__file__).with_name("corpus")
 _SEQUENCE: Final = bytes(range(8))
@@ -136,9 +136,7 @@ def _reply_seeds() -> list[bytes]:
         model="m",
         groups=[GroupStatus(kind=GroupKind.SLIDING_WINDOW, block_tokens=1, window_tokens=3)],
     )
-    status = msgspec.structs.replace(
-        EMPTY_STATUS, contexts=[context], tenants={"default": {"used_bytes": 1}}, counters={"stores": 1}
-    )
+    status = DepotStatus(contexts=[context], tenants={"default": TenantStatus(used_bytes=1)}, counters={"stores": 1})
     replies: list[frames.Reply] = [
         m.ErrorReply(1, ErrorCode.MALFORMED, "no"),
         m.HelloReply(1, 1, "0.1", 5),
@@ -265,7 +263,7 @@ def records(data: bytes) -> None:
         assert index.entries.has(node, record.group, record.part)
         found = index.entries.extent_of(node, PartPlace(record.group, record.part, record.num_bytes, record.check))
         assert (found is not None) == (record.state == SEALED)
-    depot.status.fields()
+    status_of(depot)
     for entry in unfinished:
         table.writer_of(entry)
         table.owner_of(entry)

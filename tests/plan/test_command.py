@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvdepot.ops.cli import make_parser
+from kvdepot.operate.cli import make_parser
 from support.commands import run_kvdepot
 
 ROOT = Path(__file__).parents[2]

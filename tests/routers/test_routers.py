@@ -9,7 +9,7 @@ import pytest
 
 from kvdepot.client.operator import ask_depot
 from kvdepot.lab.processes import wait_until
-from kvdepot.wire import operations as o
+from kvdepot.operate import operations as o
 from support.routers import DynamoIndexer, Node, VllmRouter
 
 pytestmark = pytest.mark.slow

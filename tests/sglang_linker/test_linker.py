@@ -18,9 +18,9 @@ from kvdepot.client.scheduler import SchedulerClient
 from kvdepot.client.transfers import WorkerTransfers
 from kvdepot.engines.settings import EngineSettings
 from kvdepot.errors import ConfigError
+from kvdepot.features.sessions import operations as sessions
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.wire import messages as m
-from kvdepot.wire import operations as o
 from kvdepot_sglang import around_offload_nodes, register
 from kvdepot_sglang.identity import engine_namespace
 from kvdepot_sglang.pools import Unsupported
@@ -154,14 +154,14 @@ def test_a_prompt_that_the_device_has_is_used_in_the_depot_too(engine: MakeEngin
 def test_what_is_stored_counts_for_its_tenant(engine: MakeEngine, depot: DepotProcess) -> None:
     one = engine(tenant="other")
     assert one.store(names_of(1, 4), one.slots(0, 4))
-    assert depot.status().tenants["other"]["used_bytes"] > 0
+    assert depot.status().tenants["other"].used_bytes > 0
 
 
 def test_the_depot_knows_a_session_by_its_name(engine: MakeEngine, depot: DepotProcess) -> None:
     one, names = engine(), names_of(1, 4)
     assert one.store(names[:2], one.slots(0, 2), session="chat")
     assert one.store(names, one.slots(0, 4), first=2, session="chat")
-    wait_until(lambda: ask_depot(o.RetainSession("chat", 60.0), depot.url, 5.0).count == 4)
+    wait_until(lambda: ask_depot(sessions.RetainSession("chat", 60.0), depot.url, 5.0).count == 4)
 
 
 @pytest.mark.parametrize("is_stored", [True, False])

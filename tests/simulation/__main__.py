@@ -16,7 +16,7 @@ import sys
 import time
 from pathlib import Path
 
-from kvdepot.ops.commandline import count_argument
+from kvdepot.operate.commandline import count_argument
 from kvdepot.wire import messages as m
 from simulation.history import run_seed, story
 from simulation.processes import Processes, run_in_real_time

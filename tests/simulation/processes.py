@@ -20,7 +20,7 @@ from kvdepot.errors import KVDepotError, RemoteError
 from kvdepot.lab.engine_model import GEOMETRY_8B, Geometry
 from kvdepot.lab.fleet import EngineStart, FleetEngine, Prompt, start_engines
 from kvdepot.lab.processes import DepotProcess, wait_until
-from kvdepot.wire import operations as o
+from kvdepot.operate import operations as o
 from simulation.node import Node, random_event
 
 _WEIGHTS: Final = {"kill": 4, "stop": 3, "kill_server": 2, "stop_server": 2, "clear": 1, "damage": 4}

@@ -16,6 +16,7 @@ import msgspec
 from kvdepot.client.verify import count_valid_chunks
 from kvdepot.errors import ErrorCode, IntegrityError
 from kvdepot.features.flights.feature import FlightTable
+from kvdepot.features.sessions import operations as session_operations
 from kvdepot.features.sessions.feature import Agents
 from kvdepot.index.index import ChunkIndex
 from kvdepot.index.quotas import QuotaTable
@@ -23,6 +24,7 @@ from kvdepot.index.restore import restore
 from kvdepot.index.tree import digest_of
 from kvdepot.keys import DIGEST_BYTES, KeyRun
 from kvdepot.layout import Part, mask_of
+from kvdepot.operate import operations as o
 from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.names import NamesFile
 from kvdepot.pool.prefixes import PrefixFile
@@ -45,7 +47,6 @@ from kvdepot.tiers.keys import name_hash, place_of, tier_key
 from kvdepot.tiers.tiering import TieringSettings
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
-from kvdepot.wire import operations as o
 from simulation.memory import (
     NUM_RECORDS,
     PAGE,
@@ -906,16 +907,16 @@ class World(Node):
                     operate(depot, o.Warm(tenant=PROMPTS[b % 4].tenant, digests=PROMPTS[b % 4].digests))
                     return f"an operator warms {self._name(PROMPTS[b % 4])}"
                 case 3:
-                    operate(depot, o.RetainSession(session, c % 3 * 5.0, owner))
+                    operate(depot, session_operations.RetainSession(session, c % 3 * 5.0, owner))
                     return f"{session} of {owner} is retained for {c % 3 * 5} s"
                 case 4:
-                    operate(depot, o.PrefetchSession(session, owner, c % 3 * 5.0))
+                    operate(depot, session_operations.PrefetchSession(session, owner, c % 3 * 5.0))
                     return f"{session} of {owner} is prefetched"
                 case 5:
                     if c % 2:
-                        operate(depot, o.DemoteSession(session, owner))
+                        operate(depot, session_operations.DemoteSession(session, owner))
                         return f"{session} of {owner} is demoted"
-                    operate(depot, o.ForgetSession(session, owner, at_once=bool(c & 2)))
+                    operate(depot, session_operations.ForgetSession(session, owner, at_once=bool(c & 2)))
                     return f"{session} of {owner} is forgotten"
                 case _:
                     operate(depot, o.Drain(not b % 4))

@@ -2,7 +2,7 @@
 
 from argparse import ArgumentTypeError
 
-from kvdepot.ops.commandline import number_argument
+from kvdepot.operate.commandline import number_argument
 
 
 def seconds_argument(text: str) -> float:

@@ -14,7 +14,8 @@ from kvdepot.lab.processes import DepotProcess, start_child
 from kvdepot.testing.engine import EngineProcess
 from support.nursery import Fork, Nursery
 
-_OF_DEPOTS: Final = ("kvdepot.ops.cli", "kvdepot.server.app")  # without numpy, as depots do not import it
+# Without numpy, as depots do not import it.
+_OF_DEPOTS: Final = ("kvdepot.operate.cli", "kvdepot.operate.report", "kvdepot.server.app")
 _OF_ENGINES: Final = ("kvdepot.testing.engine", "hypothesis")
 _OF_FAKE_MOVERS: Final = (
     "kvdepot.lab.processes",

@@ -12,7 +12,7 @@ from starlette.applications import Starlette
 from starlette.types import Message
 
 from kvdepot.lab.processes import DepotProcess
-from kvdepot.ops.serve import HttpServer, HttpSettings
+from kvdepot.operate.serve import HttpServer, HttpSettings
 
 TOKEN = "a token that nobody guesses"
 

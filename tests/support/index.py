@@ -14,9 +14,9 @@ from kvdepot.index.quotas import QuotaTable
 from kvdepot.index.restore import restore
 from kvdepot.keys import KeyRun, Namespace, hash_prefix
 from kvdepot.layout import GroupKind, Part
+from kvdepot.operate.operations.cache import clear_pool
 from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.table import Entry, IndexTable, Writer, table_size_bytes
-from kvdepot.server import commands
 from kvdepot.server.depot import Depot
 from kvdepot.server.feature import MakeFeature
 from kvdepot.server.state import SaveNames, save_nothing
@@ -180,7 +180,7 @@ class Bench:
     def drain(self) -> None:
         for quarantine in [*self.depot.quarantine.held]:
             self.depot.end_process(quarantine.worker[0])
-        sum(commands.clear_pool(self.depot, None))
+        sum(clear_pool(self.depot, None))
         assert (self.index.extents.used_bytes, self.index.entries.num_sealed, len(self.index.nodes)) == (0, 0, 0)
         assert (len(self.depot.leases), len(self.depot.stores.tickets), len(self.depot.quarantine.held)) == (0, 0, 0)
         assert self.index.extents.free_extents() == [(0, self.pages * PAGE)]

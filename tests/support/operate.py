@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 
-from kvdepot.server.commands import Operators
 from kvdepot.server.depot import Depot
 from kvdepot.server.turns import PendingReply
 from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.tiering import Tiering, TieringSettings
 from kvdepot.wire import frames
-from kvdepot.wire import operations as o
+from kvdepot.wire.operation import OperatorRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,13 +19,13 @@ class Answered:
     reply: frames.Reply | None
 
 
-def operate(depot: Depot, request: o.OperatorRequest) -> PendingReply | Answered:
+def operate(depot: Depot, request: OperatorRequest) -> PendingReply | Answered:
     """Begin an operation. Return its reply, which may be there already.
 
     Raises:
         Refused: the depot refused the operation and changed nothing.
     """
-    reply = Operators(depot, {}).answer(request, lambda: "this test")
+    reply = depot.operate(SimpleNamespace(depot=depot, epoch=depot.state.epoch), request, lambda: "this test")
     return reply if isinstance(reply, PendingReply) else Answered(reply)
 
 

@@ -26,7 +26,13 @@ as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can start proce
 
 _MODULES: Final = (
     *("email.parser", "importlib.metadata", "socketserver", "statistics"),  # imported when a depot needs them
-    *("kvdepot.ops.cli", "kvdepot.ops.operate", "kvdepot.ops.serve", "kvdepot.server.app", "kvdepot.tiers.disk.tier"),
+    *(
+        "kvdepot.operate.cli",
+        "kvdepot.operate.commands",
+        "kvdepot.operate.serve",
+        "kvdepot.server.app",
+        "kvdepot.tiers.disk.tier",
+    ),
     *("support.other_users", "support.peer"),
     *(feature.module for feature in entry_points(group="kvdepot.features")),
 )
@@ -34,13 +40,13 @@ _MODULES: Final = (
 _IMPORTS: Final = """
 import os, socket, sys
 from pathlib import Path
-import kvdepot.ops.cli
+import kvdepot.operate.cli
 from kvdepot.client.connection import Connection
 from kvdepot.client.operator import ask_depot
 from kvdepot.errors import KVDepotError
 from kvdepot.pool.files import open_pool
 from kvdepot.server.access import Access
-from kvdepot.wire import operations as o
+from kvdepot.operate import operations as o
 from support.peer import registration
 """
 
@@ -70,7 +76,7 @@ def run_as(user: int, script: str, *arguments: object, given: str = "") -> str:
 
 def serve_as(user: int, *flags: object) -> Fork:
     """Start a depot as another user, or as root."""
-    return start_as(user, "kvdepot.ops.cli.main(['serve', *sys.argv[1:]])", *flags)
+    return start_as(user, "kvdepot.operate.cli.main(['serve', *sys.argv[1:]])", *flags)
 
 
 def log_until(process: Fork, word: str) -> list[str]:

@@ -19,11 +19,12 @@ import pytest
 from obstore.store import LocalStore, ObjectStore
 
 from kvdepot.errors import ConfigError
+from kvdepot.features.sessions import operations as sessions
 from kvdepot.keys import DIGEST_BYTES, KeyRun, Namespace, digest_at, hash_prefix
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.layout import GroupKind
-from kvdepot.ops.cleanup import collect
-from kvdepot.ops.cli import main
+from kvdepot.operate.cleanup import collect
+from kvdepot.operate.cli import main
 from kvdepot.testing.tier_traffic import contains, content, make_pool, read
 from kvdepot.tiers.base import TierPool
 from kvdepot.tiers.keys import (
@@ -44,7 +45,6 @@ from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.runs import object_name
 from kvdepot.tiers.url import TierUrl, open_tier
 from kvdepot.wire import messages as m
-from kvdepot.wire import operations as o
 from support.peer import Peer, find, registration
 from support.tiers.direct import read_from, write_to
 from support.tiers.servers import S3Server, is_written
@@ -490,7 +490,7 @@ def test_a_session_that_is_demoted_is_found_in_runs(demotion: str, num_chunks: i
         settle(depot)
         peer.store(run.slice(num_chunks - 8, num_chunks))  # with `store`, it waits for a continuation
         peer.ask(m.Hint(peer.context, run.tenant, run.digests, session="agent"))
-        reply = peer.ask(o.DemoteSession("agent", run.tenant))
+        reply = peer.ask(sessions.DemoteSession("agent", run.tenant))
         assert isinstance(reply, m.Done)
         assert reply.count == num_chunks
         wait_until(lambda: not depot.status().pool_used_bytes, what="the session to leave")

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from kvdepot.client.operator import ask_depot
+from kvdepot.features.sessions import operations as sessions
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.wire import messages as m
-from kvdepot.wire import operations as o
 from support.peer import Peer, find, prompt
 from support.tiers.servers import ValkeyServer, is_written, valkey_program
 from support.tools import needs_tool
@@ -30,7 +30,7 @@ def demote_after(seconds: float, url: str, lose: Callable[[], object] = lambda: 
         until = time.monotonic() + seconds
         wait_until(lambda: time.monotonic() >= until, what="the end of what the depot knows")
         lose()
-        assert ask_depot(o.DemoteSession("agent", run.tenant), depot.url, 10).count == 16
+        assert ask_depot(sessions.DemoteSession("agent", run.tenant), depot.url, 10).count == 16
         wait_until(lambda: not depot.status().num_chunks, what="an empty pool")
         return find(peer, run)
 

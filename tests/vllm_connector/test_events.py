@@ -5,7 +5,7 @@ from pathlib import Path
 
 from kvdepot.client.operator import ask_depot
 from kvdepot.lab.processes import DepotProcess, wait_until
-from kvdepot.wire import operations as o
+from kvdepot.operate import operations as o
 from support.events import FLAGS, Context, Listener, Router
 from support.vllm.engines import Engine, MakeModel, RunCode, connector, prompts
 

@@ -8,7 +8,7 @@ import pytest
 
 from kvdepot.client.operator import ask_depot
 from kvdepot.lab.processes import DepotProcess, wait_until
-from kvdepot.wire import operations as o
+from kvdepot.operate import operations as o
 from support.events import FLAGS, Context, Listener
 from support.routers import HOST_CREDIT, Front, VllmRouter, free_ports
 from support.vllm.engines import Engine, MakeModel, Prompt, cached, connector, prompts

@@ -13,11 +13,11 @@ import pytest
 from kvdepot.backends import NO_BLOCK
 from kvdepot.client.answers import Lease
 from kvdepot.engines.generation import Generation
+from kvdepot.features.sessions import operations as sessions
 from kvdepot.keys import KeyRun, Namespace, PrefixHasher, num_digests
 from kvdepot.layout import GroupKind
 from kvdepot.wire import messages as m
-from kvdepot.wire import operations as o
-from kvdepot.wire.operation import Operation
+from kvdepot.wire.operation import Operation, OperatorRequest
 from kvdepot_vllm import loads, stores
 from kvdepot_vllm.groups import EngineCache, EngineGroup
 from kvdepot_vllm.jobs import StepPlan, WorkerReport
@@ -38,7 +38,7 @@ class Client:
     answers: bool = True
     asked: list[int] = field(default_factory=list[int])
     released: list[Lease] = field(default_factory=list[Lease])
-    operations: list[o.OperatorRequest] = field(default_factory=list[o.OperatorRequest])
+    operations: list[OperatorRequest] = field(default_factory=list[OperatorRequest])
     hints: list[m.Hint] = field(default_factory=list[m.Hint])
     token_seconds: float = 0.0
     num_pending: int = 0
@@ -516,15 +516,15 @@ def test_a_request_names_sessions_that_are_moved_when_it_arrives() -> None:
     it.request(40, kv_transfer_params={"kvdepot": wishes})
     tenant = "default"
     assert it.client.operations == [
-        o.RetainSession("a", 60.0, tenant),
-        o.PrefetchSession("b", tenant),
-        o.DemoteSession("c", tenant),
-        o.DemoteSession("d", tenant),
-        o.ForgetSession("e", tenant),
-        o.ForgetSession("f", tenant, at_once=True),
+        sessions.RetainSession("a", 60.0, tenant),
+        sessions.PrefetchSession("b", tenant),
+        sessions.DemoteSession("c", tenant),
+        sessions.DemoteSession("d", tenant),
+        sessions.ForgetSession("e", tenant),
+        sessions.ForgetSession("f", tenant, at_once=True),
     ]
     it.request(40, "timed", kv_transfer_params={"kvdepot": {"prefetch": {"b": 300}}})
-    assert it.client.operations[6:] == [o.PrefetchSession("b", tenant, 300.0)]
+    assert it.client.operations[6:] == [sessions.PrefetchSession("b", tenant, 300.0)]
 
 
 @pytest.mark.parametrize(
@@ -1018,7 +1018,10 @@ def test_settings_come_in_the_hints_of_a_router_too() -> None:
     assert it.side.matched_tokens(request, 0) == (64, True)
     it.side.finished(request, (blocks(1, 7),))
     assert (it.client.hints[-1].session, it.client.hints[-1].retain_seconds) == ("agent", 5.0)
-    assert it.client.operations == [o.PrefetchSession("other", "default"), o.ForgetSession("third", "default")]
+    assert it.client.operations == [
+        sessions.PrefetchSession("other", "default"),
+        sessions.ForgetSession("third", "default"),
+    ]
 
 
 def test_the_log_tells_each_decision_about_a_request(caplog: pytest.LogCaptureFixture) -> None:

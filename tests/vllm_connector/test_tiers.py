@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvdepot.lab.processes import DepotProcess, wait_until
-from kvdepot.ops.cli import main
+from kvdepot.operate.cli import main
 from support.vllm.engines import Engine, MakeModel, cached, connector, prompts, tokens
 
 # Three: from the fourth promotion on, the depot compares the speeds of tier and engine, and may prefer computation.

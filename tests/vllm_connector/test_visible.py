@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from kvdepot.lab.processes import DepotProcess
-from kvdepot.ops.status import describe_status
+from kvdepot.operate.status import describe_status
 from support.events import FLAGS
 from support.vllm.engines import Engine, MakeModel, connector, prompts
 

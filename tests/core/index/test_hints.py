@@ -7,7 +7,7 @@ import pytest
 from kvdepot.features.estimates.feature import HitRateCurve
 from kvdepot.index.eviction import POLICIES
 from kvdepot.keys import KeyRun, Namespace, hash_prefix
-from kvdepot.server import commands
+from kvdepot.operate.operations.cache import clear_pool
 from kvdepot.server.turns import PendingReply
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
@@ -140,7 +140,7 @@ def test_a_hint_for_what_leaves_before_its_turn_changes_nothing() -> None:
     bench, worker = long_bench(pages=300)
     deferred = begin_end(worker, LONG)
     assert isinstance(deferred, PendingReply)
-    sum(commands.clear_pool(bench.depot, None))
+    sum(clear_pool(bench.depot, None))
     store_long(worker, prompt(300, 2))  # reuses the places of the evicted chunks
     bench.depot.background.work()
     assert deferred.reply == m.Done(1, AT_ONCE)

@@ -9,11 +9,13 @@ from kvdepot.index.eviction import POLICIES, AdaptiveReplacement
 from kvdepot.index.index import ChunkIndex
 from kvdepot.keys import KeyRun, Namespace, hash_prefix
 from kvdepot.layout import Part
+from kvdepot.operate.operations.cache import clear_pool
+from kvdepot.operate.report import status_of
 from kvdepot.pool.names import Label, Names
 from kvdepot.pool.table import HEADER_PAGE_BYTES, RECORD_BYTES, SEALED, IndexTable, Writer
-from kvdepot.server import commands
 from kvdepot.server.turns import Refused
 from kvdepot.wire import messages as m
+from kvdepot.wire.status import DeviceStatus
 from support.index import (
     FULL,
     HYBRID,
@@ -120,7 +122,7 @@ def test_bytes_of_a_chunk_that_a_retrieve_does_not_deliver_are_not_counted() -> 
     worker.store(prompt(2), 2, 1, 1)
     assert worker.retrieve(prompt(2), 2, 2, 1).num_chunks == 0, "chunk 0 lacks its window"
     assert worker.retrieve(prompt(2), 2, 1, 1).num_chunks == 2
-    assert bench.depot.status.fields()["devices"]["none"] == {"stored_bytes": 4 * PAGE, "retrieved_bytes": 4 * PAGE}
+    assert status_of(bench.depot).devices["none"] == DeviceStatus(stored_bytes=4 * PAGE, retrieved_bytes=4 * PAGE)
 
 
 # --- room -----------------------------------------------------------------------------------------------------------
@@ -178,7 +180,7 @@ def test_a_pool_that_still_grows_declines_what_has_room_later_and_evicts_nothing
     bench = Bench(pages=8, ready_pages=4)
     worker, extents = bench.worker(), bench.index.extents
     assert worker.store(prompt(6)).num_declined == 2
-    counters = bench.depot.status.fields()["counters"]
+    counters = status_of(bench.depot).counters
     assert (bench.index.evictor.num_evicted, counters["store_entries_not_ready"]) == (0, 1)
     extents.grow(6 * PAGE)
     assert worker.store(prompt(6)).num_declined == 0
@@ -250,7 +252,7 @@ def test_an_aborted_chunk_does_not_make_the_one_before_it_seem_used() -> None:
     bench, worker = bench_and_worker(pages=4)
     for name, tenant in ((1, "a"), (2, "a"), (3, "b")):
         worker.store(prompt(1, name, tenant))
-    sum(commands.clear_pool(bench.depot, "b"))
+    sum(clear_pool(bench.depot, "b"))
     plan = worker.prepare(hash_prefix(Namespace("model", tenant="a"), 1, [100, 101]).slice(1))
     worker.ask(m.AbortStore(worker.context, plan.ticket))
     assert worker.store(prompt(3, 4)).num_declined == 0
@@ -354,9 +356,9 @@ def test_each_tenant_is_charged_for_its_own() -> None:
     bench, worker = bench_and_worker()
     worker.store(prompt(3, tenant="a"))
     worker.store(prompt(1, tenant="b"))
-    used = {name: fields["used_bytes"] for name, fields in bench.depot.status.fields()["tenants"].items()}
+    used = {name: tenant.used_bytes for name, tenant in status_of(bench.depot).tenants.items()}
     assert used == {"a": 3 * PAGE, "b": PAGE}
-    assert sum(commands.clear_pool(bench.depot, "a")) == 3
+    assert sum(clear_pool(bench.depot, "a")) == 3
     assert worker.lookup(prompt(1, tenant="b")).num_chunks == 1
 
 
@@ -372,10 +374,10 @@ def test_a_store_of_a_living_worker_ends_by_time_and_keeps_its_extents(how: str)
     plan = slow.prepare(prompt(4).slice(2))
     bench.now += 4 * LEASE_SECONDS - 1
     bench.depot.expire()
-    assert bench.depot.status.fields()["num_tickets"] == 1
+    assert status_of(bench.depot).num_tickets == 1
     bench.pass_time(1)
-    status = bench.depot.status.fields()
-    assert (status["num_tickets"], status["quarantined_bytes"]) == (0, 2 * PAGE)
+    status = status_of(bench.depot)
+    assert (status.num_tickets, status.quarantined_bytes) == (0, 2 * PAGE)
     assert quick.store(prompt(8)).num_declined == 2, "its chunks can be stored again, its extents are not given away"
     assert (quick.lookup(prompt(8)).num_chunks, bench.index.extents.used_bytes) == (6, 8 * PAGE)
     bench.index.check_integrity()
@@ -388,11 +390,11 @@ def test_a_store_of_a_living_worker_ends_by_time_and_keeps_its_extents(how: str)
             assert slow.ask(m.AbortStore(slow.context, plan.ticket)) == m.Done(1, 2)
         case "leaves":
             bench.depot.end_session(slow.session)
-            assert bench.depot.status.fields()["quarantined_bytes"] == 2 * PAGE
+            assert status_of(bench.depot).quarantined_bytes == 2 * PAGE
             bench.depot.end_process(slow.writer)
         case _:
             slow.ask(m.Unregister(slow.context))
-    assert (bench.depot.status.fields()["quarantined_bytes"], bench.index.extents.used_bytes) == (0, 6 * PAGE)
+    assert (status_of(bench.depot).quarantined_bytes, bench.index.extents.used_bytes) == (0, 6 * PAGE)
     assert quick.store(prompt(8)).num_declined == 0
     bench.pass_time(LEASE_SECONDS)
     bench.drain()
@@ -405,7 +407,7 @@ def test_nobody_ends_the_late_store_of_another_context() -> None:
     bench.pass_time(4 * LEASE_SECONDS)
     assert other.refusal(m.CommitStore(other.context, plan.ticket)) is ErrorCode.UNKNOWN_TICKET
     assert other.ask(m.AbortStore(other.context, plan.ticket)) == m.Done(1, 0)
-    assert bench.depot.status.fields()["quarantined_bytes"] == 2 * PAGE
+    assert status_of(bench.depot).quarantined_bytes == 2 * PAGE
 
 
 @pytest.mark.promise(72)
@@ -414,7 +416,7 @@ def test_a_worker_that_ends_no_store_has_half_of_the_pool_and_one_store_at_most(
     forgetful, other = bench.worker(), bench.worker()
     plans = [forgetful.prepare(prompt(4, name)) for name in range(16)]
     assert [bool(plan.ticket) for plan in plans] == [True] * 9 + [False] * 7
-    assert bench.depot.status.fields()["counters"]["stores_without_commit"] == 7
+    assert status_of(bench.depot).counters["stores_without_commit"] == 7
     assert other.store(prompt(28, 20)).num_declined == 0
     forgetful.commit(plans[0])
     assert forgetful.store(prompt(4, 30)).num_declined == 0
@@ -437,7 +439,7 @@ def test_extents_of_a_lost_session_wait_for_its_process_or_its_return() -> None:
         lost = bench.worker(name="engine")
         lost.prepare(prompt(2))
         bench.depot.end_session(lost.session)
-        assert bench.depot.status.fields()["quarantined_bytes"] == 2 * PAGE
+        assert status_of(bench.depot).quarantined_bytes == 2 * PAGE
         bench.depot.end_process(Writer(1, 1))
         assert bench.worker().store(prompt(1, 1)).num_declined == 1
         if returns:
@@ -456,8 +458,8 @@ def test_a_worker_that_returned_before_its_lost_session_ended_leaves_no_extents_
     for session in (other.session, lost.session):
         bench.depot.end_session(session)
     bench.depot.background.work()
-    assert bench.depot.status.fields()["quarantined_bytes"] == 2 * PAGE, "those of the worker that is away"
-    assert bench.depot.status.fields()["events"][-1][1] == "engine left"
+    assert status_of(bench.depot).quarantined_bytes == 2 * PAGE, "those of the worker that is away"
+    assert status_of(bench.depot).events[-1][1] == "engine left"
     returned.store(prompt(2))
     assert returned.lookup(prompt(2)).num_chunks == 2
     bench.depot.end_session(returned.session)
@@ -664,7 +666,7 @@ def test_a_corrupt_entry_hides_what_comes_after_it_until_it_is_stored_again(chun
     assert report(worker, prompt(4), chunk) == 1
     worker.ask(m.EndRequest(worker.context, "r"))
     assert worker.lookup(prompt(4)).num_chunks == worker.retrieve(prompt(4)).num_chunks == chunk
-    assert bench.depot.status.fields()["num_entries"] == 3
+    assert status_of(bench.depot).num_entries == 3
     assert worker.store(prompt(4)).num_present == 3
     assert worker.lookup(prompt(4)).num_chunks == 4
     worker.ask(m.EndRequest(worker.context, "r"))

@@ -11,11 +11,13 @@ from kvdepot.features.sessions.pins import Pin
 from kvdepot.index.eviction import POLICIES
 from kvdepot.index.quotas import QuotaTable
 from kvdepot.index.restore import restore
+from kvdepot.operate import operations as o
+from kvdepot.operate.report import status_of
 from kvdepot.pool.table import Entry
 from kvdepot.server.state import MAXIMUM_ROWS
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
-from kvdepot.wire import operations as o
+from kvdepot.wire.status import TenantStatus
 from support.index import LEASE_SECONDS, PAGE, Bench, Worker, bench_and_worker, prompt
 from support.integrity import empty_by_eviction
 from support.operate import operate
@@ -55,8 +57,8 @@ def test_idle_space_is_borrowed_and_given_back() -> None:
     assert stored(worker, "b", range(50)) == 12, "nobody else wants it"
     assert fill(worker, "a", range(8)) == 0
     assert (stored(worker, "a", range(8)), stored(worker, "b", range(50))) == (8, 4)
-    status = bench.depot.status.fields()["tenants"]
-    assert status["a"] == {"used_bytes": 8 * PAGE, "quota_bytes": 8 * PAGE, "retained_bytes": 0}
+    status = status_of(bench.depot).tenants
+    assert status["a"] == TenantStatus(used_bytes=8 * PAGE, quota_bytes=8 * PAGE, retained_bytes=0)
 
 
 def test_two_that_both_want_more_do_not_thrash_each_other() -> None:
@@ -78,7 +80,7 @@ def test_leases_of_others_keep_nobody_from_its_quota(policy: str) -> None:
         worker.lookup(prompt(1, name, "b"))
     assert fill(worker, "a", range(90)) == 0
     assert (stored(worker, "a", range(90)), stored(worker, "b", range(256))) == (90, 166)
-    counters = bench.depot.status.fields()["counters"]
+    counters = status_of(bench.depot).counters
     assert (counters["chunks_evicted"], counters["chunks_evicted_leased"]) == (90, 89), (
         "what nothing needs leaves first"
     )
@@ -142,7 +144,7 @@ def test_unfinished_stores_of_a_share_are_no_more_than_its_quota() -> None:
     workers, other = [bench.worker(), bench.worker()], bench.worker()
     plans = [workers[name % 2].prepare(prompt(1, name, "b")) for name in range(255)]
     assert sum(plan.num_declined for plan in plans) == 255 - 160
-    assert bench.depot.status.fields()["counters"]["store_entries_over_share"] == 255 - 160
+    assert status_of(bench.depot).counters["store_entries_over_share"] == 255 - 160
     assert fill(other, "a", range(90)) == 0
     assert sum(workers[name % 2].commit(plan) for name, plan in enumerate(plans) if plan.ticket) == 160
     assert stored(other, "a", range(90)) == 90
@@ -302,11 +304,9 @@ def test_a_quota_given_at_runtime_holds_for_what_is_here_already() -> None:
     assert set_quota(bench, "a", 4) == m.Done(1, 4)
     assert fill(worker, "b", range(100)) == 0
     assert (stored(worker, "a", range(4)), stored(worker, "b", range(100))) == (4, 8)
-    assert bench.depot.status.fields()["tenants"]["a"] == {
-        "used_bytes": 4 * PAGE,
-        "quota_bytes": 4 * PAGE,
-        "retained_bytes": 0,
-    }
+    assert status_of(bench.depot).tenants["a"] == TenantStatus(
+        used_bytes=4 * PAGE, quota_bytes=4 * PAGE, retained_bytes=0
+    )
 
 
 def test_a_quota_that_ends_leaves_its_chunks_to_everybody() -> None:

@@ -14,12 +14,12 @@ from kvdepot.index.restore import restore
 from kvdepot.index.shares import Shares
 from kvdepot.index.visibility import Visibility
 from kvdepot.layout import GroupKind
+from kvdepot.operate.operations.cache import clear_pool
 from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.files import open_pool
 from kvdepot.pool.names import Label
 from kvdepot.pool.table import SEALED, WRITING, Entry, IndexTable, Writer
 from kvdepot.processes import process_start_time
-from kvdepot.server import commands
 from kvdepot.server.app import DepotServer
 from kvdepot.server.depot import Depot
 from kvdepot.testing.tier_traffic import make_pool
@@ -135,7 +135,7 @@ def come_and_go(successor: Successor) -> None:
 
 
 def clear(successor: Successor) -> None:
-    assert sum(commands.clear_pool(successor.depot, None)) == 0
+    assert sum(clear_pool(successor.depot, None)) == 0
 
 
 MEANWHILE: dict[str, Callable[[Successor], object]] = {

@@ -24,6 +24,7 @@ from kvdepot.layout import GroupKind
 from kvdepot.movers import table as movers
 from kvdepot.movers.protocol import Ready, Setup, encode
 from kvdepot.movers.table import MoverState, MoverTable
+from kvdepot.operate.report import status_of
 from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.table import IndexTable, Writer
 from kvdepot.processes import process_start_time
@@ -123,10 +124,10 @@ class Node:
 
     @property
     def quarantined_bytes(self) -> int:
-        return int(self.depot.status.fields()["quarantined_bytes"])
+        return int(status_of(self.depot).quarantined_bytes)
 
     def counter(self, name: str) -> int:
-        return int(self.depot.status.fields()["counters"].get(name, 0))
+        return int(status_of(self.depot).counters.get(name, 0))
 
 
 @pytest.fixture
@@ -420,7 +421,7 @@ def test_a_worker_that_offered_nothing_has_no_mover(node: Node) -> None:
     moved = node.ask(m.Move(reply.context, 0))
     assert moved.outcome is m.MoveOutcome.UNAVAILABLE
     assert node.counter("workers_fallen_back") == 1
-    (status,) = node.depot.status.fields()["contexts"]
+    (status,) = status_of(node.depot).contexts
     assert (status.mover, status.fallback) == ("", "memory without a handle")
 
 

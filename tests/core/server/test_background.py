@@ -6,16 +6,18 @@ from typing import Any
 import pytest
 
 from kvdepot.errors import ErrorCode
+from kvdepot.features.sessions import operations as session_operations
 from kvdepot.features.sessions.feature import Agents
 from kvdepot.features.sessions.pins import Pin
 from kvdepot.lab.processes import wait_until
 from kvdepot.layout import GroupKind
+from kvdepot.operate import operations as o
+from kvdepot.operate.operations.cache import clear_pool
+from kvdepot.operate.report import status_of
 from kvdepot.pool.table import Writer
-from kvdepot.server import commands
 from kvdepot.server.state import MAXIMUM_ROWS
 from kvdepot.server.turns import PendingReply, Refused
 from kvdepot.wire import messages as m
-from kvdepot.wire import operations as o
 from support.full_depot import NUM_CHUNKS, PAGE, PROMPT_CHUNKS, Bench, prepare_all, prompt, put_tier_below
 from support.integrity import num_ended
 from support.operate import operate
@@ -97,7 +99,7 @@ def test_a_worker_that_leaves_many_unfinished_entries() -> None:
         bench.prepare(prompt(name, m.MAXIMUM_STORE_ENTRIES))
     bench.depot.end_session(1)
     bench.depot.end_process(Writer(1, 1))
-    bench.depot.status.fields()
+    status_of(bench.depot)
     bench.depot.background.work()
     assert len(bench.index.nodes) == 0
 
@@ -165,7 +167,7 @@ def test_a_request_that_waits_for_failing_work_gets_an_error(
     deferred = {
         "clearing": lambda: operate(bench.depot, o.Clear()),
         "a hint": lambda: bench.ask(m.Hint(bench.context, run.tenant, run.digests, session_ended=True)),
-        "a session": lambda: operate(bench.depot, o.ForgetSession("agent", run.tenant)),
+        "a session": lambda: operate(bench.depot, session_operations.ForgetSession("agent", run.tenant)),
     }[what]()
     bench.depot.background.work()
     assert deferred.reply == m.ErrorReply(1, ErrorCode.INTERNAL, "RuntimeError: a mistake")
@@ -316,7 +318,7 @@ def test_very_many_pins_that_expire() -> None:
     bench.depot.expire()
     bench.depot.background.work()
     assert len(bench.depot.features.of(Agents).pins) == bench.depot.features.of(Agents).pins.bytes_of(0) == 0
-    assert sum(commands.clear_pool(bench.depot, None)) == 8, "nothing holds them any more"
+    assert sum(clear_pool(bench.depot, None)) == 8, "nothing holds them any more"
 
 
 @pytest.mark.promise(61)
@@ -331,7 +333,7 @@ def test_a_prefix_is_warmed_in_many_caches_step_by_step() -> None:
     run = prompt(0, 8)
     bench.store(run)
     bench.turn_until(lambda: not queue.queued_write_bytes and not queue.has_results)
-    sum(commands.clear_pool(bench.depot, None))
+    sum(clear_pool(bench.depot, None))
     warmed = operate(bench.depot, o.Warm(tenant=run.tenant, digests=run.digests))
     bench.turn_until(lambda: warmed.reply is not None)
     assert warmed.reply == m.Done(1, run.num_chunks)

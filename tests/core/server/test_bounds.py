@@ -14,17 +14,19 @@ from kvdepot.config import CONTROL_SOCKET, ServerConfig
 from kvdepot.index.index import MOST_EVICTED
 from kvdepot.lab.processes import wait_until
 from kvdepot.layout import GroupKind
+from kvdepot.operate.operations.cache import clear_pool
+from kvdepot.operate.report import status_of
 from kvdepot.pool.files import open_pool
 from kvdepot.pool.folder import NAMES_FILE
 from kvdepot.pool.names import Label
 from kvdepot.pool.table import Writer
-from kvdepot.server import commands
 from kvdepot.server.app import DepotServer
 from kvdepot.server.state import MAXIMUM_LABELS, MAXIMUM_ROWS
 from kvdepot.server.turns import PendingReply, Refused
 from kvdepot.tiers import promotion
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
+from kvdepot.wire.status import TenantStatus
 from support.full_depot import NUM_CHUNKS, PAGE, PROMPT_CHUNKS, SPEC, Bench, prepare_all, prompt, put_tier_below
 from support.peer import registration
 
@@ -68,8 +70,8 @@ def test_a_quota_and_the_status_where_tenants_have_many_models() -> None:
         bench.index.quotas.add_label(len(bench.depot.labels.names) - 1, "a")
     steps = bench.index.evictor.set_quota("a", PAGE)
     next(steps)
-    tenants = bench.depot.status.fields()["tenants"]
-    assert tenants == {"a": {"used_bytes": PAGE, "quota_bytes": PAGE, "retained_bytes": 0}}
+    tenants = status_of(bench.depot).tenants
+    assert tenants == {"a": TenantStatus(used_bytes=PAGE, quota_bytes=PAGE, retained_bytes=0)}
 
 
 @pytest.mark.promise(61)
@@ -151,10 +153,10 @@ def test_the_status_of_many_tenants() -> None:
     num_tenants = MAXIMUM_ROWS + 1000
     for name in range(num_tenants):
         bench.store(prompt(name, 2, tenant=f"tenant {name}"))
-    tenants = bench.depot.status.fields()["tenants"]
+    tenants = status_of(bench.depot).tenants
     assert len(tenants) == MAXIMUM_ROWS + 1
-    assert tenants["tenant 7"] == {"used_bytes": 2 * PAGE}
-    assert tenants["(others)"] == {"used_bytes": 2 * PAGE * (num_tenants - MAXIMUM_ROWS)}
+    assert tenants["tenant 7"] == TenantStatus(used_bytes=2 * PAGE)
+    assert tenants["(others)"] == TenantStatus(used_bytes=2 * PAGE * (num_tenants - MAXIMUM_ROWS))
 
 
 @pytest.mark.slow
@@ -173,7 +175,7 @@ def test_a_thousand_workers_of_one_cache() -> None:
     for shard in range(num_workers):
         assert bench.depot.contexts.places(space) == ([], "")
         bench.ask(register(shard), 2 + shard)
-    contexts = bench.depot.status.fields()["contexts"]
+    contexts = status_of(bench.depot).contexts
     assert [len(context.groups) for context in contexts[1:]] == [num_groups] * num_workers
     places, model = bench.depot.contexts.places(space, "engine")
     assert [(place.group, place.part) for place in places] == [
@@ -252,7 +254,7 @@ def test_a_promotion_of_many_chunks(num_prompts: int) -> None:
     for run in runs:
         bench.store(run)
     bench.turn_until(lambda: not queue.queued_write_bytes and not queue.has_results)
-    sum(commands.clear_pool(bench.depot, None))
+    sum(clear_pool(bench.depot, None))
     replies: list[PendingReply] = []
     for run in runs:
         replies.append(bench.ask(m.Lookup(bench.context, "r", run.digests, "a", 60.0)))

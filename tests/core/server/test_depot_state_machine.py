@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvdepot.errors import ErrorCode
+from kvdepot.features.sessions import operations as session_operations
 from kvdepot.features.sessions.feature import Agents
 from kvdepot.index.eviction import POLICIES
 from kvdepot.index.index import ChunkIndex
@@ -19,14 +20,14 @@ from kvdepot.index.restore import restore
 from kvdepot.index.tree import NO_NODE
 from kvdepot.keys import KeyRun, Namespace, hash_prefix
 from kvdepot.layout import GroupKind, Part
+from kvdepot.operate.operations.cache import clear_pool
 from kvdepot.pool.extents import ExtentAllocator, extent_size
 from kvdepot.pool.table import SEALED, WRITING, Entry, IndexTable, Writer, table_size_bytes
-from kvdepot.server import commands
 from kvdepot.server.depot import Depot
 from kvdepot.server.turns import Refused
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
-from kvdepot.wire import operations as o
+from kvdepot.wire.operation import OperatorRequest
 from support.features import STANDARD
 from support.operate import operate
 
@@ -224,9 +225,9 @@ class DepotMachine(RuleBasedStateMachine):
     )
     def name_a_session(self, tenant: str, operation: str, seconds: float) -> None:
         """Retained chunks stay within quotas, and an operation on an unknown session changes nothing."""
-        request: o.OperatorRequest = o.ForgetSession("agent", tenant, operation == "forget at once")
+        request: OperatorRequest = session_operations.ForgetSession("agent", tenant, operation == "forget at once")
         if operation == "retain":
-            request = o.RetainSession("agent", seconds, tenant)
+            request = session_operations.RetainSession("agent", seconds, tenant)
         try:
             pending = operate(self.depot, request)
         except Refused as error:
@@ -396,7 +397,7 @@ class DepotMachine(RuleBasedStateMachine):
 
     @rule(tenant=st.sampled_from([None, "tenant-0", "nobody"]))
     def clear(self, tenant: str | None) -> None:
-        sum(commands.clear_pool(self.depot, tenant))
+        sum(clear_pool(self.depot, tenant))
         if tenant == "nobody":
             assert self.in_table(SEALED) == self.sealed
         self.sealed &= self.in_table(SEALED)
@@ -502,7 +503,7 @@ class DepotMachine(RuleBasedStateMachine):
             self.depot.end_process(orphan.writer)
         for _ in self.depot.features.of(Agents).pins.expire(float("inf")):
             pass
-        sum(commands.clear_pool(self.depot, None))
+        sum(clear_pool(self.depot, None))
         assert (self.index.extents.used_bytes, self.index.entries.num_sealed, len(self.index.nodes)) == (0, 0, 0)
         assert (len(self.depot.leases), len(self.depot.stores.tickets), len(self.depot.quarantine.held)) == (0, 0, 0)
         assert set(self.index.quotas.tenant_bytes) <= {0}

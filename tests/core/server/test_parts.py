@@ -8,6 +8,7 @@ from kvdepot.errors import ErrorCode
 from kvdepot.index.entries import PartPlace
 from kvdepot.keys import KeyRun
 from kvdepot.layout import MAXIMUM_HEADS, GroupKind, Part
+from kvdepot.operate.report import status_of
 from kvdepot.pool.table import SEALED, IndexTable
 from kvdepot.server.turns import Refused
 from kvdepot.wire import messages as m
@@ -158,7 +159,7 @@ def test_parts_that_overlap_are_counted_and_leave_with_their_chunk() -> None:
     left.commit(plans[0])
     whole.commit(plans[1])
     assert right.store(run).num_present == 1
-    assert bench.index.num_overlapping == bench.depot.status.fields()["counters"]["entries_overlapping"] == 1
+    assert bench.index.num_overlapping == status_of(bench.depot).counters["entries_overlapping"] == 1
     assert bench.index.extents.used_bytes == 6 * PAGE, "two of its heads twice"
     whole.store(prompt(1, name=1))
     assert found_by(left, run) == 0

@@ -57,7 +57,7 @@ def test_the_server_opens_no_device_and_loads_no_engine(busy: DepotProcess) -> N
     assert [path for path in devices if not path.startswith(("/dev/null", "/dev/shm/"))] == []
     mapped = Path(f"/proc/{busy.pid}/maps").read_text()
     assert [name for name in HEAVY if name in mapped] == []
-    code = "import sys, kvdepot.server.loop, kvdepot.ops.cli; print(*sys.modules)"
+    code = "import sys, kvdepot.server.loop, kvdepot.operate.cli; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert {"torch", "numpy", "vllm", "habana_frameworks"} & set(loaded) == set()
 
@@ -265,7 +265,7 @@ def test_a_name_that_was_not_written_to_its_end_is_cut_off(tail: bytes, depot: D
     depot.start()
     wait_until(lambda: not depot.status().recovering)
     assert depot.status().num_entries == 4
-    assert {name: usage["used_bytes"] > 0 for name, usage in depot.status().tenants.items()} == {"a": True, "b": True}
+    assert {name: usage.used_bytes > 0 for name, usage in depot.status().tenants.items()} == {"a": True, "b": True}
 
 
 # --- silence --------------------------------------------------------------------------------------------------------

@@ -13,9 +13,9 @@ from kvdepot.client.operator import ask_depot
 from kvdepot.config import CONTROL_SOCKET, HTTP_TOKEN
 from kvdepot.errors import DepotUnavailable
 from kvdepot.lab.processes import DepotProcess, wait_until
+from kvdepot.operate import operations as o
 from kvdepot.server.access import Access
 from kvdepot.server.run_folder import RunFolder
-from kvdepot.wire import operations as o
 from support.commands import KVDEPOT, run_kvdepot
 from support.other_users import STRANGER, as_root
 from support.peer import Peer, prompt

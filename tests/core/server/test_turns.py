@@ -21,12 +21,13 @@ from kvdepot.features.flights.feature import FlightTable
 from kvdepot.index.index import ChunkIndex
 from kvdepot.index.restore import restore
 from kvdepot.keys import DIGEST_BYTES, KeyRun, Namespace, hash_prefix
+from kvdepot.operate import operations as o
+from kvdepot.operate.report import status_of
 from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.table import Writer
 from kvdepot.server.turns import PendingReply
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
-from kvdepot.wire import operations as o
 from support.full_depot import PAGE, SPEC, Bench
 from support.operate import Answered, operate
 
@@ -212,7 +213,7 @@ def test_a_quota_and_the_status(full: FullDepot) -> None:
     def work(number: int) -> None:
         quota = (number + 1) * PAGE * NUM_ENTRIES // 20
         deferred = full.turn(lambda: operate(full.depot, o.SetQuota("a", quota)))
-        full.turn(full.depot.status.fields)
+        full.turn(lambda: status_of(full.depot))
         full.drain()
         assert isinstance(deferred, PendingReply | Answered)
         assert isinstance(deferred.reply, m.Done)

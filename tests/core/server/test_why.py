@@ -7,7 +7,7 @@ import pytest
 
 from kvdepot.keys import DIGEST_BYTES
 from kvdepot.lab.processes import DepotProcess
-from kvdepot.wire import operations as o
+from kvdepot.operate import operations as o
 from support import peer
 from support.index import bench_and_worker, prompt
 from support.operate import operate

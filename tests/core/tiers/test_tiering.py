@@ -18,15 +18,19 @@ from kvdepot.config import Demotion
 from kvdepot.errors import ErrorCode
 from kvdepot.features.flights import feature as flights
 from kvdepot.features.flights.feature import FlightTable
+from kvdepot.features.sessions import operations as session_operations
 from kvdepot.features.sessions.feature import Agents
 from kvdepot.index.entries import PartPlace
 from kvdepot.index.eviction import AdaptiveReplacement
 from kvdepot.keys import DIGEST_BYTES, KeyRun, Namespace, digest_at, hash_prefix
 from kvdepot.lab.processes import wait_until
 from kvdepot.layout import Part, heads_of_both, layers_of_both
+from kvdepot.operate import operations as o
+from kvdepot.operate.operations.cache import clear_pool
+from kvdepot.operate.report import status_of
 from kvdepot.pool.names import Names
 from kvdepot.pool.table import SEALED, Writer
-from kvdepot.server import commands, lookups
+from kvdepot.server import lookups
 from kvdepot.server.state import SaveNames, save_nothing
 from kvdepot.server.turns import PendingReply, Refused
 from kvdepot.testing.faulty_tier import NUM_THREADS, PATIENCE_SECONDS, FaultyTier
@@ -42,7 +46,7 @@ from kvdepot.tiers.tiering import Tiering, TieringSettings
 from kvdepot.tiers.trailer import checksum_of
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
-from kvdepot.wire import operations as o
+from kvdepot.wire.operation import OperatorRequest
 from support import index
 from support.index import FULL, HYBRID, ONLY_WINDOW, PAGE, PLAIN, SHARDED, WINDOW, prompt
 from support.operate import Answered, operate, put_tiers_below
@@ -168,7 +172,7 @@ class Bench(index.Bench):
     def release(self, lease: int) -> None:
         self.ask(m.Release(self.contexts[0], (lease,)))
 
-    def operate(self, request: o.OperatorRequest) -> Any:
+    def operate(self, request: OperatorRequest) -> Any:
         """Return the answer to an operation."""
         return self.wait(operate(self.depot, request))
 
@@ -239,7 +243,7 @@ class Bench(index.Bench):
     def forget(self) -> None:
         """Empty the pool, but not the tiers."""
         self.settle()
-        sum(commands.clear_pool(self.depot, None))
+        sum(clear_pool(self.depot, None))
         assert self.index.extents.used_bytes == 0
 
     def finish_promotions(self) -> None:
@@ -254,7 +258,7 @@ class Bench(index.Bench):
         self.settle()
         self.finish_promotions()
         self.end_leases()
-        sum(commands.clear_pool(self.depot, None))
+        sum(clear_pool(self.depot, None))
         assert (self.index.extents.used_bytes, self.index.entries.num_sealed, len(self.index.nodes)) == (0, 0, 0)
         assert num_under_way(self.tiering) == 0
 
@@ -616,7 +620,7 @@ def test_retrieved_tokens_count_as_time_saved(make: Maker) -> None:
     run = prompt(4).slice(1, 4)
     for context in bench.contexts:
         bench.ask(m.PrepareRetrieve(context, "r", run.digests, run.first_chunk, (3,)))
-    saved = bench.depot.status.fields()["prefill_seconds_saved"]
+    saved = status_of(bench.depot).prefill_seconds_saved
     assert saved == before + 3 * 0.5, "three tokens, once and not for each rank"
 
 
@@ -719,7 +723,7 @@ def test_a_tier_that_hangs_costs_one_deadline_and_then_nothing_and_keeps_nothing
     for reply in replies:
         bench.release(reply.lease)
     assert len(bench.tiering.promotions) == 0
-    assert sum(commands.clear_pool(bench.depot, None)) == 4
+    assert sum(clear_pool(bench.depot, None)) == 4
 
 
 def hang_reads_of(bench: Bench, run: KeyRun, chunks: set[int]) -> tuple[threading.Event, list[bytes]]:
@@ -875,10 +879,10 @@ def test_lookups_of_one_prompt_wait_for_each_other_in_any_order(
     reads.release(sorted(reads.held, key=order))
     assert [bench.wait(reply).num_chunks for reply in pending] == [97] * len(pending)
     for _ in pending:
-        assert sum(commands.clear_pool(bench.depot, None)) == 0, "leases keep it"
+        assert sum(clear_pool(bench.depot, None)) == 0, "leases keep it"
     for reply in pending:
         bench.ask(m.Release(bench.contexts[0], (bench.wait(reply).lease,)))
-    assert sum(commands.clear_pool(bench.depot, None)) == 97
+    assert sum(clear_pool(bench.depot, None)) == 97
 
 
 @pytest.mark.promise(31)
@@ -911,7 +915,7 @@ def test_without_a_descriptor_nothing_is_read_and_nobody_waits_for_it(
 ) -> None:
     """Regression: every turn failed until the lookup's deadline."""
     bench, run = make(stored=4), prompt(4)
-    sum(commands.clear_pool(bench.depot, None))
+    sum(clear_pool(bench.depot, None))
 
     def fail(pid: int) -> int:
         raise OSError(errno.EMFILE, "no descriptor is left")
@@ -1266,7 +1270,7 @@ def test_chunks_that_wait_for_more_are_cleared(what: str, make: Maker) -> None:
     request = {
         "a tenant": o.Clear("a"),
         "a prefix": o.Clear(digests=run.digests),
-        "a session": o.ForgetSession("s", "a", at_once=True),
+        "a session": session_operations.ForgetSession("s", "a", at_once=True),
     }[what]
     assert bench.operate(request).count == 4
     assert bench.found(run) == 0
@@ -1386,7 +1390,7 @@ def test_a_leased_prompt_that_stays_after_a_clear_is_written_again_before_it_lea
     lease = bench.hold(run)
     assert bench.operate(o.Clear()).count == 4, "in the tier"
     bench.release(lease)
-    assert bench.operate(o.DemoteSession("agent", run.tenant)).count == 4
+    assert bench.operate(session_operations.DemoteSession("agent", run.tenant)).count == 4
     bench.settle()
     assert bench.found(run) == 0
     assert bench.lookup(run) == 4
@@ -1614,7 +1618,7 @@ def test_lookups_and_stores_name_an_entry_its_run_and_its_depth_alike(make: Make
             assert keys.keys_of([entry]) == [key]
             assert key[KEY_BYTES : KEY_BYTES + RUN_BYTES] == digest_at(run.digests, chunk - chunk % 128)[:RUN_BYTES]
             assert depth_of(key) == chunk
-        sum(commands.clear_pool(bench.depot, None))
+        sum(clear_pool(bench.depot, None))
 
 
 @pytest.mark.parametrize("groups", [PLAIN, SHARDED, HYBRID], ids=["plain", "sharded", "hybrid"])
@@ -1748,10 +1752,10 @@ def test_stored_prefixes_that_leave_before_they_are_written_are_counted(
     bench.tiers[0].hang = True
     store_many(bench, range(10))
     bench.turn()
-    sum(commands.clear_pool(bench.depot, None))
+    sum(clear_pool(bench.depot, None))
     for node in [*bench.index.kept]:
         bench.index.kept.let_go(node)
-    sum(commands.clear_pool(bench.depot, None))
+    sum(clear_pool(bench.depot, None))
     assert not len(bench.index.nodes)
     store_many(bench, range(10, 13))  # reuses their nodes
     bench.turn()
@@ -1768,7 +1772,7 @@ def test_a_prefix_that_leaves_while_it_waits_for_more_is_counted(make: Maker) ->
         bench.store(prompt(2, name))
         for node in [*bench.index.kept]:
             bench.index.kept.let_go(node)
-        sum(commands.clear_pool(bench.depot, None))
+        sum(clear_pool(bench.depot, None))
     bench.now += 3.0
     bench.settle()
     assert bench.tiering.counters["prefixes_dropped"] == 2
@@ -1828,7 +1832,7 @@ def test_a_used_prefix_may_leave_before_the_turn_that_writes_it(
     bench.store(prompt(4))
     (node,) = bench.index.visibility.match(bench.index.spaces[0], prompt(4).digests).nodes
     assert bench.lookup(prompt(4)) == 4
-    sum(commands.clear_pool(bench.depot, None))
+    sum(clear_pool(bench.depot, None))
     if is_reused:
         bench.store(prompt(4, name=1))
         assert bench.index.visibility.match(bench.index.spaces[0], prompt(4, name=1).digests).nodes == (node,)
@@ -1880,7 +1884,7 @@ def test_an_answer_about_an_entry_whose_record_was_reused_says_nothing_about_the
         bench.now += 1.0
         assert bench.lookup(run) == 4
         bench.turn_until(is_asked.is_set)
-        sum(commands.clear_pool(bench.depot, None))
+        sum(clear_pool(bench.depot, None))
         if is_written:
             patch.undo()
         bench.store(other)
@@ -1894,7 +1898,7 @@ def test_an_answer_about_an_entry_whose_record_was_reused_says_nothing_about_the
         bench.settle()
         assert bench.tiers[0].num_calls == num_calls, "it is still known to be there"
     remembered(bench, other)
-    assert bench.operate(o.DemoteSession("agent", other.tenant)).count == 4
+    assert bench.operate(session_operations.DemoteSession("agent", other.tenant)).count == 4
     bench.settle()
     assert bench.found(other) == 0
     assert bench.lookup(other) == 4, "it was written before it left"
@@ -1973,7 +1977,7 @@ def test_a_session_is_brought_up_and_stays_for_a_time(make: Maker) -> None:
     bench.store(run)
     remembered(bench, run)
     bench.forget()
-    prefetch = o.PrefetchSession("agent", run.tenant, 60.0)
+    prefetch = session_operations.PrefetchSession("agent", run.tenant, 60.0)
     assert bench.operate(prefetch).count == 8
     for name in range(1, 9):
         bench.store(prompt(4, name=name))
@@ -1984,7 +1988,7 @@ def test_a_session_is_brought_up_and_stays_for_a_time(make: Maker) -> None:
     bench.now += 61.0
     bench.depot.expire()
     bench.depot.background.work()
-    sum(commands.clear_pool(bench.depot, None))
+    sum(clear_pool(bench.depot, None))
     assert bench.found(run) == 0
     assert not bench.depot.features.of(Agents).pins
     bench.index.check_integrity()
@@ -2001,8 +2005,8 @@ def test_a_session_that_is_demoted_leaves_the_pool_and_comes_back(
     bench.store(other)
     bench.settle()
     remembered(bench, agent)
-    assert bench.operate(o.RetainSession("agent", 60.0, agent.tenant)).count == 40
-    assert bench.operate(o.DemoteSession("agent", agent.tenant)).count == num_chunks
+    assert bench.operate(session_operations.RetainSession("agent", 60.0, agent.tenant)).count == 40
+    assert bench.operate(session_operations.DemoteSession("agent", agent.tenant)).count == num_chunks
     bench.settle()
     assert bench.found(agent) == 0
     assert bench.found(other) == 4
@@ -2018,7 +2022,7 @@ def test_a_tier_is_asked_for_a_session_before_it_leaves_and_gets_what_it_lost(lo
     remembered(bench, agent)
     lose(bench, agent, lost)
     bench.now += 1.0
-    assert bench.operate(o.DemoteSession("agent", agent.tenant)).count == 70
+    assert bench.operate(session_operations.DemoteSession("agent", agent.tenant)).count == 70
     bench.settle()
     assert bench.tiering.queues[0].counters["written_entries"] == 70 + len(lost)
     assert bench.found(agent) == 0
@@ -2030,7 +2034,7 @@ def test_a_session_leaves_without_a_question_if_the_tier_had_it_within_the_last_
     remembered(bench, agent)
     bench.now += 0.5
     before = bench.tiers[0].num_calls
-    assert bench.operate(o.DemoteSession("agent", agent.tenant)).count == 8
+    assert bench.operate(session_operations.DemoteSession("agent", agent.tenant)).count == 8
     assert (bench.found(agent), bench.tiers[0].num_calls) == (0, before)
 
 
@@ -2038,7 +2042,7 @@ def test_a_session_that_leaves_slowly_is_asked_for_again_and_again(make: Maker) 
     bench, agent = make(pages=80, stored=70), prompt(70)
     remembered(bench, agent)
     bench.now += 1.0
-    bench.operate(o.DemoteSession("agent", agent.tenant))
+    bench.operate(session_operations.DemoteSession("agent", agent.tenant))
 
     def turn_slowly() -> bool:
         bench.now += 1.0
@@ -2055,7 +2059,7 @@ def test_a_session_that_leaves_is_not_evicted_before_the_tier_has_answered(make:
     lose(bench, agent, [7])
     bench.now += 1.0
     bench.tiers[0].hang = True
-    bench.operate(o.DemoteSession("agent", agent.tenant))
+    bench.operate(session_operations.DemoteSession("agent", agent.tenant))
     bench.store(prompt(8, name=1))
     bench.store(prompt(4, name=2))
     bench.tiers[0].hang = False
@@ -2069,7 +2073,7 @@ def test_a_session_that_a_tier_without_room_for_writes_has_lost_stays(make: Make
     lose(bench, agent, [3])
     bench.tiering.queues[0].write_bytes = 0
     bench.now += 1.0
-    bench.operate(o.DemoteSession("agent", agent.tenant))
+    bench.operate(session_operations.DemoteSession("agent", agent.tenant))
     bench.settle()
     assert bench.found(agent) == 4, "the chunks after the lost one left, as the tier has them"
 
@@ -2082,7 +2086,7 @@ def test_the_beginning_that_others_need_is_not_demoted(make: Maker) -> None:
         bench.store(run)
     bench.settle()
     remembered(bench, agent)
-    assert bench.operate(o.DemoteSession("agent", agent.tenant)).count == 3
+    assert bench.operate(session_operations.DemoteSession("agent", agent.tenant)).count == 3
     bench.settle()
     assert (bench.found(agent), bench.found(branch)) == (5, 8)
 
@@ -2092,7 +2096,7 @@ def test_a_chunk_that_no_tier_takes_stays(make: Maker) -> None:
     bench.store(run)
     remembered(bench, run)
     bench.tiers[0].error = OSError("broken")
-    bench.operate(o.DemoteSession("agent", run.tenant))
+    bench.operate(session_operations.DemoteSession("agent", run.tenant))
     bench.settle()
     assert bench.found(run) == 8
 
@@ -2116,7 +2120,7 @@ def test_all_of_a_long_session_leaves_though_a_tier_declined_a_part_of_it(
         bench.settle()
     assert storage.usage().num_entries == 92
     remembered(bench, run)
-    assert bench.operate(o.DemoteSession("agent", run.tenant)).count == 100
+    assert bench.operate(session_operations.DemoteSession("agent", run.tenant)).count == 100
     bench.settle()
     assert bench.found(run) == 0
     assert bench.lookup(run) == 100
@@ -2127,7 +2131,7 @@ def test_a_session_that_is_being_written_leaves_when_it_is_demoted(make: Maker) 
     bench.tiers[0].hang = True
     bench.store(run)
     remembered(bench, run)
-    assert bench.operate(o.DemoteSession("agent", run.tenant)).count == 8
+    assert bench.operate(session_operations.DemoteSession("agent", run.tenant)).count == 8
     assert bench.found(run) == 8
     bench.tiers[0].hang = False
     bench.settle()
@@ -2160,7 +2164,7 @@ def test_without_a_tier_in_use_nothing_is_demoted(make: Maker) -> None:
     bench, run = make(pages=32, stored=8), prompt(8)
     remembered(bench, run)
     assert bench.tiering.remove("tier-0")
-    reply = bench.operate(o.DemoteSession("agent", run.tenant))
+    reply = bench.operate(session_operations.DemoteSession("agent", run.tenant))
     assert reply.code is ErrorCode.TIER_UNAVAILABLE
     assert bench.found(run) == 8
 

@@ -1,5 +1,5 @@
 """`python -m kvdepot`."""
 
-from kvdepot.ops.cli import main
+from kvdepot.operate.cli import main
 
 main()

@@ -1,7 +1,7 @@
 """The settings of a depot, each declared once, and the parsers of their units, paths and endpoints.
 
 `setting` gives a field its flag, help and check. Names in `kvdepot.toml` and in the environment are derived from the
-flag (`kvdepot.ops.serve`). Only this module and `kvdepot.ops` read the environment.
+flag (`kvdepot.operate.serve`). Only this module and `kvdepot.operate` read the environment.
 """
 
 import dataclasses

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from kvdepot.config import format_size, parse_size
 from kvdepot.errors import ConfigError
 from kvdepot.index.eviction import AUTO, POLICIES
-from kvdepot.ops.commandline import ASKS_NO_DEPOT, count_argument, number_argument, show, size_argument
+from kvdepot.operate.commandline import ASKS_NO_DEPOT, count_argument, number_argument, show, size_argument
 
 if TYPE_CHECKING:  # `kvdepot` loads this module for every command
     from kvdepot_plan.cluster import ClusterTable
@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # `kvdepot` loads this module for every command
 
 
 def add_replay(commands: Any, common: argparse.ArgumentParser, json_output: argparse.ArgumentParser) -> None:
-    """Add `replay` to the subparsers of `kvdepot`. See `kvdepot.ops.extensions`."""
+    """Add `replay` to the subparsers of `kvdepot`. See `kvdepot.operate.extensions`."""
     replay = commands.add_parser(
         "replay",
         parents=[common, json_output],

@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
+from kvdepot.features.sessions import operations as o
 from kvdepot.keys import DIGEST_BYTES, KeyRun, digest_at
-from kvdepot.wire import operations as o
 from kvdepot.wire.messages import MAXIMUM_RETAIN_SECONDS
+from kvdepot.wire.operation import OperatorRequest
 from kvdepot_vllm.engine import EngineRequest
 from kvdepot_vllm.settings import BLEND_POLICIES, Settings
 
@@ -81,9 +82,9 @@ class Hints:
         return cls(bool(end), session or "", float(retain or 0))
 
 
-def session_operations(params: Mapping[str, Any], tenant: str) -> list[o.OperatorRequest]:
+def session_operations(params: Mapping[str, Any], tenant: str) -> list[OperatorRequest]:
     """Return the operations on its tenant's agent sessions that a request asks for, to be sent when it arrives."""
-    operations = list[o.OperatorRequest]()
+    operations = list[OperatorRequest]()
     timed = f"{{session: seconds}}, at most {_MOST_SESSIONS}"
     listed = f"a list of at most {_MOST_SESSIONS} names of sessions"
     names: list[str]

@@ -17,10 +17,10 @@ from kvdepot.features.blend.segments import SegmentNamer
 from kvdepot.keys import DIGEST_BYTES, KeyRun, Namespace, hash_prefix
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.layout import Part
-from kvdepot.ops.status import describe_status
+from kvdepot.operate import operations as o
+from kvdepot.operate.status import describe_status
 from kvdepot.server.turns import PendingReply
 from kvdepot.wire import messages as m
-from kvdepot.wire import operations as o
 from support.index import FULL, HYBRID, Bench, Worker
 from support.peer import SPEC, Peer
 

@@ -12,9 +12,9 @@ from kvdepot.errors import ErrorCode
 from kvdepot.features.flights import feature as flights
 from kvdepot.features.flights.feature import FlightTable
 from kvdepot.keys import DIGEST_BYTES, KeyRun, Namespace, hash_prefix
+from kvdepot.operate import operations as o
 from kvdepot.server.turns import PendingReply
 from kvdepot.wire import messages as m
-from kvdepot.wire import operations as o
 from support.index import FULL, HYBRID, ONLY_WINDOW, PLAIN, SHARDED, WINDOW, Bench, Worker, bench_and_worker, prompt
 from support.operate import operate
 

@@ -21,12 +21,12 @@ from kvdepot.features.routers.feed import Description
 from kvdepot.features.routers.holdings import Holdings, Reader
 from kvdepot.keys import KeyRun
 from kvdepot.lab.processes import DepotProcess, wait_until
+from kvdepot.operate import operations as o
+from kvdepot.operate.operations.cache import clear_pool
 from kvdepot.pool.folder import TOKENS_FILE, PoolFolder
 from kvdepot.pool.tokens import TokensFile
-from kvdepot.server import commands
 from kvdepot.server.depot import Depot
 from kvdepot.wire import messages as m
-from kvdepot.wire import operations as o
 from support.events import (
     FLAGS,
     MODEL,
@@ -328,7 +328,7 @@ def test_random_traffic_announces_exactly_what_can_be_found(groups: tuple[m.Grou
             if records:
                 index.remove_entry(rng.choice(records).entry)
         if rng.random() < 0.05:
-            sum(commands.clear_pool(bench.depot, None))
+            sum(clear_pool(bench.depot, None))
         described.check_integrity()
         expected = {
             block_id(key)

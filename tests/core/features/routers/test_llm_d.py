@@ -4,7 +4,7 @@ import pytest
 
 from kvdepot.client.operator import ask_depot
 from kvdepot.lab.processes import DepotProcess, wait_until
-from kvdepot.wire import operations as o
+from kvdepot.operate import operations as o
 from support.events import Context, Engine, tokens_of
 from support.llm_d import Index
 from support.peer import prompt

@@ -8,15 +8,17 @@ import pytest
 
 from kvdepot.client.operator import ask_depot
 from kvdepot.errors import ErrorCode, RemoteError
+from kvdepot.features.sessions import operations as session_operations
 from kvdepot.features.sessions.feature import Agents
 from kvdepot.index.shares import Shares
 from kvdepot.keys import KeyRun, Namespace, hash_prefix
 from kvdepot.lab.processes import DepotProcess
+from kvdepot.operate.report import status_of
 from kvdepot.pool.prefixes import MAXIMUM_TENANTS, PrefixFile
 from kvdepot.server.depot import Depot
 from kvdepot.server.turns import Refused
 from kvdepot.wire import messages as m
-from kvdepot.wire import operations as o
+from kvdepot.wire.operation import OperatorRequest
 from support.features import features
 from support.index import HYBRID, PAGE, Bench, Worker, bench_and_worker, prompt
 from support.integrity import num_ended
@@ -29,7 +31,7 @@ def remember(worker: Worker, run: KeyRun, session: str = "agent", **hints: float
     worker.ask(m.Hint(worker.context, run.tenant, run.digests, session=session, **hints))  # type: ignore[arg-type]
 
 
-def operated(bench: Bench, request: o.OperatorRequest) -> int:
+def operated(bench: Bench, request: OperatorRequest) -> int:
     pending = operate(bench.depot, request)
     bench.depot.background.work()
     assert isinstance(pending.reply, m.Done), pending.reply
@@ -50,7 +52,7 @@ def test_a_retained_session_stays_until_its_time_is_over(how: str) -> None:
         remember(worker, run, retain_seconds=60.0)
     else:
         remember(worker, run)
-        assert operated(bench, o.RetainSession("agent", 60.0)) == 8
+        assert operated(bench, session_operations.RetainSession("agent", 60.0)) == 8
     bench.pass_time(59.0)
     fill(worker, range(1, 40))
     assert bench.found(run) == 8
@@ -66,13 +68,13 @@ def test_a_session_that_is_retained_again_has_the_new_time_and_0_ends_it() -> No
     worker, run = bench.worker(), prompt(4)
     worker.store(run)
     remember(worker, run)
-    operated(bench, o.RetainSession("agent", 1000.0))
-    operated(bench, o.RetainSession("agent", 10.0))
+    operated(bench, session_operations.RetainSession("agent", 1000.0))
+    operated(bench, session_operations.RetainSession("agent", 10.0))
     assert len(bench.depot.features.of(Agents).pins) == 1
     bench.pass_time(11.0)
     assert len(bench.depot.features.of(Agents).pins) == 0
-    operated(bench, o.RetainSession("agent", 1000.0))
-    assert operated(bench, o.RetainSession("agent", 0.0)) == 4
+    operated(bench, session_operations.RetainSession("agent", 1000.0))
+    assert operated(bench, session_operations.RetainSession("agent", 0.0)) == 4
     assert len(bench.depot.features.of(Agents).pins) == bench.depot.features.of(Agents).pins.bytes_of(0) == 0
     bench.drain()
 
@@ -82,9 +84,9 @@ def test_a_session_that_is_retained_again_does_not_end_at_its_first_time() -> No
     worker, run = bench.worker(), prompt(8)
     worker.store(run)
     remember(worker, run)
-    operated(bench, o.RetainSession("agent", 10.0))
+    operated(bench, session_operations.RetainSession("agent", 10.0))
     bench.pass_time(9.0)
-    operated(bench, o.RetainSession("agent", 60.0))
+    operated(bench, session_operations.RetainSession("agent", 60.0))
     bench.pass_time(59.0)
     fill(worker, range(1, 40))
     assert bench.found(run) == 8
@@ -115,9 +117,9 @@ def test_a_greedy_session_keeps_half_of_its_tenant_s_quota_and_nothing_of_others
     worker.store(prompt(4, 2, "greedy"))
     for name in (1, 2):
         remember(worker, prompt(20 if name == 1 else 4, name, "greedy"), f"agent-{name}")
-    assert operated(bench, o.RetainSession("agent-1", 600.0, "greedy")) == 12
-    assert operated(bench, o.RetainSession("agent-2", 600.0, "greedy")) == 0, "its tenant keeps enough"
-    assert bench.depot.status.fields()["tenants"]["greedy"]["retained_bytes"] == 12 * PAGE
+    assert operated(bench, session_operations.RetainSession("agent-1", 600.0, "greedy")) == 12
+    assert operated(bench, session_operations.RetainSession("agent-2", 600.0, "greedy")) == 0, "its tenant keeps enough"
+    assert status_of(bench.depot).tenants["greedy"].retained_bytes == 12 * PAGE
     fill(worker, range(3, 40), "other")
     fill(worker, range(40, 80), "greedy")
     assert sum(bench.found(prompt(1, name, "other")) for name in range(3, 40)) >= 20
@@ -128,14 +130,14 @@ def test_a_greedy_session_keeps_half_of_its_tenant_s_quota_and_nothing_of_others
 @pytest.mark.parametrize(
     "operation",
     [
-        o.RetainSession("agent", 60.0, "b"),
-        o.PrefetchSession("agent", "b"),
-        o.DemoteSession("agent", "b"),
-        o.ForgetSession("agent", "b"),
+        session_operations.RetainSession("agent", 60.0, "b"),
+        session_operations.PrefetchSession("agent", "b"),
+        session_operations.DemoteSession("agent", "b"),
+        session_operations.ForgetSession("agent", "b"),
     ],
     ids=lambda operation: type(operation).__name__,
 )
-def test_a_session_of_another_tenant_is_unknown(operation: o.OperatorRequest) -> None:
+def test_a_session_of_another_tenant_is_unknown(operation: OperatorRequest) -> None:
     bench, worker = bench_and_worker()
     worker.store(prompt(4, tenant="a"))
     remember(worker, prompt(4, tenant="a"))
@@ -152,8 +154,8 @@ def test_keys_of_another_tenant_under_a_session_s_name_move_nothing_of_it(at_onc
     worker, secret = bench.worker(), prompt(4, tenant="a")
     worker.store(secret)
     worker.ask(m.Hint(worker.context, "b", secret.digests, session="thief"))
-    assert operated(bench, o.RetainSession("thief", 60.0, "b")) == 0
-    assert operated(bench, o.ForgetSession("thief", "b", at_once)) == 0
+    assert operated(bench, session_operations.RetainSession("thief", 60.0, "b")) == 0
+    assert operated(bench, session_operations.ForgetSession("thief", "b", at_once)) == 0
     assert bench.found(secret) == 4
     assert num_ended(bench.index) == 0
 
@@ -165,12 +167,12 @@ def test_a_session_is_forgotten_first_or_at_once_as_far_as_no_other_needs_it() -
     for each in (run, branch):
         worker.store(each)
     remember(worker, run)
-    operated(bench, o.RetainSession("agent", 60.0))
-    assert operated(bench, o.ForgetSession("agent")) == 3
+    operated(bench, session_operations.RetainSession("agent", 60.0))
+    assert operated(bench, session_operations.ForgetSession("agent")) == 3
     assert num_ended(bench.index) == 3
     remember(worker, run)
-    operated(bench, o.RetainSession("agent", 60.0))
-    assert operated(bench, o.ForgetSession("agent", at_once=True)) == 3
+    operated(bench, session_operations.RetainSession("agent", 60.0))
+    assert operated(bench, session_operations.ForgetSession("agent", at_once=True)) == 3
     assert (bench.found(run), bench.found(branch)) == (5, 8)
     assert not len(bench.depot.features.of(Agents).prefixes)
     bench.drain()
@@ -184,7 +186,7 @@ def test_chunks_that_a_request_holds_while_their_session_is_forgotten_are_evicte
     worker.store(other)
     remember(worker, run)
     lease = worker.lookup(run).lease
-    assert operated(bench, o.ForgetSession("agent", at_once=True)) == 0
+    assert operated(bench, session_operations.ForgetSession("agent", at_once=True)) == 0
     assert bench.found(run) == 4
     assert num_ended(bench.index) == 4
     worker.ask(m.Release(worker.context, (lease,)))
@@ -204,9 +206,9 @@ def test_sessions_of_one_tenant_too_many_are_counted_and_the_answer_says_why() -
             worker.ask(m.Hint(worker.context, f"tenant-{number}", run.digests, session="agent"))
         last = f"tenant-{MAXIMUM_TENANTS + 1}"
         with pytest.raises(RemoteError, match=f"tenant {last} has no session agent: 1,024 other tenants have sessions"):
-            ask_depot(o.RetainSession("agent", 60.0, last), depot.url, 10)
+            ask_depot(session_operations.RetainSession("agent", 60.0, last), depot.url, 10)
         with pytest.raises(RemoteError, match="no engine named it"):
-            ask_depot(o.RetainSession("another", 60.0, "tenant-0"), depot.url, 10)
+            ask_depot(session_operations.RetainSession("another", 60.0, "tenant-0"), depot.url, 10)
         assert depot.status().counters["sessions_not_remembered"] == 2
         worker.close()
 
@@ -241,7 +243,7 @@ def test_a_session_of_a_model_with_windows_and_states_is_kept_whole() -> None:
     worker, run = bench.worker(), prompt(8)
     worker.store(run)
     remember(worker, run)
-    assert operated(bench, o.RetainSession("agent", 60.0)) == 8
+    assert operated(bench, session_operations.RetainSession("agent", 60.0)) == 8
     assert bench.depot.features.of(Agents).pins.bytes_of(0) == (8 + 2 + 1) * PAGE
     fill(worker, range(1, 90))
     assert worker.lookup(run).num_chunks == 8
@@ -253,7 +255,7 @@ def test_a_session_with_parts_in_two_caches_is_kept_in_the_one_that_has_more() -
     bench.spec = m.CacheSpec(1, bench.groups, "another cache")
     bench.worker().store(prompt(3))
     remember(longer, prompt(8))
-    assert operated(bench, o.RetainSession("agent", 60.0)) == 8
+    assert operated(bench, session_operations.RetainSession("agent", 60.0)) == 8
 
 
 def test_without_an_engine_of_its_cache_nothing_is_kept() -> None:
@@ -262,7 +264,7 @@ def test_without_an_engine_of_its_cache_nothing_is_kept() -> None:
     worker.store(run)
     remember(worker, run)
     bench.depot.end_session(worker.session)
-    assert operated(bench, o.RetainSession("agent", 60.0)) == 0
+    assert operated(bench, session_operations.RetainSession("agent", 60.0)) == 0
 
 
 @pytest.mark.promise(23)
@@ -318,8 +320,8 @@ def test_operations_take_as_long_among_100_000_sessions_as_alone(monkeypatch: py
         for num_others, bench in benches.items():
             for name, act in {
                 "hint": lambda: remember(workers[num_others], run, retain_seconds=60.0),  # noqa: B023
-                "retain": lambda: operated(bench, o.RetainSession("agent", 60.0)),  # noqa: B023
-                "forget": lambda: operated(bench, o.ForgetSession("agent")),  # noqa: B023
+                "retain": lambda: operated(bench, session_operations.RetainSession("agent", 60.0)),  # noqa: B023
+                "forget": lambda: operated(bench, session_operations.ForgetSession("agent")),  # noqa: B023
             }.items():
                 began = time.perf_counter()
                 act()

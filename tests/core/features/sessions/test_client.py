@@ -1,9 +1,9 @@
 """The engine's half: what it reports reaches a real depot."""
 
 from kvdepot import SchedulerClient
+from kvdepot.features.sessions import operations as o
 from kvdepot.features.sessions.client import hint
 from kvdepot.lab.processes import DepotProcess, wait_until
-from kvdepot.wire import operations as o
 from support.peer import SPEC, prompt
 
 

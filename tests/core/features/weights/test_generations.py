@@ -7,6 +7,7 @@ import pytest
 from kvdepot.errors import ErrorCode
 from kvdepot.features.weights.feature import GRACE_SECONDS, Generations
 from kvdepot.keys import GENERATION, KeyRun, Namespace, hash_prefix, split_digests
+from kvdepot.operate.report import status_of
 from kvdepot.pool.names import Names
 from kvdepot.server import state
 from kvdepot.server.depot import Depot
@@ -54,7 +55,7 @@ class Engine:
 
 
 def generations(depot: Depot) -> dict[str, GenerationStatus]:
-    return {each.name: each for each in depot.status.fields()["generations"]}
+    return {each.name: each for each in status_of(depot).generations}
 
 
 def fill(engine: Engine, generation: str, num_chunks: int) -> None:
@@ -245,7 +246,7 @@ def test_status_shows_the_version_of_each_engine_and_the_bytes_of_each_generatio
     assert (eight.used_bytes, eight.num_schedulers, eight.is_outdated) == (2 * PAGE, 1, False)
     assert seven.models == eight.models == ["model"]
     assert seven.lineage == eight.lineage
-    contexts = bench.depot.status.fields()["contexts"]
+    contexts = status_of(bench.depot).contexts
     assert [each.weights for each in contexts if each.role == "scheduler"] == ["8 def"]
     engine.leave()
     bench.drain()

@@ -26,6 +26,7 @@ def ask_depot(request: Operation[R], url: str | None = None, deadline_seconds: f
         RemoteError: the depot refused the request.
     """
     control, frame = _control_socket(url), frames.encode_frame(1, request)
+    kind = request.reply_type()
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             # Not `settimeout`: with it, connect would not wait while the depot is busy accepting other connections.
@@ -38,7 +39,7 @@ def ask_depot(request: Operation[R], url: str | None = None, deadline_seconds: f
             (length,) = frames.LENGTH.unpack(_receive(connection, frames.LENGTH.size))
             if length > _MOST_REPLY_BYTES:
                 raise OSError(f"it sent a malformed reply: {length} bytes")
-            reply = frames.decode_reply(_receive(connection, length))
+            reply = frames.decode_reply(_receive(connection, length), kind)
     except ConnectionRefusedError as error:  # the socket of a killed server
         raise _no_depot(directory_of_url(url)) from error
     except (OSError, frames.FrameError) as error:
@@ -46,7 +47,7 @@ def ask_depot(request: Operation[R], url: str | None = None, deadline_seconds: f
         raise DepotUnavailable(f"the depot in {directory_of_url(url)} does not answer: {why}") from error
     if isinstance(reply, m.ErrorReply):
         raise RemoteError(reply.code, reply.message)
-    assert isinstance(reply, request.reply_type())
+    assert isinstance(reply, kind)
     return reply
 
 

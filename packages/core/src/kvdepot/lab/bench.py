@@ -28,9 +28,9 @@ from kvdepot.keys import KeyRun, Namespace, hash_prefix
 from kvdepot.lab.engine_model import GEOMETRY_8B, EngineModel
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.layout import GroupKind
+from kvdepot.operate import operations as o
 from kvdepot.processes import interrupts_blocked
 from kvdepot.wire import messages as m
-from kvdepot.wire import operations as o
 
 ENTRY_BYTES: Final = 4096  # of a filler's entry: a page, the smallest extent
 _PATIENT_SECONDS: Final = 30.0  # far beyond a start or a store, so that only a depot that hangs reaches it

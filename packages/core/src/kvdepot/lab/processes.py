@@ -14,9 +14,9 @@ from typing import Final, Self
 
 from kvdepot.client.operator import ask_depot
 from kvdepot.errors import DepotUnavailable
+from kvdepot.operate import operations as o
 from kvdepot.processes import interrupts_blocked
 from kvdepot.wire import messages as m
-from kvdepot.wire import operations as o
 from kvdepot.wire.status import DepotStatus
 
 _PATIENCE_SECONDS: Final = 120.0  # six tries of 20 s: a shorter wait would take a busy machine for a server that hangs

@@ -7,6 +7,7 @@ import secrets
 import signal
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib.metadata import version
 from types import MappingProxyType
 from typing import Any, Final
@@ -20,7 +21,6 @@ from kvdepot.pool.files import PoolFiles, allocate_first, is_locked, open_pool, 
 from kvdepot.pool.size import resolve_pool_size
 from kvdepot.pool.table import Writer, table_size_bytes
 from kvdepot.server.access import Access, make_room
-from kvdepot.server.commands import Operators, Sender, add_tier, log_level, settings_of
 from kvdepot.server.connections import ConnectionTable
 from kvdepot.server.contexts import check_version
 from kvdepot.server.depot import Depot, Requests
@@ -34,8 +34,6 @@ from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.tiering import Tiering, TieringSettings
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
-from kvdepot.wire import operations as o
-from kvdepot.wire.status import DepotStatus
 
 logger = logging.getLogger(__name__)
 
@@ -57,9 +55,10 @@ class DepotServer:
             PoolError: the pool's files cannot be created.
         """
         self.config = config
+        self.further_settings = further_settings
         self.epoch = secrets.randbits(62) | 1
-        self._version = version("kvdepot")  # slow: importlib reads it from a file
-        self._started_at = time.monotonic()
+        self.version = version("kvdepot")  # slow: importlib reads it from a file
+        self.started_at = time.monotonic()
         self._stopping_at: float | None = None
         self.folder = RunFolder(config.directory, Access.of_group(config.socket_group))
         with contextlib.ExitStack() as undo:  # if the start fails, close and remove everything
@@ -70,14 +69,15 @@ class DepotServer:
             undo.callback(self.depot.close)
             self._waker = Waker()
             undo.callback(self._waker.close)
-            opener = TierOpener(self._files.pool_fd, self._files.size_bytes, self._waker.wake)
-            self.sockets = self._open_sockets(self._operators(opener, further_settings), undo)
+            self.opener = TierOpener(self._files.pool_fd, self._files.size_bytes, self._waker.wake)
+            self.depot.operations[m.Hello] = self._hello
+            self.sockets = self._open_sockets(undo)
             movers = self.depot.state.movers = self._make_movers(self.sockets.sessions)
             undo.callback(movers.close)
             if config.tiers:
-                self.depot.state.tiering = self._make_tiering(opener.open_all(config.tiers))
+                self.depot.state.tiering = self.make_tiering(self.opener.open_all(config.tiers))
             extents = self.depot.index.extents
-            self._results = ThreadResults(self._files, extents, opener, self._waker, str(config.pool_path))
+            self._results = ThreadResults(self._files, extents, self.opener, self._waker, str(config.pool_path))
             self.restoring = self._make_restoring()
             self.loop = Loop(self.sockets, self.depot, movers, self._results, self.restoring, self._files)
             undo.pop_all()
@@ -108,7 +108,7 @@ class DepotServer:
             features=installed_features(name for names in config.without for name in names.split(",")),
         )
 
-    def _open_sockets(self, operators: Operators, undo: contextlib.ExitStack) -> Sockets:
+    def _open_sockets(self, undo: contextlib.ExitStack) -> Sockets:
         depot = self.depot
 
         def end_session(session: Session) -> None:
@@ -124,7 +124,7 @@ class DepotServer:
             epoch=self.epoch,
         )
         undo.callback(sessions.close)
-        self.requests = Requests(depot, sessions, operators.answer)
+        self.requests = Requests(depot, sessions, partial(depot.operate, self))
         connections = ConnectionTable(
             self.folder.control,
             self.folder.access,
@@ -148,7 +148,8 @@ class DepotServer:
             move_seconds=self.config.move_seconds,
         )
 
-    def _make_tiering(self, queues: list[TierQueue]) -> Tiering:
+    def make_tiering(self, queues: list[TierQueue]) -> Tiering:
+        """Return what moves entries between the pool and tiers."""
         config, depot = self.config, self.depot
         settings = TieringSettings(
             config.demotion,
@@ -178,25 +179,9 @@ class DepotServer:
             lambda: self._stopping_at is not None,
         )
 
-    def _operators(self, opener: TierOpener, further_settings: Mapping[str, Any]) -> Operators:
-        epoch = self.epoch
-
-        def hello(_depot: Depot, request: m.Hello, _sender: Sender) -> m.HelloReply:
-            check_version(request.protocol_version)
-            return m.HelloReply(epoch, m.PROTOCOL_VERSION, self._version, os.getpid())
-
-        def configuration(depot: Depot, _request: o.Configuration, _sender: Sender) -> o.ConfigurationReply:
-            return o.ConfigurationReply(epoch, {**further_settings, **settings_of(depot, self.config)})
-
-        return Operators(
-            self.depot,
-            {
-                m.Hello: hello,
-                o.Status: lambda _depot, _request, _sender: o.StatusReply(epoch, self._status()),
-                o.AddTier: lambda depot, request, _sender: add_tier(depot, opener, self._make_tiering, request),
-                o.Configuration: configuration,
-            },
-        )
+    def _hello(self, request: m.Hello) -> m.HelloReply:
+        check_version(request.protocol_version)
+        return m.HelloReply(self.epoch, m.PROTOCOL_VERSION, self.version, os.getpid())
 
     def run(self, on_ready: Callable[[], None] | None = None) -> None:
         """Serve until told to stop."""
@@ -262,37 +247,10 @@ class DepotServer:
                 "stopped; %s keeps the cache in %s of memory: 'kvdepot pools --remove %s' frees it", path, size, path
             )
 
-    def _status(self) -> DepotStatus:
-        depot, turns = self.depot, self.loop.turns
-        return DepotStatus(
-            server_version=self._version,
-            protocol_version=m.PROTOCOL_VERSION,
-            epoch=self.epoch,
-            pid=os.getpid(),
-            uptime_seconds=time.monotonic() - self._started_at,
-            policy=self.config.policy,
-            num_sessions=len(self.sockets.sessions),
-            recovering=depot.state.is_restoring,
-            verify=depot.state.verify,
-            log_level=log_level(),
-            loop_longest_seconds=turns.longest,
-            loop_slow_turns=turns.num_above,
-            latencies={
-                **{
-                    frames.operation_of(kind): histogram.status()
-                    for kind, histogram in self.requests.latencies.items()
-                    if any(histogram.counts)
-                },
-                "store": depot.state.usage.store_seconds.status(),
-                "loop_turn": turns.status(),
-            },
-            **depot.status.fields(),
-        )
-
     def _welcome(self, token: bytes, writer: Writer) -> tuple[frames.SessionOpened, list[int]]:
         files = self._files
         opened = frames.SessionOpened(
-            self.epoch, token, files.size_bytes, table_size_bytes(files.table.num_records), self._version
+            self.epoch, token, files.size_bytes, table_size_bytes(files.table.num_records), self.version
         )
         pool_fd = os.dup(files.pool_fd) if writer.pid else open_with_lock(files.pool_fd, writer.start_time)
         try:

@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from typing import Final
+from typing import Any, Final
 
 from msgspec import Struct
 
@@ -31,13 +31,11 @@ from kvdepot.server.lookups import Lookups
 from kvdepot.server.sessions import SessionTable
 from kvdepot.server.sources import Source, TierSource
 from kvdepot.server.state import DepotState, LabelTable, SaveNames, save_nothing
-from kvdepot.server.status import StatusReport
 from kvdepot.server.stores import QuarantineTable, Stores
 from kvdepot.server.turns import Awaited, PendingReply, Refused, Steps, Task, run
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
-from kvdepot.wire import operations as o
-from kvdepot.wire.operation import Operation
+from kvdepot.wire.operation import Operation, OperatorRequest, Sender
 from kvdepot.wire.status import SHORTEST_SECONDS, Histogram
 
 logger = logging.getLogger(__name__)
@@ -89,7 +87,6 @@ class Depot:
         self.sources: list[Source] = [self.tiers]
         self.stores = Stores(self.state, self.contexts, self.quarantine, self.sources, self.features)
         lookups = Lookups(self.state, self.contexts, self.sources, self.features)
-        self.status = StatusReport(self.state, self.contexts, self.stores, self.quarantine, self.features)
         self._is_expiring = False
         self._handlers: dict[type[m.ContextRequest], Handler] = {
             m.Lookup: lookups.lookup,
@@ -104,7 +101,7 @@ class Depot:
             m.ReportCorrupt: self._report_corrupt,
             m.Unregister: self._unregister,
         }
-        self.operations: dict[type[o.OperatorRequest], OperationHandler] = {}
+        self.operations: dict[type[OperatorRequest], OperationHandler] = {}
         with ExitStack() as undo:
             undo.callback(self.close)
             for make in features:
@@ -124,6 +121,35 @@ class Depot:
         for close in self.features.close:
             close()
 
+    def operate(self, server: Any, request: OperatorRequest, sender: Sender) -> frames.Reply | PendingReply:
+        """Answer an operation, now or later.
+
+        Args:
+            server: this depot's server.
+            request: any operation.
+            sender: describes the sender for the log.
+
+        Raises:
+            Refused: nothing was changed; the text gives the reason.
+        """
+        if request.needs_entries and self.state.is_restoring:
+            raise Refused(ErrorCode.DRAINING, "the entries of an earlier server are being read: ask again")
+        handler = self.operations.get(type(request))
+        try:
+            handled: frames.Reply | Steps = request.answer(server, sender) if handler is None else handler(request)
+        except NotImplementedError:
+            raise self._unknown(request) from None
+        return handled if isinstance(handled, Struct) else run(handled, self.state.fail)
+
+    def _unknown(self, request: frames.Request) -> Refused:
+        text = f"this depot runs without the feature that answers {frames.operation_of(type(request))}"
+        return Refused(ErrorCode.UNKNOWN_OPERATION, text)
+
+    def note(self, text: str) -> None:
+        """Tell operators of a change, in the status and in the log."""
+        self.state.note(text)
+        logger.info("%s", text)
+
     def handle(self, session: int, writer: Writer, request: frames.Request) -> frames.Reply | PendingReply:
         """Serve one request of an open session. The reply may come later, for example from the tiers.
 
@@ -142,8 +168,7 @@ class Depot:
                 raise Refused(ErrorCode.UNKNOWN_CONTEXT, text)
             handler = self._handlers.get(type(request))
             if handler is None:
-                text = f"this depot runs without the feature that answers {frames.operation_of(type(request))}"
-                raise Refused(ErrorCode.UNKNOWN_OPERATION, text)
+                raise self._unknown(request)
             try:
                 handled = handler(context, request)
             except KeyFormatError as error:
@@ -302,10 +327,10 @@ class Requests:
         self,
         depot: Depot,
         sessions: SessionTable,
-        operate: Callable[[o.OperatorRequest, Callable[[], str]], frames.Reply | PendingReply],
+        operate: Callable[[OperatorRequest, Sender], frames.Reply | PendingReply],
     ) -> None:
         self.latencies: dict[type, Histogram] = {
-            kind: Histogram(SHORTEST_SECONDS) for kind in (*frames.REQUESTS, m.ErrorReply)
+            kind: Histogram(SHORTEST_SECONDS) for kind in (*frames.request_types(), m.ErrorReply)
         }
         self._depot = depot
         self._sessions = sessions

@@ -16,6 +16,7 @@ from kvdepot.errors import ConfigError
 from kvdepot.server.turns import Steps
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
+from kvdepot.wire.status import DepotStatus
 
 if TYPE_CHECKING:
     from kvdepot.server.contexts import Context
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from kvdepot.server.query import Query
     from kvdepot.server.sources import Source
     from kvdepot.server.stores import Ticket
-    from kvdepot.wire.operations import OperatorRequest
+    from kvdepot.wire.operation import OperatorRequest
 
 logger = logging.getLogger(__name__)
 
@@ -76,8 +77,8 @@ class Feature:
     def restored(self) -> None:
         """Note that the entries of an earlier server are known now. Not called for a new pool."""
 
-    def report(self, fields: dict[str, Any]) -> None:
-        """Add this feature's figures to the fields of `DepotStatus`."""
+    def report(self, status: DepotStatus) -> None:
+        """Add this feature's figures to the status."""
 
     def close(self) -> None:
         """Release the resources that the depot's end does not release."""
@@ -126,7 +127,7 @@ class Features:
     stored: "tuple[Callable[[Ticket, Sequence[int]], None], ...]" = ()
     swept: tuple[Callable[[float], None], ...] = ()
     restored: tuple[Callable[[], None], ...] = ()
-    report: tuple[Callable[[dict[str, Any]], None], ...] = ()
+    report: tuple[Callable[[DepotStatus], None], ...] = ()
     close: tuple[Callable[[], None], ...] = ()
 
     def __init__(self, counters: Counts) -> None:

@@ -5,6 +5,7 @@ array whose first item is the message's tag. Its length precedes each frame, and
 """
 
 import struct
+from functools import cache
 from typing import Annotated, Any, Final, TypeVar, Union
 
 import msgspec
@@ -12,8 +13,7 @@ from msgspec import Meta, Struct
 
 from kvdepot.errors import ErrorCode
 from kvdepot.wire import messages as m
-from kvdepot.wire import operation
-from kvdepot.wire import operations as o
+from kvdepot.wire import operation as o
 from kvdepot.wire.messages import Count, Name
 
 T = TypeVar("T")
@@ -23,13 +23,13 @@ MAXIMUM_FRAME_BYTES: Final = 4 << 20  # 65,536 digests take 2 MiB
 
 
 Request = m.RegisterKVCache | m.RegisterScheduler | m.ContextRequest | o.OperatorRequest
-Reply = operation.Reply
-REQUESTS: Final[tuple[type[Struct], ...]] = (
-    m.RegisterKVCache,
-    m.RegisterScheduler,
-    *m.CONTEXT_REQUESTS,
-    *o.OPERATIONS,
-)
+Reply = o.Reply
+
+
+@cache
+def request_types() -> tuple[type[Struct], ...]:
+    """Return the types of all requests that a server may know."""
+    return m.RegisterKVCache, m.RegisterScheduler, *m.CONTEXT_REQUESTS, *o.known_operations()
 
 
 class OpenSession(Struct, array_like=True, tag="open_session", frozen=True):
@@ -81,12 +81,18 @@ def _union(types: tuple[type[Struct], ...]) -> Any:
 
 _SEQUENCE = struct.Struct("<Q")
 _encoder = msgspec.msgpack.Encoder()
-_request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(_union(REQUESTS))
-_reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(_union(tuple(Reply.__subclasses__())))
 _greeting_decoder: msgspec.msgpack.Decoder[Greeting] = msgspec.msgpack.Decoder(Greeting)
 _session_reply_decoder: msgspec.msgpack.Decoder[SessionReply] = msgspec.msgpack.Decoder(SessionReply)
 
-TAGS: Final = frozenset(str(request.__struct_config__.tag) for request in REQUESTS)
+
+@cache
+def _request_decoder() -> msgspec.msgpack.Decoder[Request]:
+    return msgspec.msgpack.Decoder(_union(request_types()))
+
+
+@cache
+def _reply_decoder(kind: type[Struct]) -> msgspec.msgpack.Decoder[Reply]:
+    return msgspec.msgpack.Decoder(_union((kind, *Reply.__subclasses__())))
 
 
 def operation_of(kind: type[Any]) -> str:
@@ -147,10 +153,10 @@ def decode_request(frame: bytes | memoryview) -> Request:
         raise FrameError(ErrorCode.MALFORMED, f"a frame of {len(frame)} bytes has no sequence number")
     body = memoryview(frame)[_SEQUENCE.size :]
     try:
-        return _request_decoder.decode(body)
+        return _request_decoder().decode(body)
     except msgspec.ValidationError as error:
         tag = _tag_of(body)
-        if tag is not None and tag not in TAGS:
+        if tag is not None and tag not in map(operation_of, request_types()):
             message = f"operation {tag[:64]!r} is not known to this server (protocol {m.PROTOCOL_VERSION})"
             raise FrameError(ErrorCode.UNKNOWN_OPERATION, message) from error
         raise FrameError(ErrorCode.MALFORMED, f"{tag or 'message'}: {error}") from error
@@ -167,13 +173,13 @@ def _tag_of(body: memoryview) -> str | None:
         return None
 
 
-def decode_reply(frame: bytes | memoryview) -> Reply:
-    """Return the reply in a frame that a server sent.
+def decode_reply(frame: bytes | memoryview, kind: type[Struct] = m.Done) -> Reply:
+    """Return the reply in a frame that a server sent: of `kind`, or of `kvdepot.wire.messages`.
 
     Raises:
         FrameError: it is malformed.
     """
-    return _decode(_reply_decoder, memoryview(frame)[_SEQUENCE.size :], "a reply")
+    return _decode(_reply_decoder(kind), memoryview(frame)[_SEQUENCE.size :], "a reply")
 
 
 def decode_session_reply(body: bytes) -> SessionReply:

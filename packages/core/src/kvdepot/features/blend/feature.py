@@ -1,7 +1,7 @@
 """Blend: finds text of a prompt in chunks of other prompts, and notes the contents of chunks."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from typing import Final
 
 from kvdepot.counting import depot_counter
 from kvdepot.errors import ErrorCode
@@ -14,6 +14,7 @@ from kvdepot.server.depot import Depot
 from kvdepot.server.feature import Feature, Handler
 from kvdepot.server.turns import Refused, Steps
 from kvdepot.wire import messages as m
+from kvdepot.wire.status import DepotStatus
 
 _BLEND_LOOKUPS: Final = depot_counter("blend_lookups", "Lookups of segments by engines that blend")
 _BLEND_SEGMENTS_ASKED: Final = depot_counter("blend_segments_asked", "Segments looked up")
@@ -51,9 +52,9 @@ class BlendLookups(Feature):
         """See `Feature`."""
         return {m.NoteContents: self.note, m.BlendLookup: self.lookup, m.ReportBlend: self._report}
 
-    def report(self, fields: dict[str, Any]) -> None:
+    def report(self, status: DepotStatus) -> None:
         """See `Feature`."""
-        fields["num_segments"] = len(self.contents)
+        status.num_segments = len(self.contents)
 
     def _report(self, context: Context, request: m.ReportBlend) -> m.Done:
         counters = self._state.counters

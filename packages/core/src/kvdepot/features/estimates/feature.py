@@ -14,7 +14,7 @@ some hundred chunks.
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Final
 
 from kvdepot.counting import depot_counter
 from kvdepot.index.columns import make_column
@@ -28,7 +28,7 @@ from kvdepot.server.query import Query
 from kvdepot.server.stores import Ticket
 from kvdepot.server.turns import Task
 from kvdepot.wire.messages import CacheSpec
-from kvdepot.wire.status import PoolEstimate
+from kvdepot.wire.status import DepotStatus, PoolEstimate
 
 _LOOKUPS_NOT_SAMPLED: Final = depot_counter(
     "lookups_not_sampled", "Very long lookups left out of the estimates while another one was being counted"
@@ -307,11 +307,11 @@ class Estimates(Feature):
         """See `Feature`."""
         self.curve.stored(ticket.digests, ticket.chunk_bytes)
 
-    def report(self, fields: dict[str, Any]) -> None:
+    def report(self, status: DepotStatus) -> None:
         """See `Feature`."""
-        fields["estimates"] = self.curve.estimates()
-        fields["estimated_chunks"] = self.curve.num_chunks
-        fields["estimate_rate"] = self.curve.rate
+        status.estimates = self.curve.estimates()
+        status.estimated_chunks = self.curve.num_chunks
+        status.estimate_rate = self.curve.rate
 
 
 class Ends(Watcher):

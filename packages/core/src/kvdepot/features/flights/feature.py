@@ -25,7 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 from msgspec import structs
 
@@ -39,6 +39,7 @@ from kvdepot.server.query import Query, Rank
 from kvdepot.server.sources import Source
 from kvdepot.server.stores import Ticket
 from kvdepot.server.turns import Wait
+from kvdepot.wire.status import DepotStatus
 
 _FLIGHTS: Final = depot_counter("flights", "Prefixes that a lookup announced as being computed")
 _FLIGHTS_JOINED: Final = depot_counter(
@@ -439,9 +440,9 @@ class FlightTable(Feature):
             if not flight.is_remote and not self._can_arrive(flight.query.context):
                 self._fail(flight)
 
-    def report(self, fields: dict[str, Any]) -> None:
+    def report(self, status: DepotStatus) -> None:
         """See `Feature`."""
-        fields["num_flights"] = len(self)
+        status.num_flights = len(self)
 
     def _expect(self, flight: Flight) -> None:
         now = self._clock()

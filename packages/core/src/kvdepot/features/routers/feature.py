@@ -4,7 +4,7 @@ import logging
 from collections.abc import Mapping
 from functools import partial
 from itertools import islice
-from typing import Any, Final
+from typing import Final
 
 import zmq
 
@@ -19,6 +19,7 @@ from kvdepot.server.depot import Depot
 from kvdepot.server.feature import Feature, Handler
 from kvdepot.server.query import Query
 from kvdepot.wire import messages as m
+from kvdepot.wire.status import DepotStatus
 
 logger = logging.getLogger(__name__)
 
@@ -95,13 +96,13 @@ class Routers(Feature):
         if self.publisher is not None:
             self._turn()
 
-    def report(self, fields: dict[str, Any]) -> None:
+    def report(self, status: DepotStatus) -> None:
         """See `Feature`."""
         publisher = self.publisher
         if publisher is not None:
-            fields["event_endpoints"] = [publisher.endpoint, publisher.replay_endpoint]
-            fields["counters"][EVENT_BATCHES] = publisher.num_batches
-            fields["counters"][EVENT_FLOODS] = publisher.num_floods
+            status.event_endpoints = [publisher.endpoint, publisher.replay_endpoint]
+            status.counters[EVENT_BATCHES] = publisher.num_batches
+            status.counters[EVENT_FLOODS] = publisher.num_floods
 
     def close(self) -> None:
         """See `Feature`."""

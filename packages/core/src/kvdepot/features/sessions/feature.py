@@ -7,10 +7,11 @@ enough to pin, promote, demote or forget the prefix: no keys and no running requ
 
 import logging
 from collections.abc import Callable, Generator, Iterator, Mapping
-from typing import Any, Final
+from typing import Final
 
 from kvdepot.counting import depot_counter
 from kvdepot.errors import ErrorCode, printable
+from kvdepot.features.sessions import operations as o
 from kvdepot.features.sessions.pins import AgentSession, Pin, PinTable
 from kvdepot.index.tree import Space
 from kvdepot.index.visibility import NO_MATCH, Match
@@ -23,7 +24,8 @@ from kvdepot.server.state import HINTS_CUT
 from kvdepot.server.turns import Refused, Steps, Wait
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
-from kvdepot.wire import operations as o
+from kvdepot.wire.operation import OperatorRequest
+from kvdepot.wire.status import DepotStatus
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +69,7 @@ class Agents(Feature):
         """See `Feature`."""
         return {m.Hint: self._hint}
 
-    def operations(self) -> Mapping[type[o.OperatorRequest], OperationHandler]:
+    def operations(self) -> Mapping[type[OperatorRequest], OperationHandler]:
         """See `Feature`."""
         return {
             o.RetainSession: self._retain_session,
@@ -92,12 +94,12 @@ class Agents(Feature):
         if self.pins.has_expired(now):
             self._unpinnings.add(self.pins.expire(now))
 
-    def report(self, fields: dict[str, Any]) -> None:
+    def report(self, status: DepotStatus) -> None:
         """See `Feature`."""
-        fields["num_pins"] = len(self.pins)
-        fields["num_agent_sessions"] = len(self.prefixes)
+        status.num_pins = len(self.pins)
+        status.num_agent_sessions = len(self.prefixes)
         for name, (share, _, _) in self._index.quotas.usage().items():
-            fields["tenants"][name]["retained_bytes"] = self.pins.bytes_of(share)
+            status.tenants[name].retained_bytes = self.pins.bytes_of(share)
 
     def _hint(self, context: Context, request: m.Hint) -> frames.Reply | Steps:
         """Note a session's prefix, or end one. The reply counts the chunks that ended."""

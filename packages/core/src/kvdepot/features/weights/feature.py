@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 from kvdepot.counting import depot_counter
 from kvdepot.errors import require
@@ -27,7 +27,7 @@ from kvdepot.server.feature import Feature, Handler
 from kvdepot.server.state import MAXIMUM_ROWS
 from kvdepot.server.turns import Task
 from kvdepot.wire import messages as m
-from kvdepot.wire.status import GenerationStatus
+from kvdepot.wire.status import DepotStatus, GenerationStatus
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +130,7 @@ class Generations(Feature):
             self._review(lineage)
             self._state.timers.call_at(until, partial(self._review, lineage))
 
-    def report(self, fields: dict[str, Any]) -> None:
+    def report(self, status: DepotStatus) -> None:
         """See `Feature`."""
         found = [
             GenerationStatus(
@@ -143,7 +143,7 @@ class Generations(Feature):
             )
             for usage in self.usage()
         ]
-        fields["generations"] = found[-MAXIMUM_ROWS:]
+        status.generations = found[-MAXIMUM_ROWS:]
 
     def usage(self) -> Iterator[GenerationUse]:
         """Yield the generations that have bytes or engines."""

@@ -1,1 +1,0 @@
-"""A depot's output for operators and routers: KV events and metrics."""

@@ -1,0 +1,206 @@
+"""Common mistakes on the command line give one sentence that says what to do, no traceback, and no leftovers."""
+
+import contextlib
+import io
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from kvdepot.lab.processes import DepotProcess
+from kvdepot.operate.cli import make_parser
+from kvdepot.operate.extensions import KNOWN_COMMANDS
+from kvdepot.pool.size import MEMORY_FILE_SYSTEMS, file_system_of
+from support.commands import KVDEPOT, run_kvdepot
+
+_SMALL_SHM = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=64m none /dev/shm && exec "$@"', "sh"]
+
+small_shm = pytest.mark.skipif(
+    subprocess.run([*_SMALL_SHM, "true"], capture_output=True, check=False).returncode != 0,
+    reason="needs the right to mount a tmpfs, as root has",
+)
+
+
+def run(*arguments: str, prefix: Sequence[str] = ()) -> tuple[int, str]:
+    """Run one command. Return its exit status and its standard error."""
+    done = run_kvdepot(*arguments, prefix=prefix)
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["serve", "--demote-min-tokens", "-5"], "is not a whole number from 0 to"),
+        (["serve", "--promote-min-tokens", "1e9"], "is not a whole number from 0 to"),
+        (["serve", "--events", "tcp://127.0.0.1:9", "--events-topic", "a\nb"], "characters that cannot be printed"),
+        (["serve", "--quota", "x" * 257 + "=1MiB"], "257 characters: a tenant's name has 1 to 256"),
+        (["quota", "x" * 257, "1MiB"], "257 characters: a tenant's name has 1 to 256"),
+        (["quota", "", "1MiB"], "0 characters: a tenant's name has 1 to 256"),
+        (["clear", "--tenant", ""], "0 characters: a tenant's name has 1 to 256"),
+        (["session", "forget", "s", "--tenant", "x" * 257], "257 characters: a tenant's name has 1 to 256"),
+    ],
+)
+def test_a_value_out_of_bounds_is_refused_in_one_line(arguments: list[str], reason: str) -> None:
+    status, said = run(*arguments)
+    assert status > 0
+    assert reason in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.slow
+@small_shm
+@pytest.mark.parametrize("command", [["demo"], ["bench", "lookup"]])
+def test_a_small_dev_shm_ends_a_demo_with_the_way_out(command: list[str]) -> None:
+    status, said = run(*command, prefix=_SMALL_SHM)
+    assert (status, said.count("\n")) == (1, 2)
+    assert "--shm-size" in said
+
+
+@small_shm
+def test_a_demo_that_does_not_fit_names_no_flag_that_it_lacks() -> None:
+    tiny = [part.replace("size=64m", "size=32m") for part in _SMALL_SHM]
+    status, said = run("demo", prefix=tiny)
+    assert (status, "--pool-size" in said) == (1, False), said
+    assert "the demo needs 64.0 MiB in /dev/shm, which has 32.0 MiB free" in said
+
+
+def first_words(*arguments: str, prefix: list[str] | None = None) -> str:
+    """Start a depot, stop it once it serves, and return its log."""
+    command = [*(prefix or []), *KVDEPOT, "serve", "--ephemeral", *arguments]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        logged = ""
+        for line in process.stderr:
+            logged += line
+            if "serving" in line:
+                process.terminate()
+        assert process.wait(20) == 0, logged
+    return logged
+
+
+@small_shm
+def test_a_depot_in_a_small_dev_shm_warns_of_it(tmp_path: Path) -> None:
+    logged = first_words("--dir", str(tmp_path), prefix=_SMALL_SHM)
+    assert "WARNING" in logged
+    assert "the pool has only 50.0 MiB" in logged
+    assert "--shm-size" in logged
+
+
+@small_shm
+def test_a_pool_as_large_as_a_small_dev_shm_says_how_to_enlarge_it(tmp_path: Path) -> None:
+    status, said = run("serve", "--dir", str(tmp_path), "--pool-size", "64MiB", prefix=_SMALL_SHM)
+    assert status == 1
+    assert "--shm-size" in said.splitlines()[-1]
+
+
+@pytest.mark.skipif(file_system_of(Path("/var/tmp")) in MEMORY_FILE_SYSTEMS, reason="/var/tmp is not on a disk here")
+def test_a_pool_on_a_disk_is_warned_of() -> None:
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+        logged = first_words("--dir", folder, "--pool-dir", f"{folder}/pool", "--pool-size", "16MiB")
+    assert "its pages go to disk" in logged
+
+
+def test_a_wrong_argument_is_named_in_one_line() -> None:
+    status, said = run("serve", "--pool-size", "foo")
+    assert status == 2
+    assert said == (
+        "kvdepot serve: argument --pool-size: 'foo' is not a size: write for example 512MiB or 4GiB"
+        " (see 'kvdepot serve --help')\n"
+    )
+
+
+@pytest.mark.slow
+def test_after_a_kill_status_says_at_once_that_there_is_no_depot(depot: DepotProcess) -> None:
+    depot.kill()
+    status, said = run("status", "--url", depot.url)
+    assert (status, said) == (
+        1,
+        f"kvdepot: no depot in {depot.url}: start one with 'kvdepot serve', or name its directory by --url\n",
+    )
+
+
+def help_of(*command: str) -> str:
+    """Return the help of a command or of a group."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), pytest.raises(SystemExit):
+        make_parser().parse_args([*command, "--help"])
+    return out.getvalue()
+
+
+def names_in_help(*group: str) -> list[str]:
+    """Return the commands of the core in a help; none if it is of a single command."""
+    names = re.findall(r"^    (\w+) ", help_of(*group), re.MULTILINE)
+    return [name for name in names if name not in KNOWN_COMMANDS]
+
+
+def commands(*group: str) -> Iterator[list[str]]:
+    """Yield each command of a group, with a word for each of its arguments."""
+    for name in names_in_help(*group):
+        if names_in_help(*group, name):
+            yield from commands(*group, name)
+            continue
+        arguments = re.search(r"^positional arguments:\n((?:  .*\n)+)", help_of(*group, name), re.MULTILINE)
+        words = re.findall(r"^  (\S+)", arguments[1], re.MULTILINE) if arguments else []
+        yield [*group, name, *(re.split("[{,}]", word)[1] if word.startswith("{") else "1" for word in words)]
+
+
+COMMANDS = list(commands())
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_every_command_accepts_the_directory_of_a_depot(words: list[str]) -> None:
+    for flag in ("--dir", "--url"):
+        for given in ([flag, "/x", *words], [*words, flag, "/x"], [flag, "/other", *words, flag, "/x"]):
+            assert make_parser().parse_args(given).directory == Path("/x")
+    assert "directory" not in make_parser().parse_args(words), "it would hide the environment's"
+
+
+@pytest.mark.slow
+def test_dir_and_url_name_a_depot_wherever_one_is_named(tmp_path: Path) -> None:
+    with DepotProcess() as depot:
+        for flag in ("--dir", "--url"):
+            assert "entries" in run_kvdepot("status", flag, depot.url).stdout
+            assert "pool_size" in run_kvdepot(flag, f"ipc://{depot.url}", "config").stdout
+            assert str(depot.pool_directory) in run_kvdepot("pools", flag, depot.url).stdout
+            assert "no pools" in run_kvdepot("pools", flag, str(tmp_path)).stdout
+            assert (
+                f"process {depot.pid}" in run_kvdepot("doctor", flag, depot.url).stdout
+            )  # doctor fails if there is no backend
+    for flag in ("--dir", "--url"):
+        assert "serving" in first_words(flag, str(tmp_path / flag.strip("-")), "--pool-size", "4MiB")
+    for arguments in (["serve", "--dir", ""], ["status", "--url", ""]):
+        status, said = run(*arguments)
+        assert status in (1, 2)
+        assert "the depot's directory has no name" in said
+
+
+@pytest.mark.slow
+def test_no_file_and_no_error_is_named_twice(tmp_path: Path) -> None:
+    missing = str(tmp_path / "missing")
+    for arguments in (
+        ["serve", "--config", missing],
+        ["find", missing],
+        ["serve", "--http", "127.0.0.1:0", "--http-token", missing, "--dir", str(tmp_path / "d")],
+    ):
+        status, said = run(*arguments)
+        assert (status, said.count(missing)) == (1, 1), said
+        assert "Errno" not in said
+
+
+def test_doctor_knows_that_proc_takes_no_files() -> None:
+    done = run_kvdepot("doctor", "--dir", "/proc/kvdepot")
+    assert done.returncode == 1
+    assert "no files can be made in /proc/kvdepot" in done.stdout
+
+
+def test_every_command_says_in_a_sentence_what_it_does() -> None:
+    assert ["session", "retain", "1", "1"] in COMMANDS
+    assert len(COMMANDS) > 20
+    for words in COMMANDS:
+        name = [word for word in words if word != "1"][:1]
+        sentence = help_of(*name).split("\n\n")[1]
+        assert sentence.endswith("."), f"{name}: {sentence}"

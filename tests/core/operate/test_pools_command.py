@@ -1,0 +1,72 @@
+"""`kvdepot pools` finds and frees the memory that stopped depots left behind."""
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from kvdepot.lab.processes import DepotProcess
+from kvdepot.operate import cleanup
+from kvdepot.operate.cli import main
+from kvdepot.pool.files import open_pool
+from kvdepot.pool.inventory import find_pools
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """Run the command. Return its exit status and its outputs."""
+    with pytest.raises(SystemExit) as ended:
+        main(["pools", *arguments])
+    printed = capsys.readouterr()
+    assert isinstance(ended.value.code, int)
+    return ended.value.code, printed.out, printed.err
+
+
+def test_a_running_depot_keeps_its_pool_and_a_stopped_one_s_memory_is_freed(capsys: pytest.CaptureFixture[str]) -> None:
+    with DepotProcess() as depot:
+        path = str(depot.pool_directory)
+        (listed,) = json.loads(run(capsys, path, "--json")[1])
+        assert (listed["path"], listed["is_served"], listed["uid"]) == (path, True, os.getuid())
+        assert listed["allocated_bytes"] >= 64 << 20
+        assert str(depot.directory) in listed["server"]
+        status, _, error = run(capsys, path, "--remove")
+        assert (status, "in use by the depot" in error) == (1, True)
+        assert depot.status().pool_size_bytes == 64 << 20
+
+        depot.kill()
+        text = run(capsys, path)[1]
+        assert "stopped, last used" in text
+        assert str(depot.directory) in text
+        assert run(capsys, path, "--remove", "--stopped")[1].startswith(f"removed {path}")
+        assert not Path(path).exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [(["--remove"], "needs the PATH"), (["/nowhere"], "holds no pool"), (["/proc"], "holds no pool")],
+)
+def test_folders_that_are_not_pools_are_left_alone(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, _, error = run(capsys, *arguments)
+    assert status == 1
+    assert words in error
+
+
+def test_pools_that_may_be_a_restarting_depot_s_stay_unless_they_are_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cleanup, "find_pools", lambda: find_pools(tmp_path))
+    for name, age in (("recent", 0), ("old", 3600)):
+        files = open_pool(tmp_path / name, 1 << 20, 64, server="the depot of --dir /one")
+        files.take_place()
+        files.close(remove=False)
+        used_at = time.time() - age
+        for path in (tmp_path / name).iterdir():
+            os.utime(path, (used_at, used_at))
+    said = run(capsys, "--remove", "--stopped")[1]
+    assert f"kept {tmp_path / 'recent'}: last used" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["recent"]
+    assert run(capsys, str(tmp_path / "recent"), "--remove")[0] == 0
+    assert not list(tmp_path.iterdir())
