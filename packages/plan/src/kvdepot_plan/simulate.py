@@ -341,41 +341,45 @@ def replay(workload: Workload, policy_name: str, capacity_chunks: int, ends: byt
         found.append(hits)
         if hits:
             policy.used(path[hits - 1])
-        last = hits
-        for node in path[hits:]:
-            parent = path[last - 1] if last else NO_NODE
-            if parent != NO_NODE:
-                holds[parent] += 1  # must not be evicted to make room for its child
-            while num_kept == capacity_chunks and (victim := policy.victim()) is not None:
-                above = parents[victim]
-                policy.evicted([victim])
-                policy.removed([victim])
-                keys[victim] = None
+        end = path[hits - 1] if hits else NO_NODE
+        if end != NO_NODE:
+            holds[end] += 1  # must not be evicted to make room for its child
+        new = path[hits:]
+        while (missing := num_kept + len(new) - capacity_chunks) > 0 and (victim := policy.victim()) is not None:
+            leaving = [victim]
+            while len(leaving) < missing:
+                above = parents[leaving[-1]]
+                if above == NO_NODE or children[above] > 1 or holds[above]:
+                    break
+                leaving.append(above)
+            leaving = policy.next_of(leaving)
+            policy.evicted(leaving)
+            policy.removed(leaving)
+            above = NO_NODE
+            for node in leaving:
+                above = parents[node]
+                keys[node] = None
                 if above != NO_NODE:
                     children[above] -= 1
-                    policy.unpinned(above)
-                num_kept -= 1
-                evictions += 1
-            if parent != NO_NODE:
-                holds[parent] -= 1
+            if above != NO_NODE:
+                policy.unpinned(above)
+            num_kept -= len(leaving)
+            evictions += len(leaving)
+        if end != NO_NODE:
+            holds[end] -= 1
+            policy.unpinned(end)
+        del new[max(0, capacity_chunks - num_kept) :]  # the request is longer than the pool: its beginning stays
+        above = end
+        for node in new:
             keys[node] = workload.digests[node]
-            parents[node] = parent
-            if num_kept == capacity_chunks:  # the request is longer than the pool: its beginning stays
-                policy.removed([node])
-                keys[node] = None
-                if parent != NO_NODE:
-                    policy.unpinned(parent)
-                break
-            holds[node] = 1
-            if parent != NO_NODE:
-                children[parent] += 1
-            num_kept += 1
-            last += 1
-        policy.added(path[hits:last][::-1])  # deepest first, as the index seals them
-        for node in path[hits:last]:
-            holds[node] = 0
-        if last > hits:
-            policy.unpinned(path[last - 1])
+            parents[node] = above
+            if above != NO_NODE:
+                children[above] += 1
+            above = node
+        num_kept += len(new)
+        if new:
+            policy.added(new[::-1])  # deepest first, as the index seals them
+        last = hits + len(new)
         if ending is not None and ends[request] and last:
             ending.end_session(path[last - 1])
     return found, evictions

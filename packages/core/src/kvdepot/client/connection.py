@@ -100,6 +100,7 @@ class Connection:
         self._reap_seconds = 0.0  # pause until late replies are read; 0: do not read them
         self._session: Session | None = None
         self._changed = threading.Condition()
+        self._random = random.Random()  # its own: a thread that draws from the module's changes what others draw
         self._closing = threading.Event()
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._sockets: Final = weakref.WeakSet((self._wake_reader, self._wake_writer))  # which a forked child closes
@@ -231,7 +232,7 @@ class Connection:
                 # An unknown session means that the depot was restarted meanwhile. A stranger in its place must show in
                 # the log, even if the log has already reported that the depot is away.
                 self._say_why(str(error), logging.ERROR if isinstance(error, DepotForeign) else logging.WARNING)
-                self._closing.wait(retry * random.uniform(0.5, 1.0))
+                self._closing.wait(retry * self._random.uniform(0.5, 1.0))
                 retry = min(retry * 2, _LAST_RETRY_SECONDS)
                 continue
             retry = _FIRST_RETRY_SECONDS
