@@ -149,7 +149,7 @@ class DepotServer:
         )
 
     def make_tiering(self, queues: list[TierQueue]) -> Tiering:
-        """Return what moves entries between the pool and tiers."""
+        """Return the mover of entries between the pool and tiers."""
         config, depot = self.config, self.depot
         settings = TieringSettings(
             config.demotion,
