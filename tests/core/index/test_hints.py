@@ -11,6 +11,7 @@ from kvdepot.operate.operations.cache import clear_pool
 from kvdepot.server.turns import PendingReply
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
+from support.features import needs
 from support.index import Bench, Worker, bench_and_worker, prompt
 from support.integrity import num_ended
 
@@ -30,6 +31,7 @@ def hint(worker: Worker, run: KeyRun, **hints: Any) -> int:
 policies = pytest.mark.parametrize("policy", POLICIES)
 
 
+@needs("sessions")
 @policies
 def test_an_ended_session_leaves_first_and_its_shared_chunks_stay(policy: str) -> None:
     bench, worker = bench_and_worker(pages=5, policy=policy)
@@ -41,6 +43,8 @@ def test_an_ended_session_leaves_first_and_its_shared_chunks_stay(policy: str) -
     bench.drain()
 
 
+@needs("sessions")
+@needs("estimates")
 def test_the_sample_forgets_the_chunks_that_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[bytes] = []
 
@@ -58,6 +62,7 @@ def test_the_sample_forgets_the_chunks_that_ended(monkeypatch: pytest.MonkeyPatc
     assert ended == [digests[64:], digests[32:64]], "its own chunks, the last one first"
 
 
+@needs("sessions")
 @policies
 def test_a_session_that_goes_on_has_not_ended(policy: str) -> None:
     worker = Bench(pages=4, policy=policy).worker()
@@ -71,6 +76,7 @@ def test_a_session_that_goes_on_has_not_ended(policy: str) -> None:
     assert [worker.bench.found(prompt(2, name)) for name in (1, 2, 3)] == [2, 0, 2]
 
 
+@needs("sessions")
 def test_a_prefix_that_a_longer_one_needs_does_not_end() -> None:
     bench, worker = bench_and_worker()
     worker.store(prompt(3))
@@ -78,6 +84,7 @@ def test_a_prefix_that_a_longer_one_needs_does_not_end() -> None:
     assert num_ended(bench.index) == 0
 
 
+@needs("sessions")
 def test_nobody_ends_a_session_of_another_tenant() -> None:
     bench, worker = bench_and_worker()
     worker.store(prompt(2, 1, "a"))
@@ -90,6 +97,7 @@ def test_nobody_ends_a_session_of_another_tenant() -> None:
     assert num_ended(bench.index) == 2
 
 
+@needs("sessions")
 @policies
 def test_leased_chunks_of_an_ended_session_stay_until_the_lease_ends(policy: str) -> None:
     worker = Bench(pages=4, policy=policy).worker()
@@ -136,6 +144,7 @@ def step(bench: Bench, number: int) -> None:
         bench.depot.background.work(lambda: True)
 
 
+@needs("sessions")
 def test_a_hint_for_what_leaves_before_its_turn_changes_nothing() -> None:
     bench, worker = long_bench(pages=300)
     deferred = begin_end(worker, LONG)
@@ -147,6 +156,7 @@ def test_a_hint_for_what_leaves_before_its_turn_changes_nothing() -> None:
     assert num_ended(bench.index) == 0
 
 
+@needs("sessions")
 def test_a_hint_ends_the_last_chunks_of_a_long_prompt_at_once() -> None:
     bench, worker = long_bench()
     begin_end(worker, LONG)
@@ -155,6 +165,7 @@ def test_a_hint_ends_the_last_chunks_of_a_long_prompt_at_once() -> None:
     assert ended(bench, LONG) == [True] * 300
 
 
+@needs("sessions")
 @pytest.mark.parametrize("num_steps", range(8))
 @pytest.mark.parametrize("length", [300, 200, 100])
 def test_a_use_takes_an_end_back_that_is_under_way(num_steps: int, length: int) -> None:
@@ -166,6 +177,7 @@ def test_a_use_takes_an_end_back_that_is_under_way(num_steps: int, length: int) 
     assert ended(bench, LONG) == [False] * length + [True] * (300 - length)
 
 
+@needs("sessions")
 def test_a_prefix_that_ends_again_while_its_end_is_taken_back() -> None:
     bench, worker = long_bench()
     hint(worker, LONG, session_ended=True)
@@ -175,6 +187,7 @@ def test_a_prefix_that_ends_again_while_its_end_is_taken_back() -> None:
     assert ended(bench, LONG) == [True] * 300
 
 
+@needs("sessions")
 def test_ended_chunks_leave_while_the_rest_of_the_prefix_is_being_ended() -> None:
     bench, worker = long_bench()
     begin_end(worker, LONG)

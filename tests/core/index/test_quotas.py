@@ -18,6 +18,7 @@ from kvdepot.server.state import MAXIMUM_ROWS
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 from kvdepot.wire.status import TenantStatus
+from support.features import needs
 from support.index import LEASE_SECONDS, PAGE, Bench, Worker, bench_and_worker, prompt
 from support.integrity import empty_by_eviction
 from support.operate import operate
@@ -51,6 +52,7 @@ def test_a_flood_leaves_others_what_their_quota_says(policy: str) -> None:
     bench.drain()
 
 
+@needs("sessions")
 def test_idle_space_is_borrowed_and_given_back() -> None:
     bench, worker = bench_and_worker(pages=12, quotas={"a": 8, "b": 4})
     fill(worker, "b", range(50))
@@ -128,6 +130,7 @@ def test_a_lease_whose_chunk_has_left_ends_without_a_trace() -> None:
     bench.drain()
 
 
+@needs("sessions")
 def test_prefixes_that_sessions_retain_keep_no_tenant_from_its_quota() -> None:
     bench, worker = bench_and_worker(pages=8, quotas={"a": 4})
     worker.store(prompt(4, 1, "b"))
@@ -298,6 +301,7 @@ def test_bytes_being_written_count_against_a_quota_set_in_the_meantime() -> None
     bench.index.check_integrity()
 
 
+@needs("sessions")
 def test_a_quota_given_at_runtime_holds_for_what_is_here_already() -> None:
     bench, worker = bench_and_worker(pages=12)
     fill(worker, "a", range(4))
@@ -331,6 +335,7 @@ def test_a_quota_that_does_not_fit_is_refused_and_changes_nothing(pages: int) ->
     assert (bench.index.quotas.by_name(), bench.index.quotas.quota_bytes) == before
 
 
+@needs("sessions")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_quotas_that_change_under_load_keep_the_books(policy: str) -> None:
     rng = random.Random(4)

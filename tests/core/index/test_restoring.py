@@ -28,7 +28,7 @@ from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.tiering import TieringSettings
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
-from support.features import STANDARD
+from support.features import STANDARD, needs
 from support.index import PAGE, SHARDED, Bench, prompt
 from support.integrity import check_empty
 from support.operate import put_tiers_below
@@ -150,6 +150,7 @@ MEANWHILE: dict[str, Callable[[Successor], object]] = {
 }
 
 
+@needs("sessions")
 @pytest.mark.promise(23)
 @pytest.mark.parametrize("what", MEANWHILE)
 def test_requests_at_any_step_of_reading_back_do_not_change_its_result(what: str, memory: bytearray) -> None:

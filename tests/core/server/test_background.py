@@ -18,6 +18,7 @@ from kvdepot.pool.table import Writer
 from kvdepot.server.state import MAXIMUM_ROWS
 from kvdepot.server.turns import PendingReply, Refused
 from kvdepot.wire import messages as m
+from support.features import needs
 from support.full_depot import NUM_CHUNKS, PAGE, PROMPT_CHUNKS, Bench, prepare_all, prompt, put_tier_below
 from support.integrity import num_ended
 from support.operate import operate
@@ -47,6 +48,7 @@ def test_clearing_a_prefix(bench: Bench) -> None:
         assert bench.index.entries.num_sealed == NUM_CHUNKS - (name + 1) * PROMPT_CHUNKS
 
 
+@needs("sessions")
 @pytest.mark.promise(61)
 def test_a_hint_for_a_long_prompt(bench: Bench) -> None:
     run = prompt(0)
@@ -62,6 +64,7 @@ def let_sessions_end(bench: Bench) -> None:
         bench.ask(m.Hint(bench.context, run.tenant, run.digests, session_ended=True))
 
 
+@needs("sessions")
 @pytest.mark.promise(61)
 def test_sessions_that_end_in_the_same_second(bench: Bench) -> None:
     let_sessions_end(bench)
@@ -152,6 +155,7 @@ def test_a_failure_between_messages_is_counted_and_the_rest_goes_on(bench: Bench
     assert deferred.reply == m.Done(1, NUM_CHUNKS)
 
 
+@needs("sessions")
 @pytest.mark.parametrize("what", ["clearing", "a hint", "a session"])
 def test_a_request_that_waits_for_failing_work_gets_an_error(
     what: str, bench: Bench, monkeypatch: pytest.MonkeyPatch
@@ -174,6 +178,7 @@ def test_a_request_that_waits_for_failing_work_gets_an_error(
     assert bench.depot.counters["requests_failed"] == 1
 
 
+@needs("sessions")
 @pytest.mark.promise(61)
 def test_a_use_of_a_long_prompt_that_had_ended(bench: Bench) -> None:
     run = prompt(0)
@@ -185,6 +190,7 @@ def test_a_use_of_a_long_prompt_that_had_ended(bench: Bench) -> None:
     assert num_ended(bench.index) == 0
 
 
+@needs("estimates")
 @pytest.mark.promise(61)
 def test_very_long_lookups_wait_for_one_sample_at_a_time(bench: Bench) -> None:
     run = prompt(99, 16_384)
@@ -259,6 +265,7 @@ def test_a_warm_request_for_a_tenant_too_many_is_refused(monkeypatch: pytest.Mon
     queue.close()
 
 
+@needs("sessions")
 @pytest.mark.promise(10)
 def test_leases_that_expire_do_not_wait_for_sessions_that_end(bench: Bench) -> None:
     let_sessions_end(bench)
@@ -309,6 +316,7 @@ def pin_very_often(bench: Bench) -> None:
     bench.depot.expire()
 
 
+@needs("sessions")
 @pytest.mark.promise(61)
 def test_very_many_pins_that_expire() -> None:
     """Regression: each sweep looked at all pins, twice."""

@@ -27,6 +27,7 @@ from kvdepot.tiers import promotion
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 from kvdepot.wire.status import TenantStatus
+from support.features import needs
 from support.full_depot import NUM_CHUNKS, PAGE, PROMPT_CHUNKS, SPEC, Bench, prepare_all, prompt, put_tier_below
 from support.peer import registration
 
@@ -61,6 +62,7 @@ def test_chunks_that_left_before_they_could_be_found_are_not_found() -> None:
     bench.index.check_integrity()
 
 
+@needs("sessions")
 @pytest.mark.promise(61)
 def test_a_quota_and_the_status_where_tenants_have_many_models() -> None:
     bench = Bench(filled=False)

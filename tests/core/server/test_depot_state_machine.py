@@ -8,7 +8,7 @@ from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvdepot.errors import ErrorCode
 from kvdepot.features.sessions import operations as session_operations
@@ -28,7 +28,7 @@ from kvdepot.server.turns import Refused
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 from kvdepot.wire.operation import OperatorRequest
-from support.features import STANDARD
+from support.features import NAMES, STANDARD
 from support.operate import operate
 
 PAGE = 4096
@@ -204,6 +204,7 @@ class DepotMachine(RuleBasedStateMachine):
 
     # --- actions of workers ---------------------------------------------------------------------------------------
 
+    @precondition(lambda _: "sessions" in NAMES)
     @rule(
         who=st.integers(0, 9),
         prompt=st.sampled_from(PROMPTS),
@@ -218,6 +219,7 @@ class DepotMachine(RuleBasedStateMachine):
         if hints["session"]:
             self.agents[run.tenant] = b"" if hints["session_ended"] else run.digests
 
+    @precondition(lambda _: "sessions" in NAMES)
     @rule(
         tenant=st.sampled_from(["tenant-0", "tenant-1"]),
         operation=st.sampled_from(["retain", "forget first", "forget at once"]),
@@ -241,6 +243,7 @@ class DepotMachine(RuleBasedStateMachine):
             self.agents[tenant] = b""
             self.sealed &= self.in_table(SEALED)
 
+    @precondition(lambda _: "sessions" in NAMES)
     @invariant()
     def sessions_are_known_by_their_last_prefix(self) -> None:
         for tenant in ("tenant-0", "tenant-1"):
@@ -501,8 +504,9 @@ class DepotMachine(RuleBasedStateMachine):
             self.depot.end_process(worker.writer)
         for orphan in self.orphans:
             self.depot.end_process(orphan.writer)
-        for _ in self.depot.features.of(Agents).pins.expire(float("inf")):
-            pass
+        if "sessions" in NAMES:
+            for _ in self.depot.features.of(Agents).pins.expire(float("inf")):
+                pass
         sum(clear_pool(self.depot, None))
         assert (self.index.extents.used_bytes, self.index.entries.num_sealed, len(self.index.nodes)) == (0, 0, 0)
         assert (len(self.depot.leases), len(self.depot.stores.tickets), len(self.depot.quarantine.held)) == (0, 0, 0)
