@@ -57,7 +57,7 @@ def main() -> int:
     """Run the suites. Return 0 if all pass."""
     failed = 0
     for name in ("", *_ALL):
-        environment = {**os.environ, "KVDEPOT_TEST_FEATURES": name}
+        environment = {**os.environ, "KVDEPOT_TEST_FEATURES": name, "PYTEST_ADDOPTS": ""}  # not the slow ones
         failed |= subprocess.run(
             [sys.executable, "-m", "pytest", "-q", *_SUITES], env=environment, check=False
         ).returncode
