@@ -1,8 +1,10 @@
 """A request touches only the parts of the server that it needs."""
 
 import itertools
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 
@@ -10,8 +12,11 @@ import pytest
 
 import kvdepot
 from kvdepot.config import ServerConfig
+from kvdepot.keys import KeyRun
 from kvdepot.lab.processes import wait_until
+from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.server.app import DepotServer
+from support import index as small
 from support.peer import Peer, prompt
 
 _ROOT = str(Path(kvdepot.__file__).parent) + "/"
@@ -94,3 +99,29 @@ def test_a_further_chunk_of_a_store_changes_file_at_most_twelve_times(
         one, nine = min(one, changes(1, f"one {each}")), min(nine, changes(9, f"nine {each}"))
     peer.close()
     assert 0 < nine - one <= 8 * 12
+
+
+def test_a_further_chunk_of_a_store_or_a_retrieve_calls_few_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch is a loop: the calls that a chunk adds to a request, a full pool's evictions included."""
+    bench = small.Bench()
+    worker = bench.worker()
+    monkeypatch.setattr(small.WatchfulAllocator, "free", ExtentAllocator.free)  # its checks call functions, too
+
+    def calls(do: Callable[[], object]) -> int:
+        path = Trace()
+        sys.setprofile(path.note)
+        try:
+            do()
+        finally:
+            sys.setprofile(None)
+        return len(path.modules)
+
+    def added(do: Callable[[KeyRun], object], short: KeyRun, long: KeyRun) -> float:
+        """Return the calls that each further chunk adds."""
+        return (calls(partial(do, long)) - calls(partial(do, short))) / (long.num_chunks - short.num_chunks)
+
+    for name in range(4):
+        worker.store(small.prompt(16, name=name))
+    assert added(worker.store, small.prompt(1, name=8), small.prompt(16, name=9)) <= 6
+    assert bench.index.evictor.num_evicted == 17
+    assert added(worker.retrieve, small.prompt(1, name=9), small.prompt(16, name=9)) <= 3

@@ -172,12 +172,12 @@ class Entries:
 
     def bytes_of(self, nodes: Iterable[int]) -> list[int]:
         """Return the bytes that the extents of each node's entries take."""
-        first, following, num_bytes_of, size_of = self._first, self._next, self._table.sizes, extent_size
+        first, following, num_bytes_of, page = self._first, self._next, self._table.sizes, EXTENT_ALIGNMENT_BYTES
         sizes: list[int] = []
         for node in nodes:
             entry, size = first[node], 0
             while entry != _NO_ENTRY:
-                size += size_of(num_bytes_of[entry])
+                size += -(-num_bytes_of[entry] // page) * page  # not `extent_size`: a call for each
                 entry = following[entry]
             sizes.append(size)
         return sizes
@@ -416,11 +416,12 @@ class Entries:
                 new[node] = None
         self._table.seal(entries, now, checksums)
         places, place_of, sizes, groups = [*self._places], self._place_of, self._table.sizes, list[int]()
+        page = EXTENT_ALIGNMENT_BYTES
         for entry, node in zip(entries, nodes, strict=True):
             share = writing_share[entry]
             if share:  # else it is of an earlier server
                 writing_share[entry] = 0
-                writing_bytes[share - 1] -= extent_size(sizes[entry])
+                writing_bytes[share - 1] -= -(-sizes[entry] // page) * page
             # A part that is less than its plane asks for the node's other entries.
             place = places[place_of[entry]]
             group = spaces[space_number[node]].whole.get(place)
@@ -481,21 +482,21 @@ class Entries:
         node_of, writing_share, readers, quotas = self._node_of, self._writing_share, self._readers, self._quotas
         labels, shares = self._nodes.label, self._nodes.tree.share
         freed = self._table.free(entries)  # the headers change before the extents are reused
-        sizes = [extent_size(num_bytes) for _, num_bytes in freed]
+        page = EXTENT_ALIGNMENT_BYTES
+        sizes = [-(-num_bytes // page) * page for _, num_bytes in freed]
         owners = {(labels[node], shares[node]) for node in nodes}
         if len(owners) == 1:  # the common case
             quotas.account(*owners.pop(), -sum(sizes))
         else:
             for node, size in zip(nodes, sizes, strict=True):
                 quotas.account(labels[node], shares[node], -size)
-        for entry, size in zip(entries, sizes, strict=True):
-            share = writing_share[entry]
-            if share:
-                writing_share[entry] = 0
-                quotas.writing_bytes[share - 1] -= size
-                self.num_sealed += 1
-            node_of[entry] = NO_NODE
+        for place in [place for place, entry in enumerate(entries) if writing_share[entry]]:
+            quotas.writing_bytes[writing_share[entries[place]] - 1] -= sizes[place]
+            writing_share[entries[place]] = 0
+            self.num_sealed += 1
         self.num_sealed -= len(entries)
+        for entry in entries:
+            node_of[entry] = NO_NODE
         if readers and not readers.keys().isdisjoint(entries):
             kept = [entry not in readers for entry in entries]
             self.lingering.update(entry for entry in entries if entry in readers)

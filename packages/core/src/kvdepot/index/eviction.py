@@ -5,12 +5,14 @@ use touched the whole prefix from its deepest chunk to the root, so an ancestor 
 """
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from struct import Struct
 from typing import Final, Protocol, TypeAlias
 
 from kvdepot.index.columns import make_column
 from kvdepot.index.tree import NO_NODE, ChunkTree
+from kvdepot.keys import DIGEST_BYTES
 
 # Bounds of one search for a victim: a store may need many victims within a few milliseconds.
 _MOST_LOOKED_AT: Final = 4096  # leased leaves skipped: they leave the queue, so the next search continues there
@@ -143,6 +145,9 @@ class _Leaves:
 _ONCE: Final = 1
 _AGAIN: Final = 2
 
+_LAST_BYTES: Final = Struct("<Q")  # of a key
+_NAME_OFFSET: Final = DIGEST_BYTES - _LAST_BYTES.size
+_NO_KEY: Final = bytes(DIGEST_BYTES)
 _WAYS: Final = 4  # words per set
 _NUMBER_MASK: Final = (1 << 31) - 1
 
@@ -166,47 +171,60 @@ class _Ghosts:
         once, again = self._num_words
         return min(once, most), min(again, most)
 
-    def add(self, key: bytes, seen: int, most: int) -> None:
-        """Remember a key for the next `most` evictions of its kind. If `most` has grown far, forget all keys first."""
+    def add(self, keys: Iterable[bytes | None], seen: int, most: int) -> None:
+        """Remember keys for the next `most` evictions of their kind. If `most` has grown far, forget all keys first."""
         if most > 2 * self._num_sets:
             self._num_sets = 1 << (most - 1).bit_length()
             self._words, self._num_words = make_column("Q", _WAYS * self._num_sets), [0, 0]
-        words, num_evicted, kind = self._words, self._num_evicted, seen - _ONCE
-        name = int.from_bytes(key[-8:], "little")
-        num_evicted[kind] += 1
-        start = name % self._num_sets * _WAYS
-        chosen, most_since = start, -1
-        for place in range(start, start + _WAYS):
-            word = words[place]
-            if not word:
-                chosen = place
-                break
-            since = num_evicted[word & 1] - (word >> 1) & _NUMBER_MASK
-            if since > most_since:
-                chosen, most_since = place, since
-                if since >= most:  # it is not remembered any more
+        words, num_evicted, num_words, kind = self._words, self._num_evicted, self._num_words, seen - _ONCE
+        num_sets, last_bytes = self._num_sets, _LAST_BYTES.unpack_from
+        for key in keys:
+            (name,) = last_bytes(key or _NO_KEY, _NAME_OFFSET)
+            num_evicted[kind] += 1
+            chosen = start = name % num_sets * _WAYS
+            most_since = -1
+            for place in range(start, start + _WAYS):
+                word = words[place]
+                if not word:
+                    chosen = place
                     break
-        if words[chosen]:
-            self._num_words[words[chosen] & 1] -= 1
-        words[chosen] = name >> 32 << 32 | (num_evicted[kind] & _NUMBER_MASK) << 1 | kind
-        self._num_words[kind] += 1
+                since = num_evicted[word & 1] - (word >> 1) & _NUMBER_MASK
+                if since > most_since:
+                    chosen, most_since = place, since
+                    if since >= most:  # it is not remembered any more
+                        break
+            if words[chosen]:
+                num_words[words[chosen] & 1] -= 1
+            words[chosen] = name >> 32 << 32 | (num_evicted[kind] & _NUMBER_MASK) << 1 | kind
+            num_words[kind] += 1
 
-    def take(self, key: bytes, most: int) -> int | None:
-        """Forget a key, and return its kind. None if it is not remembered."""
+    def take(self, keys: Sequence[bytes | None], most: int) -> list[int]:
+        """Forget keys, and return the kind of each, 0 for one that is not remembered."""
         if not self._num_sets:
-            return None
-        name = int.from_bytes(key[-8:], "little")
-        start = name % self._num_sets * _WAYS
-        name >>= 32
-        for place in range(start, start + _WAYS):
-            word = self._words[place]
-            if word >> 32 == name and word:
-                kind = word & 1
-                self._words[place] = 0
-                self._num_words[kind] -= 1
-                since = self._num_evicted[kind] - (word >> 1) & _NUMBER_MASK
-                return kind + _ONCE if since < most else None
-        return None
+            return [0] * len(keys)
+        words, num_evicted, num_sets, last_bytes = (
+            self._words,
+            self._num_evicted,
+            self._num_sets,
+            _LAST_BYTES.unpack_from,
+        )
+        kinds: list[int] = []
+        for key in keys:
+            (name,) = last_bytes(key or _NO_KEY, _NAME_OFFSET)
+            start = name % num_sets * _WAYS
+            name >>= 32
+            found = 0
+            for place in range(start, start + _WAYS):
+                word = words[place]
+                if word >> 32 == name and word:
+                    kind = word & 1
+                    words[place] = 0
+                    self._num_words[kind] -= 1
+                    if num_evicted[kind] - (word >> 1) & _NUMBER_MASK < most:
+                        found = kind + _ONCE
+                    break
+            kinds.append(found)
+        return kinds
 
 
 class AdaptiveReplacement:
@@ -235,12 +253,11 @@ class AdaptiveReplacement:
     def added(self, nodes: Sequence[int]) -> None:
         """See `EvictionPolicy`."""
         keys, num_marked, last_use = self._tree.keys, self._num_marked, self._last_use
-        num_children, seen_of, take = self._tree.num_children, self._seen, self._ghosts.take
+        num_children, seen_of = self._tree.num_children, self._seen
         self._tick = tick = self._tick + 1
-        for node in nodes:
-            capacity = num_marked[_ONCE] + num_marked[_AGAIN] + 1
-            seen = take(keys[node] or b"", capacity)
-            if seen is not None:
+        capacity = num_marked[_ONCE] + num_marked[_AGAIN] + 1
+        for node, seen in zip(nodes, self._ghosts.take([keys[node] for node in nodes], capacity), strict=True):
+            if seen:
                 self._adapt(seen, capacity)
             last_use[node] = tick
             num_marked[seen_of[node]] -= 1
@@ -269,10 +286,11 @@ class AdaptiveReplacement:
 
     def evicted(self, nodes: Sequence[int]) -> None:
         """See `EvictionPolicy`."""
-        most, seen_of, keys, add = sum(self._num_marked[_ONCE:]), self._seen, self._tree.keys, self._ghosts.add
-        for node in nodes:
-            if seen_of[node]:
-                add(keys[node] or b"", seen_of[node], most)
+        most, seen_of, keys = sum(self._num_marked[_ONCE:]), self._seen, self._tree.keys
+        for kind in (_ONCE, _AGAIN):
+            own = [keys[node] for node in nodes if seen_of[node] == kind]
+            if own:
+                self._ghosts.add(own, kind, most)
 
     def removed(self, nodes: Sequence[int]) -> None:
         """See `EvictionPolicy`."""

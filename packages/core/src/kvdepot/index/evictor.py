@@ -9,7 +9,7 @@ A node that lost all entries stays as a tombstone while it has children. The chi
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from itertools import accumulate, islice
+from itertools import islice
 from typing import Final, TypeAlias
 
 from kvdepot.counting import depot_counter
@@ -178,9 +178,8 @@ class Evictor:
         self._shares.removed(nodes)
         self._visibility.forget(nodes)
         num_leases = self._num_leases
-        for node in nodes:
-            if num_leases[node]:
-                self._leased.remove(node)
+        for node in [node for node in nodes if num_leases[node]]:
+            self._leased.remove(node)
         return self._nodes.drop(nodes)
 
     # --- leaving --------------------------------------------------------------------------------------------------
@@ -228,8 +227,11 @@ class Evictor:
                 break
             nodes.append(node)
         nodes = policy.next_of(nodes)
-        sizes = accumulate(self._entries.bytes_of(nodes))
-        return nodes[: 1 + sum(1 for size in sizes if size < num_bytes)]
+        for count, size in enumerate(self._entries.bytes_of(nodes), 1):
+            num_bytes -= size
+            if num_bytes <= 0:
+                return nodes[:count]
+        return nodes
 
     def _make_room(self, nodes: Sequence[int]) -> None:
         add, now, last_use = self.eviction_ages.add, self._nodes.now, self._nodes.last_use
@@ -292,7 +294,8 @@ class Evictor:
             for node in nodes:
                 key, seconds = self._nodes.key_of(node), self._nodes.idle_seconds(node)
                 self._unlogged.append(f"{key[:4].hex()} ({seconds:.0f} s)")
-        self._watcher.evicted(nodes, [*map(self._nodes.key_of, nodes)])
+        keys = self._nodes.tree.keys
+        self._watcher.evicted(nodes, [keys[node] or b"" for node in nodes])
         self._remove(nodes)
 
     def log_evicted(self, why: str, *details: object) -> None:
