@@ -30,7 +30,8 @@ from kvdepot import KVDepotError
 from kvdepot.client.connection import Connection
 from kvdepot.client.operator import ask_depot
 from kvdepot.server.access import Access
-from kvdepot.wire import messages as m, operations as o
+from kvdepot.operate import operations as o
+from kvdepot.wire import messages as m
 from support.peer import Peer, prompt, registration
 
 what, directory, gid, *groups = sys.argv[1:]
