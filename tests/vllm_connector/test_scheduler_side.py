@@ -36,6 +36,7 @@ class Client:
 
     num_chunks: int = 0
     answers: bool = True
+    answers_soon: bool = False  # to a question that waits
     asked: list[int] = field(default_factory=list[int])
     released: list[Lease] = field(default_factory=list[Lease])
     operations: list[OperatorRequest] = field(default_factory=list[OperatorRequest])
@@ -81,7 +82,7 @@ class Client:
             self.announced.append(ahead_tokens)
         lease = Lease(min(self.num_chunks, key.num_chunks), 7, num_pending=self.num_pending)
         return SimpleNamespace(
-            query=lambda: self.answers, wait=lambda _seconds: self.answers, result=lambda: lease, cancel=self.cancel
+            query=lambda: self.answers, wait=lambda _seconds: self.answers or self.answers_soon, result=lambda: lease, cancel=self.cancel
         )
 
     def cancel(self) -> None:
@@ -225,6 +226,21 @@ def scene(
 
 def blocks(first: int, count: int) -> list[int]:
     return list(range(first, first + count))
+
+
+def test_a_new_lookup_is_awaited_for_a_moment_though_others_are_computed() -> None:
+    """Otherwise a hit would come a step later."""
+    it = scene(num_chunks=4)
+    it.client.answers, it.client.answers_soon = False, True
+    busy = it.asks(64, "a")
+    it.step(busy, 64, ((1, 2, 3, 4),))
+    assert it.side.matched_tokens(it.request(80, "b"), 0) == (64, True)
+    it.client.answers_soon, late = False, it.request(80, "c")
+    assert it.side.matched_tokens(late, 0) == (None, False)
+    it.client.answers_soon = True
+    it.clock[0] += 0.001
+    assert it.side.matched_tokens(late, 0) == (None, False), "no step waits for it"
+
 
 
 def test_at_least_one_token_is_left_to_compute() -> None:
