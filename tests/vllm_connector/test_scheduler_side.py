@@ -82,7 +82,10 @@ class Client:
             self.announced.append(ahead_tokens)
         lease = Lease(min(self.num_chunks, key.num_chunks), 7, num_pending=self.num_pending)
         return SimpleNamespace(
-            query=lambda: self.answers, wait=lambda _seconds: self.answers or self.answers_soon, result=lambda: lease, cancel=self.cancel
+            query=lambda: self.answers,
+            wait=lambda _seconds: self.answers or self.answers_soon,
+            result=lambda: lease,
+            cancel=self.cancel,
         )
 
     def cancel(self) -> None:
@@ -240,7 +243,6 @@ def test_a_new_lookup_is_awaited_for_a_moment_though_others_are_computed() -> No
     it.client.answers_soon = True
     it.clock[0] += 0.001
     assert it.side.matched_tokens(late, 0) == (None, False), "no step waits for it"
-
 
 
 def test_at_least_one_token_is_left_to_compute() -> None:

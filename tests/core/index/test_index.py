@@ -743,3 +743,13 @@ def test_the_number_of_different_caches_is_bounded_and_known_ones_still_register
     assert isinstance(worker.ask(register("other")), m.Registered)
     assert worker.refusal(register("one too many")) is ErrorCode.BAD_LAYOUT
     assert isinstance(worker.ask(register("other")), m.Registered)
+
+
+def test_the_ages_of_chunks_that_are_evicted_to_make_room_are_counted() -> None:
+    bench, worker = bench_and_worker(pages=4)
+    worker.store(prompt(4))
+    bench.pass_time(5.0)
+    worker.store(prompt(4, name=1))
+    assert bench.index.evictor.eviction_ages.counts[:4] == [0, 0, 0, 4], "4 to 8 seconds"
+    worker.store(prompt(3, name=2))
+    assert bench.index.evictor.eviction_ages.counts[:4] == [3, 0, 0, 4]
