@@ -3,8 +3,8 @@
 The server writes it. Workers map it read only. A record's **header** is one 64-bit word with generation and state. It
 is written last and in one store, so that a record is never visible half-written. Each change of an extent's content
 raises the generation. After a worker has copied from the pool, it compares the header with the one in its plan (a
-seqlock), and treats a difference as a miss. Each record has a checksum of its fields. After a restart, records that do not
-verify are dropped.
+seqlock), and treats a difference as a miss. Each record has a checksum of its fields. After a restart, records that do
+not verify are dropped.
 """
 
 import mmap
