@@ -21,7 +21,6 @@ from fuzz.depot import PAGE, PROMPTS, SPECS, Bytes, Life, live, spec_of
 from fuzz.movers import OFFER, REGISTRATION, LifeWithMovers, live_with_movers
 from kvdepot.config import directory_of_url, parse_quota, parse_size
 from kvdepot.errors import ConfigError, ErrorCode, PoolError
-from kvdepot.index.entries import PartPlace
 from kvdepot.index.index import ChunkIndex
 from kvdepot.index.restore import restore
 from kvdepot.layout import GroupKind
@@ -261,8 +260,9 @@ def records(data: bytes) -> None:
         node = index.nodes.find(index.spaces[record.space], record.key, record.depth)
         assert node is not None
         assert index.entries.has(node, record.group, record.part)
-        found = index.entries.extent_of(node, PartPlace(record.group, record.part, record.num_bytes, record.check))
-        assert (found is not None) == (record.state == SEALED)
+        found = index.entries.find(node, record.group, record.part)
+        assert found is not None
+        assert index.entries.is_sealed(found) == (record.state == SEALED)
     status_of(depot)
     for entry in unfinished:
         table.writer_of(entry)

@@ -255,13 +255,6 @@ class Entries:
                 extents += [pack_extents([(chunk, place.group, *part)]) for part in parts]
         return b"".join(extents), len(nodes)
 
-    def extent_of(self, node: int, place: PartPlace) -> Extent | None:
-        """Return the sealed entry of a place, None if there is none."""
-        entry = self.find(node, place.group, place.part)
-        if entry is None or self._table.check_of(entry) != place.check:
-            return None
-        return self._table.sealed_entry(entry)
-
     def cover(self, node: int, place: PartPlace) -> list[tuple[int, Extent]]:
         """Return the fewest sealed entries, with their parts, that together have all cells of a part (`layout.fewest`).
 

@@ -302,11 +302,6 @@ class IndexTable:
         """Whether the bytes of an entry are in place."""
         return self.headers[entry] & _STATE_MASK == SEALED
 
-    def sealed_entry(self, entry: Entry) -> tuple[Entry, int, int, int] | None:
-        """Return an entry with its header, offset and payload bytes, None if it is not sealed."""
-        header = self.headers[entry]
-        return (entry, header, *self.extent(entry)) if header & _STATE_MASK == SEALED else None
-
     def sealed_record(self, number: int, header: int) -> Record | None:
         """Decode the record of the entry that a peer names by number and header. None unless it is sealed with it."""
         if not 0 <= number < self.num_records:
