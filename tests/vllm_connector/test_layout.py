@@ -315,6 +315,57 @@ def test_only_latent_attention_on_a_cpu_for_which_vllm_reuses_nothing_is_refused
         engine_cache(config, SimpleNamespace(kv_cache_groups=[]), str, None)
 
 
+def group_of(kind: str, block_tokens: int) -> Any:
+    """Return a `KVCacheGroupSpec`; `str` of its spec is its kind."""
+    attributes = {
+        "block_size": block_tokens,
+        "prefix_cacheable": True,
+        "sliding_window": 512,
+        "mamba_cache_mode": "align",
+        "__str__": lambda _: kind,
+    }
+    return SimpleNamespace(
+        kv_cache_spec=type("Spec", (), attributes)(),
+        layer_names=["layers.0"],
+        enable_kv_transfer=True,
+        host_resident=False,
+        is_eagle_group=False,
+    )
+
+
+def chunk_of(*groups: tuple[str, int], state_step: int | None = None, chunk_tokens: int | None = None) -> int:
+    """Return the chunk of an engine with groups of these kinds and block sizes."""
+    ranks = {"distributed_executor_backend": None, "tensor_parallel_size": 1, "pipeline_parallel_size": 1}
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(**ranks),
+        device_config=SimpleNamespace(device_type="cuda"),
+        cache_config=SimpleNamespace(cache_dtype="fp8"),
+        model_config=SimpleNamespace(hf_text_config=None, is_hybrid=True),
+        speculative_config=None,
+    )
+    cache = SimpleNamespace(
+        kv_cache_groups=[group_of(*each) for each in groups],
+        cache_hit_alignment_tokens=state_step,
+        kv_cache_layout="BLNHC",
+    )
+    return engine_cache(config, cache, str, chunk_tokens).chunk_tokens
+
+
+def test_blocks_of_full_attention_form_chunks_of_64_tokens_or_more() -> None:
+    full, latent = "full_attention", "mla_attention"
+    blocks = (1, 16, 32, 48, 64, 128)
+    assert [chunk_of((full, size)) for size in blocks] == [64, 64, 64, 96, 64, 128]
+    assert chunk_of((full, 16), (latent, 32)) == 64
+    assert chunk_of((full, 16), chunk_tokens=16) == 16
+    with pytest.raises(Unsupported, match="is 24: give a multiple of 16"):
+        chunk_of((full, 16), chunk_tokens=24)
+
+
+def test_a_chunk_is_one_block_where_windows_or_recurrent_states_are_kept() -> None:
+    assert chunk_of(("full_attention", 16), ("sliding_window", 32)) == 32
+    assert chunk_of(("full_attention", 16), ("mamba", 16), state_step=48) == 48
+
+
 FULL = EngineGroup(0, GroupKind.FULL_ATTENTION, 16, 0, ("a", "b"), False, False)
 WINDOW = EngineGroup(1, GroupKind.SLIDING_WINDOW, 16, 64, ("c",), False, False)
 LATENT = EngineGroup(0, GroupKind.FULL_ATTENTION, 16, 0, ("a", "b"), True, False)

@@ -29,6 +29,7 @@ needs_quantised_caches = pytest.mark.skipif(
 # model, options, tokens per block, expected reuse of 1500 and 1000 tokens
 CASES: dict[str, tuple[str, dict[str, Any], int, int]] = {
     "grouped queries": ("gqa", {}, 1408, 896),
+    "chunks of two blocks": ("gqa", {"block_size": 32}, 1472, 960),
     "sliding windows, groups that share addresses": ("windows", {}, 1408, 896),
     "windows of one block": ("short-windows", {}, 1408, 896),
     "windows that begin within a chunk": ("windows", {"block_size": 32, "kvdepot": {"chunk_tokens": 384}}, 1152, 768),

@@ -121,10 +121,10 @@ def fewest(part: int, parts: tuple[int, ...], heads: int) -> tuple[int, ...]:
     return tuple(fewer or found)
 
 
-def default_chunk_tokens(block_tokens: Iterable[int], minimum: int = MINIMUM_CHUNK_TOKENS) -> int:
-    """Return the smallest common multiple of all groups' block sizes that is at least `minimum` tokens."""
+def default_chunk_tokens(block_tokens: Iterable[int]) -> int:
+    """Return the smallest common multiple of all groups' block sizes that is at least `MINIMUM_CHUNK_TOKENS`."""
     step = math.lcm(*block_tokens)
-    return step * -(-minimum // step)
+    return step * -(-MINIMUM_CHUNK_TOKENS // step)
 
 
 @dataclass(frozen=True, slots=True)

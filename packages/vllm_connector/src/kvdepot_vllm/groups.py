@@ -110,7 +110,8 @@ def engine_cache(
         vllm_config: `VllmConfig`.
         kv_cache_config: `KVCacheConfig`, of the scheduler or of any worker.
         kind_of: vLLM's name for the kind of a KV cache spec.
-        chunk_tokens: None for the smallest size that all groups support.
+        chunk_tokens: None for the default: the fewest whole blocks of at least 64 tokens, or with windows or recurrent
+            states the smallest size that all groups support.
 
     Raises:
         Unsupported: with the reason.
@@ -141,7 +142,11 @@ def engine_cache(
     block_tokens = [group.block_tokens for group in groups]
     state_step = kv_cache_config.cache_hit_alignment_tokens or 0
     step = math.lcm(*block_tokens, state_step or 1)
-    chunk_tokens = chunk_tokens or default_chunk_tokens([step], minimum=1)
+    if chunk_tokens is None:
+        # vLLM keeps a prompt's recurrent state at its last multiple of `step`, where longer chunks seldom end. And of a
+        # window, each longer chunk would keep more than the window reaches.
+        is_full = all(group.kind is GroupKind.FULL_ATTENTION for group in groups)
+        chunk_tokens = default_chunk_tokens([step]) if is_full else step
     if chunk_tokens % step:
         raise Unsupported(f"kvdepot.chunk_tokens is {chunk_tokens}: give a multiple of {step}, or leave it out")
     return EngineCache(

@@ -35,7 +35,7 @@ class Settings(EngineSettings):
     SOURCE: ClassVar[str] = "kv_connector_extra_config"
     PREFIX: ClassVar[str] = "kvdepot."
 
-    chunk_tokens: int | None = None  # None: the engine's own granularity
+    chunk_tokens: int | None = None  # None: see `engine_cache`
     store: str = "all"
     load: bool = True
     wait_for_others: bool = True
