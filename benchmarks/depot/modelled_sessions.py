@@ -23,6 +23,7 @@ from sessions import CHUNK_TOKENS, GEOMETRY, POOL_SHARE, SHORT_SECONDS, Turn, ke
 
 from kvdepot.features.sessions import operations as session_operations
 from kvdepot.features.sessions.feature import Agents
+from kvdepot.features.sessions.messages import Hint
 from kvdepot.index.eviction import AUTO
 from kvdepot.index.index import ChunkIndex
 from kvdepot.index.quotas import QuotaTable
@@ -311,7 +312,7 @@ class World:
         if self._with_sessions:
             kept = pause + 1 if pause < SHORT_SECONDS else 0.0
             self._ask(
-                m.Hint(
+                Hint(
                     self._context,
                     turn.tenant,
                     key.digests,

@@ -9,10 +9,19 @@ from typing import Any
 from unittest.mock import patch
 
 from kvdepot.features.blend.feature import BlendLookups
+from kvdepot.features.blend.messages import (
+    BLEND_RUN,
+    SEGMENT,
+    SEGMENT_NAME_BYTES,
+    BlendLookup,
+    BlendReply,
+    NoteContents,
+)
 from kvdepot.features.flights import feature as flights
 from kvdepot.features.flights.feature import FlightTable
 from kvdepot.features.sessions import operations as session_operations
 from kvdepot.features.sessions.feature import Agents
+from kvdepot.features.sessions.messages import Hint
 from kvdepot.features.weights.feature import Generations
 from kvdepot.index.index import ChunkIndex
 from kvdepot.index.quotas import QuotaTable
@@ -305,19 +314,19 @@ class Life:
         packed, place = b"", 0
         for _ in range(self.source.below(6)):
             name, length = self.source.byte(), self.source.byte()
-            packed += m.SEGMENT.pack(bytes([name & 15]) * m.SEGMENT_NAME_BYTES, place, length & 7)
+            packed += SEGMENT.pack(bytes([name & 15]) * SEGMENT_NAME_BYTES, place, length & 7)
             place = place + (length & 7) if length < 0xE0 else length
         return packed if not packed or packed[0] < 15 else packed[:-1]
 
     def note(self) -> None:
         who = self.who()
         context, (digests, *_) = self.context(who), self.run_of_chunks()
-        self.ask(m.NoteContents(context, digests, self.segments()), who)
+        self.ask(NoteContents(context, digests, self.segments()), who)
 
     def hint(self) -> None:
         who = self.who()
         context, (digests, *_), flags = self.context(who), self.run_of_chunks(), self.source.byte()
-        request = m.Hint(
+        request = Hint(
             context,
             f"tenant-{flags & 1}",
             digests,
@@ -345,11 +354,11 @@ class Life:
 
     def blend(self) -> None:
         who = self.who()
-        request = m.BlendLookup(self.context(who), self.request_id(), self.segments(), self.source.below(4))
+        request = BlendLookup(self.context(who), self.request_id(), self.segments(), self.source.below(4))
         reply = self.ask(request, who)
-        if isinstance(reply, m.BlendReply):
+        if isinstance(reply, BlendReply):
             end, found = 0, len(reply.digests) // 32
-            for position, length, source, first, count, start in m.BLEND_RUN.iter_unpack(reply.runs):
+            for position, length, source, first, count, start in BLEND_RUN.iter_unpack(reply.runs):
                 assert position >= end
                 end = position + length
                 assert first <= source < source + length <= first + count

@@ -17,6 +17,7 @@ from kvdepot.features.routers import feed as module
 from kvdepot.features.routers import holdings
 from kvdepot.features.routers.feed import NewsFeed
 from kvdepot.features.routers.holdings import LOCAL, POOL, TIER, AllBlocksCleared, BlockRemoved, BlockStored
+from kvdepot.features.routers.messages import AwaitNews, News
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 
@@ -79,13 +80,13 @@ class _Depot:
                 return piece, True
             case [int(flags), events]:
                 body = events if isinstance(events, bytes) else msgspec.msgpack.encode(events)
-                news = m.News(1, flags >> 2, body, bool(flags & 1), bool(flags & 2))
+                news = News(1, flags >> 2, body, bool(flags & 1), bool(flags & 2))
             case None:
                 assert self.has_feed.wait(10)
                 assert self.feed is not None
                 self.feed.close()  # it takes this answer, and ends
                 self.is_ending = True
-                news = m.News(1, 1, msgspec.msgpack.encode(_LIST), is_start=True)
+                news = News(1, 1, msgspec.msgpack.encode(_LIST), is_start=True)
             case _:
                 return b"", True
         frame = frames.encode_frame(sequence, news)
@@ -113,7 +114,7 @@ class _Channel:
         self._channel = Channel(session, socket.socket(socket.AF_UNIX))
         self._peer: socket.socket | None = None
 
-    def call(self, request: m.AwaitNews, deadline_seconds: float) -> frames.Reply:
+    def call(self, request: AwaitNews, deadline_seconds: float) -> frames.Reply:
         depot = self._depot
         try:
             assert request.position == depot.position, "after an error, it must ask for everything"
@@ -129,7 +130,7 @@ class _Channel:
             depot.is_over.set()
             raise
         reply = self._channel.wait(sequence, deadline_seconds)
-        depot.position = reply.position if isinstance(reply, m.News) else 0
+        depot.position = reply.position if isinstance(reply, News) else 0
         return reply
 
     def close(self) -> None:

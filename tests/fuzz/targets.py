@@ -21,6 +21,7 @@ from fuzz.depot import PAGE, PROMPTS, SPECS, Bytes, Life, live, spec_of
 from fuzz.movers import OFFER, REGISTRATION, LifeWithMovers, live_with_movers
 from kvdepot.config import directory_of_url, parse_quota, parse_size
 from kvdepot.errors import ConfigError, ErrorCode, PoolError
+from kvdepot.features.blend.messages import BLEND_RUN, SEGMENT, BlendLookup, BlendReply, NoteContents
 from kvdepot.index.index import ChunkIndex
 from kvdepot.index.restore import restore
 from kvdepot.layout import GroupKind
@@ -63,7 +64,7 @@ _POOL_ID: Final = bytes(range(16))
 _A_NAME: Final = Names(labels=[Label("a", "b")])
 _NUM_RECORDS: Final = 32
 _NUM_LABELS: Final = 2
-_SEGMENTS: Final = m.SEGMENT.pack(bytes(16), 0, 20) + m.SEGMENT.pack(bytes(range(16)), 20, 1)
+_SEGMENTS: Final = SEGMENT.pack(bytes(16), 0, 20) + SEGMENT.pack(bytes(range(16)), 20, 1)
 
 
 # --- messages -------------------------------------------------------------------------------------------------------
@@ -120,8 +121,8 @@ def _request_seeds() -> list[bytes]:
         m.AbortStore(1, 2),
         m.PrepareRetrieve(1, "r", run.digests, 3, (8, 1, 0)),
         m.ReportCorrupt(1, ((1, 258),)),
-        m.NoteContents(1, run.digests, _SEGMENTS),
-        m.BlendLookup(1, "r", _SEGMENTS, 8),
+        NoteContents(1, run.digests, _SEGMENTS),
+        BlendLookup(1, "r", _SEGMENTS, 8),
         m.ChangeWeights(1, "lineage 7"),
     ]
     return [bytes(frames.encode_frame(7, message)) for message in requests]
@@ -142,7 +143,7 @@ def _reply_seeds() -> list[bytes]:
         m.Registered(1, 2, m.Verify.ALL),
         m.Done(1, 2),
         m.LookupReply(1, 3, 4, 300.0),
-        m.BlendReply(1, 2, 300.0, m.BLEND_RUN.pack(9, 20, 3, 0, 1, 0), bytes(32)),
+        BlendReply(1, 2, 300.0, BLEND_RUN.pack(9, 20, 3, 0, 1, 0), bytes(32)),
         m.StorePlan(1, 2, bytes(40), 0, 1),
         m.RetrievePlan(1, 2, 1, bytes(40)),
         m.Moved(1, m.MoveOutcome.UNAVAILABLE, "no"),

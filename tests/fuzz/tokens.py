@@ -9,6 +9,7 @@ import msgspec
 from fuzz.tiers import FOLDER
 from kvdepot.features.routers.feature import Routers
 from kvdepot.features.routers.holdings import Holdings
+from kvdepot.features.routers.messages import DescribedGroup
 from kvdepot.layout import GroupKind
 from kvdepot.pool.tokens import TokensFile
 from kvdepot.server.turns import CHORES_FAILED
@@ -71,7 +72,7 @@ def seeds() -> list[bytes]:
     more = description(
         _RUNS[0],
         1,
-        groups=(m.DescribedGroup(1, "full_attention"),),
+        groups=(DescribedGroup(1, "full_attention"),),
         lora_name="poet",
         extra_keys=(None, ("a", 1), None),
     )

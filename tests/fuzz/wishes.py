@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 from kvdepot.errors import ConfigError
 from kvdepot.features.blend.segments import SegmentNamer
+from kvdepot.features.sessions.messages import Hint
 from kvdepot.keys import DIGEST_BYTES, Namespace, hash_prefix
 from kvdepot.wire import frames
-from kvdepot.wire import messages as m
 from kvdepot_vllm.params import (
     BlendParams,
     HandOver,
@@ -54,7 +54,7 @@ def parse(data: bytes) -> None:
     wishes = request_params(request)
     hints = Hints.parse(wishes)
     if hints is not None:
-        hint = m.Hint(1, "tenant", _KEY.digests, *astuple(hints))
+        hint = Hint(1, "tenant", _KEY.digests, *astuple(hints))
         assert frames.decode_request(bytes(frames.encode_frame(0, hint))) == hint
     for operation in session_operations(wishes, "tenant"):
         assert frames.decode_request(bytes(frames.encode_frame(0, operation))) == operation

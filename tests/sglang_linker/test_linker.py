@@ -19,8 +19,8 @@ from kvdepot.client.transfers import WorkerTransfers
 from kvdepot.engines.settings import EngineSettings
 from kvdepot.errors import ConfigError
 from kvdepot.features.sessions import operations as sessions
+from kvdepot.features.sessions.messages import Hint
 from kvdepot.lab.processes import DepotProcess, wait_until
-from kvdepot.wire import messages as m
 from kvdepot_sglang import around_offload_nodes, register
 from kvdepot_sglang.identity import engine_namespace
 from kvdepot_sglang.pools import Unsupported
@@ -171,7 +171,7 @@ def test_a_store_that_failed_is_no_session_s_last_prefix(
     one, names = engine(), names_of(1, 4)
     job = SimpleNamespace(query=lambda: True, result=lambda: is_stored, num_bytes=0)
     monkeypatch.setattr(WorkerTransfers, "submit_store", lambda *_: job)
-    said: list[m.Hint] = []
+    said: list[Hint] = []
     monkeypatch.setattr(SchedulerClient, "post", lambda _, make: said.extend(make(1)))
     assert one.store(names, one.slots(0, 4), session="chat") == is_stored
     assert [hint.session for hint in said] == ["chat"] * is_stored

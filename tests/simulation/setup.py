@@ -7,6 +7,7 @@ from typing import Final
 from msgspec import structs
 
 from kvdepot.config import Demotion
+from kvdepot.features.blend.messages import SEGMENT, SEGMENT_NAME_BYTES
 from kvdepot.keys import DIGEST_BYTES, KeyRun, Namespace, PrefixHasher
 from kvdepot.layout import GroupKind, Part
 from kvdepot.wire import messages as m
@@ -67,8 +68,8 @@ def segments_of(text: str, tenant: str) -> bytes:
     packed, first = b"", 0
     for place, letter in enumerate(text, 1):
         if letter in _SEGMENT_ENDS:
-            name = f"{text[first:place]} {tenant}".encode()[: m.SEGMENT_NAME_BYTES]
-            packed += m.SEGMENT.pack(name, first * LETTER_TOKENS, (place - first) * LETTER_TOKENS)
+            name = f"{text[first:place]} {tenant}".encode()[:SEGMENT_NAME_BYTES]
+            packed += SEGMENT.pack(name, first * LETTER_TOKENS, (place - first) * LETTER_TOKENS)
             first = place
     return packed
 

@@ -15,9 +15,11 @@ import msgspec
 
 from kvdepot.client.verify import count_valid_chunks
 from kvdepot.errors import ErrorCode, IntegrityError
+from kvdepot.features.blend.messages import BLEND_RUN, BlendLookup, NoteContents
 from kvdepot.features.flights.feature import FlightTable
 from kvdepot.features.sessions import operations as session_operations
 from kvdepot.features.sessions.feature import Agents
+from kvdepot.features.sessions.messages import Hint
 from kvdepot.index.index import ChunkIndex
 from kvdepot.index.quotas import QuotaTable
 from kvdepot.index.restore import restore
@@ -782,7 +784,7 @@ class World(Node):
             return None
         number = b % self.setup.num_prompts
         run = PROMPTS[number]
-        self._ask(worker, m.NoteContents(worker.context, run.digests, segments_of(TEXTS[number], run.tenant)))
+        self._ask(worker, NoteContents(worker.context, run.digests, segments_of(TEXTS[number], run.tenant)))
         return f"{worker.name} says what {self._name(run)} hold"
 
     def on_blend(self, a: int, b: int, c: int) -> str | None:
@@ -794,8 +796,8 @@ class World(Node):
         number, tenant = b % self.setup.num_prompts, PROMPTS[b % self.setup.num_prompts].tenant
         cut = c // 2 % len(TEXTS[number]) if c % 2 else 0
         text = TEXTS[number][cut:] + TEXTS[number][:cut]
-        reply = self._ask(worker, m.BlendLookup(worker.context, "ab"[a // 4 % 2], segments_of(text, tenant)))
-        for position, length, source, first, count, start in m.BLEND_RUN.iter_unpack(reply.runs):
+        reply = self._ask(worker, BlendLookup(worker.context, "ab"[a // 4 % 2], segments_of(text, tenant)))
+        for position, length, source, first, count, start in BLEND_RUN.iter_unpack(reply.runs):
             digests = reply.digests[start * DIGEST_BYTES : (start + count) * DIGEST_BYTES]
             of = next((n for n, run in enumerate(PROMPTS) if digests == run.slice(first, first + count).digests), None)
             if of is None or letters(TEXTS[of], source, length) != letters(text, position, length):
@@ -805,7 +807,7 @@ class World(Node):
             )  # the chunks before it may be missing
         if reply.lease:
             worker.leases.append(Lease(reply.lease, PROMPTS[number], 0))
-        return f"{worker.name} looks for the text {text} and finds {len(reply.runs) // m.BLEND_RUN.size} runs"
+        return f"{worker.name} looks for the text {text} and finds {len(reply.runs) // BLEND_RUN.size} runs"
 
     # --- lies -----------------------------------------------------------------------------------------------------
 
@@ -846,7 +848,7 @@ class World(Node):
             return None
         run = PROMPTS[b % self.setup.num_prompts].slice(0, 1 + c % NUM_CHUNKS)
         session = f"agent-{a % 2}" if c & 128 else ""
-        hint = m.Hint(
+        hint = Hint(
             worker.context,
             run.tenant,
             run.digests,

@@ -20,6 +20,7 @@ from obstore.store import LocalStore, ObjectStore
 
 from kvdepot.errors import ConfigError
 from kvdepot.features.sessions import operations as sessions
+from kvdepot.features.sessions.messages import Hint
 from kvdepot.keys import DIGEST_BYTES, KeyRun, Namespace, digest_at, hash_prefix
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.layout import GroupKind
@@ -489,7 +490,7 @@ def test_a_session_that_is_demoted_is_found_in_runs(demotion: str, num_chunks: i
             peer.store(run.slice(chunk, min(chunk + 20, num_chunks - 8)))
         settle(depot)
         peer.store(run.slice(num_chunks - 8, num_chunks))  # with `store`, it waits for a continuation
-        peer.ask(m.Hint(peer.context, run.tenant, run.digests, session="agent"))
+        peer.ask(Hint(peer.context, run.tenant, run.digests, session="agent"))
         reply = peer.ask(sessions.DemoteSession("agent", run.tenant))
         assert isinstance(reply, m.Done)
         assert reply.count == num_chunks

@@ -11,8 +11,8 @@ import pytest
 
 from kvdepot.client.operator import ask_depot
 from kvdepot.features.sessions import operations as sessions
+from kvdepot.features.sessions.messages import Hint
 from kvdepot.lab.processes import DepotProcess, wait_until
-from kvdepot.wire import messages as m
 from support.peer import Peer, find, prompt
 from support.tiers.servers import ValkeyServer, is_written, valkey_program
 from support.tools import needs_tool
@@ -25,7 +25,7 @@ def demote_after(seconds: float, url: str, lose: Callable[[], object] = lambda: 
     with DepotProcess("--tier", url) as depot, contextlib.closing(Peer(depot)) as peer:
         run = prompt(16)
         peer.store(run)
-        peer.ask(m.Hint(peer.context, run.tenant, run.digests, session="agent"))
+        peer.ask(Hint(peer.context, run.tenant, run.digests, session="agent"))
         wait_until(lambda: is_written(depot), what="the end of writes")
         until = time.monotonic() + seconds
         wait_until(lambda: time.monotonic() >= until, what="the end of what the depot knows")

@@ -38,7 +38,6 @@ import struct
 import msgspec, torch
 from kvdepot.keys import Namespace, hash_prefix
 from kvdepot.layout import GroupKind
-from kvdepot.wire import messages as m
 from kvdepot_vllm.events import Describer
 from kvdepot_vllm.groups import EngineCache, EngineGroup
 from vllm import SamplingParams
@@ -77,7 +76,7 @@ for name, fields in cases.items():
         run = hash_prefix(Namespace("model"), CHUNK, request.all_token_ids).slice(first)
         run, description = describer.describe(request, bytes(32), run)
         (told,) = description.requests(1, run)
-        told = msgspec.msgpack.decode(msgspec.msgpack.encode(told), type=m.DescribeChunks)
+        told = msgspec.msgpack.decode(msgspec.msgpack.encode(told), type=DescribeChunks)
         assert run.num_chunks == CHUNKS - first and told.first_chunk == first
         assert list(struct.unpack(f"<{len(told.tokens) // 4}I", told.tokens)) == list(event.token_ids)
         assert list(struct.unpack(f"<{len(told.block_ids) // 8}Q", told.block_ids)) == event.block_hashes

@@ -14,9 +14,9 @@ from kvdepot.backends import NO_BLOCK
 from kvdepot.client.answers import Lease
 from kvdepot.engines.generation import Generation
 from kvdepot.features.sessions import operations as sessions
+from kvdepot.features.sessions.messages import Hint
 from kvdepot.keys import KeyRun, Namespace, PrefixHasher, num_digests
 from kvdepot.layout import GroupKind
-from kvdepot.wire import messages as m
 from kvdepot.wire.operation import Operation, OperatorRequest
 from kvdepot_vllm import loads, stores
 from kvdepot_vllm.groups import EngineCache, EngineGroup
@@ -40,7 +40,7 @@ class Client:
     asked: list[int] = field(default_factory=list[int])
     released: list[Lease] = field(default_factory=list[Lease])
     operations: list[OperatorRequest] = field(default_factory=list[OperatorRequest])
-    hints: list[m.Hint] = field(default_factory=list[m.Hint])
+    hints: list[Hint] = field(default_factory=list[Hint])
     token_seconds: float = 0.0
     num_pending: int = 0
     announced: list[int] = field(default_factory=list[int])  # tokens ahead of each announcing lookup
@@ -53,7 +53,7 @@ class Client:
 
     def post(self, make: Any) -> None:
         for request in make(1):
-            if isinstance(request, m.Hint):
+            if isinstance(request, Hint):
                 self.hints.append(request)
             elif isinstance(request, Operation):
                 self.operations.append(request)

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from kvdepot.features.estimates.feature import HitRateCurve
+from kvdepot.features.sessions.messages import Hint
 from kvdepot.index.eviction import POLICIES
 from kvdepot.keys import KeyRun, Namespace, hash_prefix
 from kvdepot.operate.operations.cache import clear_pool
@@ -23,7 +24,7 @@ def session(name: int, num_chunks: int = 3, shared: int = 1) -> KeyRun:
 
 
 def hint(worker: Worker, run: KeyRun, **hints: Any) -> int:
-    reply = worker.ask(m.Hint(worker.context, run.tenant, run.digests, **hints))
+    reply = worker.ask(Hint(worker.context, run.tenant, run.digests, **hints))
     assert isinstance(reply, m.Done)
     return reply.count
 
@@ -129,7 +130,7 @@ def store_long(worker: Worker, run: KeyRun) -> None:
 
 
 def begin_end(worker: Worker, run: KeyRun) -> frames.Reply | PendingReply:
-    request = m.Hint(worker.context, run.tenant, run.digests, session_ended=True)
+    request = Hint(worker.context, run.tenant, run.digests, session_ended=True)
     return worker.bench.depot.handle(worker.session, worker.writer, request)
 
 

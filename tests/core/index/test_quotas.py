@@ -7,6 +7,7 @@ import pytest
 from kvdepot.config import format_size
 from kvdepot.errors import ConfigError, ErrorCode
 from kvdepot.features.sessions.feature import Agents
+from kvdepot.features.sessions.messages import Hint
 from kvdepot.features.sessions.pins import Pin
 from kvdepot.index.eviction import POLICIES
 from kvdepot.index.quotas import QuotaTable
@@ -348,7 +349,7 @@ def test_quotas_that_change_under_load_keep_the_books(policy: str) -> None:
         if rng.random() < 0.5:
             bench.depot.background.work(lambda: True)
         if number % 20 == 0:
-            worker.ask(m.Hint(worker.context, tenant, prompt(2, 1, tenant).digests, session_ended=True))
+            worker.ask(Hint(worker.context, tenant, prompt(2, 1, tenant).digests, session_ended=True))
         bench.index.check_integrity()
         quotas = bench.index.quotas
         assert sum(quotas.quota_bytes) == 24 * PAGE

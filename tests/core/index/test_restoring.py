@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvdepot.config import Demotion, ServerConfig
+from kvdepot.features.sessions.messages import Hint
 from kvdepot.index.index import ChunkIndex
 from kvdepot.index.restore import restore
 from kvdepot.index.shares import Shares
@@ -116,7 +117,7 @@ def look_up(successor: Successor) -> None:
 
 
 def hint(successor: Successor) -> None:
-    successor.ask(m.Hint(successor.context, "default", LONG.digests, session_ended=True))
+    successor.ask(Hint(successor.context, "default", LONG.digests, session_ended=True))
     successor.depot.background.work()
 
 

@@ -47,7 +47,7 @@ def make(_depot):
 _ENTRY_POINTS: Final = """
 [kvdepot.features]
 toucher = touching:make
-[kvdepot.operations]
+[kvdepot.messages]
 toucher = touching
 broken = no_such_module
 """
@@ -82,7 +82,7 @@ def test_bytes_of_a_custom_operation_come_over_socket_http_and_command_line_alik
     by_command = run_kvdepot("touch", "31", "32", "--times", "3", "--salt", "34", "--url", toucher.url)
     assert (by_command.stdout, by_command.returncode) == ("3132 3 b'4' nobody\n", 0), by_command.stderr
     assert run_kvdepot("touch", "3132", "--url", toucher.url).stdout == "3132 1 b'none' nobody\n"
-    assert "leaving out the operations of broken" in by_command.stderr
+    assert "leaving out the requests of broken" in by_command.stderr
     for words, why in ((["3"], "hexadecimal"), (["31", "--times", "x"], "Expected `int`, got `str` - at `$.times`")):
         refused = run_kvdepot("touch", *words, "--url", toucher.url)
         assert refused.returncode == 1

@@ -22,6 +22,7 @@ import pytest
 from kvdepot.client.operator import ask_depot
 from kvdepot.client.scheduler import SchedulerClient
 from kvdepot.errors import ConfigError
+from kvdepot.features.sessions.messages import Hint
 from kvdepot.keys import KeyRun, Namespace, hash_prefix
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.wire import messages as m
@@ -112,7 +113,7 @@ def test_changes_take_the_token(http: Http, peer: Peer, depot: DepotProcess) -> 
 @pytest.mark.slow
 def test_a_session_is_kept_and_forgotten_by_its_name(http: Http, peer: Peer) -> None:
     peer.store(prompt(2, "a"))
-    peer.ask(m.Hint(peer.context, "default", prompt(2, "a").digests, session="agent"))
+    peer.ask(Hint(peer.context, "default", prompt(2, "a").digests, session="agent"))
     assert http.post("/sessions/retain", {"session": "agent", "retain_seconds": 60}) == (200, {"count": 2})
     assert http.metrics()["kvdepot_pins"] == http.metrics()["kvdepot_agent_sessions"] == 1
     assert http.post("/cache/clear", {"all": True}) == (200, {"count": 0})

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from kvdepot.features.blend.messages import SEGMENT, BlendLookup, NoteContents, ReportBlend
 from kvdepot.lab.processes import DepotProcess
 from kvdepot.operate.status import describe_status
 from kvdepot.wire import messages as m
@@ -88,10 +89,10 @@ def test_retrieved_bytes_are_counted(depot: DepotProcess, peer: Peer) -> None:
 
 def test_blends_are_counted(depot: DepotProcess, peer: Peer) -> None:
     peer.store(prompt(3, "a"))
-    segments = b"".join(m.SEGMENT.pack(bytes([number]) * 16, 20 * number, 20) for number in range(5))
-    peer.ask(m.NoteContents(peer.context, prompt(3, "a").digests, segments))
+    segments = b"".join(SEGMENT.pack(bytes([number]) * 16, 20 * number, 20) for number in range(5))
+    peer.ask(NoteContents(peer.context, prompt(3, "a").digests, segments))
     assert "blends" not in describe_status(depot.status())
-    peer.ask(m.BlendLookup(peer.context, "r", segments + m.SEGMENT.pack(bytes(16), 100, 20)))
+    peer.ask(BlendLookup(peer.context, "r", segments + SEGMENT.pack(bytes(16), 100, 20)))
     found = samples(depot)
     assert found["kvdepot_blend_lookups_total"] == 1
     assert found["kvdepot_blend_segments_asked_total"] == 6
@@ -103,7 +104,7 @@ def test_blends_are_counted(depot: DepotProcess, peer: Peer) -> None:
     peer.ask(m.Release(peer.context, (1,)))
     assert "blended" not in describe_status(depot.status())
     peer.ask(m.Release(peer.context, (2,)))
-    peer.ask(m.ReportBlend(peer.context, 5102, 900))
+    peer.ask(ReportBlend(peer.context, 5102, 900))
     found = samples(depot)
     assert found["kvdepot_blends_total"] == 1
     assert found["kvdepot_blend_reused_tokens_total"] == 5102

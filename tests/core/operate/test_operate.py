@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kvdepot.features.sessions.messages import Hint
 from kvdepot.keys import Namespace, hash_prefix
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.operate.cli import main
@@ -173,7 +174,7 @@ def test_keys_come_by_standard_input_too(run: Run, peer: Peer, keys: str, monkey
 
 def test_a_session_by_its_name(run: Run, peer: Peer) -> None:
     peer.store(prompt(2, "a"))
-    peer.ask(m.Hint(peer.context, "default", prompt(2, "a").digests, session="agent"))
+    peer.ask(Hint(peer.context, "default", prompt(2, "a").digests, session="agent"))
     assert run("session", "retain", "agent", "60")[1] == "2 chunks of agent are in the pool and stay for 60 s\n"
     assert run("session", "retain", "agent", "0")[1] == "2 chunks of agent are in the pool\n"
     kept = "2 chunks of agent are in the pool and stay for 5 s\n"
@@ -184,5 +185,5 @@ def test_a_session_by_its_name(run: Run, peer: Peer) -> None:
     assert (code, "tenant another has no session agent" in error) == (1, True)
     assert run("session", "forget", "agent")[1] == "agent is forgotten; 2 chunks will be evicted first\n"
     assert run("session", "forget", "agent")[0] == 1
-    peer.ask(m.Hint(peer.context, "default", prompt(2, "a").digests, session="agent"))
+    peer.ask(Hint(peer.context, "default", prompt(2, "a").digests, session="agent"))
     assert run("session", "forget", "agent", "--now")[1] == "agent is forgotten; entries removed: 2\n"

@@ -8,6 +8,7 @@ import pytest
 from kvdepot.errors import ErrorCode
 from kvdepot.features.sessions import operations as session_operations
 from kvdepot.features.sessions.feature import Agents
+from kvdepot.features.sessions.messages import Hint
 from kvdepot.features.sessions.pins import Pin
 from kvdepot.lab.processes import wait_until
 from kvdepot.layout import GroupKind
@@ -52,7 +53,7 @@ def test_clearing_a_prefix(bench: Bench) -> None:
 @pytest.mark.promise(61)
 def test_a_hint_for_a_long_prompt(bench: Bench) -> None:
     run = prompt(0)
-    reply = bench.ask(m.Hint(bench.context, run.tenant, run.digests, session_ended=True))
+    reply = bench.ask(Hint(bench.context, run.tenant, run.digests, session_ended=True))
     bench.depot.background.work()
     assert reply.reply == m.Done(1, PROMPT_CHUNKS)
 
@@ -61,7 +62,7 @@ def let_sessions_end(bench: Bench) -> None:
     """Hint that the session of every prompt has ended. The rest of each prompt ends in the background."""
     for name in range(4):
         run = prompt(name, tenant="ab"[name % 2])
-        bench.ask(m.Hint(bench.context, run.tenant, run.digests, session_ended=True))
+        bench.ask(Hint(bench.context, run.tenant, run.digests, session_ended=True))
 
 
 @needs("sessions")
@@ -167,10 +168,10 @@ def test_a_request_that_waits_for_failing_work_gets_an_error(
     monkeypatch.setattr(bench.index.evictor, "clear", failing)
     monkeypatch.setattr(bench.index.shares, "end_session", failing)
     run = prompt(0)
-    bench.ask(m.Hint(bench.context, run.tenant, run.digests, session="agent"))
+    bench.ask(Hint(bench.context, run.tenant, run.digests, session="agent"))
     deferred = {
         "clearing": lambda: operate(bench.depot, o.Clear()),
-        "a hint": lambda: bench.ask(m.Hint(bench.context, run.tenant, run.digests, session_ended=True)),
+        "a hint": lambda: bench.ask(Hint(bench.context, run.tenant, run.digests, session_ended=True)),
         "a session": lambda: operate(bench.depot, session_operations.ForgetSession("agent", run.tenant)),
     }[what]()
     bench.depot.background.work()
@@ -182,7 +183,7 @@ def test_a_request_that_waits_for_failing_work_gets_an_error(
 @pytest.mark.promise(61)
 def test_a_use_of_a_long_prompt_that_had_ended(bench: Bench) -> None:
     run = prompt(0)
-    bench.ask(m.Hint(bench.context, run.tenant, run.digests, session_ended=True))
+    bench.ask(Hint(bench.context, run.tenant, run.digests, session_ended=True))
     bench.depot.background.work()
     assert num_ended(bench.index) == PROMPT_CHUNKS
     bench.ask(m.Lookup(bench.context, "r", run.digests, run.tenant))
@@ -207,9 +208,7 @@ def test_very_long_lookups_wait_for_one_sample_at_a_time(bench: Bench) -> None:
 def test_very_many_hints_wait_neither_without_bound_nor_before_operators(bench: Bench) -> None:
     runs = [prompt(name, tenant="ab"[name % 2]) for name in range(4)]
     replies = [
-        bench.ask(m.Hint(bench.context, run.tenant, run.digests, session_ended=True))
-        for _ in range(500)
-        for run in runs
+        bench.ask(Hint(bench.context, run.tenant, run.digests, session_ended=True)) for _ in range(500) for run in runs
     ]
     waiting = [reply for reply in replies if isinstance(reply, PendingReply)]
     assert len(waiting) == 1024

@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvdepot.errors import ErrorCode
 from kvdepot.features.sessions import operations as session_operations
 from kvdepot.features.sessions.feature import Agents
+from kvdepot.features.sessions.messages import Hint
 from kvdepot.index.eviction import POLICIES
 from kvdepot.index.index import ChunkIndex
 from kvdepot.index.quotas import QuotaTable
@@ -215,7 +216,7 @@ class DepotMachine(RuleBasedStateMachine):
     )
     def hint(self, who: int, prompt: KeyRun, length: int, **hints: Any) -> None:
         worker, run = self.worker(who), prompt.slice(0, length)
-        self.ask(worker, m.Hint(worker.context, run.tenant, run.digests, **hints))
+        self.ask(worker, Hint(worker.context, run.tenant, run.digests, **hints))
         if hints["session"]:
             self.agents[run.tenant] = b"" if hints["session_ended"] else run.digests
 

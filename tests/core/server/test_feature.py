@@ -12,6 +12,7 @@ import pytest
 from kvdepot.client.operator import ask_depot
 from kvdepot.config import ServerConfig
 from kvdepot.errors import ConfigError, ErrorCode, RemoteError
+from kvdepot.features.sessions.messages import Hint
 from kvdepot.features.sessions.operations import RetainSession
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.server.app import DepotServer
@@ -88,7 +89,7 @@ def test_a_depot_serves_without_the_features_that_it_was_told_to_leave_out() -> 
         assert peer.find(peer_prompt(6)).num_chunks == 4
         assert depot.status().features == ["weights"]
         with pytest.raises(RemoteError, match="without the feature that answers hint") as refused:
-            peer.ask(m.Hint(peer.context, "default", b"", session="agent"))
+            peer.ask(Hint(peer.context, "default", b"", session="agent"))
         assert refused.value.code is ErrorCode.UNKNOWN_OPERATION
         with pytest.raises(RemoteError, match="without the feature that answers retain_session") as refused:
             ask_depot(RetainSession("agent", 1.0), depot.url)

@@ -103,6 +103,15 @@ def test_random_frames_hurt_nobody(raw: RawSocket, depot: DepotProcess, bystande
     assert depot.status().counters.get("requests_failed", 0) == 0
 
 
+def test_a_reply_that_is_declared_after_the_first_reply_is_known() -> None:
+    assert frames.decode_reply(bytes(frames.encode_frame(1, m.Done(2)))) == m.Done(2)
+
+    class Late(frames.Reply, tag="late", frozen=True):
+        """A feature's reply, as if an engine had imported the feature only now."""
+
+    assert frames.decode_reply(bytes(frames.encode_frame(1, Late(2)))) == Late(2)
+
+
 @pytest.mark.promise(1)
 def test_a_handler_that_raises_gives_an_error_reply(tmp_path: Path) -> None:
     """No known input makes a handler raise, so a server in this process gets a handler that does."""

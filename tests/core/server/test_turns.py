@@ -17,7 +17,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvdepot.features.blend.messages import MAXIMUM_SEGMENTS, SEGMENT, BlendLookup, BlendReply, NoteContents
 from kvdepot.features.flights.feature import FlightTable
+from kvdepot.features.sessions.messages import Hint
 from kvdepot.index.index import ChunkIndex
 from kvdepot.index.restore import restore
 from kvdepot.keys import DIGEST_BYTES, KeyRun, Namespace, hash_prefix
@@ -117,7 +119,7 @@ def test_lookups_stores_and_hints_of_engines(full: FullDepot) -> None:
         for name in range(number, NUM_PROMPTS, 10):
             run = prompt(name)
             full.ask(m.Lookup(full.context, f"r {name}", run.digests, run.tenant))
-            full.ask(m.Hint(full.context, run.tenant, run.digests, session_ended=True))
+            full.ask(Hint(full.context, run.tenant, run.digests, session_ended=True))
             full.ask(m.EndRequest(full.context, f"r {name}"))
         full.ask(m.Lookup(full.context, "long", prompt(-1, 16_384).digests, "a"))
         full.store(prompt(NUM_PROMPTS + number))
@@ -133,16 +135,16 @@ def test_notes_and_lookups_of_contents(full: FullDepot) -> None:
 
     def segments(number: int, step: int) -> bytes:
         rng = random.Random(number)
-        positions = (place * step % (PROMPT_CHUNKS - 64) for place in range(m.MAXIMUM_SEGMENTS))
-        return b"".join(m.SEGMENT.pack(rng.randbytes(16), position, 64) for position in positions)
+        positions = (place * step % (PROMPT_CHUNKS - 64) for place in range(MAXIMUM_SEGMENTS))
+        return b"".join(SEGMENT.pack(rng.randbytes(16), position, 64) for position in positions)
 
     def work(number: int) -> None:
         for note in range(8):  # five rounds of these fill the index of names
-            full.ask(m.NoteContents(full.context, run.digests, segments(8 * number + note, 65)))
+            full.ask(NoteContents(full.context, run.digests, segments(8 * number + note, 65)))
         full.drain()
         # a run for each name, and more chunks than one reply can have
-        reply = full.ask(m.BlendLookup(full.context, "blend", segments(8 * number + 7, 66)))
-        assert isinstance(reply, m.BlendReply)
+        reply = full.ask(BlendLookup(full.context, "blend", segments(8 * number + 7, 66)))
+        assert isinstance(reply, BlendReply)
         assert len(reply.digests) == 8192 * DIGEST_BYTES
         full.ask(m.EndRequest(full.context, "blend"))
 
@@ -158,7 +160,7 @@ def test_many_leases_that_expire_and_sessions_that_end_at_once(full: FullDepot) 
         for request in range(2000):
             full.ask(m.Lookup(full.context, f"{number} {request}", runs[request % 8].digests, "a"))
         for run in runs:
-            full.ask(m.Hint(full.context, run.tenant, run.digests, session_ended=True))
+            full.ask(Hint(full.context, run.tenant, run.digests, session_ended=True))
         full.drain()
         full.now += 11
         full.turn(full.depot.expire)

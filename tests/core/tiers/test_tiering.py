@@ -20,6 +20,7 @@ from kvdepot.features.flights import feature as flights
 from kvdepot.features.flights.feature import FlightTable
 from kvdepot.features.sessions import operations as session_operations
 from kvdepot.features.sessions.feature import Agents
+from kvdepot.features.sessions.messages import Hint
 from kvdepot.index.entries import PartPlace
 from kvdepot.index.eviction import AdaptiveReplacement
 from kvdepot.keys import DIGEST_BYTES, KeyRun, Namespace, digest_at, hash_prefix
@@ -1266,7 +1267,7 @@ def test_chunks_that_wait_for_more_are_cleared(what: str, make: Maker) -> None:
     bench, run, other = make(gathers_stores=True), prompt(4, tenant="a"), prompt(4, tenant="b")
     bench.store(run)
     bench.store(other)
-    bench.ask(m.Hint(bench.contexts[0], "a", run.digests, session="s"))
+    bench.ask(Hint(bench.contexts[0], "a", run.digests, session="s"))
     request = {
         "a tenant": o.Clear("a"),
         "a prefix": o.Clear(digests=run.digests),
@@ -1960,7 +1961,7 @@ def test_with_evict_entries_that_a_tier_lost_are_written_when_they_leave(make: M
     bench.now += 1.0
     assert bench.lookup(prompt(4)) == 4
     bench.settle()
-    bench.ask(m.Hint(bench.contexts[0], "default", prompt(4).digests, session_ended=True))
+    bench.ask(Hint(bench.contexts[0], "default", prompt(4).digests, session_ended=True))
     for name in range(7, 14):
         bench.store(prompt(4, name=name))
         bench.settle()
@@ -1969,7 +1970,7 @@ def test_with_evict_entries_that_a_tier_lost_are_written_when_they_leave(make: M
 
 
 def remembered(bench: Bench, run: KeyRun, session: str = "agent") -> None:
-    bench.ask(m.Hint(bench.contexts[0], run.tenant, run.digests, session=session))
+    bench.ask(Hint(bench.contexts[0], run.tenant, run.digests, session=session))
 
 
 def test_a_session_is_brought_up_and_stays_for_a_time(make: Maker) -> None:

@@ -29,9 +29,9 @@ from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec
 from zmq.utils.monitor import recv_monitor_message
 
 from kvdepot.features.routers.feed import Description
+from kvdepot.features.routers.messages import DescribedGroup, ExtraKey, News
 from kvdepot.keys import KeyRun
 from kvdepot.layout import GroupKind
-from kvdepot.wire import messages as m
 from kvdepot_vllm.groups import EngineCache
 
 _Place = tuple[int | None, str | None]  # group and medium
@@ -90,15 +90,15 @@ class Describer:
         )
 
 
-def _described_group(number: int, spec: Any) -> m.DescribedGroup:
-    return m.DescribedGroup(number, get_kv_cache_spec_kind(spec).value, get_kv_cache_spec_sliding_window(spec) or 0)
+def _described_group(number: int, spec: Any) -> DescribedGroup:
+    return DescribedGroup(number, get_kv_cache_spec_kind(spec).value, get_kv_cache_spec_sliding_window(spec) or 0)
 
 
 def _id_of(block_hash: bytes) -> int:
     return int.from_bytes(block_hash, "big") & _ID_BITS
 
 
-def _plain(keys: Iterable[Any] | None) -> tuple[m.ExtraKey, ...] | None:
+def _plain(keys: Iterable[Any] | None) -> tuple[ExtraKey, ...] | None:
     """Return one block's extra keys as a message carries them: bytes as hexadecimal digits."""
     if keys is None:
         return None
@@ -128,7 +128,7 @@ class Announcer:
         self._fresh: dict[_Place, set[int]] | None = None  # ids listed anew so far; None after the list has ended
         self._decoder = msgspec.msgpack.Decoder(list[BlockStored | BlockRemoved | AllBlocksCleared])
 
-    def on_news(self, news: m.News) -> None:
+    def on_news(self, news: News) -> None:
         """Announce the changes in a piece of news."""
         events: list[Any] = []
         if news.is_start:

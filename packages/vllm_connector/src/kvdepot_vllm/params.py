@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any, Final, cast
 
 from kvdepot.features.sessions import operations as o
+from kvdepot.features.sessions.messages import MAXIMUM_RETAIN_SECONDS
 from kvdepot.keys import DIGEST_BYTES, KeyRun, digest_at
-from kvdepot.wire.messages import MAXIMUM_RETAIN_SECONDS
 from kvdepot.wire.operation import OperatorRequest
 from kvdepot_vllm.engine import EngineRequest
 from kvdepot_vllm.settings import BLEND_POLICIES, Settings
@@ -61,7 +61,7 @@ def _is_number(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Hints:
-    """Hints about the future of a prefix, which `kvdepot.wire.messages.Hint` carries when its request has ended."""
+    """Hints about the future of a prefix, which `Hint` carries when its request has ended."""
 
     session_ended: bool = False
     session: str = ""

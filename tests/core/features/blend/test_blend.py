@@ -13,6 +13,15 @@ from kvdepot.errors import ErrorCode
 from kvdepot.features.blend import contents
 from kvdepot.features.blend.client import BlendRun, note_contents, submit_blend_lookup
 from kvdepot.features.blend.feature import BlendLookups
+from kvdepot.features.blend.messages import (
+    BLEND_RUN,
+    MAXIMUM_SEGMENT_TOKENS,
+    MAXIMUM_SEGMENTS,
+    SEGMENT,
+    BlendLookup,
+    BlendReply,
+    NoteContents,
+)
 from kvdepot.features.blend.segments import SegmentNamer
 from kvdepot.keys import DIGEST_BYTES, KeyRun, Namespace, hash_prefix
 from kvdepot.lab.processes import DepotProcess, wait_until
@@ -54,20 +63,20 @@ def learn(worker: Worker, tokens: list[int], borders: tuple[int, ...] = (), tena
     key = replace(key_of(tokens), tenant=tenant)
     for first in range(0, key.num_chunks, m.MAXIMUM_STORE_ENTRIES):
         worker.store(key.slice(first, first + m.MAXIMUM_STORE_ENTRIES))
-    worker.ask(m.NoteContents(worker.context, key.digests, NAMER.name(tokens, borders).packed))
+    worker.ask(NoteContents(worker.context, key.digests, NAMER.name(tokens, borders).packed))
     return key
 
 
 def ask(
     worker: Worker, tokens: list[int], borders: tuple[int, ...] = (), least: int = 0, namer: SegmentNamer = NAMER
 ) -> list[Run]:
-    reply = worker.ask(m.BlendLookup(worker.context, "r", namer.name(tokens, borders).packed, least))
-    assert isinstance(reply, m.BlendReply)
+    reply = worker.ask(BlendLookup(worker.context, "r", namer.name(tokens, borders).packed, least))
+    assert isinstance(reply, BlendReply)
     assert bool(reply.lease) == bool(reply.runs)
     worker.ask(m.EndRequest(worker.context, "r"))
     return [
         Run(position, length, source, KeyRun(reply.digests[start * 32 : (start + count) * 32], first, bytes(32)))
-        for position, length, source, first, count, start in m.BLEND_RUN.iter_unpack(reply.runs)
+        for position, length, source, first, count, start in BLEND_RUN.iter_unpack(reply.runs)
     ]
 
 
@@ -167,7 +176,7 @@ def test_a_run_does_not_go_on_behind_text_that_was_left_out() -> None:
     a, b, c = text(0, 16), text(1, 16), text(2, 32)
     key = hash_prefix(NAMESPACE, 64, a + b + c)
     worker.store(key)
-    worker.ask(m.NoteContents(worker.context, key.digests, NAMER.name(a + b + c, (16, 32)).packed))
+    worker.ask(NoteContents(worker.context, key.digests, NAMER.name(a + b + c, (16, 32)).packed))
     runs = ask(worker, a + c, (16,))
     assert [(run.position, run.source_position) for run in runs] == [(0, 0), (16, 32)]
     assert runs[0].length == 16
@@ -185,8 +194,8 @@ def test_chunks_that_are_not_stored_are_no_source() -> None:
     tokens = text(0, 320)
     worker.store(key_of(tokens).slice(0, 10))
     segments = NAMER.name(tokens)
-    noted = worker.ask(m.NoteContents(worker.context, key_of(tokens).digests, segments.packed)).count
-    lengths = [(position, length) for _, position, length in m.SEGMENT.iter_unpack(segments.packed)]
+    noted = worker.ask(NoteContents(worker.context, key_of(tokens).digests, segments.packed)).count
+    lengths = [(position, length) for _, position, length in SEGMENT.iter_unpack(segments.packed)]
     assert noted == sum(position + length <= 160 for position, length in lengths) < len(lengths)
     assert len(worker.bench.depot.features.of(BlendLookups).contents) == noted
     assert all(run.source_position + run.length <= 160 for run in ask(worker, tokens))
@@ -215,8 +224,8 @@ def test_segments_that_are_too_long_are_not_noted() -> None:
     worker = bench().worker()
     key = learn(worker, text(0, 2048))
     known = len(worker.bench.depot.features.of(BlendLookups).contents)
-    packed = m.SEGMENT.pack(bytes(16), 0, m.MAXIMUM_SEGMENT_TOKENS + 1) + m.SEGMENT.pack(bytes(16), 0, 0)
-    worker.ask(m.NoteContents(worker.context, key.digests, packed))
+    packed = SEGMENT.pack(bytes(16), 0, MAXIMUM_SEGMENT_TOKENS + 1) + SEGMENT.pack(bytes(16), 0, 0)
+    worker.ask(NoteContents(worker.context, key.digests, packed))
     assert len(worker.bench.depot.features.of(BlendLookups).contents) == known
 
 
@@ -225,7 +234,7 @@ def test_chunks_that_left_are_not_found_and_a_lease_keeps_them() -> None:
     worker = scene.worker()
     a, b = text(0, 320), text(1, 320)
     learn(worker, a)
-    assert worker.ask(m.BlendLookup(worker.context, "r", NAMER.name(a).packed)).lease
+    assert worker.ask(BlendLookup(worker.context, "r", NAMER.name(a).packed)).lease
     worker.store(key_of(b))
     assert worker.lookup(key_of(a)).num_chunks > 0  # held
     worker.ask(m.EndRequest(worker.context, "r"))
@@ -259,11 +268,11 @@ def test_names_that_are_noted_again_outlast_those_noted_once(monkeypatch: pytest
     worker.bench.depot.features.of(BlendLookups).contents.check_integrity()
 
 
-def note_many(worker: Worker, key: KeyRun, seed: int, num_segments: int = m.MAXIMUM_SEGMENTS) -> int:
+def note_many(worker: Worker, key: KeyRun, seed: int, num_segments: int = MAXIMUM_SEGMENTS) -> int:
     """Note segments with random names, by default as many as a request can have, in stored chunks."""
     names = np.random.default_rng(seed).bytes(16 * num_segments)
-    packed = b"".join(m.SEGMENT.pack(names[16 * i : 16 * i + 16], 0, 16) for i in range(num_segments))
-    return worker.ask(m.NoteContents(worker.context, key.digests, packed)).count
+    packed = b"".join(SEGMENT.pack(names[16 * i : 16 * i + 16], 0, 16) for i in range(num_segments))
+    return worker.ask(NoteContents(worker.context, key.digests, packed)).count
 
 
 def test_one_bound_holds_for_the_whole_depot_however_many_caches_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,7 +300,7 @@ def test_a_flood_of_one_tenants_names_pushes_out_no_others(
     learn(worker, of_alice, tenant="alice")
     before = ask(worker, of_alice)
     key = learn(worker, of_bob, tenant="bob")
-    assert sum(note_many(worker, key, seed) for seed in range(4)) == 4 * m.MAXIMUM_SEGMENTS
+    assert sum(note_many(worker, key, seed) for seed in range(4)) == 4 * MAXIMUM_SEGMENTS
     assert ask(worker, of_alice) == before != []
     assert len(worker.bench.depot.features.of(BlendLookups).contents) == 1000
     worker.bench.depot.features.of(BlendLookups).contents.check_integrity()
@@ -300,14 +309,14 @@ def test_a_flood_of_one_tenants_names_pushes_out_no_others(
 def test_many_segments_are_noted_in_steps_and_a_flood_of_such_notes_is_cut() -> None:
     worker = bench().worker()
     key, depot = learn(worker, text(0, 320)), worker.bench.depot
-    packed = b"".join(m.SEGMENT.pack(i.to_bytes(16, "little"), 0, 16) for i in range(m.MAXIMUM_SEGMENTS))
-    request = m.NoteContents(worker.context, key.digests, packed)
+    packed = b"".join(SEGMENT.pack(i.to_bytes(16, "little"), 0, 16) for i in range(MAXIMUM_SEGMENTS))
+    request = NoteContents(worker.context, key.digests, packed)
     replies = [depot.handle(worker.session, worker.writer, request) for _ in range(20)]
     waiting = [reply for reply in replies if isinstance(reply, PendingReply)]
     assert all(each.reply is None for each in waiting)
     assert depot.counters["blend_notes_dropped"] == 20 - len(waiting) > 0
     depot.background.work()
-    assert [each.reply for each in waiting] == [m.Done(1, m.MAXIMUM_SEGMENTS)] * len(waiting)
+    assert [each.reply for each in waiting] == [m.Done(1, MAXIMUM_SEGMENTS)] * len(waiting)
 
 
 def test_other_tenants_and_forged_names_find_nothing() -> None:
@@ -315,8 +324,8 @@ def test_other_tenants_and_forged_names_find_nothing() -> None:
     tokens = text(0, 320)
     learn(worker, tokens)
     assert ask(worker, tokens, namer=SegmentNamer(Namespace("model"))) == []
-    forged = b"".join(m.SEGMENT.pack(random.Random(i).randbytes(16), 20 * i, 20) for i in range(100))
-    assert worker.ask(m.BlendLookup(worker.context, "r", forged)).runs == b""
+    forged = b"".join(SEGMENT.pack(random.Random(i).randbytes(16), 20 * i, 20) for i in range(100))
+    assert worker.ask(BlendLookup(worker.context, "r", forged)).runs == b""
 
 
 @pytest.mark.slow
@@ -337,11 +346,11 @@ def test_random_prompts_agree_with_their_tokens() -> None:
 
 def test_a_cache_with_windows_and_malformed_segments_are_refused() -> None:
     hybrid = Bench(groups=HYBRID).worker()
-    assert hybrid.refusal(m.BlendLookup(hybrid.context, "r", b"")) is ErrorCode.BAD_LAYOUT
+    assert hybrid.refusal(BlendLookup(hybrid.context, "r", b"")) is ErrorCode.BAD_LAYOUT
     worker = bench().worker()
-    assert worker.refusal(m.BlendLookup(worker.context, "r", bytes(25))) is ErrorCode.BAD_KEY
-    assert worker.refusal(m.NoteContents(worker.context, b"", bytes(25))) is ErrorCode.BAD_KEY
-    assert worker.refusal(m.NoteContents(worker.context, bytes(33), b"")) is ErrorCode.BAD_KEY
+    assert worker.refusal(BlendLookup(worker.context, "r", bytes(25))) is ErrorCode.BAD_KEY
+    assert worker.refusal(NoteContents(worker.context, b"", bytes(25))) is ErrorCode.BAD_KEY
+    assert worker.refusal(NoteContents(worker.context, bytes(33), b"")) is ErrorCode.BAD_KEY
 
 
 def test_a_scheduler_asks_a_real_depot() -> None:

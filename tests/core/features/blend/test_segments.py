@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvdepot.errors import KeyFormatError
+from kvdepot.features.blend.messages import MAXIMUM_SEGMENTS, SEGMENT
 from kvdepot.features.blend.segments import SegmentNamer, Segments
 from kvdepot.keys import Namespace
-from kvdepot.wire.messages import MAXIMUM_SEGMENTS, SEGMENT
 
 NAMER = SegmentNamer(Namespace("model", tenant_salt="secret"))
 

@@ -19,6 +19,7 @@ from kvdepot.features.routers.events import EventPublisher, check_endpoint
 from kvdepot.features.routers.feature import make
 from kvdepot.features.routers.feed import Description
 from kvdepot.features.routers.holdings import Holdings, Reader
+from kvdepot.features.routers.messages import DescribeChunks, DescribedGroup
 from kvdepot.keys import KeyRun
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.operate import operations as o
@@ -79,7 +80,7 @@ def test_a_run_is_one_event_with_its_parent_and_everything_that_routers_read(
 ) -> None:
     router, run = Router(depot, context), prompt(6, "a")
     engine.worker.store(run)
-    groups = (m.DescribedGroup(0, "full_attention"), m.DescribedGroup(2, "sliding_window", 128))
+    groups = (DescribedGroup(0, "full_attention"), DescribedGroup(2, "sliding_window", 128))
     extra = tuple(((f"salt{n}", ("picture", n)) if n % 2 else None) for n in range(6))
     assert engine.describe(run, groups=groups, lora_name="poet", extra_keys=extra) == 6
     wait_until(lambda: router.knows(run))
@@ -191,7 +192,7 @@ def test_a_description_that_contradicts_itself_is_refused(engine: Engine, change
 @pytest.mark.promise(74)
 def test_descriptions_of_chunks_that_are_not_here_leave_nothing_behind(depot: DepotProcess, engine: Engine) -> None:
     # Regression: each namespace and each list of groups that an engine ever sent was kept, here 46 MB.
-    run, groups = prompt(1, "a"), [(m.DescribedGroup(number, "x" * 200),) * 64 for number in range(2000)]
+    run, groups = prompt(1, "a"), [(DescribedGroup(number, "x" * 200),) * 64 for number in range(2000)]
     engine.describe(run, groups=groups[0])
     before = anonymous_bytes(depot.pid)
     for each in groups:
@@ -232,7 +233,7 @@ class Described:
     def reader(self, namespace: bytes | None = None) -> Reader:
         return Reader(self.holdings, self.holdings.shelf_of(MODEL) or pytest.fail(), namespace)
 
-    def describe(self, request: m.DescribeChunks, model: str = MODEL) -> int:
+    def describe(self, request: DescribeChunks, model: str = MODEL) -> int:
         space = self.bench.index.spaces[0]
         nodes = self.bench.index.visibility.find_run(space, request.digests, request.first_chunk)
         return self.holdings.describe(space, model, request, nodes)

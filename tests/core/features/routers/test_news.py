@@ -3,6 +3,7 @@
 import pytest
 
 from kvdepot.features.routers.holdings import Holdings
+from kvdepot.features.routers.messages import AwaitNews, News
 from kvdepot.server.turns import PendingReply
 from kvdepot.wire import messages as m
 from support.events import NAMESPACE, description
@@ -20,11 +21,11 @@ class Scheduler:
     def wait(self) -> PendingReply:
         """Read all available news, then wait for the next."""
         while True:
-            request = m.AwaitNews(self.context, NAMESPACE, self.position, 60.0)
+            request = AwaitNews(self.context, NAMESPACE, self.position, 60.0)
             reply = self.bench.depot.handle(self.worker.session, self.worker.writer, request)
             if isinstance(reply, PendingReply):
                 return reply
-            assert isinstance(reply, m.News)
+            assert isinstance(reply, News)
             self.position = reply.position
 
     def describe(self, name: int) -> None:
@@ -52,9 +53,9 @@ def test_a_scheduler_that_gave_up_waiting_and_asks_again_is_told_everything_from
     scheduler = Scheduler(bench, bench.worker(), "model")
     abandoned = scheduler.wait()
     scheduler.describe(1)
-    request = m.AwaitNews(scheduler.context, NAMESPACE, 0 if from_start else scheduler.position, 60.0)
+    request = AwaitNews(scheduler.context, NAMESPACE, 0 if from_start else scheduler.position, 60.0)
     reply = scheduler.worker.ask(request)
-    assert isinstance(abandoned.reply, m.News)
+    assert isinstance(abandoned.reply, News)
     assert not abandoned.reply.is_start
     assert reply.is_start
     assert reply.has_more, "the chunks follow"

@@ -10,6 +10,7 @@ from kvdepot.client.operator import ask_depot
 from kvdepot.errors import ErrorCode, RemoteError
 from kvdepot.features.sessions import operations as session_operations
 from kvdepot.features.sessions.feature import Agents
+from kvdepot.features.sessions.messages import Hint
 from kvdepot.index.shares import Shares
 from kvdepot.keys import KeyRun, Namespace, hash_prefix
 from kvdepot.lab.processes import DepotProcess
@@ -28,7 +29,7 @@ from support.peer import prompt as peers_prompt
 
 
 def remember(worker: Worker, run: KeyRun, session: str = "agent", **hints: float) -> None:
-    worker.ask(m.Hint(worker.context, run.tenant, run.digests, session=session, **hints))  # type: ignore[arg-type]
+    worker.ask(Hint(worker.context, run.tenant, run.digests, session=session, **hints))  # type: ignore[arg-type]
 
 
 def operated(bench: Bench, request: OperatorRequest) -> int:
@@ -153,7 +154,7 @@ def test_keys_of_another_tenant_under_a_session_s_name_move_nothing_of_it(at_onc
     bench = Bench()
     worker, secret = bench.worker(), prompt(4, tenant="a")
     worker.store(secret)
-    worker.ask(m.Hint(worker.context, "b", secret.digests, session="thief"))
+    worker.ask(Hint(worker.context, "b", secret.digests, session="thief"))
     assert operated(bench, session_operations.RetainSession("thief", 60.0, "b")) == 0
     assert operated(bench, session_operations.ForgetSession("thief", "b", at_once)) == 0
     assert bench.found(secret) == 4
@@ -203,7 +204,7 @@ def test_sessions_of_one_tenant_too_many_are_counted_and_the_answer_says_why() -
         worker = Peer(depot)
         worker.store(run)
         for number in range(MAXIMUM_TENANTS + 2):
-            worker.ask(m.Hint(worker.context, f"tenant-{number}", run.digests, session="agent"))
+            worker.ask(Hint(worker.context, f"tenant-{number}", run.digests, session="agent"))
         last = f"tenant-{MAXIMUM_TENANTS + 1}"
         with pytest.raises(RemoteError, match=f"tenant {last} has no session agent: 1,024 other tenants have sessions"):
             ask_depot(session_operations.RetainSession("agent", 60.0, last), depot.url, 10)
@@ -220,7 +221,7 @@ def test_one_line_says_whose_sessions_are_not_remembered(
     bench, worker = bench_and_worker()
     for tenant in "abb":
         remember(worker, prompt(1, tenant=tenant))
-    worker.ask(m.Hint(worker.context, "b", b"", session="agent"))
+    worker.ask(Hint(worker.context, "b", b"", session="agent"))
     assert [record.getMessage() for record in caplog.records] == [
         "sessions of tenant b are not remembered, as 1,024 other tenants have some; further ones are only counted"
     ]

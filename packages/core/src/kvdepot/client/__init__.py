@@ -1,8 +1,7 @@
 """The client side: lookups for schedulers, transfers for workers, and requests of operators' tools.
 
 - `connection` keeps a `session` with the depot and reconnects. `session`: also one thread's requests over it.
-- `scheduler`: lookups and leases. `segments`: names for the pieces of a prompt, for blends. It loads numpy, so it is
-  imported separately.
+- `scheduler`: lookups and leases.
 - `transfers`: a `TransferContext` made of a backend's copier. It uses `transfer_queue` (jobs and their threads),
   `transfer_protocol` (one store or retrieve, and which process copies) and `verify` (checks after the copy).
 - `operator`: one request without a session.

@@ -28,8 +28,9 @@ Reply = o.Reply
 
 @cache
 def request_types() -> tuple[type[Struct], ...]:
-    """Return the types of all requests that a server may know."""
-    return m.RegisterKVCache, m.RegisterScheduler, *m.CONTEXT_REQUESTS, *o.known_operations()
+    """Return the types of all requests that a server may know, of the kernel and of features."""
+    operations = o.known_operations()  # first: it imports the modules with the requests of features
+    return m.RegisterKVCache, m.RegisterScheduler, *m.ContextRequest.__subclasses__(), *operations
 
 
 class OpenSession(Struct, array_like=True, tag="open_session", frozen=True):
@@ -91,7 +92,8 @@ def _request_decoder() -> msgspec.msgpack.Decoder[Request]:
 
 
 @cache
-def _reply_decoder(kind: type[Struct]) -> msgspec.msgpack.Decoder[Reply]:
+def _reply_decoder(kind: type[Struct], _num_kinds: int) -> msgspec.msgpack.Decoder[Reply]:
+    # A client may import a feature after its first reply: without the number, that feature's replies stayed unknown.
     return msgspec.msgpack.Decoder(_union((kind, *Reply.__subclasses__())))
 
 
@@ -174,12 +176,12 @@ def _tag_of(body: memoryview) -> str | None:
 
 
 def decode_reply(frame: bytes | memoryview, kind: type[Struct] = m.Done) -> Reply:
-    """Return the reply in a frame that a server sent: of `kind`, or of `kvdepot.wire.messages`.
+    """Return the reply in a frame that a server sent: of `kind`, or of any module that is imported.
 
     Raises:
         FrameError: it is malformed.
     """
-    return _decode(_reply_decoder(kind), memoryview(frame)[_SEQUENCE.size :], "a reply")
+    return _decode(_reply_decoder(kind, len(Reply.__subclasses__())), memoryview(frame)[_SEQUENCE.size :], "a reply")
 
 
 def decode_session_reply(body: bytes) -> SessionReply:

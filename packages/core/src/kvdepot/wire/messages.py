@@ -1,10 +1,11 @@
-"""Requests of engines, their replies, and the shapes of caches in both.
+"""Requests of engines that every depot answers, their replies, and the shapes of caches in both.
 
 Every request gets exactly one reply with the same sequence number (`kvdepot.wire.frames`), and every reply contains the
 server's epoch. New fields are added only at the end and with a default. A peer ignores fields that it does not know.
 `docs/wire.md` describes the fate of each message when either side dies.
 
-A new request of a registered worker or scheduler needs a `ContextRequest` here and a handler in `kvdepot.server.depot`.
+A new request of a registered worker or scheduler needs a `ContextRequest` here and a handler in `kvdepot.server.depot`,
+or both in a feature, which names its module of requests in the entry point group `kvdepot.messages`.
 
 No message carries KV bytes. Extents travel as packed `EXTENT` records, without an object per block.
 """
@@ -34,32 +35,15 @@ EXTENT: Final = struct.Struct("<IHHIIQQQ")
 of the part u32, header u64 (the record's generation and state while the extent is valid), offset in the pool u64,
 payload bytes u64. `kvdepot.layout.Part` has heads and layers in the lower 16 and upper 32 bits of its number."""
 
-MAXIMUM_SEGMENTS: Final = 8192  # per request, of about 24 tokens each
-MAXIMUM_SEGMENT_TOKENS: Final = 1024  # a paragraph; longer text is cut into several
-SEGMENT_NAME_BYTES: Final = 16  # a digest: no two texts share one by chance
-SEGMENT: Final = struct.Struct(f"<{SEGMENT_NAME_BYTES}sII")
-"""One segment of a prompt, 24 bytes: its name, its first token u32, its tokens u32."""
-
-BLEND_RUN: Final = struct.Struct("<6I")
-"""Reused tokens, 24 bytes: first token in the asking prompt u32, tokens u32, first token in the source u32, first chunk
-of the source u32, chunks u32, and where their digests begin among those of the reply u32, counted in digests."""
-
-MAXIMUM_DESCRIBED_CHUNKS: Final = 256  # per request
-MAXIMUM_DESCRIBED_TOKENS: Final = 1 << 16  # per request, unless one chunk has more
-
-# A month: after a longer pause, a session is found in a tier, or computed again.
-MAXIMUM_RETAIN_SECONDS: Final = 30 * 86400.0
 _U32 = (1 << 32) - 1
 Name = Annotated[str, Meta(max_length=256)]
 Text = Annotated[str, Meta(max_length=1024)]
 Count = Annotated[int, Meta(ge=0, le=_U32)]
 ChunkNumber = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]  # the index stores the last chunk of a run as u32
 Identifier = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
-RetainSeconds = Annotated[float, Meta(ge=0.0, le=MAXIMUM_RETAIN_SECONDS)]
 Digests = Annotated[bytes, Meta(max_length=MAXIMUM_CHUNKS * DIGEST_BYTES)]
 BatchDigests = Annotated[bytes, Meta(max_length=MAXIMUM_RETRIEVE_ENTRIES * DIGEST_BYTES)]
 Digest = Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
-PackedSegments = Annotated[bytes, Meta(max_length=MAXIMUM_SEGMENTS * SEGMENT.size)]
 BlockIdBytes = Annotated[bytes, Meta(max_length=1 << 20)]  # packed block ids: i32, little-endian
 
 
@@ -240,13 +224,6 @@ class Release(ContextRequest, tag="release", frozen=True):
     leases: Annotated[tuple[Identifier, ...], Meta(max_length=4096)]
 
 
-class ReportBlend(ContextRequest, tag="report_blend", frozen=True):
-    """Report a blended prompt: the number of its tokens that were reused unchanged, and recomputed."""
-
-    reused_tokens: Count
-    recomputed_tokens: Count
-
-
 class EndRequest(ContextRequest, tag="end_request", frozen=True):
     """Release all leases of a request of this context, and withdraw the announcement of its lookup."""
 
@@ -312,101 +289,10 @@ class Move(ContextRequest, tag="move", frozen=True):
     wait_seconds: Annotated[float, Meta(ge=0.0, le=60.0)] = 0.0
 
 
-class Hint(ContextRequest, tag="hint", frozen=True):
-    """Advise how long to keep a prefix: the given chunks, from chunk 0 on, as far as no other prefix needs them.
-
-    `session_ended`: the prefix will not be used again, so evict it first within its share. A use of the prefix revokes
-    this.
-
-    `session`: the prefix is the latest one of this agent session of the tenant. Operations can refer to it by this name
-    from now on. With `session_ended`, the session is forgotten. `retain_seconds`: pin the session's prefix for that
-    long, within the tenant's quota.
-    """
-
-    tenant: Name
-    digests: Digests
-    session_ended: bool = False
-    session: Name = ""
-    retain_seconds: RetainSeconds = 0.0
-
-
-class NoteContents(ContextRequest, tag="note_contents", frozen=True):
-    """Report the segments that the given chunks, from chunk 0 on, hold, as sources for `BlendLookup`.
-
-    Only chunks that were computed exactly may be reported. `segments` are packed `SEGMENT` records, ascending. Segments
-    that end beyond the chunks in the pool are ignored.
-    """
-
-    digests: Digests
-    segments: PackedSegments
-
-
-class BlendLookup(ContextRequest, tag="blend_lookup", frozen=True):
-    """Lease chunks of any prompts that hold the given segments, for a request.
-
-    `segments` are packed `SEGMENT` records, ascending. Runs of fewer than `min_run_tokens` tokens are left out.
-    """
-
-    request_id: Text
-    segments: PackedSegments
-    min_run_tokens: Count = 0
-
-
-class DescribedGroup(Struct, array_like=True, frozen=True):
-    """A KV cache group as routers know it: the engine's number for it, its kind, and its window in tokens."""
-
-    number: Count
-    kind: Name = ""
-    window_tokens: Count = 0  # 0: none
-
-
-ExtraKey = str | int | tuple[str | int, ...]
-"""One further input to a block's id, as the engine publishes it: an adapter, an item with its offset, a salt."""
-
-
-class DescribeChunks(ContextRequest, tag="describe_chunks", frozen=True):
-    """Report the tokens that consecutive chunks hold, and the ids by which routers know their blocks.
-
-    Only a depot that publishes events asks for this (`Registered.wants_tokens`). Chunks that are not in the pool are
-    ignored.
-
-    `namespace`: equal for engines that share chunks. `tokens`: u32, little-endian, of whole chunks. `block_ids`: u64,
-    little-endian, one per block. `parent_id`: the id of the block before, empty before the first. `extra_keys`: one
-    item per block, or empty if no block has any.
-    """
-
-    namespace: Digest
-    digests: Annotated[bytes, Meta(max_length=MAXIMUM_DESCRIBED_CHUNKS * DIGEST_BYTES)]
-    first_chunk: ChunkNumber
-    tokens: Annotated[bytes, Meta(max_length=1 << 22)]
-    block_ids: Annotated[bytes, Meta(max_length=1 << 20)]
-    parent_id: Annotated[bytes, Meta(max_length=8)] = b""
-    groups: Annotated[tuple[DescribedGroup, ...], Meta(max_length=64)] = ()
-    lora_name: Name = ""
-    extra_keys: Annotated[
-        tuple[Annotated[tuple[ExtraKey, ...], Meta(max_length=64)] | None, ...], Meta(max_length=1 << 16)
-    ] = ()
-
-
-class AwaitNews(ContextRequest, tag="await_news", frozen=True):
-    """Wait for news of a namespace: described chunks that appeared or left.
-
-    `position` is the position of the last reply, or 0 to list everything. The reply comes with the first news, or after
-    `wait_seconds`.
-    """
-
-    namespace: Digest
-    position: Identifier = 0
-    wait_seconds: Annotated[float, Meta(ge=0.0, le=60.0)] = 0.0
-
-
 class ReportCorrupt(ContextRequest, tag="report_corrupt", frozen=True):
     """Report entries with a checksum mismatch: the `(entry, header)` of each, as in its extent."""
 
     entries: Annotated[tuple[tuple[Count, int], ...], Meta(max_length=MAXIMUM_RETRIEVE_ENTRIES)]
-
-
-CONTEXT_REQUESTS: Final = tuple(ContextRequest.__subclasses__())
 
 
 class ErrorReply(Reply, tag="error", frozen=True):
@@ -452,18 +338,6 @@ class LookupReply(Reply, tag="lookup_reply", frozen=True):
     wants_tokens: bool = False
 
 
-class BlendReply(Reply, tag="blend_reply", frozen=True):
-    """The runs that were found, leased as `lease` for `lease_seconds`. Without runs, `lease` is 0.
-
-    `runs` are packed `BLEND_RUN` records, ascending and without overlaps. `digests` are those of their chunks.
-    """
-
-    lease: int
-    lease_seconds: float
-    runs: bytes
-    digests: bytes
-
-
 class StorePlan(Reply, tag="store_plan", frozen=True):
     """The extents to write. Without missing chunks the ticket is 0.
 
@@ -483,18 +357,6 @@ class RetrievePlan(Reply, tag="retrieve_plan", frozen=True):
     lease: int
     num_chunks: int
     extents: bytes
-
-
-class News(Reply, tag="news", frozen=True):
-    """Events in the published form (msgpack of a list). The next request passes `position`.
-
-    `is_start`: the events begin to list everything, so discard earlier news. `has_more`: ask again now.
-    """
-
-    position: int
-    events: bytes
-    is_start: bool = False
-    has_more: bool = False
 
 
 class MoveOutcome(enum.StrEnum):

@@ -1,7 +1,7 @@
 """Declares an operation: a request that needs no session, its reply, its HTTP paths, and its command.
 
 Each operation is declared once, with its answer, in a module that its distribution names in the entry point group
-`kvdepot.operations`. HTTP bodies, the OpenAPI document (`kvdepot.operate.http_app`) and the arguments of commands
+`kvdepot.messages`. HTTP bodies, the OpenAPI document (`kvdepot.operate.http_app`) and the arguments of commands
 (`kvdepot.operate.commands`) are derived from its fields.
 """
 
@@ -22,8 +22,11 @@ from kvdepot.config import LONGEST_TENANT
 
 logger = logging.getLogger(__name__)
 
-ENTRY_POINT_GROUP: Final = "kvdepot.operations"
-"""Distributions name their modules of operations here. The command line imports them, so they stay light."""
+ENTRY_POINT_GROUP: Final = "kvdepot.messages"
+"""Distributions name their modules of requests here: of operators, and of engines (`messages.ContextRequest`).
+
+The command line imports them, so they stay light.
+"""
 
 PATIENT_SECONDS: Final = 30.0  # for requests with many steps
 
@@ -124,7 +127,7 @@ def known_operations() -> tuple[type[OperatorRequest], ...]:
             entry.load()
         except Exception as error:
             # Without this, one broken distribution would end `kvdepot serve` and every command.
-            logger.warning("leaving out the operations of %s (%s): %r", entry.name, entry.value, error)
+            logger.warning("leaving out the requests of %s (%s): %r", entry.name, entry.value, error)
     return tuple(cast("list[type[OperatorRequest]]", Operation.__subclasses__()))
 
 

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 from kvdepot.client.answers import MISS, Lease
 from kvdepot.client.scheduler import Pending, SchedulerClient
 from kvdepot.client.session import Session
+from kvdepot.features.blend.messages import BLEND_RUN, BlendLookup, BlendReply, NoteContents, ReportBlend
 from kvdepot.keys import DIGEST_BYTES, KeyRun, slice_digests
 from kvdepot.wire import frames
-from kvdepot.wire import messages as m
 
 if TYPE_CHECKING:
     from kvdepot.features.blend.segments import Segments  # loads numpy
@@ -64,7 +64,7 @@ def submit_blend_lookup(
     if not segments:
         return Pending(client, None, 0, NO_BLEND, hit_of)
     return client.submit(
-        lambda context: m.BlendLookup(context, request_id, segments.packed, min_run_tokens), NO_BLEND, hit_of
+        lambda context: BlendLookup(context, request_id, segments.packed, min_run_tokens), NO_BLEND, hit_of
     )
 
 
@@ -74,20 +74,20 @@ def note_contents(client: SchedulerClient, key: KeyRun, segments: "Segments") ->
     All of these chunks were computed exactly. There is no reply.
     """
     if key.digests and segments:
-        client.post(lambda context: [m.NoteContents(context, key.digests, segments.packed)])
+        client.post(lambda context: [NoteContents(context, key.digests, segments.packed)])
 
 
 def report_blend(client: SchedulerClient, reused_tokens: int, recomputed_tokens: int) -> None:
     """Report how many tokens of a blended prompt were reused unchanged, and how many were recomputed."""
-    client.post(lambda context: [m.ReportBlend(context, reused_tokens, recomputed_tokens)])
+    client.post(lambda context: [ReportBlend(context, reused_tokens, recomputed_tokens)])
 
 
 def hit_of(reply: frames.Reply, session: Session) -> BlendHit | None:
     """Return the answer in a reply to a blend lookup, None if it has no run."""
-    if not isinstance(reply, m.BlendReply) or not reply.lease:
+    if not isinstance(reply, BlendReply) or not reply.lease:
         return None
     runs: list[BlendRun] = []
-    for position, length, source, first, count, start in m.BLEND_RUN.iter_unpack(reply.runs):
+    for position, length, source, first, count, start in BLEND_RUN.iter_unpack(reply.runs):
         digests = slice_digests(reply.digests, start, start + count)
         runs.append(BlendRun(position, length, source, KeyRun(digests, first, bytes(DIGEST_BYTES))))
     return BlendHit(tuple(runs), Lease(0, reply.lease, reply.lease_seconds, session))

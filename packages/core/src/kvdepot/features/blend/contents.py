@@ -15,10 +15,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
+from kvdepot.features.blend.messages import MAXIMUM_SEGMENT_TOKENS
 from kvdepot.index.index import ChunkIndex
 from kvdepot.index.tree import Space
 from kvdepot.keys import DIGEST_BYTES, digest_at, num_digests
-from kvdepot.wire.messages import MAXIMUM_SEGMENT_TOKENS
 
 MAXIMUM_BYTES: Final = 64 << 20  # in total: names for six million tokens
 NAME_BYTES: Final = 256  # per name: 231 were measured with two places

@@ -6,6 +6,7 @@ from typing import Final
 from kvdepot.counting import depot_counter
 from kvdepot.errors import ErrorCode
 from kvdepot.features.blend.contents import ContentIndex
+from kvdepot.features.blend.messages import BLEND_RUN, SEGMENT, BlendLookup, BlendReply, NoteContents, ReportBlend
 from kvdepot.index.tree import Space
 from kvdepot.keys import num_digests, slice_digests
 from kvdepot.layout import GroupKind
@@ -50,20 +51,20 @@ class BlendLookups(Feature):
 
     def handlers(self) -> Mapping[type[m.ContextRequest], Handler]:
         """See `Feature`."""
-        return {m.NoteContents: self.note, m.BlendLookup: self.lookup, m.ReportBlend: self._report}
+        return {NoteContents: self.note, BlendLookup: self.lookup, ReportBlend: self._report}
 
     def report(self, status: DepotStatus) -> None:
         """See `Feature`."""
         status.num_segments = len(self.contents)
 
-    def _report(self, context: Context, request: m.ReportBlend) -> m.Done:
+    def _report(self, context: Context, request: ReportBlend) -> m.Done:
         counters = self._state.counters
         counters[_BLENDS] += 1
         counters[_BLEND_REUSED_TOKENS] += request.reused_tokens
         counters[_BLEND_RECOMPUTED_TOKENS] += request.recomputed_tokens
         return m.Done(self._state.epoch, 1)
 
-    def note(self, context: Context, request: m.NoteContents) -> m.Done | Steps:
+    def note(self, context: Context, request: NoteContents) -> m.Done | Steps:
         """Note the segments that chunks hold. The reply counts segments.
 
         Many segments are noted later, in steps. They are dropped if too many such requests wait: the next request with
@@ -75,14 +76,14 @@ class BlendLookups(Feature):
             return m.Done(self._state.epoch, 0)
         digests = slice_digests(request.digests, 0, match.num_chunks)
         steps = self._noting(context.space, self._index.nodes.label[match.nodes[-1]], digests, request.segments)
-        if len(request.segments) <= _NOTED_AT_ONCE * m.SEGMENT.size:
+        if len(request.segments) <= _NOTED_AT_ONCE * SEGMENT.size:
             return m.Done(self._state.epoch, sum(steps))
         return self._note_later(steps)
 
     def _noting(self, space: Space, label: int, digests: bytes, segments: bytes) -> Iterator[int]:
-        step = _NOTED_AT_ONCE * m.SEGMENT.size
+        step = _NOTED_AT_ONCE * SEGMENT.size
         for start in range(0, len(segments), step):
-            yield self.contents.note(space, label, digests, m.SEGMENT.iter_unpack(segments[start : start + step]))
+            yield self.contents.note(space, label, digests, SEGMENT.iter_unpack(segments[start : start + step]))
 
     def _note_later(self, steps: Iterator[int]) -> Steps:
         notes, epoch = self._turns, self._state.epoch
@@ -91,13 +92,13 @@ class BlendLookups(Feature):
             return m.Done(epoch, 0)
         return m.Done(epoch, (yield from notes.total(steps)))
 
-    def lookup(self, context: Context, request: m.BlendLookup) -> m.BlendReply:
+    def lookup(self, context: Context, request: BlendLookup) -> BlendReply:
         """Lease the runs of segments that the pool has."""
         self._check(context, request.segments)
         state, counters, chunk_tokens = self._state, self._state.counters, context.space.spec.chunk_tokens
         runs, digests, nodes = bytearray(), bytearray(), list[int]()
         num_found = num_tokens = 0
-        for run in self.contents.runs(context.space, m.SEGMENT.iter_unpack(request.segments)):
+        for run in self.contents.runs(context.space, SEGMENT.iter_unpack(request.segments)):
             num_found += run.num_segments
             first = run.source_position // chunk_tokens
             count = (run.source_position + run.length - 1) // chunk_tokens - first + 1
@@ -109,24 +110,24 @@ class BlendLookups(Feature):
             if keys is None:
                 continue
             start = num_digests(digests)
-            runs += m.BLEND_RUN.pack(run.position, run.length, run.source_position, first, count, start)
+            runs += BLEND_RUN.pack(run.position, run.length, run.source_position, first, count, start)
             digests += keys
             nodes.append(run.node)
             num_tokens += run.length
         counters[_BLEND_LOOKUPS] += 1
-        counters[_BLEND_SEGMENTS_ASKED] += len(request.segments) // m.SEGMENT.size
+        counters[_BLEND_SEGMENTS_ASKED] += len(request.segments) // SEGMENT.size
         counters[_BLEND_SEGMENTS_FOUND] += num_found
         counters[_BLEND_RUNS] += len(nodes)
         counters[_BLEND_TOKENS_FOUND] += num_tokens
         if not nodes:
-            return m.BlendReply(state.epoch, 0, 0.0, b"", b"")
+            return BlendReply(state.epoch, 0, 0.0, b"", b"")
         pinned = tuple(dict.fromkeys(nodes))
         lease = state.leases.grant(context.number, request.request_id, pinned, state.clock())
         for node in pinned:
             rest = self._index.shares.used(node)
             if rest is not None:
                 state.revoke_later(rest)
-        return m.BlendReply(state.epoch, lease, state.leases.lease_seconds, bytes(runs), bytes(digests))
+        return BlendReply(state.epoch, lease, state.leases.lease_seconds, bytes(runs), bytes(digests))
 
     def _keys(self, space: Space, node: int, first: int, count: int) -> bytes | None:
         """Return the keys of `count` chunks from `first` on, ending at `node`. None if a chunk was removed."""
@@ -142,5 +143,5 @@ class BlendLookups(Feature):
     def _check(self, context: Context, segments: bytes) -> None:
         if any(group.kind is not GroupKind.FULL_ATTENTION for group in context.space.spec.groups):
             raise Refused(ErrorCode.BAD_LAYOUT, "blend needs a cache whose groups are all full attention")
-        if len(segments) % m.SEGMENT.size:
-            raise Refused(ErrorCode.BAD_KEY, f"{len(segments)} bytes of segments: each has {m.SEGMENT.size}")
+        if len(segments) % SEGMENT.size:
+            raise Refused(ErrorCode.BAD_KEY, f"{len(segments)} bytes of segments: each has {SEGMENT.size}")

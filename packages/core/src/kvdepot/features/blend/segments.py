@@ -17,8 +17,8 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from kvdepot.errors import KeyFormatError
+from kvdepot.features.blend.messages import MAXIMUM_SEGMENT_TOKENS, MAXIMUM_SEGMENTS, SEGMENT, SEGMENT_NAME_BYTES
 from kvdepot.keys import Namespace
-from kvdepot.wire.messages import MAXIMUM_SEGMENT_TOKENS, MAXIMUM_SEGMENTS, SEGMENT, SEGMENT_NAME_BYTES
 
 _CONTEXT: Final = "kvdepot 2026-11 segments"
 _WINDOW: Final = 16  # tokens that choose an anchor
@@ -32,7 +32,7 @@ _TYPE: Final = np.dtype([("name", f"V{SEGMENT_NAME_BYTES}"), ("position", "<u4")
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """The segments of one prompt, ascending; `packed` are `messages.SEGMENT` records."""
+    """The segments of one prompt, ascending; `packed` are `SEGMENT` records."""
 
     packed: bytes = b""
 

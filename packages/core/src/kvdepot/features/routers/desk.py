@@ -11,6 +11,7 @@ import msgspec
 from kvdepot.counting import depot_counter
 from kvdepot.errors import ErrorCode, KeyFormatError
 from kvdepot.features.routers.holdings import Holdings, Reader
+from kvdepot.features.routers.messages import AwaitNews, DescribeChunks, News
 from kvdepot.index.tree import Space
 from kvdepot.keys import num_digests
 from kvdepot.pool.tokens import TokensFile
@@ -21,7 +22,7 @@ from kvdepot.wire import messages as m
 
 logger = logging.getLogger(__name__)
 
-_decoder: Final = msgspec.msgpack.Decoder(tuple[m.Count, str, m.DescribeChunks])
+_decoder: Final = msgspec.msgpack.Decoder(tuple[m.Count, str, DescribeChunks])
 
 _CHUNKS_DESCRIBED: Final = depot_counter("chunks_described", "Chunks that engines described for routers")
 _DESCRIPTIONS_DECLINED: Final = depot_counter(
@@ -62,7 +63,7 @@ class NewsDesk:
         self._timer = 0  # answers all waiting requests
         self._file: TokensFile | None = None
 
-    def describe(self, context: Context, request: m.DescribeChunks) -> m.Done:
+    def describe(self, context: Context, request: DescribeChunks) -> m.Done:
         """Take the tokens of chunks. The reply counts the chunks that were not described before.
 
         Raises:
@@ -92,7 +93,7 @@ class NewsDesk:
         if self._file is not None:
             self._turns.add(self._file.rewrite(self._is_wanted))
 
-    def _keep(self, space: Space, model: str, request: m.DescribeChunks) -> None:
+    def _keep(self, space: Space, model: str, request: DescribeChunks) -> None:
         file = self._file
         if file is None:
             return
@@ -100,7 +101,7 @@ class NewsDesk:
         if file.size_bytes > _LARGE_FILE_BYTES + _MOST_WASTE * self._holdings.num_bytes:
             self._turns.add(file.rewrite(self._is_wanted))
 
-    def _find(self, space: Space, request: m.DescribeChunks) -> list[tuple[int, int]]:
+    def _find(self, space: Space, request: DescribeChunks) -> list[tuple[int, int]]:
         return self._state.index.visibility.find_run(space, request.digests, request.first_chunk)
 
     def _is_wanted(self, body: bytes) -> bool:
@@ -116,12 +117,12 @@ class NewsDesk:
             return False
         return any(holdings.is_described(node) for node, _ in nodes)
 
-    def await_news(self, context: Context, request: m.AwaitNews) -> m.News | Steps:
+    def await_news(self, context: Context, request: AwaitNews) -> News | Steps:
         """Answer with news, now or as soon as there are any."""
         holdings = self._holdings
         shelf = holdings.shelf_of(context.served_model)
         if shelf is None:
-            return m.News(self._state.epoch, 0, b"")
+            return News(self._state.epoch, 0, b"")
         listener = self._listeners.get(context.number)
         if listener is None or listener.reader.namespace != request.namespace:
             self.end_context(context.number)
@@ -167,8 +168,8 @@ class NewsDesk:
             self._state.timers.cancel(listener.timer)
             resume()
 
-    def _news(self, listener: _Listener) -> m.News:
+    def _news(self, listener: _Listener) -> News:
         reader = listener.reader
         is_start, listener.position = reader.is_starting, listener.position + 1
         events = self._encoder.encode(reader.take(_NEWS_TOKENS))
-        return m.News(self._state.epoch, listener.position, events, is_start, reader.has_more)
+        return News(self._state.epoch, listener.position, events, is_start, reader.has_more)

@@ -12,6 +12,7 @@ from kvdepot.config import ServerConfig
 from kvdepot.features.routers.desk import NewsDesk
 from kvdepot.features.routers.events import EVENT_BATCHES, EVENT_FLOODS, EventPublisher, check_endpoint
 from kvdepot.features.routers.holdings import Holdings
+from kvdepot.features.routers.messages import AwaitNews, DescribeChunks
 from kvdepot.features.routers.zeromq import LOOK_SECONDS, Listeners
 from kvdepot.keys import digest_at
 from kvdepot.server.contexts import Context
@@ -65,7 +66,7 @@ class Routers(Feature):
 
     def handlers(self) -> Mapping[type[m.ContextRequest], Handler]:
         """See `Feature`."""
-        return {m.DescribeChunks: self.desk.describe, m.AwaitNews: self.desk.await_news}
+        return {DescribeChunks: self.desk.describe, AwaitNews: self.desk.await_news}
 
     def attached(self, context: Context) -> None:
         """See `Feature`. The new shelf of a model tells routers that it is empty."""

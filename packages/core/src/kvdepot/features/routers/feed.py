@@ -16,8 +16,16 @@ from typing import Final
 from kvdepot.client.connection import Connection
 from kvdepot.client.session import Session
 from kvdepot.errors import DepotUnavailable, KVDepotError
+from kvdepot.features.routers.messages import (
+    MAXIMUM_DESCRIBED_CHUNKS,
+    MAXIMUM_DESCRIBED_TOKENS,
+    AwaitNews,
+    DescribeChunks,
+    DescribedGroup,
+    ExtraKey,
+    News,
+)
 from kvdepot.keys import KeyRun
-from kvdepot.wire import messages as m
 
 logger = logging.getLogger(__name__)
 
@@ -46,23 +54,23 @@ class Description:
     tokens: Sequence[int]
     block_ids: Sequence[int]
     parent_id: int | None = None
-    groups: tuple[m.DescribedGroup, ...] = ()
+    groups: tuple[DescribedGroup, ...] = ()
     lora_name: str = ""
-    extra_keys: tuple[tuple[m.ExtraKey, ...] | None, ...] = ()
+    extra_keys: tuple[tuple[ExtraKey, ...] | None, ...] = ()
 
-    def requests(self, context: int, key: KeyRun) -> Iterator[m.DescribeChunks]:
+    def requests(self, context: int, key: KeyRun) -> Iterator[DescribeChunks]:
         """Yield the messages that describe a run, each with as many chunks as fit."""
         num_chunks = key.num_chunks
         if not num_chunks:
             return
         tokens, blocks = len(self.tokens) // num_chunks, len(self.block_ids) // num_chunks
-        step = max(1, min(m.MAXIMUM_DESCRIBED_CHUNKS, m.MAXIMUM_DESCRIBED_TOKENS // max(1, tokens)))
+        step = max(1, min(MAXIMUM_DESCRIBED_CHUNKS, MAXIMUM_DESCRIBED_TOKENS // max(1, tokens)))
         for start, stop in pairwise([*range(0, num_chunks, step), num_chunks]):
             ids = self.block_ids[start * blocks : stop * blocks]
             own = self.tokens[start * tokens : stop * tokens]
             before = self.block_ids[start * blocks - 1] if start else self.parent_id
             extra_keys = self.extra_keys[start * blocks : stop * blocks]
-            yield m.DescribeChunks(
+            yield DescribeChunks(
                 context,
                 self.namespace,
                 key.slice(start, stop).digests,
@@ -93,7 +101,7 @@ class NewsFeed:
         self,
         connection: Connection,
         namespace: bytes,
-        on_news: Callable[[m.News], None],
+        on_news: Callable[[News], None],
         on_lost: Callable[[], None],
         wants_all: Callable[[], bool],
     ) -> None:
@@ -136,9 +144,9 @@ class NewsFeed:
             while not self._closing.is_set() and self._connection.session is session:
                 if namespace != self.namespace or self._wants_all():
                     position, namespace = 0, self.namespace
-                request = m.AwaitNews(session.context, namespace, position, _WAIT_SECONDS)
+                request = AwaitNews(session.context, namespace, position, _WAIT_SECONDS)
                 reply = channel.call(request, _WAIT_SECONDS + self._connection.deadline_seconds)
-                if not isinstance(reply, m.News):
+                if not isinstance(reply, News):
                     raise DepotUnavailable(f"it answered with {type(reply).__name__}")
                 position = reply.position
                 if namespace == self.namespace:

@@ -1,6 +1,6 @@
 """`Holdings`: the blocks that are reported to routers, with their tokens and the engines' ids for them.
 
-Engines describe their chunks (`m.DescribeChunks`) after a store, and after a hit on undescribed chunks. A described
+Engines describe their chunks (`DescribeChunks`) after a store, and after a hit on undescribed chunks. A described
 chunk appears as soon as lookups find it, and leaves when the index reports that they no longer do. If it is evicted and
 a tier has it, it appears in that medium until it is promoted or described again, or a lookup misses it. Each change is
 appended to the log of its topic. Readers (the published stream and attached engines) follow the log. A reader that is
@@ -17,10 +17,10 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
+from kvdepot.features.routers.messages import DescribeChunks, DescribedGroup
 from kvdepot.index.tree import NO_NODE, Space
 from kvdepot.index.visibility import Watcher
 from kvdepot.keys import digest_at, num_digests
-from kvdepot.wire import messages as m
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class Family:
     namespace: bytes
     blocks_per_chunk: int
     block_tokens: int
-    groups: tuple[m.DescribedGroup, ...]
+    groups: tuple[DescribedGroup, ...]
 
 
 class Described(msgspec.Struct, gc=False):
@@ -227,7 +227,7 @@ class Holdings(Watcher):
         if on_change not in self._on_change:
             self._on_change.append(on_change)
 
-    def describe(self, space: Space, model: str, request: m.DescribeChunks, nodes: Sequence[tuple[int, int]]) -> int:
+    def describe(self, space: Space, model: str, request: DescribeChunks, nodes: Sequence[tuple[int, int]]) -> int:
         """Take the description of chunks that lookups find. Return the number of newly described ones.
 
         Args:
@@ -269,7 +269,7 @@ class Holdings(Watcher):
             parent = ids[-_ID_BYTES:]
         return num_new
 
-    def _check(self, request: m.DescribeChunks, count: int, chunk_tokens: int) -> int:
+    def _check(self, request: DescribeChunks, count: int, chunk_tokens: int) -> int:
         """Check a description. Return the number of blocks per chunk."""
         num_tokens, rest = divmod(len(request.tokens), _TOKEN_BYTES)
         num_blocks, more = divmod(len(request.block_ids), _ID_BYTES)
@@ -523,7 +523,7 @@ class _Telling:
         self.num_tokens += len(tokens) or len(ids)
 
 
-def _stored(chunk: Described, medium: str, group: m.DescribedGroup | None) -> BlockStored:
+def _stored(chunk: Described, medium: str, group: DescribedGroup | None) -> BlockStored:
     event = BlockStored(
         [],
         chunk.parent_id,
@@ -542,5 +542,5 @@ def _stored(chunk: Described, medium: str, group: m.DescribedGroup | None) -> Bl
     return event
 
 
-def _removed(_chunk: Described, medium: str, group: m.DescribedGroup | None) -> BlockRemoved:
+def _removed(_chunk: Described, medium: str, group: DescribedGroup | None) -> BlockRemoved:
     return BlockRemoved([], medium, None if group is None else group.number, LOCAL)

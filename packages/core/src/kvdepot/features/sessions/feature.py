@@ -12,6 +12,7 @@ from typing import Final
 from kvdepot.counting import depot_counter
 from kvdepot.errors import ErrorCode, printable
 from kvdepot.features.sessions import operations as o
+from kvdepot.features.sessions.messages import Hint
 from kvdepot.features.sessions.pins import AgentSession, Pin, PinTable
 from kvdepot.index.tree import Space
 from kvdepot.index.visibility import NO_MATCH, Match
@@ -67,7 +68,7 @@ class Agents(Feature):
 
     def handlers(self) -> Mapping[type[m.ContextRequest], Handler]:
         """See `Feature`."""
-        return {m.Hint: self._hint}
+        return {Hint: self._hint}
 
     def operations(self) -> Mapping[type[OperatorRequest], OperationHandler]:
         """See `Feature`."""
@@ -101,7 +102,7 @@ class Agents(Feature):
         for name, (share, _, _) in self._index.quotas.usage().items():
             status.tenants[name].retained_bytes = self.pins.bytes_of(share)
 
-    def _hint(self, context: Context, request: m.Hint) -> frames.Reply | Steps:
+    def _hint(self, context: Context, request: Hint) -> frames.Reply | Steps:
         """Note a session's prefix, or end one. The reply counts the chunks that ended."""
         state, names = self._state, self._state.labels.names
         state.counters[_HINTS] += 1
@@ -127,7 +128,7 @@ class Agents(Feature):
         count += yield from hints.total(steps)
         return m.Done(epoch, count)
 
-    def _hinted(self, space: Space, hint: m.Hint) -> None:
+    def _hinted(self, space: Space, hint: Hint) -> None:
         # What is noted while an earlier server's sessions are being read would be overwritten by them.
         if self._state.is_restoring or self._is_reading:
             return

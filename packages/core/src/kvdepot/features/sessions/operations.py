@@ -6,7 +6,8 @@ from msgspec import Meta
 
 from kvdepot.config import counted, parse_number, parse_tenant
 from kvdepot.errors import printable
-from kvdepot.wire.messages import Done, RetainSeconds
+from kvdepot.features.sessions.messages import RetainSeconds
+from kvdepot.wire.messages import Done
 from kvdepot.wire.operation import PATIENT_SECONDS, Argument, Command, Endpoint, Group, Operation, TenantName
 
 SessionName = Annotated[str, Meta(min_length=1, max_length=256)]
