@@ -37,7 +37,7 @@ def put_tiers_below(depot: Depot, queues: Sequence[TierQueue], settings: Tiering
         settings or TieringSettings(),
         names_of=depot.labels.names.__getitem__,
         end_store=depot.stores.end_one_above_quota,
-        splits_of=depot.contexts.splits,
+        other_splits=depot.contexts.other_splits,
         on_corrupt=depot.remove_corrupt,
         timers=depot.state.timers,
         clock=depot.state.clock,

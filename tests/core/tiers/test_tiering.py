@@ -501,7 +501,7 @@ def test_the_debug_log_says_what_a_promotion_reads_or_why_not(make: Maker, caplo
     caplog.set_level(logging.DEBUG, "kvdepot")
     assert bench.lookup(prompt(4)) == 4
     assert f"promotion for r from tier tier-0: reads chunks 0 to 4, {4 * PAGE} bytes" in caplog.text
-    assert "lookup r of engine: 4 of 4 chunks, waited 0.000 s for tier tier-0; none is missing" in caplog.text
+    assert "lookup r of engine: 4 of 4 chunks, waited 0.000 s for the tiers; none is missing" in caplog.text
     assert bench.lookup(prompt(5)) == 4
     assert "from tier tier-0: it does not have chunk 4" in caplog.text
     bench.forget()
@@ -1801,7 +1801,7 @@ def test_a_question_that_fails_for_one_of_several_prefixes_is_asked_for_each(
 
 def test_a_tier_with_runs_is_not_asked_for_two_branches_of_a_run_together(make: Maker) -> None:
     bench = make(pages=64, gathers_stores=True)
-    bench.tiers[0].keeps_runs = bench.tiers[0].wants_places = True
+    bench.tiers[0].wants_places = bench.tiering.queues[0].keeps_runs = True
     branch = hash_prefix(Namespace("model", tenant="default"), 1, [0, 1, 95, 96])
     for run in (prompt(4), branch, prompt(4, 1)):
         bench.store(run)

@@ -163,7 +163,7 @@ class DepotServer:
             settings,
             names_of=depot.labels.names.__getitem__,
             end_store=depot.stores.end_one_above_quota,
-            splits_of=depot.contexts.splits,
+            other_splits=depot.contexts.other_splits,
             on_corrupt=depot.remove_corrupt,
             timers=depot.state.timers,
             clock=time.monotonic,

@@ -15,6 +15,7 @@ from kvdepot.layout import MAXIMUM_CELLS, GroupKind, Part, Plane, mask_of
 from kvdepot.pool.table import MAXIMUM_ENTRY_BYTES, OWNER_BYTES, Writer
 from kvdepot.server.state import DepotState
 from kvdepot.server.turns import Refused, Task
+from kvdepot.tiers.splits import other_splits
 from kvdepot.wire import messages as m
 from kvdepot.wire.status import ContextStatus
 
@@ -76,8 +77,9 @@ class Workers:
         self._space = space
         # The workers by group and layers of their part.
         self._alike: dict[tuple[int, int], dict[int, Context]] = {}
-        self._places: dict[str, list[PartPlace]] = {}  # by instance; a cache
-        self._splits: list[list[PartPlace]] = []  # a cache; empty until it is asked for
+        self._places: dict[str, tuple[PartPlace, ...]] = {}  # by instance; a cache
+        # A cache, by places: each new prompt asks for them, and 40 functions compute them.
+        self._other_splits: dict[tuple[PartPlace, ...], list[tuple[PartPlace, ...]]] = {}
 
     def __iter__(self) -> Iterator[Context]:
         return (worker for mates in self.by_instance.values() for worker in mates.values())
@@ -88,7 +90,7 @@ class Workers:
         for place in context.groups:
             self._alike.setdefault((place.group, place.part >> 16), {})[context.number] = context
         self._places.clear()
-        self._splits.clear()
+        self._other_splits.clear()
 
     def remove(self, context: Context) -> None:
         """Remove a worker."""
@@ -102,9 +104,9 @@ class Workers:
             if not alike:
                 del self._alike[place.group, place.part >> 16]
         self._places.clear()
-        self._splits.clear()
+        self._other_splits.clear()
 
-    def places(self, instance: str) -> list[PartPlace]:
+    def places(self, instance: str) -> tuple[PartPlace, ...]:
         """Return the parts of an engine, or another engine's if its workers lack a cell.
 
         Empty if all lack one.
@@ -112,34 +114,32 @@ class Workers:
         for each in (instance, *self.by_instance):
             if places := self.own_places(each):
                 return places
-        return []
+        return ()
 
-    def own_places(self, instance: str) -> list[PartPlace]:
+    def own_places(self, instance: str) -> tuple[PartPlace, ...]:
         """Return the parts of an engine; empty if its workers lack a cell."""
         mates = self.by_instance.get(instance)
         if mates is None:
-            return []
+            return ()
         if instance not in self._places:
             self._places[instance] = self._places_of(mates)
         return self._places[instance]
 
-    def splits(self) -> list[list[PartPlace]]:
-        """Return the parts of each engine whose workers have all cells, once for engines with the same parts."""
-        if not self._splits:
-            found = map(self.own_places, self.by_instance)
-            self._splits = [
-                *{tuple((place.group, place.part) for place in each): each for each in found if each}.values()
-            ]
-        return self._splits
+    def other_splits(self, places: tuple[PartPlace, ...]) -> list[tuple[PartPlace, ...]]:
+        """See `tiers.splits.other_splits`."""
+        if places not in self._other_splits:
+            attached = filter(None, map(self.own_places, self.by_instance))
+            self._other_splits[places] = other_splits(self._space, places, list(dict.fromkeys(attached)))
+        return self._other_splits[places]
 
-    def _places_of(self, mates: dict[int, Context]) -> list[PartPlace]:
+    def _places_of(self, mates: dict[int, Context]) -> tuple[PartPlace, ...]:
         found = {(place.group, place.part): place for mate in mates.values() for place in mate.groups}
         missing = self._space.cells.copy()
         if sum(place.num_cells for place in found.values()) < sum(map(int.bit_length, missing)):
-            return []
+            return ()
         for group, part in found:
             missing[group] &= ~mask_of(part, self._space.heads[group])
-        return [] if any(missing) else [place for _, place in sorted(found.items())]
+        return () if any(missing) else tuple(place for _, place in sorted(found.items()))
 
     def first_of(self, instance: str) -> Context:
         """Return a worker of this instance, or of another instance if it has none."""
@@ -336,19 +336,19 @@ class ContextTable:
         """Return all contexts of a session."""
         return [context for context in self.by_number.values() if context.session == session]
 
-    def places(self, space: Space, instance: str = "") -> tuple[list[PartPlace], str]:
+    def places(self, space: Space, instance: str = "") -> tuple[tuple[PartPlace, ...], str]:
         """Return the parts whose entries tiers keep for a space, and the model.
 
         The parts are those of `instance`, or of another engine. Empty while no engine has a worker for each cell.
         """
         workers = self._workers.get(space.number)
-        places = [] if workers is None else workers.places(instance)
-        return (places, workers.first_of(instance).model) if workers is not None and places else ([], "")
+        places = () if workers is None else workers.places(instance)
+        return (places, workers.first_of(instance).model) if workers is not None and places else ((), "")
 
-    def splits(self, space: Space) -> list[list[PartPlace]]:
-        """Return the different ways in which the engines of a space divide its layers and heads."""
+    def other_splits(self, space: Space, places: tuple[PartPlace, ...]) -> list[tuple[PartPlace, ...]]:
+        """Return the other ways in which engines may divide the layers and heads of a space; none without workers."""
         workers = self._workers.get(space.number)
-        return [] if workers is None else workers.splits()
+        return [] if workers is None else workers.other_splits(places)
 
     def can_store(self, space: Space, instance: str) -> bool:
         """Return whether an engine has a worker for each layer and head of a space."""

@@ -77,8 +77,7 @@ class TierSource(Source):
             context.space, query.digests, places, label, request.token_seconds, request.request_id, query.brought
         )
         is_awaited = query.found < request.awaits
-        names = [queue.name for queue in tiering.queues if not queue.is_retired]
-        query.waited_for[self.rank] = f"tier {' and '.join(names)}"  # first, as a tier may answer at once
+        query.waited_for[self.rank] = "the tiers"  # first, as a tier may answer at once
         if tiering.promote(prefix, query.match, on_end, wait_seconds=wait_seconds, is_awaited=is_awaited):
             return True
         del query.waited_for[self.rank]

@@ -23,7 +23,6 @@ from kvdepot.tiers.moves import Moves, Pause, Steps
 from kvdepot.tiers.names import by_run
 from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.reading import QUESTIONS_A_STEP, Prefix, PromotionContext, Reading, log_decision
-from kvdepot.tiers.splits import other_splits
 from kvdepot.tiers.tier_state import TierState
 from kvdepot.timers import Timers
 
@@ -198,9 +197,8 @@ class Promotion:
                 return True
         return False
 
-    def _other_splits(self) -> list[list[PartPlace]]:
-        prefix = self.prefix
-        return other_splits(prefix.space, prefix.places, self._context.splits_of(prefix.space))
+    def _other_splits(self) -> Sequence[tuple[PartPlace, ...]]:
+        return self._context.other_splits(self.prefix.space, self.prefix.places)
 
     def _log(self, tier: TierState, decision: str, *numbers: int) -> None:
         if logger.isEnabledFor(logging.DEBUG):

@@ -55,6 +55,10 @@ class TierQueue:
         write_bytes: the payload bytes of writes that may wait. The queue refuses more.
         wake: called from other threads when `poll` has results.
         clock: returns monotonic seconds.
+
+    Attributes:
+        keeps_runs: whether the tier keeps runs, and so needs the chunks before a chunk that it is asked for.
+        gathers_stores: whether stores wait for stores that continue them, so that the tier gets few large calls.
     """
 
     def __init__(
@@ -73,6 +77,8 @@ class TierQueue:
         self.name = name
         self.deadline_seconds = deadline_seconds
         self.write_bytes = write_bytes
+        self.keeps_runs = tier.keeps_runs
+        self.gathers_stores = tier.gathers_stores
         self.queued_write_bytes = 0
         self.counters = Counts()
         self._num_threads = max(2, num_threads)
@@ -95,16 +101,6 @@ class TierQueue:
     def is_suspended(self) -> bool:
         """Whether the tier is suspended, so that the queue takes no jobs."""
         return bool(self.breaker.why_suspended)
-
-    @property
-    def keeps_runs(self) -> bool:
-        """Whether the tier keeps runs, and so needs the chunks before a chunk that it is asked for."""
-        return self.tier.keeps_runs
-
-    @property
-    def gathers_stores(self) -> bool:
-        """Whether stores wait for stores that continue them, so that the tier gets few large calls."""
-        return self.tier.gathers_stores
 
     @property
     def is_retired(self) -> bool:

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Final
+from typing import Final, TypeAlias
 
 from kvdepot.counting import Counts, depot_counter
 from kvdepot.index.columns import make_column
@@ -79,7 +79,7 @@ class Prefix:
 
     space: Space
     digests: bytes
-    places: Sequence[PartPlace]
+    places: tuple[PartPlace, ...]
     label: int
     token_seconds: float = 0.0
     request_id: str = ""
@@ -92,6 +92,9 @@ def log_decision(prefix: Prefix, queue: TierQueue | None, decision: str, *detail
     logger.debug("promotion for %s from %s: %s", prefix.request_id or "-", tier, decision % details)
 
 
+OtherSplits: TypeAlias = Callable[[Space, tuple[PartPlace, ...]], Sequence[tuple[PartPlace, ...]]]
+
+
 @dataclass(slots=True)
 class PromotionContext:
     """The state that all promotions of a depot share, above all the entries that are being read."""
@@ -102,7 +105,7 @@ class PromotionContext:
     clock: Callable[[], float]
     patience_seconds: float  # the longest wait of a lookup for tiers
     end_store: EndStore  # to make room for a share within its quota
-    splits_of: Callable[[Space], Sequence[Sequence[PartPlace]]]  # returns the parts of each attached engine
+    other_splits: OtherSplits
     is_over: Callable[[], bool] = field(init=False, default=lambda: False)  # whether the present turn has no time left
     own_writer: Writer | None = field(init=False, default=None)  # this process; cached
     awaited: "dict[Entry, list[Reading]]" = field(init=False)

@@ -20,8 +20,8 @@ _STAGES: Final = (1, 2, 4)  # numbers of pipeline stages to ask for; each adds k
 
 
 def other_splits(
-    space: Space, places: Sequence[PartPlace], attached: Sequence[Sequence[PartPlace]]
-) -> list[list[PartPlace]]:
+    space: Space, places: tuple[PartPlace, ...], attached: Sequence[tuple[PartPlace, ...]]
+) -> list[tuple[PartPlace, ...]]:
     """Return the places of a cache in other splits than that of `places`.
 
     The splits of `attached` engines come first, then even splits of the heads with the stages of `places`, coarsest
@@ -34,11 +34,11 @@ def other_splits(
         num_layers = space.spec.groups[0].layers
         even = (_even(num_layers, count) for count in _STAGES if not num_layers % count)
         stages += [each for each in even if each != own_stages]
-    splits = [list(each) for each in attached[:_MOST_ATTACHED]]
+    splits = list(attached[:_MOST_ATTACHED])
     splits += [
         _split(space, places, each, ranks) for each in stages for ranks in range(1, most + 1) if not most % ranks
     ]
-    found: dict[frozenset[tuple[int, int]], list[PartPlace]] = {}
+    found: dict[frozenset[tuple[int, int]], tuple[PartPlace, ...]] = {}
     for split in splits:
         found.setdefault(_cut_of(split), split)
     found.pop(_cut_of(places), None)
@@ -54,7 +54,7 @@ def _even(num_layers: int, count: int) -> Layers:
     return [(first, held) for first in range(0, num_layers, held)]
 
 
-def _split(space: Space, places: Sequence[PartPlace], stages: Layers | None, ranks: int) -> list[PartPlace]:
+def _split(space: Space, places: Sequence[PartPlace], stages: Layers | None, ranks: int) -> tuple[PartPlace, ...]:
     found: dict[tuple[int, int], PartPlace] = {}
     for place in places:
         part, heads = Part.of(place.part), space.heads[place.group]
@@ -64,4 +64,4 @@ def _split(space: Space, places: Sequence[PartPlace], stages: Layers | None, ran
             for first in range(0, heads, held):
                 number = Part(first_layer, num_layers, first, min(held, heads - first)).number
                 found[place.group, number] = replace(place, part=number, num_bytes=num_bytes)
-    return [place for _, place in sorted(found.items())]
+    return tuple(place for _, place in sorted(found.items()))

@@ -18,7 +18,6 @@ from typing import Final, TypeVar
 
 from kvdepot.config import Demotion
 from kvdepot.counting import Counts, depot_counter
-from kvdepot.index.entries import PartPlace
 from kvdepot.index.evictor import EndStore
 from kvdepot.index.index import ChunkIndex
 from kvdepot.index.tree import Space
@@ -32,7 +31,7 @@ from kvdepot.tiers.keys import has_names
 from kvdepot.tiers.names import EntryKeys, name_hashes
 from kvdepot.tiers.promotion import Promotions
 from kvdepot.tiers.queue import TierQueue
-from kvdepot.tiers.reading import Prefix, PromotionContext
+from kvdepot.tiers.reading import OtherSplits, Prefix, PromotionContext
 from kvdepot.tiers.tier_state import TierState
 from kvdepot.timers import Timers
 from kvdepot.wire.status import TierStatus
@@ -95,7 +94,7 @@ class Tiering:
         names_of: returns the label with a number.
         on_corrupt: called with an entry whose checksum does not match, and its header.
         end_store: ends an unfinished store, to make room for a promotion.
-        splits_of: returns the parts of each attached engine of a space.
+        other_splits: returns the ways other than `places` in which engines may divide a space: see `splits`.
         timers: the depot's.
         clock: returns monotonic seconds.
 
@@ -112,7 +111,7 @@ class Tiering:
         names_of: Callable[[int], Label],
         on_corrupt: Callable[[Entry, int], object],
         end_store: EndStore,
-        splits_of: Callable[[Space], Sequence[Sequence[PartPlace]]],
+        other_splits: OtherSplits,
         timers: Timers,
         clock: Callable[[], float],
     ) -> None:
@@ -127,7 +126,7 @@ class Tiering:
             index, self._tiers, self._keys, settings.demotion, settings.least_tokens, self.counters, on_corrupt, clock
         )
         self.promotion_context = PromotionContext(
-            index, self._keys, self.counters, clock, settings.promotion_seconds, end_store, splits_of
+            index, self._keys, self.counters, clock, settings.promotion_seconds, end_store, other_splits
         )
         self.promotions = Promotions(self.promotion_context, self._tiers, timers)
         self.used: set[int] = set()
@@ -249,7 +248,7 @@ class Tiering:
     @property
     def is_usable(self) -> bool:
         """Whether any tier works now."""
-        return any(not tier.queue.is_suspended for tier in self._tiers)
+        return not all(tier.queue.breaker.why_suspended for tier in self._tiers)
 
     @property
     def takes_writes(self) -> bool:
