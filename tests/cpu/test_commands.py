@@ -113,6 +113,27 @@ def test_ctrl_c_ends_a_command_and_its_children_without_a_word(command: list[str
     assert (process.returncode, said) == (130, "")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signals_in_close_succession_end_the_demo_with_its_depot_and_pool(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-c", _HEARING_INTERRUPTS, "demo"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "TMPDIR": str(tmp_path)}) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if b"serving" in line:
+                break
+        pool = pool_of_a_depot_in(str(tmp_path))
+        for _ in range(50):  # so that many arrive during the clean-up
+            process.send_signal(number)
+        assert b"their memory is free" in process.stdout.read()
+        assert process.wait() == 130
+    assert not pool.exists()
+    with pytest.raises(AssertionError, match="no depot"):
+        pool_of_a_depot_in(str(tmp_path))
+
+
 # As on a machine with less free memory: fewer conversations and a smaller pool.
 _SMALL_DEMO = """
 from kvdepot.lab import demo

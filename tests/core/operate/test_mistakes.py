@@ -3,6 +3,7 @@
 import contextlib
 import io
 import re
+import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -51,25 +52,34 @@ def test_a_value_out_of_bounds_is_refused_in_one_line(arguments: list[str], reas
     assert said.count("\n") == 1
 
 
+_TRACE = str(Path(__file__).parents[3] / "examples" / "trace.jsonl")
+
+
 @pytest.mark.slow
 @small_shm
-@pytest.mark.parametrize("command", [["demo"], ["bench", "lookup"]])
-def test_a_small_dev_shm_ends_a_demo_with_the_way_out(command: list[str]) -> None:
-    status, said = run(*command, prefix=_SMALL_SHM)
-    assert (status, said.count("\n")) == (1, 2)
+@pytest.mark.parametrize("command", [["demo"], ["replay", "--requests", "20", _TRACE]])
+def test_beside_a_small_dev_shm_a_demo_puts_its_pool_into_a_file_and_says_so(command: list[str]) -> None:
+    if command[0] == "replay":
+        pytest.importorskip("kvdepot_plan")
+    done = run_kvdepot(*command, prefix=_SMALL_SHM)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.search(r"/dev/shm\s+has\s+no\s+room\s+for\s+a\s+pool", done.stdout)
+
+
+@small_shm
+@pytest.mark.parametrize("command", ["demo", "bench lookup"])
+def test_a_demo_without_any_room_names_the_way_out_and_no_flag_that_it_lacks(command: str) -> None:
+    nowhere = [*_SMALL_SHM, "env", "TMPDIR=/dev/shm"]
+    status, said = run(*command.split(), prefix=nowhere)
+    assert (status, said.count("\n"), "--pool-size" in said) == (1, 1, False), said
+    assert "/dev/shm has 64.0 MiB" in said
     assert "--shm-size" in said
 
 
-@small_shm
-def test_a_demo_that_does_not_fit_names_no_flag_that_it_lacks() -> None:
-    tiny = [part.replace("size=64m", "size=32m") for part in _SMALL_SHM]
-    status, said = run("demo", prefix=tiny)
-    assert (status, "--pool-size" in said) == (1, False), said
-    assert "the demo needs 64.0 MiB in /dev/shm, which has 32.0 MiB free" in said
-
-
-def first_words(*arguments: str, prefix: list[str] | None = None) -> str:
-    """Start a depot, stop it once it serves, and return its log."""
+def first_words(
+    *arguments: str, prefix: list[str] | None = None, signals: Sequence[signal.Signals] = (signal.SIGTERM,)
+) -> str:
+    """Start a depot, send it signals once it serves, and return its log."""
     command = [*(prefix or []), *KVDEPOT, "serve", "--ephemeral", *arguments]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
@@ -77,9 +87,22 @@ def first_words(*arguments: str, prefix: list[str] | None = None) -> str:
         for line in process.stderr:
             logged += line
             if "serving" in line:
-                process.terminate()
+                for number in signals:
+                    process.send_signal(number)
         assert process.wait(20) == 0, logged
     return logged
+
+
+def test_a_depot_whose_terminal_closes_stops_as_on_sigterm_and_says_so(tmp_path: Path) -> None:
+    logged = first_words("--dir", str(tmp_path), "--pool-size", "16MiB", signals=[signal.SIGHUP])
+    assert "stopping on SIGHUP\n" in logged
+    assert logged.splitlines()[-1].endswith("stopped")
+
+
+def test_below_nohup_a_depot_outlives_its_terminal(tmp_path: Path) -> None:
+    both = [signal.SIGHUP, signal.SIGTERM]
+    logged = first_words("--dir", str(tmp_path), "--pool-size", "16MiB", prefix=["nohup"], signals=both)
+    assert "stopping on SIGTERM\n" in logged
 
 
 @small_shm

@@ -24,6 +24,7 @@ _MAXIMUM_DESCRIPTORS: Final = 65_536  # 4,096 workers x 7 descriptors, doubled
 _RESERVE: Final = 256  # for files of tiers, pidfds and replies, so that only new connections suffer from a full table
 _RESERVE_SHARE: Final = 8  # a small limit reserves one descriptor in 8
 _PR_SET_PDEATHSIG: Final = 1
+_STOPS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # by a terminal or a service manager
 
 
 def raise_descriptor_limit() -> None:
@@ -71,7 +72,7 @@ def be_a_child(parent_pid: int) -> None:
 
 def ignore_signals() -> None:
     """Ignore signals that a terminal or a service manager sends to the whole group, as the depot handles them."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in _STOPS:
         signal.signal(number, signal.SIG_IGN)
 
 
@@ -79,20 +80,46 @@ def ignore_signals() -> None:
 def interrupts_blocked() -> Generator[None]:
     """Block SIGINT to start a child that inherits this. Ctrl-C then reaches only this process, which ends the child.
 
-    A Ctrl-C meanwhile takes effect afterwards, when the caller knows its child.
+    A signal to stop takes effect afterwards, when the caller knows its child.
     """
     seen: list[int] = []
     is_main = threading.current_thread() is threading.main_thread()  # only the main thread may set handlers
-    handler = signal.signal(signal.SIGINT, lambda number, _: seen.append(number)) if is_main else None
+    handlers = {each: signal.signal(each, lambda number, _: seen.append(number)) for each in _STOPS if is_main}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        if is_main:
-            signal.signal(signal.SIGINT, handler)
-        if seen:
-            signal.raise_signal(signal.SIGINT)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number in seen:
+            signal.raise_signal(number)
+
+
+@contextlib.contextmanager
+def stopped_once() -> Generator[None]:
+    """Raise KeyboardInterrupt at the first SIGINT, SIGTERM or SIGHUP, for the main thread. Ignore further ones.
+
+    Supervisors send SIGINT to a process and its group at once. The second one would end the clean-up of the first, and
+    leave child processes and their memory. So after the first one, this lasts until the process ends.
+    """
+    is_stopping = False
+
+    def stop(_number: int, _frame: object) -> None:
+        nonlocal is_stopping
+        if not is_stopping:
+            is_stopping = True
+            raise KeyboardInterrupt
+
+    # SIGHUP stays ignored below nohup.
+    heard = [each for each in _STOPS if signal.getsignal(each) is not signal.SIG_IGN]
+    handlers = {each: signal.signal(each, stop) for each in heard}
+    try:
+        yield
+    finally:
+        if not is_stopping:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
 
 
 def process_start_time(pid: int) -> int:

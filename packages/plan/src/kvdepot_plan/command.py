@@ -11,6 +11,7 @@ from kvdepot.config import format_size, parse_size
 from kvdepot.errors import ConfigError
 from kvdepot.index.eviction import AUTO, POLICIES
 from kvdepot.operate.commandline import ASKS_NO_DEPOT, count_argument, number_argument, show, size_argument
+from kvdepot.processes import stopped_once
 
 if TYPE_CHECKING:  # `kvdepot` loads this module for every command
     from kvdepot_plan.cluster import ClusterTable
@@ -111,12 +112,13 @@ def _replay(options: argparse.Namespace) -> int:
         return 0
     from kvdepot_plan.replay import run_replay
 
-    summary = run_replay(
-        read_trace(options.trace, options.requests or 500),
-        pool_bytes=parse_size(options.pool_size or "1GiB"),
-        policy=options.policy or AUTO,
-        quiet=options.json,
-    )
+    with stopped_once():
+        summary = run_replay(
+            read_trace(options.trace, options.requests or 500),
+            pool_bytes=parse_size(options.pool_size or "1GiB"),
+            policy=options.policy or AUTO,
+            quiet=options.json,
+        )
     if options.json:
         print(json.dumps(summary, indent=2))
     return 1 if summary["wrong_bytes"] else 0

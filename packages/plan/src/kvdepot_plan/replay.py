@@ -15,6 +15,7 @@ from kvdepot.config import format_size
 from kvdepot.index.eviction import AUTO
 from kvdepot.lab.engine_model import Geometry
 from kvdepot.lab.fleet import Fleet, Prompt
+from kvdepot.lab.processes import note_on_place
 from kvdepot.lab.view import live_view
 from kvdepot_plan.simulate import Workload
 from kvdepot_plan.trace import BLOCK_TOKENS, TraceError, TraceRequest
@@ -67,6 +68,8 @@ def run_replay(
             f" {num_cut} prompts cut to {max_tokens:,} tokens",
             flush=True,
         )
+        if note := note_on_place(pool_bytes):
+            print(note, flush=True)
     with Fleet(
         REPLAY_GEOMETRY,
         num_engines=_NUM_ENGINES,

@@ -26,7 +26,7 @@ from kvdepot.client.session import Channel
 from kvdepot.config import counted
 from kvdepot.keys import KeyRun, Namespace, hash_prefix
 from kvdepot.lab.engine_model import GEOMETRY_8B, EngineModel
-from kvdepot.lab.processes import DepotProcess, wait_until
+from kvdepot.lab.processes import DepotProcess, note_on_place, wait_until
 from kvdepot.layout import GroupKind
 from kvdepot.operate import operations as o
 from kvdepot.processes import interrupts_blocked
@@ -36,6 +36,8 @@ ENTRY_BYTES: Final = 4096  # of a filler's entry: a page, the smallest extent
 _PATIENT_SECONDS: Final = 30.0  # far beyond a start or a store, so that only a depot that hangs reaches it
 NUM_CLIENTS: Final = 4  # they keep the server's queue full, as several engines do
 _TRANSFER_BYTES: Final = 256 << 20  # far beyond the caches of a processor
+_TRANSFER_POOL_BYTES: Final = 2 * _TRANSFER_BYTES + (64 << 20)
+_LOOKUP_POOL_BYTES: Final = 512 << 20
 _ROUNDS: Final = 9
 _SECONDS: Final = 3.0  # of lookups in each row
 _LOOKUPS_PER_REQUEST: Final = 16  # leases end with their request
@@ -89,6 +91,8 @@ def bench_transfer(say: Callable[[str], None]) -> dict[str, Any]:
     and a reference that copies into huge pages is 10 to 15 % too fast.
     """
     rows: list[dict[str, Any]] = []
+    if note := note_on_place(_TRANSFER_POOL_BYTES):
+        say(note)
     for case in _CASES:
         gc.collect()  # frees the memory of the engine before: 0.3 s that must not be part of a round
         rows.append(_transfer_row(case))
@@ -102,7 +106,7 @@ def _transfer_row(case: TransferCase) -> dict[str, Any]:
     geometry = replace(GEOMETRY_8B, block_tokens=case.block_tokens)
     num_chunks = _TRANSFER_BYTES // (geometry.bytes_per_token * case.chunk_tokens)
     num_bytes = num_chunks * geometry.bytes_per_token * case.chunk_tokens
-    with DepotProcess("--verify", case.verify, pool_size=str(2 * num_bytes + (64 << 20))) as depot:
+    with DepotProcess("--verify", case.verify, pool_size=str(_TRANSFER_POOL_BYTES), log_level="error") as depot:
         engine = EngineModel(
             "bench",
             geometry,
@@ -285,8 +289,10 @@ def latencies(times: list[float]) -> dict[str, Any]:
 def bench_lookup(say: Callable[[str], None]) -> dict[str, Any]:
     """Time lookups of 128k-token prompts over the socket, all hits with leases: one client alone, then four at once."""
     rows: list[dict[str, Any]] = []
+    if note := note_on_place(_LOOKUP_POOL_BYTES):
+        say(note)
     for num_chunks, chunk_tokens in ((512, 256), (2048, 64)):
-        with DepotProcess(pool_size="512MiB") as depot:
+        with DepotProcess(pool_size=str(_LOOKUP_POOL_BYTES), log_level="error") as depot:
             wait_until(lambda depot=depot: depot.status().pool_ready_bytes == depot.status().pool_size_bytes, 600)
             filler = IndexFiller(depot.url, chunk_tokens=chunk_tokens)
             prompts = tuple(range(8))

@@ -5,6 +5,7 @@ import json
 from typing import Any
 
 from kvdepot.operate.commandline import ASKS_NO_DEPOT
+from kvdepot.processes import stopped_once
 
 
 def add_demo(commands: Any, common: argparse.ArgumentParser, json_output: argparse.ArgumentParser) -> None:
@@ -39,7 +40,8 @@ def add_bench(commands: Any, common: argparse.ArgumentParser, json_output: argpa
 def _demo(options: argparse.Namespace) -> int:
     from kvdepot.lab.demo import run_demo
 
-    summary = run_demo(quiet=options.json)
+    with stopped_once():
+        summary = run_demo(quiet=options.json)
     if options.json:
         print(json.dumps(summary, indent=2))
     return 1 if summary["wrong_bytes"] or summary["restart"]["wrong_bytes"] else 0
@@ -53,7 +55,8 @@ def _bench(options: argparse.Namespace) -> int:
             print(line, flush=True)
 
     say(bench.describe_machine())
-    result = bench.bench_transfer(say) if options.what == "transfer" else bench.bench_lookup(say)
+    with stopped_once():
+        result = bench.bench_transfer(say) if options.what == "transfer" else bench.bench_lookup(say)
     result["machine"] = bench.describe_machine()
     if options.json:
         print(json.dumps(result, indent=2))

@@ -5,6 +5,7 @@ a free engine, which often needs chunks that the other one computed. Every byte 
 the depot is killed and started again, and the cache is still there.
 """
 
+import os
 import random
 import shutil
 import textwrap
@@ -14,12 +15,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from kvdepot.config import format_size
-from kvdepot.errors import ConfigError
 from kvdepot.lab.engine_model import GEOMETRY_8B, Geometry
 from kvdepot.lab.fleet import Fleet, FleetEngine, Prompt
-from kvdepot.lab.processes import wait_until
+from kvdepot.lab.processes import BESIDE_POOL_BYTES, note_on_place, wait_until
 from kvdepot.lab.view import Lane, View, live_view
-from kvdepot.pool.files import ENLARGE_TMPFS
+from kvdepot.pool.inventory import SHARED_MEMORY
 from kvdepot.pool.size import available_memory_bytes
 
 _SEED: Final = 20261121  # arbitrary, but fixed: every demo has the same conversations
@@ -32,6 +32,11 @@ _NUM_TURNS: Final = 8
 _MOST_TURN_TOKENS: Final = 800
 # Twice the rate of an 8B model on an H100 (`cluster.PREFILL_TOKENS_PER_SECOND`), so that the demo ends sooner.
 _TOKENS_PER_SECOND: Final = 20_000.0
+
+_PAUSES_HIDE_LOAD: Final = (
+    "Other work slows the copies to and from the depot, but not the pauses that stand for the model, so it hides what a"
+    " depot saves: run the demo again on a quiet machine."
+)
 
 _NEXT: Final = """\
 Next:
@@ -57,22 +62,24 @@ def plan_demo(memory_bytes: int, shm_bytes: int) -> DemoPlan:
 
     Args:
         memory_bytes: free memory of the machine.
-        shm_bytes: free space of /dev/shm.
-
-    Raises:
-        ConfigError: /dev/shm is too small for the smallest pool.
+        shm_bytes: free space of /dev/shm. If it is too small for the smallest pool, it does not count, as the pool will
+            be elsewhere.
     """
-    if shm_bytes < _LEAST_POOL_BYTES:
-        raise ConfigError(
-            f"the demo needs {format_size(_LEAST_POOL_BYTES)} in /dev/shm, which has {format_size(shm_bytes)} free:"
-            f" {ENLARGE_TMPFS}"
-        )
-    pool_bytes = max(_LEAST_POOL_BYTES, min(512 << 20, memory_bytes // 8, shm_bytes))
+    room = shm_bytes - BESIDE_POOL_BYTES
+    most = [512 << 20, memory_bytes // 8] + [room] * (room >= _LEAST_POOL_BYTES)
+    pool_bytes = max(_LEAST_POOL_BYTES, min(most))
     geometry = replace(GEOMETRY_8B, name="2 of the 32 layers of an 8B model", num_layers=2)
     tokens = pool_bytes // geometry.bytes_per_token
     conversations = max(2, int(tokens * 0.85) // 4096)
     longest_bytes = (_SYSTEM_TOKENS + _NUM_TURNS * _MOST_TURN_TOKENS) * geometry.bytes_per_token
     return DemoPlan(geometry, pool_bytes, max(pool_bytes // 5, longest_bytes), conversations)
+
+
+def note_on_load(load: float, num_cores: int) -> str:
+    """Return a line for people if other work keeps half of the cores busy, else ""; `load` is Linux's load average."""
+    if load < num_cores / 2:
+        return ""
+    return f"Note: this machine is busy, with a load of {load:.1f} on {num_cores} cores. {_PAUSES_HIDE_LOAD}"
 
 
 def make_conversations(num_conversations: int) -> list[list[Prompt]]:
@@ -91,6 +98,13 @@ def make_conversations(num_conversations: int) -> list[list[Prompt]]:
     return conversations
 
 
+def compare(without: float, with_depot: float) -> str:
+    """Return how much less, or more, a figure is with a depot."""
+    if with_depot > without:
+        return f"{with_depot / max(1e-9, without):6.1f} times more"
+    return f"{without / max(1e-9, with_depot):6.1f} times less"
+
+
 def run_demo(*, quiet: bool = False) -> dict[str, Any]:
     """Run the demo. Return its results as plain values, for JSON. Unless `quiet`, print its progress and a summary.
 
@@ -102,7 +116,8 @@ def run_demo(*, quiet: bool = False) -> dict[str, Any]:
         if not quiet:
             print(text, flush=True)
 
-    plan = plan_demo(available_memory_bytes(), shutil.disk_usage("/dev/shm").free)
+    plan = plan_demo(available_memory_bytes(), shutil.disk_usage(SHARED_MEMORY).free)
+    load, num_cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
     conversations = make_conversations(plan.num_conversations)
     intro = (
         f"Two engines share a depot, two have none. Both pairs serve the same {len(conversations)} conversations of"
@@ -110,7 +125,9 @@ def run_demo(*, quiet: bool = False) -> dict[str, Any]:
         f" The KV cache is real ({plan.geometry.name}, {format_size(plan.geometry.bytes_per_token)} a token), and every"
         " byte that comes from the depot is compared."
     )
-    say(textwrap.fill(intro, 78) + "\n")
+    notes = [note for note in (note_on_place(plan.pool_bytes), note_on_load(load, num_cores)) if note]
+    for paragraph in (intro, *notes):
+        say(textwrap.fill(paragraph, 78) + "\n")
     started = time.monotonic()
     try:
         with live_view(quiet=quiet) as view:
@@ -199,7 +216,7 @@ def _describe(alone: Lane, shared: Lane, restart: dict[str, Any], again: Lane) -
 
     def row(name: str, without: float, with_depot: float, unit: str, decimals: int = 0) -> str:
         left, right = (f"{value:,.{decimals}f}{unit}" for value in (without, with_depot))
-        return f"  {name:30}{left:>10} -> {right:>9}  {without / max(1e-9, with_depot):6.1f} times less"
+        return f"  {name:30}{left:>10} -> {right:>9}  {compare(without, with_depot)}"
 
     wrong = shared.total("wrong_bytes") + again.total("wrong_bytes")
     entries = f"{restart['entries_after']:,} of {restart['entries_before']:,} entries"
@@ -211,6 +228,7 @@ def _describe(alone: Lane, shared: Lane, restart: dict[str, Any], again: Lane) -
             row("prompt tokens computed", alone.total("computed_tokens"), shared.total("computed_tokens"), ""),
             row("median time to first token", alone.first_token_seconds * 1e3, shared.first_token_seconds * 1e3, " ms"),
             row("time until all were served", alone.seconds, shared.seconds, " s", 1),
+            *(textwrap.wrap(_PAUSES_HIDE_LOAD, 78) if shared.seconds > alone.seconds else ()),
             f"{shared.share('shared'):.0%} of the prompt tokens came from the other engine through the depot.",
             f"Killed with SIGKILL, the depot was back after {restart['seconds']:.1f} s with {entries}.",
             f"No engine restarted, and {again.hit_rate:.0%} of the tokens of the last turns were still cached.",

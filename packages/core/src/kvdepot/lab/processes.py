@@ -13,13 +13,17 @@ from pathlib import Path
 from typing import Final, Self
 
 from kvdepot.client.operator import ask_depot
-from kvdepot.errors import DepotUnavailable
+from kvdepot.config import format_size, parse_size
+from kvdepot.errors import DepotUnavailable, KVDepotError
 from kvdepot.operate import operations as o
+from kvdepot.pool.files import ENLARGE_TMPFS
+from kvdepot.pool.inventory import SHARED_MEMORY
 from kvdepot.processes import interrupts_blocked
 from kvdepot.wire import messages as m
 from kvdepot.wire.status import DepotStatus
 
 _PATIENCE_SECONDS: Final = 120.0  # six tries of 20 s: a shorter wait would take a busy machine for a server that hangs
+BESIDE_POOL_BYTES: Final = 32 << 20  # the index of a pool below 16 GiB takes 8 MiB, names and tokens a few more
 
 
 # The default is far beyond what tests wait for, even on a busy machine: only a fault reaches it.
@@ -50,6 +54,35 @@ def start_child(
     )
 
 
+def choose_pool_place(size_bytes: int) -> Path:
+    """Return the folder for a pool of a demo or benchmark: /dev/shm, or that of temporary files if /dev/shm is small.
+
+    Raises:
+        KVDepotError: neither has room.
+    """
+    rooms = {place: shutil.disk_usage(place).free for place in (SHARED_MEMORY, Path(tempfile.gettempdir()))}
+    for place, room in rooms.items():
+        if room >= size_bytes + BESIDE_POOL_BYTES:
+            return place
+    found = " and ".join(f"{place} has {format_size(room)}" for place, room in rooms.items())
+    raise KVDepotError(f"no room for a pool of {format_size(size_bytes)} and its index: {found}: {ENLARGE_TMPFS}")
+
+
+def note_on_place(size_bytes: int) -> str:
+    """Return a line for people if a pool of that size has to leave memory, else "".
+
+    Raises:
+        KVDepotError: there is no room for it.
+    """
+    place = choose_pool_place(size_bytes)
+    if place == SHARED_MEMORY:
+        return ""
+    return (
+        f"Note: {SHARED_MEMORY} has no room for a pool of {format_size(size_bytes)}, so it is a file in {place}."
+        " Copies may wait for a disk there."
+    )
+
+
 class DepotProcess:
     """A depot in a process of its own, by default in a new directory, with a pool that `close` removes.
 
@@ -75,7 +108,8 @@ class DepotProcess:
         self._temporary = tempfile.TemporaryDirectory(prefix="kvdepot-") if directory is None else None
         self.directory = Path(self._temporary.name) if self._temporary else directory or Path()
         self.url = str(self.directory)
-        self.pool_directory = Path(tempfile.mkdtemp(prefix=f"kvdepot-pool-{os.getsid(0)}-", dir="/dev/shm"))
+        place = choose_pool_place(parse_size(pool_size))
+        self.pool_directory = Path(tempfile.mkdtemp(prefix=f"kvdepot-pool-{os.getsid(0)}-", dir=place))
         self._new_session = new_session
         self._arguments = [
             sys.executable,

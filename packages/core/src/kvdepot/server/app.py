@@ -60,6 +60,7 @@ class DepotServer:
         self.version = version("kvdepot")  # slow: importlib reads it from a file
         self.started_at = time.monotonic()
         self._stopping_at: float | None = None
+        self._stopped_by = ""  # the name of a signal
         self.folder = RunFolder(config.directory, Access.of_group(config.socket_group))
         with contextlib.ExitStack() as undo:  # if the start fails, close and remove everything
             undo.callback(self.folder.close)
@@ -198,6 +199,8 @@ class DepotServer:
             if on_ready is not None:
                 on_ready()
             self.loop.run(self._is_over)
+            if self._stopped_by:
+                logger.info("stopping on %s", self._stopped_by)
         finally:
             self.close()
 
@@ -215,9 +218,16 @@ class DepotServer:
         self._waker.wake()
 
     def stop_on_signals(self) -> None:
-        """Stop on SIGTERM and SIGINT. Call this from the main thread."""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda _number, _frame: self.stop())
+        """Stop on SIGTERM, SIGINT, and SIGHUP unless it is ignored (nohup). Call this from the main thread."""
+
+        def stop(number: int, _frame: object) -> None:
+            self._stopped_by = signal.Signals(number).name  # logged by the loop, as a handler may interrupt a log line
+            self.stop()
+
+        # Without SIGHUP, a terminal that closes would end the depot without a word in its log.
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, stop)
 
     def _is_over(self) -> bool:
         has_time = self._stopping_at is None or time.monotonic() < self._stopping_at
