@@ -11,6 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -277,6 +278,44 @@ def collect_there(folder: Path, *options: str) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["tier", "gc", f"file://{folder}", *options])
     assert ended.value.code == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ([], "there is no such folder"),
+        (["--older-than", "0s"], "'0s' would remove nothing"),
+        (["--unwritten-for", "0d"], "'0d' would remove nothing"),
+        (["--capacity", "0"], "'0' would remove nothing"),
+    ],
+)
+def test_gc_of_nothing_is_refused(
+    options: list[str], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["tier", "gc", f"file://{tmp_path}/mistyped", *options])
+    assert ended.value.code
+    assert reason in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_gc_of_a_missing_bucket_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    class Missing(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            answer = b'<?xml version="1.0"?>\n<Error><Code>NoSuchBucket</Code><Message>none</Message></Error>'
+            self.send_response(404)
+            self.send_header("content-length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+
+    with HTTPServer(("127.0.0.1", 0), Missing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        with pytest.raises(SystemExit):
+            main(["tier", "gc", f"s3://none?endpoint=http://127.0.0.1:{server.server_port}&region=r&anonymous=yes"])
+        server.shutdown()
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.endswith("404 Not Found: NoSuchBucket")
+    assert "xml" not in said
 
 
 def test_gc_removes_by_age_and_by_format_and_leaves_others_alone(

@@ -112,6 +112,19 @@ def test_a_prefix_of_a_tenant_that_no_engine_can_have_is_refused(
     assert (code, (out + error).startswith(said)) == (int("Expected" in said), True)
 
 
+def test_a_quota_of_nothing_is_refused_as_0_means_none(run: Run, depot: DepotProcess) -> None:
+    code, _, error = run("quota", "acme", "0")
+    assert (code, "'0' is no quota: give at least 1 byte, or none" in error) == (2, True)
+    assert "acme" not in depot.status().tenants
+
+
+def test_a_tier_that_does_not_answer_is_added_as_suspended(run: Run) -> None:
+    code, out, _ = run("tier", "add", "valkey://127.0.0.1:1")
+    assert (code, out.partition(" until")[0]) == (0, "tiers in use: 1; valkey://127.0.0.1:1 is SUSPENDED")
+    assert out.count("\n") == 1
+    assert "tier     valkey://127.0.0.1:1: size not known; 0 B written" in run("status")[1]
+
+
 def test_a_quota_comes_and_goes(run: Run, peer: Peer, depot: DepotProcess) -> None:
     peer.store(prompt(3, "a"))
     assert run("quota", "acme", "1MiB")[0] == 0

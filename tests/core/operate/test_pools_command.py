@@ -7,11 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from kvdepot.lab.processes import DepotProcess
+from kvdepot import SchedulerClient
+from kvdepot.config import ServerConfig
+from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.operate import cleanup
 from kvdepot.operate.cli import main
+from kvdepot.operate.doctor import diagnose, read_facts
 from kvdepot.pool.files import open_pool
-from kvdepot.pool.inventory import find_pools
+from kvdepot.pool.inventory import find_pools, name_others
+from support.peer import SPEC
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -70,3 +74,32 @@ def test_pools_that_may_be_a_restarting_depot_s_stay_unless_they_are_named(
     assert [path.name for path in tmp_path.iterdir()] == ["recent"]
     assert run(capsys, str(tmp_path / "recent"), "--remove")[0] == 0
     assert not list(tmp_path.iterdir())
+
+
+def test_running_depots_in_other_folders_are_named(tmp_path: Path) -> None:
+    assert name_others(Path("/run/kvdepot"), tmp_path) == ""
+    servers = [f"the depot of --dir /run/{n} (pid 7)" for n in range(5)]
+    served = [open_pool(tmp_path / str(n), 1 << 20, 64, server=server) for n, server in enumerate(servers)]
+    for files in served:
+        files.take_place()
+    served[4].close(remove=False)  # stopped
+    assert name_others(Path("/run/2"), tmp_path) == f"; running: {servers[0]}, {servers[1]}, {servers[3]}"
+    assert name_others(Path("/run"), tmp_path).endswith("/run/2 (pid 7) and 1 more")
+    for files in served[:4]:
+        files.close(remove=False)
+
+
+def test_a_command_and_an_engine_that_look_in_the_wrong_folder_name_the_depot_that_runs(
+    depot: DepotProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["status", "--dir", str(tmp_path)])
+    named = "; running: the depot of --dir "  # this test's or another one's
+    assert named in capsys.readouterr().err
+    facts = read_facts(ServerConfig(directory=tmp_path))
+    assert named in next(finding.text for finding in diagnose(facts) if finding.subject == "depot")
+    client = SchedulerClient(SPEC, "lost", url=str(tmp_path))
+    wait_until(lambda: caplog.records)
+    client.close()
+    assert "the engine runs without it until it is back" + named in caplog.text
+    assert depot.url

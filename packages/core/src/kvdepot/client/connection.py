@@ -32,6 +32,7 @@ from kvdepot.config import CONTROL_SOCKET, DEADLINE_SECONDS, directory_of_url
 from kvdepot.errors import DepotForeign, DepotUnavailable, ErrorCode, KVDepotError, RemoteError
 from kvdepot.ownership import refuse_foreign_server
 from kvdepot.pool.files import PoolMapping
+from kvdepot.pool.inventory import name_others
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 
@@ -97,6 +98,7 @@ class Connection:
         self._reap_late_replies = reap_late_replies
         self._on_fork = on_fork
         self._is_renewing = False
+        self._has_connected = False
         self._reap_seconds = 0.0  # pause until late replies are read; 0: do not read them
         self._session: Session | None = None
         self._changed = threading.Condition()
@@ -236,7 +238,7 @@ class Connection:
                 retry = min(retry * 2, _LAST_RETRY_SECONDS)
                 continue
             retry = _FIRST_RETRY_SECONDS
-            self._is_away = False
+            self._is_away, self._has_connected = False, True
             with self._changed:
                 self._session = session
                 self._changed.notify_all()
@@ -260,8 +262,10 @@ class Connection:
     def _say_why(self, why: str, level: int) -> None:
         """Log one line per outage, and one per reason of a refusal."""
         if not self._is_away or (level == logging.ERROR and why != self.why_away):
-            text = "no depot in %s (%s): the engine runs without it until it is back"
-            logger.log(level, text, self.directory, why)
+            text = "no depot in %s (%s): the engine runs without it until it is back%s"
+            # An engine that has had its depot knows the right folder, so that others would only distract.
+            others = "" if self._has_connected else name_others(self.directory)
+            logger.log(level, text, self.directory, why, others)
         self._is_away, self.why_away = True, why
 
     def _open(self) -> tuple[socket.socket, Session]:

@@ -9,6 +9,7 @@ from typing import Final
 from kvdepot.config import CONTROL_SOCKET, DEADLINE_SECONDS, directory_of_url
 from kvdepot.errors import DepotUnavailable, RemoteError
 from kvdepot.ownership import refuse_foreign_server
+from kvdepot.pool.inventory import name_others
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 from kvdepot.wire.operation import Operation, R
@@ -62,7 +63,10 @@ def _receive(connection: socket.socket, num_bytes: int) -> bytes:
 
 
 def _no_depot(directory: Path) -> DepotUnavailable:
-    return DepotUnavailable(f"no depot in {directory}: start one with 'kvdepot serve', or name its directory by --url")
+    return DepotUnavailable(
+        f"no depot in {directory}: start one with 'kvdepot serve', or name its directory by --dir"
+        f"{name_others(directory)}"
+    )
 
 
 def _control_socket(url: str | None) -> Path:

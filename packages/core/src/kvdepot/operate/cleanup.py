@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from kvdepot.config import format_size, parse_duration
-from kvdepot.errors import ConfigError, PoolError, printable, reason_of
-from kvdepot.operate.commandline import ASKS_NO_DEPOT, as_argument, show, size_argument
+from kvdepot.config import format_size, parse_duration, parse_size
+from kvdepot.errors import ConfigError, PoolError, printable
+from kvdepot.operate.commandline import ASKS_NO_DEPOT, as_argument, show
 from kvdepot.pool.inventory import SHARED_MEMORY, FoundPool, find_pools, look_at, remove_pool
 from kvdepot.tiers.base import TierPool
 from kvdepot.tiers.keys import MARK_BYTES, NAME_HASH_BYTES, PLACE_BYTES, mark_of, name_hash
@@ -181,18 +181,22 @@ def add_tier_gc(commands: Any, common: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("url", help="the tier, as in serve --tier")
     parser.add_argument(
-        "--capacity", type=size_argument, default=0, metavar="SIZE", help="remove the oldest objects beyond this size"
+        "--capacity",
+        type=as_argument(_some_size),
+        default=0,
+        metavar="SIZE",
+        help="remove the oldest objects beyond this size",
     )
     parser.add_argument(
         "--older-than",
-        type=as_argument(parse_duration),
+        type=as_argument(_some_time),
         default=0.0,
         metavar="TIME",
         help="remove objects that were written longer ago than this, e.g. 7d",
     )
     parser.add_argument(
         "--unwritten-for",
-        type=as_argument(parse_duration),
+        type=as_argument(_some_time),
         default=0.0,
         metavar="TIME",
         help=(
@@ -221,6 +225,20 @@ def add_tier_gc(commands: Any, common: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_tier_gc)
 
 
+def _some_size(text: str) -> int:
+    """Parse a size above 0, which would mean no limit."""
+    if size := parse_size(text):
+        return size
+    raise ConfigError(f"{text!r} would remove nothing: give more than 0, or use --older-than")
+
+
+def _some_time(text: str) -> float:
+    """Parse a time above 0, which would mean no limit."""
+    if seconds := parse_duration(text):
+        return seconds
+    raise ConfigError(f"{text!r} would remove nothing: give more than 0, for example 1s")
+
+
 def _tier_gc(options: argparse.Namespace) -> int:
     url = TierUrl.parse(options.url)
     if url.scheme not in ("s3", "gs", "az", "file"):
@@ -232,8 +250,12 @@ def _tier_gc(options: argparse.Namespace) -> int:
             "--model and --keep go together: the first names the model whose objects are removed, the"
             " second the weights to keep"
         )
+    # To open a tier makes its folder. Without this, a mistyped one would appear, and the command would report success.
+    if url.scheme == "file" and not url.host and not Path(url.path).is_dir():
+        raise ConfigError(f"{url.name}: there is no such folder")
     url.options.setdefault("deadline", "60")
     tier: Any = open_tier(url, TierPool(-1, memoryview(bytearray())))
+    from kvdepot.tiers.object import in_one_line  # needs an extra, as `open_tier` has said
 
     def once() -> "Collected":
         return collect(
@@ -255,8 +277,10 @@ def _tier_gc(options: argparse.Namespace) -> int:
             last = once()  # depots wrote while objects were removed
             done.num_removed += last.num_removed
             done.removed_bytes += last.removed_bytes
-    except Exception as error:
-        raise ConfigError(f"{url.name}: {reason_of(error)}") from error
+    except ConfigError as error:
+        raise ConfigError(f"{url.name}: {error}") from error
+    except Exception as error:  # a store's answer, which may be pages of XML
+        raise ConfigError(f"{url.name}: {in_one_line(error)}") from error
     finally:
         tier.close()
     for name in sorted(done.num_objects):

@@ -22,7 +22,7 @@ from kvdepot.config import ServerConfig, counted, format_size
 from kvdepot.errors import KVDepotError
 from kvdepot.operate import operations as o
 from kvdepot.pool.files import ENLARGE_TMPFS
-from kvdepot.pool.inventory import FoundPool, find_pools
+from kvdepot.pool.inventory import FoundPool, find_pools, name_others
 from kvdepot.pool.size import MEMORY_FILE_SYSTEMS, SHARE_OF_FREE_MEMORY, available_memory_bytes, file_system_of
 from kvdepot.processes import reserve_of
 from kvdepot.wire.status import DepotStatus
@@ -112,6 +112,7 @@ class Facts:
     descriptors: int
     directory_is_writable: bool
     depot: DepotStatus | None = None  # of the depot that answers in the directory
+    other_depots: str = ""  # as `name_others` names them
     stopped_pools: tuple[FoundPool, ...] = ()  # other pools, whose depots are not running
     backends: tuple[BackendStatus, ...] = ()
     packages: dict[str, str] = field(default_factory=dict[str, str])
@@ -140,6 +141,7 @@ def read_facts(config: ServerConfig) -> Facts:
         descriptors=resource.getrlimit(resource.RLIMIT_NOFILE)[1],
         directory_is_writable=_is_writable(config.directory),
         depot=depot,
+        other_depots=name_others(config.directory),
         stopped_pools=tuple(stopped),
         backends=tuple(list_backends()),
         packages={each.name: each.version for each in sorted(ours, key=lambda each: each.name)},
@@ -229,7 +231,8 @@ def _judge_place(facts: Facts) -> Iterator[Finding]:
         yield Finding(BROKEN, "sockets", f"no files can be made in {folder}", way_out)
     depot = facts.depot
     text = f"kvdepot {depot.server_version}, process {depot.pid}" if depot else f"no depot answers in {folder}"
-    yield Finding(FINE, "depot", text)
+    way_out = "engines and commands find a depot elsewhere if you name its --dir" if facts.other_depots else ""
+    yield Finding(FINE, "depot", text + facts.other_depots, way_out)
 
 
 def _judge_backends(facts: Facts) -> Iterator[Finding]:

@@ -176,12 +176,18 @@ def _describe_sizes(context: ContextStatus, pool_bytes: int) -> str:
     return f"{text}; the pool holds about {counted(int(pool_bytes // prompt), 'prompt')} of {_PROMPT_TOKENS:,} tokens"
 
 
+def describe_tier_size(tier: TierStatus) -> str:
+    """Return the bytes that a tier holds, and its capacity. Object stores and Valkey do not tell theirs."""
+    if not tier.used_bytes and not tier.capacity_bytes:
+        return "size not known"
+    return format_size(tier.used_bytes) + (f" of {format_size(tier.capacity_bytes)}" if tier.capacity_bytes else "")
+
+
 def _describe_tier(tier: TierStatus) -> str:
     counters = Counts(tier.counters)
-    capacity = f" of {format_size(tier.capacity_bytes)}" if tier.capacity_bytes else ""
     entries = f" in {tier.num_entries:,} entries" if tier.num_entries else ""
     parts = [
-        f"tier     {tier.name}: {format_size(tier.used_bytes)}{capacity}{entries}",
+        f"tier     {tier.name}: {describe_tier_size(tier)}{entries}",
         f"{format_size(counters['written_bytes'])} written",
         f"{format_size(counters['read_bytes'])} read",
     ]

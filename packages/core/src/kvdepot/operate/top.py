@@ -16,6 +16,7 @@ from rich.text import Text
 from kvdepot.config import format_size
 from kvdepot.counting import Counts
 from kvdepot.errors import DepotUnavailable, printable
+from kvdepot.operate.status import describe_tier_size
 from kvdepot.wire.status import DepotStatus, DeviceStatus
 
 _SHADES: Final = " ░▒▓█"
@@ -155,7 +156,7 @@ def _tiers(status: DepotStatus) -> Table:
         counters = Counts(tier.counters)
         table.add_row(
             _plain(tier.name),
-            format_size(tier.used_bytes),
+            describe_tier_size(tier),
             format_size(tier.queued_write_bytes),
             format_size(counters["read_bytes"]),
             format_size(counters["written_bytes"]),

@@ -10,6 +10,7 @@ from kvdepot.pool.files import busy, holder_of_pool, is_pool_served, lock_earlie
 from kvdepot.pool.folder import PoolFolder
 
 SHARED_MEMORY = Path("/dev/shm")
+_MOST_NAMED = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,19 @@ def find_pools(parent: Path = SHARED_MEMORY) -> list[FoundPool]:
         except (OSError, PoolError):
             continue  # not a pool, another user's, or removed meanwhile
     return found
+
+
+def name_others(directory: Path, parent: Path = SHARED_MEMORY) -> str:
+    """Name this user's running depots outside of `directory`: "; running: ...". "" if there are none.
+
+    The default folder depends on XDG_RUNTIME_DIR, which a login has, but no service, cron job or container. So an
+    engine or a command can look for a depot that runs in another folder.
+    """
+    any_depot, own = "the depot of --dir ", f"the depot of --dir {directory.absolute()} "
+    others = [each.server for each in find_pools(parent) if each.is_served and each.is_own]
+    others = [server for server in others if server.startswith(any_depot) and not server.startswith(own)]
+    more = f" and {len(others) - _MOST_NAMED} more" if len(others) > _MOST_NAMED else ""
+    return f"; running: {', '.join(others[:_MOST_NAMED])}{more}" if others else ""
 
 
 def look_at(directory: Path) -> FoundPool:

@@ -82,6 +82,7 @@ _BEYOND_END: Final = re.compile("status code: 416|InvalidRange")  # the client h
 # Refusals that another attempt does not change. For all others, the tier is suspended as usual.
 _REFUSED: Final = re.compile(r"status code: (?:400|405|411|501)\b|\(os error (?:1|13|30)\)")
 _QUERY: Final = re.compile(r"\?[\w.-]+=[^\s\"')]*")
+_CODE: Final = re.compile(r"<Code>(\w+)</Code>")  # in an answer of S3
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +220,7 @@ class ObjectTier(Tier):
                 if time.monotonic() >= self._check_at:
                     self._note(await self._refusal())
         except Exception as error:  # the store is away; the next write checks again
-            logger.debug("tier %s: cannot check puts: %s", self._name, _in_one_line(error))
+            logger.debug("tier %s: cannot check puts: %s", self._name, in_one_line(error))
         finally:
             with self._changed:
                 self._num_calls -= 1
@@ -254,7 +255,7 @@ class ObjectTier(Tier):
             except Exception as error:
                 if not _is_refusal(error):
                     raise
-                return f"the store refuses to put an object with If-None-Match: * ({_in_one_line(error)})"
+                return f"the store refuses to put an object with If-None-Match: * ({in_one_line(error)})"
             else:
                 why = "the store does not support If-None-Match: *, so depots would overwrite objects of each other"
         return why
@@ -505,7 +506,7 @@ class ObjectTier(Tier):
         try:
             return asyncio.run_coroutine_threadsafe(do(), self._loop).result()
         except Exception as error:
-            raise OSError(_in_one_line(error)) from None
+            raise OSError(in_one_line(error)) from None
         finally:
             with self._changed:
                 self._num_calls -= 1
@@ -537,10 +538,10 @@ def _is_refusal(error: Exception) -> bool:
     return is_denied or _REFUSED.search(str(error)) is not None
 
 
-def _in_one_line(error: BaseException) -> str:
-    """Return an error's first line, without the queries of URLs, which may contain signatures."""
-    first = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {_QUERY.sub('?...', first)[:300]}"
+def in_one_line(error: BaseException) -> str:
+    """Return an error's first line, without the queries of URLs, which may contain signatures, and without XML."""
+    first, code = str(error).strip().partition("\n")[0].partition("<?xml")[0], _CODE.search(str(error))
+    return f"{type(error).__name__}: {_QUERY.sub('?...', first)[:300]}{code[1] if code else ''}"
 
 
 def copy(source: memoryview, target: memoryview) -> None:
@@ -581,7 +582,7 @@ def open_tier(url: TierUrl, pool: TierPool) -> ObjectTier:
     except ConfigError:
         raise
     except Exception as error:
-        raise ConfigError(f"--tier {url.name}: {_in_one_line(error)}") from None
+        raise ConfigError(f"--tier {url.name}: {in_one_line(error)}") from None
     return ObjectTier(pool, store, patient, name=url.name, takes_writes=url.takes_writes)
 
 

@@ -13,7 +13,11 @@ if TYPE_CHECKING:
 
 
 def _parse_quota(text: str) -> int:
-    return 0 if text == "none" else parse_size(text)
+    size = 0 if text == "none" else parse_size(text)
+    # 0 means no quota in the request. Whoever types it wants the tenant to get nothing.
+    if not size and text != "none":
+        raise ConfigError(f"{text!r} is no quota: give at least 1 byte, or none for a tenant without a quota")
+    return size
 
 
 class SetQuota(Operation[Done], tag="set_quota", frozen=True):

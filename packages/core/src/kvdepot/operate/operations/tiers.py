@@ -1,13 +1,17 @@
 """Operations on the tiers. Their changes do not outlive the server: the next one starts from its flags."""
 
+import argparse
 import sys
+import time
 from typing import TYPE_CHECKING, Annotated, Final
 
 from msgspec import Meta
 
 from kvdepot.errors import ConfigError, ErrorCode
+from kvdepot.operate.commandline import ask
+from kvdepot.operate.operations.server import Status
 from kvdepot.server.turns import Awaited, Refused, Steps
-from kvdepot.tiers.url import TierUrl
+from kvdepot.tiers.url import DEADLINE_SECONDS, TierUrl
 from kvdepot.wire.messages import Done
 from kvdepot.wire.operation import PATIENT_SECONDS, Argument, Command, Endpoint, Group, Operation, Sender
 
@@ -16,6 +20,7 @@ if TYPE_CHECKING:
     from kvdepot.tiers.queue import TierQueue
 
 MAXIMUM_TIERS: Final = 16  # since the start, including removed ones
+_PROBE_SECONDS: Final = DEADLINE_SECONDS + 0.25  # a probe is late after the tier's deadline, and judged soon after
 
 TIER: Final = Group(
     "tier",
@@ -28,6 +33,21 @@ def _or_standard_input(text: str) -> str:
     return sys.stdin.readline().strip() if text == "-" else text
 
 
+def _add(options: argparse.Namespace) -> int:
+    """Add a tier, and wait until its first probe may have failed.
+
+    A wrong port fails at once, a host that does not answer at the tier's deadline.
+    """
+    count, name = ask(options, AddTier(options.url)).count, TierUrl.parse(options.url).name
+    end = time.monotonic() + _PROBE_SECONDS
+    why = ""
+    while not why and time.monotonic() < end:
+        time.sleep(0.05)
+        why = next((tier.why_open for tier in ask(options, Status()).status.tiers if tier.name == name), "")
+    print(f"tiers in use: {count}" + (f"; {name} is SUSPENDED until it answers: {why}" if why else ""))
+    return 0
+
+
 class AddTier(Operation[Done], tag="add_tier", frozen=True):
     """Add a tier below the others until the server ends."""
 
@@ -35,7 +55,7 @@ class AddTier(Operation[Done], tag="add_tier", frozen=True):
         "add",
         "add a tier",
         "Add a tier below the existing ones, until the server stops. Use serve --tier to keep it.",
-        lambda _, reply: f"tiers in use: {reply.count}",
+        run=_add,
         group=TIER,
     )
     seconds = PATIENT_SECONDS
