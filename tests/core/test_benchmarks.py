@@ -56,3 +56,16 @@ def test_the_text_of_a_prompt_is_found_at_other_positions() -> None:
     assert re.search(
         r"16,391 tokens: .* 9\d% found in \d+ runs", run("blend/blend_lookup.py", "--tokens", "16384", "--rounds", "3")
     )
+
+
+@pytest.mark.slow
+def test_the_traffic_of_a_node_is_measured() -> None:
+    printed = run("depot/node.py", "--entries", "8000", "--chunk-tokens", "64", "--seconds", "0.5")
+    assert re.search(r"requests a second of 125 chunks, 0\.\d+ of them found: [\d.]+ of a core", printed)
+    assert "after a kill, a new server has a million entries" in printed
+
+
+@pytest.mark.slow
+def test_the_requests_of_a_model_are_measured() -> None:
+    printed = run("depot/node.py", "--entries", "8000", "--requests", "2", "--models", "70B, TP 8")
+    assert len(re.findall(r"\| [\d,]+ \([\d.]+ ms\)", printed)) == 3
