@@ -56,6 +56,7 @@ from kvdepot.wire import messages as m
 from kvdepot.wire.status import ContextStatus, DepotStatus, GroupStatus, TenantStatus
 from support.features import STANDARD
 from support.integrity import check_empty
+from support.releases import FOLDER, kept_frames
 
 CORPUS: Final = Path(__file__).with_name("corpus")
 _SEQUENCE: Final = bytes(range(8))
@@ -126,6 +127,12 @@ def _request_seeds() -> list[bytes]:
         m.ChangeWeights(1, "lineage 7"),
     ]
     return [bytes(frames.encode_frame(7, message)) for message in requests]
+
+
+def _kept_requests() -> list[bytes]:
+    """Return the requests that releases wrote."""
+    kept = [each for release in FOLDER.iterdir() for each in kept_frames(release)]
+    return [bytes(8) + body for table, _, body in kept if table == "request"]
 
 
 def _reply_seeds() -> list[bytes]:
@@ -409,7 +416,7 @@ class Target:
 
 
 TARGETS: Final[dict[str, Target]] = {
-    "request": Target(request, _request_seeds, 2000, is_message=True, prefix=8),
+    "request": Target(request, lambda: [*_request_seeds(), *_kept_requests()], 2000, is_message=True, prefix=8),
     "reply": Target(reply, _reply_seeds, 2000, is_message=True, prefix=8),
     "answer": Target(answer, _answer_seeds, 2000, is_message=True, prefix=4),
     "session": Target(session, _session_seeds, is_message=True),

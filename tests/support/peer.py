@@ -39,8 +39,10 @@ def prompt(num_chunks: int, salt: str = "") -> KeyRun:
 class Peer:
     """A registered worker that copies nothing."""
 
+    maps_pool = False
+
     def __init__(self, depot: DepotProcess, request: m.RegisterKVCache | m.RegisterScheduler | None = None) -> None:
-        self.connection = Connection(depot.url, "test", request or registration(), maps_pool=False)
+        self.connection = Connection(depot.url, "test", request or registration(), maps_pool=self.maps_pool)
         self.session = self.connection.wait_until_open(10)
         self.channel = self.connection.channel(self.session)
         self.context = self.session.context

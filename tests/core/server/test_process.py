@@ -340,7 +340,7 @@ def test_a_session_that_says_nothing_for_an_hour_is_still_open(
     with SchedulerClient(SPEC, "engine", url=str(tmp_path)) as client, socket.socket(socket.AF_UNIX) as connection:
         client.wait_until_connected(5)
         connection.settimeout(5.0)
-        opened, _ = open_session(connection, tmp_path / CONTROL_SOCKET, "test", False)
+        opened, _ = open_session(connection, tmp_path / CONTROL_SOCKET, "test", False, m.PROTOCOL_VERSION)
         later = SimpleNamespace(monotonic=lambda: time.monotonic() + 3600)
         swept = threading.Event()
         sweep = server.sockets.connections.sweep

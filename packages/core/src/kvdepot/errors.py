@@ -108,3 +108,9 @@ class ErrorCode(enum.StrEnum):
     DRAINING = "draining"  # the server accepts no stores
     TIER_UNAVAILABLE = "tier_unavailable"  # done in the pool, but not in every tier
     INTERNAL = "internal"  # a bug: the request failed, the server continues
+    OTHER = "other"  # a code of a later release, which this one does not know
+
+    @classmethod
+    def _missing_(cls, value: object) -> "ErrorCode":
+        # Otherwise the reply of a later depot would be no reply at all, and end the connection.
+        return cls.OTHER

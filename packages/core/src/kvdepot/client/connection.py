@@ -27,6 +27,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Final
 
+from msgspec import structs
+
 from kvdepot.client.session import Channel, Session
 from kvdepot.config import CONTROL_SOCKET, DEADLINE_SECONDS, directory_of_url
 from kvdepot.errors import DepotForeign, DepotUnavailable, ErrorCode, KVDepotError, RemoteError
@@ -269,18 +271,32 @@ class Connection:
         self._is_away, self.why_away = True, why
 
     def _open(self) -> tuple[socket.socket, Session]:
+        try:
+            return self._open_as(m.PROTOCOL_VERSION)
+        except RemoteError as error:
+            if error.code is not ErrorCode.VERSION_MISMATCH or m.PROTOCOL_VERSION == m.OLDEST_PROTOCOL_VERSION:
+                raise
+            # An upgrade may reach engines before their depot, which knows only the release before.
+            try:
+                return self._open_as(m.OLDEST_PROTOCOL_VERSION)
+            except RemoteError as second:
+                raise error if second.code is ErrorCode.VERSION_MISMATCH else second from None
+
+    def _open_as(self, version: int) -> tuple[socket.socket, Session]:
         connection = self._make_socket()
         session: Session | None = None
         self._is_renewing = False  # before reading the registration: a later change sets it again
         try:
             connection.settimeout(self.deadline_seconds)
-            opened, mapping = open_session(connection, self.directory / CONTROL_SOCKET, self._name, self._maps_pool)
-            session = Session(opened, self.directory / CONTROL_SOCKET, mapping)
+            path = self.directory / CONTROL_SOCKET
+            opened, mapping = open_session(connection, path, self._name, self._maps_pool, version)
+            session = Session(opened, path, mapping)
             channel = self.channel(session)
             try:
                 session.registration = self._registration
                 with self._barrier():
-                    reply = channel.call(session.registration, self.deadline_seconds)
+                    registration = structs.replace(session.registration, protocol_version=version)
+                    reply = channel.call(registration, self.deadline_seconds)
             finally:
                 channel.close()
             if not isinstance(reply, m.Registered):
@@ -289,6 +305,9 @@ class Connection:
             session.verify = reply.verify
             session.move_seconds = reply.move_seconds
             session.wants_tokens = reply.wants_tokens
+            if version < m.PROTOCOL_VERSION:
+                text = "the depot in %s is of an earlier release (%s): both speak its protocol until it is upgraded"
+                logger.warning(text, self.directory, opened.server_version)
             return connection, session
         except BaseException:
             connection.close()
@@ -365,9 +384,9 @@ os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def open_session(
-    connection: socket.socket, path: Path, name: str, maps_pool: bool
+    connection: socket.socket, path: Path, name: str, maps_pool: bool, version: int
 ) -> tuple[frames.SessionOpened, PoolMapping | None]:
-    """Open a session over an unconnected socket. Map the pool if `maps_pool`.
+    """Open a session over an unconnected socket, in a version of the protocol. Map the pool if `maps_pool`.
 
     Raises:
         RemoteError: the server refused.
@@ -377,7 +396,7 @@ def open_session(
     """
     connection.connect(str(path))
     refuse_foreign_server(connection, path)
-    connection.sendall(frames.encode_greeting(frames.OpenSession(m.PROTOCOL_VERSION, name)))
+    connection.sendall(frames.encode_greeting(frames.OpenSession(version, name)))
     descriptors: list[int] = []
     received = bytearray()
     try:

@@ -22,7 +22,6 @@ from kvdepot.pool.size import resolve_pool_size
 from kvdepot.pool.table import Writer, table_size_bytes
 from kvdepot.server.access import Access, make_room
 from kvdepot.server.connections import ConnectionTable
-from kvdepot.server.contexts import check_version
 from kvdepot.server.depot import Depot, Requests
 from kvdepot.server.feature import installed_features
 from kvdepot.server.loop import Loop, Sockets, ThreadResults, Waker
@@ -180,8 +179,7 @@ class DepotServer:
             lambda: self._stopping_at is not None,
         )
 
-    def _hello(self, request: m.Hello) -> m.HelloReply:
-        check_version(request.protocol_version)
+    def _hello(self, _request: m.Hello) -> m.HelloReply:
         return m.HelloReply(self.epoch, m.PROTOCOL_VERSION, self.version, os.getpid())
 
     def run(self, on_ready: Callable[[], None] | None = None) -> None:

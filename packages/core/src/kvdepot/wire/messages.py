@@ -21,7 +21,8 @@ from kvdepot.keys import DIGEST_BYTES
 from kvdepot.layout import MAXIMUM_CELLS, MAXIMUM_HEADS, CacheLayout, GroupKind
 from kvdepot.wire.operation import Operation, Reply
 
-PROTOCOL_VERSION: Final = 4  # engines and depot must use the same version
+PROTOCOL_VERSION: Final = 1  # raised by changes that the release before cannot read; new fields and messages are none
+OLDEST_PROTOCOL_VERSION: Final = 1  # of the release before, which both sides still speak
 MAXIMUM_CHUNKS: Final = 65_536  # per lookup: 4 million tokens in chunks of 64
 # Entries per request in all groups together; a single chunk may exceed them. A request at its bound takes the server
 # about half a millisecond.
@@ -377,9 +378,10 @@ class Moved(Reply, tag="moved", frozen=True):
 
 def check_protocol_version(version: int) -> str | None:
     """Return the reason, in one line for both logs, to refuse a peer of this version. None if it is supported."""
-    if version == PROTOCOL_VERSION:
+    if OLDEST_PROTOCOL_VERSION <= version <= PROTOCOL_VERSION:
         return None
+    spoken = " and ".join(map(str, range(OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION + 1)))
     return (
-        f"the client speaks protocol {version}, this depot {PROTOCOL_VERSION}: install the same version of kvdepot on"
-        " both sides"
+        f"the client speaks protocol {version}, this depot {spoken}: install versions of kvdepot on both sides that are"
+        " at most one release apart"
     )
