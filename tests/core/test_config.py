@@ -87,6 +87,7 @@ def test_a_size_is_written_so_that_it_can_be_read(size: int) -> None:
 
 
 def test_the_default_directory_is_below_the_runtime_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "kvdepot-tests-" in str(default_directory()), "tests must not reach a depot of their user"
     monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/7")
     assert default_directory() == Path("/run/user/7/kvdepot")
     monkeypatch.delenv("XDG_RUNTIME_DIR")
