@@ -22,6 +22,7 @@ from fuzz.movers import OFFER, REGISTRATION, LifeWithMovers, live_with_movers
 from kvdepot.config import directory_of_url, parse_quota, parse_size
 from kvdepot.errors import ConfigError, ErrorCode, PoolError
 from kvdepot.features.blend.messages import BLEND_RUN, SEGMENT, BlendLookup, BlendReply, NoteContents
+from kvdepot.features.sessions.prefixes import PrefixFile
 from kvdepot.index.index import ChunkIndex
 from kvdepot.index.restore import restore
 from kvdepot.layout import GroupKind
@@ -40,7 +41,6 @@ from kvdepot.operate import operations as o
 from kvdepot.operate.report import status_of
 from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.names import Label, Names, NamesFile
-from kvdepot.pool.prefixes import PrefixFile
 from kvdepot.pool.table import (
     CRC_OFFSET,
     HEADER_PAGE_BYTES,

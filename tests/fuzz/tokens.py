@@ -10,8 +10,8 @@ from fuzz.tiers import FOLDER
 from kvdepot.features.routers.feature import Routers
 from kvdepot.features.routers.holdings import Holdings
 from kvdepot.features.routers.messages import DescribedGroup
+from kvdepot.features.routers.tokens import TokensFile
 from kvdepot.layout import GroupKind
-from kvdepot.pool.tokens import TokensFile
 from kvdepot.server.turns import CHORES_FAILED
 from kvdepot.wire import messages as m
 from support.events import description

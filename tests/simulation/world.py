@@ -20,6 +20,7 @@ from kvdepot.features.flights.feature import FlightTable
 from kvdepot.features.sessions import operations as session_operations
 from kvdepot.features.sessions.feature import Agents
 from kvdepot.features.sessions.messages import Hint
+from kvdepot.features.sessions.prefixes import PrefixFile
 from kvdepot.index.index import ChunkIndex
 from kvdepot.index.quotas import QuotaTable
 from kvdepot.index.restore import restore
@@ -29,7 +30,6 @@ from kvdepot.layout import Part, mask_of
 from kvdepot.operate import operations as o
 from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.names import NamesFile
-from kvdepot.pool.prefixes import PrefixFile
 from kvdepot.pool.table import (
     FREE,
     HEADER_PAGE_BYTES,

@@ -18,8 +18,8 @@ from kvdepot.features.flights.feature import FlightTable
 from kvdepot.features.routers.feature import Routers
 from kvdepot.features.routers.holdings import Holdings
 from kvdepot.features.sessions.feature import Agents
+from kvdepot.features.sessions.prefixes import PrefixFile
 from kvdepot.features.weights.feature import Generations
-from kvdepot.pool.prefixes import PrefixFile
 from kvdepot.server.feature import MakeFeature
 
 _ALL: Final[Mapping[str, MakeFeature]] = {

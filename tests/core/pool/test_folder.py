@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 from kvdepot.errors import DepotBusy, PoolError
+from kvdepot.features.routers.tokens import TOKENS_FILE, TokensFile
+from kvdepot.features.sessions.prefixes import SESSIONS_FILE, PrefixFile
 from kvdepot.pool import files as pool_files
 from kvdepot.pool.files import PoolFiles, open_pool
 from kvdepot.pool.folder import PoolFolder
 from kvdepot.pool.inventory import find_pools, look_at, remove_pool
-from kvdepot.pool.names import NamesFile
-from kvdepot.pool.prefixes import PrefixFile
+from kvdepot.pool.names import Label, Names, NamesFile
 from kvdepot.pool.table import TABLE_VERSION, IndexTable
 from support.commands import KVDEPOT, run_kvdepot
 
@@ -27,6 +28,8 @@ KINDS = ["pool", "index", "names", "tokens", "sessions"]
 def open_here(folder: Path, size_bytes: int = SIZE, *, fresh: bool = False) -> PoolFiles:
     files = open_pool(folder, size_bytes, 64, server="the depot of --dir /one", fresh=fresh)
     try:
+        files.keep(TOKENS_FILE, TokensFile)
+        files.keep(SESSIONS_FILE, PrefixFile)
         files.take_place()
     except PoolError:
         files.close(remove=False)
@@ -121,6 +124,34 @@ def test_a_pool_of_an_earlier_format_is_replaced_with_one_line_that_says_why(
     assert len(lines) == 1
     assert f"discarding the cache of an earlier server in {tmp_path}" in lines[0]
     assert f"table format {TABLE_VERSION - 1}, this version writes {TABLE_VERSION}" in lines[0]
+
+
+def test_the_file_of_a_feature_that_runs_no_more_is_removed(tmp_path: Path) -> None:
+    """The tokens of prompts do not stay in memory when a depot without events takes over."""
+    open_here(tmp_path).close(remove=False)
+    files = open_pool(tmp_path, SIZE, 64, server="the next depot")
+    assert files.keep(SESSIONS_FILE, PrefixFile).find("a", "b") == b""
+    files.take_place()
+    files.close(remove=False)
+    assert sorted(os.listdir(tmp_path)) == sorted({*KINDS} - {TOKENS_FILE})
+
+
+@pytest.mark.parametrize("damage", [b"KVDEPOTT", b"KVDEPOTT\xff\0\0\0", None])
+def test_a_damaged_file_of_a_feature_costs_no_other_file(damage: bytes | None, tmp_path: Path) -> None:
+    files = open_here(tmp_path)
+    files.names.add(Names([], [Label("tenant", "model", "")]))
+    files.close(remove=False)
+    tokens = tmp_path / TOKENS_FILE
+    if damage is None:
+        tokens.unlink()
+    else:
+        tokens.write_bytes(damage)
+    files = open_here(tmp_path)
+    assert not files.is_new
+    assert files.names.found.labels == [Label("tenant", "model", "")]
+    assert tokens.read_bytes() == TokensFile.MAGIC
+    files.close(remove=False)
+    assert sorted(os.listdir(tmp_path)) == sorted(KINDS)
 
 
 def test_unfinished_files_alone_are_a_pool_that_can_be_removed_once_nobody_makes_it(tmp_path: Path) -> None:

@@ -208,7 +208,7 @@ def test_a_server_that_starts_while_another_makes_the_pool_leaves_it_alone(
     monkeypatch.setattr(os, "link", be_late)
     with pytest.raises(DepotBusy):
         open_here(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["index", "names", "pool", "sessions", "tokens"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["index", "names", "pool"]
     assert os.path.samestat(os.fstat(others[0].pool_fd), (tmp_path / "pool").stat())
     others[0].close(remove=True)
 

@@ -7,9 +7,9 @@ import msgspec
 import pytest
 
 from kvdepot.errors import ErrorCode
+from kvdepot.features.routers.tokens import TokensFile
 from kvdepot.lab.processes import DepotProcess
 from kvdepot.pool.folder import NAMES_FILE
-from kvdepot.pool.tokens import TokensFile
 from kvdepot.wire import messages as m
 from support.index import Bench
 from support.index import prompt as chunks

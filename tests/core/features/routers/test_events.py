@@ -6,7 +6,6 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -16,17 +15,15 @@ from kvdepot.client.operator import ask_depot
 from kvdepot.config import ServerConfig
 from kvdepot.errors import ConfigError, ErrorCode, RemoteError
 from kvdepot.features.routers.events import EventPublisher, check_endpoint
-from kvdepot.features.routers.feature import make
 from kvdepot.features.routers.feed import Description
 from kvdepot.features.routers.holdings import Holdings, Reader
 from kvdepot.features.routers.messages import DescribeChunks, DescribedGroup
+from kvdepot.features.routers.tokens import TOKENS_FILE, TokensFile
 from kvdepot.keys import KeyRun
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.operate import operations as o
 from kvdepot.operate.operations.cache import clear_pool
-from kvdepot.pool.folder import TOKENS_FILE, PoolFolder
-from kvdepot.pool.tokens import TokensFile
-from kvdepot.server.depot import Depot
+from kvdepot.pool.folder import PoolFolder
 from kvdepot.wire import messages as m
 from support.events import (
     FLAGS,
@@ -633,13 +630,6 @@ def test_a_file_of_tokens_keeps_wanted_messages_and_those_that_come_meanwhile(tm
     for _ in TokensFile.open(path).rewrite(lambda body: told.append(body) is None):
         pass
     assert sorted(told) == sorted([b"new", *(bytes([number]) * 100 for number in range(0, 10, 2))])
-
-
-def test_a_depot_without_events_forgets_the_tokens_of_an_earlier_one(tmp_path: Path) -> None:
-    file = TokensFile.create(tmp_path / TOKENS_FILE)
-    file.append(b"secret")
-    Depot(Bench().index, epoch=1, lease_seconds=1.0, clock=lambda: 0.0, files=Mock(tokens=file), features=[make])
-    assert b"secret" not in (tmp_path / TOKENS_FILE).read_bytes()
 
 
 @pytest.mark.slow

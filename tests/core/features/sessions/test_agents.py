@@ -11,11 +11,11 @@ from kvdepot.errors import ErrorCode, RemoteError
 from kvdepot.features.sessions import operations as session_operations
 from kvdepot.features.sessions.feature import Agents
 from kvdepot.features.sessions.messages import Hint
+from kvdepot.features.sessions.prefixes import MAXIMUM_TENANTS, PrefixFile
 from kvdepot.index.shares import Shares
 from kvdepot.keys import KeyRun, Namespace, hash_prefix
 from kvdepot.lab.processes import DepotProcess
 from kvdepot.operate.report import status_of
-from kvdepot.pool.prefixes import MAXIMUM_TENANTS, PrefixFile
 from kvdepot.server.depot import Depot
 from kvdepot.server.turns import Refused
 from kvdepot.wire import messages as m
@@ -217,7 +217,7 @@ def test_sessions_of_one_tenant_too_many_are_counted_and_the_answer_says_why() -
 def test_one_line_says_whose_sessions_are_not_remembered(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("kvdepot.pool.prefixes.MAXIMUM_TENANTS", 1)
+    monkeypatch.setattr("kvdepot.features.sessions.prefixes.MAXIMUM_TENANTS", 1)
     bench, worker = bench_and_worker()
     for tenant in "abb":
         remember(worker, prompt(1, tenant=tenant))

@@ -1,1 +1,1 @@
-"""The files that outlive the server: the pool's bytes, the index table, names, sessions and tokens, and their locks."""
+"""The files that outlive the server: KV bytes, the index table, names, and files of features; and their locks."""

@@ -1,4 +1,4 @@
-"""The pool's files: KV bytes, the index table, the names that records refer to, tokens and sessions, in one folder.
+"""The pool's files in one folder: KV bytes, the index table, the names that records refer to, and files of features.
 
 The server owns them. Workers get their descriptors when they open a session. A server that is restarted with the same
 folder finds all files again. If they do not fit together, it discards all of them and creates new ones. Only processes
@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol, Self, TypeVar
 
 from blake3 import blake3
 
@@ -23,19 +24,16 @@ from kvdepot.config import format_size
 from kvdepot.errors import DepotBusy, KVDepotError, PoolError
 from kvdepot.pool.folder import (
     NAMES_FILE,
+    OF_FEATURES,
     POOL_FILE,
     POOL_MAGIC,
-    PREFIXES_FILE,
     TABLE_FILE,
-    TOKENS_FILE,
     TRAILER_BYTES,
     PoolFolder,
 )
 from kvdepot.pool.names import NamesFile
-from kvdepot.pool.prefixes import PrefixFile
 from kvdepot.pool.table import HEADER_PAGE_BYTES, IndexTable, TableReader, holder_of
 from kvdepot.pool.throttle import Throttle
-from kvdepot.pool.tokens import TokensFile
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +53,27 @@ _SERVER_LOCK = 1 << 60  # the byte of the pool's file that its server locks, far
 _TRAILER = struct.Struct("<8sQ")  # magic, generation; after the pool's last byte
 
 
+class KeptFile(Protocol):
+    """A file of a feature, created anew or opened as an earlier server left it."""
+
+    @classmethod
+    def create(cls, path: Path) -> Self:
+        """Create it. Raises `OSError`."""
+        ...
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """Open it. Raises `PoolError` if it is of another release or damaged, or `OSError`."""
+        ...
+
+    def close(self) -> None:
+        """Close it; the file stays."""
+        ...
+
+
+K = TypeVar("K", bound=KeptFile)
+
+
 @dataclass(slots=True)
 class PoolFiles:
     """The files of one pool, open and locked."""
@@ -66,12 +85,33 @@ class PoolFiles:
     table: IndexTable
     table_fd: int  # read only, for workers
     names: NamesFile
-    tokens: TokensFile
-    prefixes: PrefixFile
     is_new: bool
     unnamed: dict[str, str] = field(default_factory=dict[str, str])  # temporary names of new files, until `take_place`
     earlier_fd: int | None = None  # locks the pool that new files replace
     why_new: str = ""  # the reason why an earlier pool was not used
+    kept: dict[str, KeptFile] = field(default_factory=dict[str, KeptFile])  # the files of features, by name
+
+    def keep(self, name: str, form: type[K]) -> K:
+        """Open a feature's file, and close it with the others. Create it for a new pool, or if it is damaged.
+
+        Call this before `take_place`, which removes the files of features that did not open theirs.
+
+        Raises:
+            PoolError: it cannot be created.
+        """
+        with PoolFolder(self.directory, through_links=True) as folder:
+            if not self.is_new:
+                with contextlib.suppress(OSError, PoolError):
+                    file = self.kept[name] = form.open(folder.path / name)
+                    return file
+            unfinished = folder.unfinished_name(name)
+            try:
+                file = form.create(folder.path / unfinished)
+            except OSError as error:
+                folder.remove(unfinished)
+                raise PoolError(f"no room for the file {name!r} in {self.directory}: {error}") from error
+            self.kept[name], self.unnamed[name] = file, unfinished
+        return file
 
     def take_place(self) -> None:
         """Give new files their names, in place of an earlier server's. Call this when nothing else can fail at startup.
@@ -93,8 +133,9 @@ class PoolFiles:
             except OSError as error:
                 raise PoolError(f"no pool in {self.directory}: {error}") from error
             self.unnamed = {}
-            self.tokens.path = self.directory / TOKENS_FILE
             folder.remove_files(only_unfinished=True)  # of killed starts; a concurrent start has lost the race
+            for kind in OF_FEATURES.keys() - self.kept:
+                folder.remove(kind)
         if self.why_new:
             logger.warning("discarding the cache of an earlier server in %s: %s", self.directory, self.why_new)
         if self.earlier_fd is not None:
@@ -110,8 +151,8 @@ class PoolFiles:
         """Close all files. If `remove`, delete them. Files that did not get their names are deleted in any case."""
         self.table.close()
         self.names.close()
-        self.tokens.close()
-        self.prefixes.close()
+        for file in self.kept.values():
+            file.close()
         os.close(self.pool_fd)
         os.close(self.table_fd)
         with PoolFolder(self.directory, through_links=True) as folder:
@@ -307,21 +348,16 @@ def _reopen(folder: PoolFolder, size_bytes: int, lock_fd: int) -> PoolFiles:
             )
         names = NamesFile.open(folder.place_of(NAMES_FILE))
         undo.callback(names.close)
-        prefixes = PrefixFile.open(folder.place_of(PREFIXES_FILE))
-        undo.callback(prefixes.close)
         table_fd = folder.open(TABLE_FILE, os.O_RDONLY)
         undo.callback(os.close, table_fd)
-        tokens = TokensFile.open(folder.place_of(TOKENS_FILE))
-        undo.callback(tokens.close)
-        tokens.path = folder.path / TOKENS_FILE  # `folder` is closed by the time that the file is rewritten
-        files = PoolFiles(folder.path, size_bytes, fd, lock_fd, table, table_fd, names, tokens, prefixes, is_new=False)
+        files = PoolFiles(folder.path, size_bytes, fd, lock_fd, table, table_fd, names, is_new=False)
         undo.pop_all()
     return files
 
 
 def _create(folder: PoolFolder, size_bytes: int, num_records: int) -> PoolFiles:
     """Create new files under temporary names, all or none. `PoolFiles.take_place` gives them their names."""
-    unfinished = folder.unfinished_names()
+    unfinished = {kind: folder.unfinished_name(kind) for kind in (POOL_FILE, TABLE_FILE, NAMES_FILE)}
     with contextlib.ExitStack() as undo:
         for name in unfinished.values():
             undo.callback(folder.remove, name)
@@ -336,29 +372,13 @@ def _create(folder: PoolFolder, size_bytes: int, num_records: int) -> PoolFiles:
         undo.callback(table.close)
         names = NamesFile.create(folder.path / unfinished[NAMES_FILE])
         undo.callback(names.close)
-        tokens = TokensFile.create(folder.path / unfinished[TOKENS_FILE])
-        undo.callback(tokens.close)
-        prefixes = PrefixFile.create(folder.path / unfinished[PREFIXES_FILE])
-        undo.callback(prefixes.close)
         table_fd = folder.open(unfinished[TABLE_FILE], os.O_RDONLY)
         undo.callback(os.close, table_fd)
         # Without it, a machine crash could leave files without a magic on a disk, which no depot would reuse or remove.
         os.fsync(fd)
         os.fsync(table_fd)
         names.flush()
-        files = PoolFiles(
-            folder.path,
-            size_bytes,
-            fd,
-            lock_fd,
-            table,
-            table_fd,
-            names,
-            tokens,
-            prefixes,
-            is_new=True,
-            unnamed=unfinished,
-        )
+        files = PoolFiles(folder.path, size_bytes, fd, lock_fd, table, table_fd, names, is_new=True, unnamed=unfinished)
         undo.pop_all()
     return files
 

@@ -15,24 +15,22 @@ from typing import Final, Self
 from kvdepot.errors import PoolError
 from kvdepot.ownership import open_folder, refuse_foreign
 from kvdepot.pool.names import NamesFile
-from kvdepot.pool.prefixes import MAGIC as PREFIXES_MAGIC
 from kvdepot.pool.table import MAGIC as TABLE_MAGIC
-from kvdepot.pool.tokens import TokensFile
 
 POOL_FILE: Final = "pool"
 TABLE_FILE: Final = "index"
 NAMES_FILE: Final = "names"
-TOKENS_FILE: Final = "tokens"
-PREFIXES_FILE: Final = "sessions"
 
 TRAILER_BYTES: Final = 4096  # a page after the pool's last byte, which no client maps
 POOL_MAGIC: Final = b"KVDEPOTP"
+OF_FEATURES: Final = {"tokens": b"KVDEPOTT", "sessions": b"KVDEPOTR"}
+"""The magics of the files that features keep here: a pool is removed where no feature is installed, too."""
+
 _MAGICS: Final = {
     POOL_FILE: POOL_MAGIC,
     TABLE_FILE: TABLE_MAGIC,
     NAMES_FILE: NamesFile.MAGIC[:8],
-    TOKENS_FILE: TokensFile.MAGIC[:8],
-    PREFIXES_FILE: PREFIXES_MAGIC[:8],
+    **OF_FEATURES,
 }
 # In the order in which new files get their names: of two servers that start, the first to name its pool wins.
 KINDS: Final = tuple(_MAGICS)
@@ -139,10 +137,9 @@ class PoolFolder:
                     " away"
                 )
 
-    def unfinished_names(self) -> dict[str, str]:
-        """Return temporary names for new files, by kind."""
-        suffix = secrets.token_hex(8)
-        return {kind: f".{kind}-{suffix}" for kind in KINDS}
+    def unfinished_name(self, kind: str) -> str:
+        """Return a temporary name for a new file."""
+        return f".{kind}-{secrets.token_hex(8)}"
 
     def give_name(self, unfinished: str, kind: str, *, replaces: bool) -> None:
         """Give a complete file its name.

@@ -1,4 +1,4 @@
-"""A file of frames, which grows at its end: the form of the files of names and of tokens.
+"""A file of frames, which grows at its end: the form of the file of names, and of files of features.
 
 Each frame has a checksum. An incomplete or damaged frame ends the file, so a kill leaves all frames that were complete.
 """

@@ -12,9 +12,9 @@ from kvdepot.counting import depot_counter
 from kvdepot.errors import ErrorCode, KeyFormatError
 from kvdepot.features.routers.holdings import Holdings, Reader
 from kvdepot.features.routers.messages import AwaitNews, DescribeChunks, News
+from kvdepot.features.routers.tokens import TokensFile
 from kvdepot.index.tree import Space
 from kvdepot.keys import num_digests
-from kvdepot.pool.tokens import TokensFile
 from kvdepot.server.contexts import Context
 from kvdepot.server.state import DepotState
 from kvdepot.server.turns import Refused, Steps, Turns

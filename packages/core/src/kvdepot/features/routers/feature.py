@@ -13,6 +13,7 @@ from kvdepot.features.routers.desk import NewsDesk
 from kvdepot.features.routers.events import EVENT_BATCHES, EVENT_FLOODS, EventPublisher, check_endpoint
 from kvdepot.features.routers.holdings import Holdings
 from kvdepot.features.routers.messages import AwaitNews, DescribeChunks
+from kvdepot.features.routers.tokens import TOKENS_FILE, TokensFile
 from kvdepot.features.routers.zeromq import LOOK_SECONDS, Listeners
 from kvdepot.keys import digest_at
 from kvdepot.server.contexts import Context
@@ -28,12 +29,8 @@ _MOST_BROKEN: Final = 128  # chunks removed as corrupt that a lookup considers, 
 
 
 def make(depot: Depot) -> "Routers | None":
-    """Make the feature of a depot that publishes events. Otherwise discard the tokens that an earlier one kept."""
-    if depot.config is not None and depot.config.events is not None:
-        return Routers(depot)
-    if depot.files is not None:
-        depot.files.tokens.clear()
-    return None
+    """Make the feature of a depot that publishes events. Others do not open the file of tokens, so it is removed."""
+    return Routers(depot) if depot.config is not None and depot.config.events is not None else None
 
 
 class Routers(Feature):
@@ -60,7 +57,7 @@ class Routers(Feature):
         self._replays = depot.background.queue(1)
         depot.index.watchers.all.append(self.holdings)
         if depot.files is not None:
-            self.desk.keep_in(depot.files.tokens)
+            self.desk.keep_in(depot.files.keep(TOKENS_FILE, TokensFile))
         if config is not None and config.events is not None:
             self._publish(config, config.events)
 

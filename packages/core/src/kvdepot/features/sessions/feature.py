@@ -2,7 +2,7 @@
 
 When a request's chunks are stored, its engine reports the session and its prefix (`Hint`). From then on, the name is
 enough to pin, promote, demote or forget the prefix: no keys and no running request are needed. Names outlive the server
-(`kvdepot.pool.prefixes`). Pins do not.
+(`prefixes`). Pins do not.
 """
 
 import logging
@@ -14,10 +14,10 @@ from kvdepot.errors import ErrorCode, printable
 from kvdepot.features.sessions import operations as o
 from kvdepot.features.sessions.messages import Hint
 from kvdepot.features.sessions.pins import AgentSession, Pin, PinTable
+from kvdepot.features.sessions.prefixes import MAXIMUM_TENANTS, SESSIONS_FILE, PrefixFile
 from kvdepot.index.tree import Space
 from kvdepot.index.visibility import NO_MATCH, Match
 from kvdepot.keys import slice_digests
-from kvdepot.pool.prefixes import MAXIMUM_TENANTS, PrefixFile
 from kvdepot.server.contexts import Context
 from kvdepot.server.depot import Depot
 from kvdepot.server.feature import Feature, Handler, OperationHandler
@@ -54,7 +54,7 @@ class Agents(Feature):
 
     def __init__(self, depot: Depot, prefixes: PrefixFile | None = None) -> None:
         if prefixes is None:
-            prefixes = PrefixFile.in_memory() if depot.files is None else depot.files.prefixes
+            prefixes = PrefixFile.in_memory() if depot.files is None else depot.files.keep(SESSIONS_FILE, PrefixFile)
         self.prefixes = prefixes
         self.pins = PinTable(depot.index)
         self._state = depot.state

@@ -4,17 +4,17 @@ It grows by one frame per accepted message. `rewrite` drops messages that are no
 engines describe the chunks after the damage again with later prompts.
 """
 
-import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import ClassVar, Self
+from typing import ClassVar, Final
 
-from kvdepot.errors import PoolError
 from kvdepot.pool.frames import FrameFile
 
 logger = logging.getLogger(__name__)
+
+
+TOKENS_FILE: Final = "tokens"
 
 
 class TokensFile(FrameFile):
@@ -23,18 +23,6 @@ class TokensFile(FrameFile):
     MAGIC: ClassVar[bytes] = b"KVDEPOTT\x01\x00\x00\x00"
     _is_full = False  # whether the last message found no room
 
-    @classmethod
-    def open(cls, path: Path) -> Self:
-        """Open an earlier server's file, or create one if there is none of this version.
-
-        Raises:
-            OSError: the file can neither be opened nor created.
-        """
-        try:
-            return super().open(path)
-        except (OSError, PoolError):
-            return cls.create(path)
-
     def append(self, body: bytes) -> None:
         """Append a message. Without room, log a warning and drop it."""
         try:
@@ -42,13 +30,9 @@ class TokensFile(FrameFile):
             self._is_full = False
         except OSError as error:
             if not self._is_full:
-                logger.warning("no room for tokens in %s: the next server will not know them (%s)", self.path, error)
+                folder = self.path.parent
+                logger.warning("no room for tokens in %s: the next server will not know them (%s)", folder, error)
             self._is_full = True
-
-    def clear(self) -> None:
-        """Drop all messages."""
-        with contextlib.suppress(OSError):
-            self.cut(len(self.MAGIC))
 
     def rewrite(self, is_wanted: Callable[[bytes], bool]) -> Iterator[int]:
         """Rewrite the file with the wanted messages and messages appended meanwhile, one per step.
@@ -56,11 +40,11 @@ class TokensFile(FrameFile):
         If the server is killed before the end, the file stays as it was. Without room for a new file it stays, too, but
         `is_wanted` learns of all its messages.
         """
-        unfinished = self.path.with_name(f".tokens-{os.urandom(8).hex()}")
+        unfinished = self.path.with_name(f".{TOKENS_FILE}-{os.urandom(8).hex()}")
         try:
             fd = self._make(unfinished)
         except OSError as error:
-            logger.warning("cannot rewrite the tokens of %s: %s", self.path, error)
+            logger.warning("cannot rewrite the tokens in %s: %s", self.path.parent, error)
             for body in self.bodies():
                 is_wanted(body)
                 yield 0
@@ -72,6 +56,7 @@ class TokensFile(FrameFile):
                 if is_wanted(body):
                     self.append(body)
                 yield 0
-            unfinished.rename(self.path)  # only now: until then, a kill leaves the whole old file
+            # Only now: until then, a kill leaves the whole old file. A new one got its name after it was opened.
+            unfinished.rename(self.path.with_name(TOKENS_FILE))
         finally:
             old.close()

@@ -24,6 +24,7 @@ from blake3 import blake3
 from kvdepot.errors import PoolError, require
 from kvdepot.keys import DIGEST_BYTES, num_digests, slice_digests
 
+SESSIONS_FILE: Final = "sessions"
 MAGIC: Final = b"KVDEPOTR\x01\x00\x00\x00"  # includes the version of the file
 MAXIMUM_BLOCKS: Final = 131_072  # of 1 KiB; a session of up to 31 chunks takes one
 MAXIMUM_TENANTS: Final = 1024  # with sessions; their names stay in memory
@@ -95,7 +96,7 @@ class PrefixFile:
             PoolError: it is not a file of sessions.
             OSError: it cannot be read.
         """
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             is_ours = os.pread(fd, len(MAGIC), 0) == MAGIC
             if not is_ours or os.fstat(fd).st_size != (MAXIMUM_BLOCKS + 1) * _BLOCK_BYTES:

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvdepot.errors import PoolError
+from kvdepot.features.sessions import prefixes
+from kvdepot.features.sessions.prefixes import MAXIMUM_CHUNKS, PrefixFile
 from kvdepot.keys import DIGEST_BYTES, slice_digests
-from kvdepot.pool import prefixes
-from kvdepot.pool.prefixes import MAXIMUM_CHUNKS, PrefixFile
 
 
 def digests(num_chunks: int, name: int = 0) -> bytes:
