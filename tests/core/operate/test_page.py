@@ -1,10 +1,13 @@
 """The page at `/` is self-contained: a real browser shows it without the internet."""
 
+import json
 import re
 import shutil
 import subprocess
+import threading
 import urllib.request
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -90,6 +93,41 @@ def test_names_of_tenants_are_text(http: Http) -> None:
     assert "<title>kvdepot</title>" in document
     assert "<img" not in document
     assert "&lt;img src=x" in document
+
+
+# Adds to the page the names of its parts that are wider than their place.
+_MEASURE = b"""<script>setTimeout(() => {
+  const parts = [...document.querySelectorAll("section, .tile, html")];
+  const cut = parts.filter((each) => each.scrollWidth > each.clientWidth);
+  document.title = "cut: " + cut.map((each) => each.textContent.slice(0, 20));
+}, 4000)</script>"""
+
+
+@pytest.mark.parametrize("width", [390, 800, 1280, 2200])
+def test_no_column_is_cut_off_at_any_width(http: Http, width: int) -> None:
+    class Measured(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked = urllib.request.Request(f"http://127.0.0.1:{http.server.port}{self.path}")
+            asked.add_header("authorization", f"Bearer {TOKEN}")
+            with urllib.request.urlopen(asked, timeout=10) as reply:
+                body, kind = reply.read(), reply.headers["content-type"]
+            if self.path == "/status":
+                status = json.loads(body)
+                (tier,) = status["tiers"]
+                tier |= {"name": "s3://" + "a-bucket/" * 8, "state": "open", "why_open": "a read took too long " * 4}
+                status["contexts"][0]["model"] = "/models/" + "a-long-name-" * 9
+                body = json.dumps(status).encode()
+            self.send_response(200)
+            self.send_header("content-type", kind)
+            self.end_headers()
+            self.wfile.write(body + (_MEASURE if self.path == "/" else b""))
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Measured) as wrapper:
+        threading.Thread(target=wrapper.serve_forever, daemon=True).start()
+        document = browse(f"http://127.0.0.1:{wrapper.server_port}/", "--dump-dom", f"--window-size={width},900")
+        wrapper.shutdown()
+    assert "a-bucket" in document
+    assert "<title>cut: </title>" in document
 
 
 def test_a_picture_of_it_is_taken(http: Http, tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ def describe_status(status: DepotStatus, *, verbose: bool = False) -> str:
     lines.append(f"loop     longest turn {status.loop_longest_seconds * 1e3:.1f} ms{slow}")
     if status.estimated_chunks >= _MINIMUM_SAMPLE_CHUNKS:
         rates = [f"{e.hit_chunks / status.estimated_chunks:.0%} with {e.scale:g}x" for e in status.estimates]
-        lines.append(f"sizing   hit rate by size of the pool: about {', '.join(rates)}")
+        lines.append(f"sizing   hit rate of the pool alone, without tiers, by its size: about {', '.join(rates)}")
     if status.draining:
         lines.append("draining: stores are declined; end that with 'kvdepot drain --resume'")
     if status.recovering:

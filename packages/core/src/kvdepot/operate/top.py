@@ -112,7 +112,7 @@ def _pool(status: DepotStatus) -> Table:
     table.add_row("index", f"{status.num_entries:,} of {status.max_entries:,} entries")
     if status.estimated_chunks >= _LEAST_CHUNKS:
         rates = [f"{e.scale:g}x {e.hit_chunks / status.estimated_chunks:.0%}" for e in status.estimates]
-        table.add_row("sizing", ", ".join(rates))
+        table.add_row("pool alone", ", ".join(rates))
     return table
 
 
