@@ -47,7 +47,7 @@ def test_documents_in_another_order_are_reused(engine: Engine, depot: DepotProce
     assert said["policy"] == "mixkq"
     assert said["reused_tokens"] + said["recomputed_tokens"] > 1500
     assert output["cached"] > 1500
-    assert any("blend is on; self-test: keys differ by" in context.blend for context in depot.status().contexts)
+    assert any("blend is on; self-test: keys differ by" in context.remark for context in depot.status().contexts)
     wait_until(lambda: depot.status().counters["blend_reused_tokens"] == said["reused_tokens"])
     assert depot.status().counters["blend_recomputed_tokens"] == said["recomputed_tokens"]
 

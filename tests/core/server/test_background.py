@@ -149,7 +149,7 @@ def test_a_failure_between_messages_is_counted_and_the_rest_goes_on(bench: Bench
         yield 0
         raise RuntimeError("a mistake")
 
-    bench.depot.background.hints.add(failing())
+    bench.depot.background.ends.add(failing())
     deferred = operate(bench.depot, o.Clear())
     bench.depot.background.work()
     assert bench.depot.counters["chores_failed"] == 1
@@ -213,7 +213,7 @@ def test_very_many_hints_wait_neither_without_bound_nor_before_operators(bench: 
     waiting = [reply for reply in replies if isinstance(reply, PendingReply)]
     assert len(waiting) == 1024
     assert {reply.count for reply in replies if isinstance(reply, m.Done)} == {80}
-    assert bench.depot.counters["hints_cut"] == len(replies) - len(waiting)
+    assert bench.depot.counters["ends_cut"] == len(replies) - len(waiting)
     deferred = operate(bench.depot, o.Clear())
     num_steps = 0
     while deferred.reply is None:

@@ -187,7 +187,7 @@ class TransferContext(Protocol):
 
     @property
     def move_tokens(self) -> MoveTokens | None:
-        """A compiled move of tokens within the cache, for blends. None: the blend moves tokens by the framework."""
+        """A compiled move of tokens within the cache. None: connectors move tokens by the framework."""
         ...
 
     def wait_until_connected(self, timeout_seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""Timers: the deadlines of requests, movers and flights in one heap. Cancelled timers leave nothing behind."""
+"""Timers: the deadlines of requests, movers and sources in one heap. Cancelled timers leave nothing behind."""
 
 import heapq
 import math

@@ -199,7 +199,7 @@ class Start:
             model=str(config.model_config.model),
             url=settings.url,
             deadline_seconds=settings.deadline_seconds,
-            blend=min(told, key=lambda each: each.can_blend).blend,
+            remark=min(told, key=lambda each: each.can_blend).blend,
             served_model=served_model(config) if announcer is not None else "",
             weights=namespace.weights,
         )

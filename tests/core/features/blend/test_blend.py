@@ -420,12 +420,12 @@ def test_a_new_server_is_told_again_and_cleared_chunks_are_no_sources() -> None:
 def test_status_says_whether_an_engine_blends() -> None:
     with (
         DepotProcess() as depot,
-        SchedulerClient(SPEC, "one", url=depot.url, blend="blend is on; self-test: fine") as client,
+        SchedulerClient(SPEC, "one", url=depot.url, remark="blend is on; self-test: fine") as client,
         SchedulerClient(SPEC, "two", url=depot.url) as other,
     ):
         client.wait_until_connected(10)
         other.wait_until_connected(10)
-        said = {context.instance: context.blend for context in depot.status().contexts}
+        said = {context.instance: context.remark for context in depot.status().contexts}
         assert said == {"one": "blend is on; self-test: fine", "two": ""}
         text = describe_status(depot.status())
         assert re.search(r"one, scheduler, pid \d+, 0 leases\n +blend is on; self-test: fine", text), text

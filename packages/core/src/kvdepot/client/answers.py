@@ -23,7 +23,7 @@ class Lease:
     session: Session | None = None
     num_pending: int = 0
     num_promoted: int = 0  # number of the chunks that tiers brought for this lookup
-    wants_tokens: bool = False  # whether the depot lacks a description of some chunks
+    wants_tokens: bool = False  # whether the depot does not know the tokens of some chunks
 
 
 MISS = Lease(0)

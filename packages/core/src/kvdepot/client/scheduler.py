@@ -100,8 +100,8 @@ class SchedulerClient:
         model: shown to operators.
         url: the depot's URL, None for the depot in the default directory.
         deadline_seconds: the limit of one call.
-        blend: a line for operators that says whether the engine blends.
-        served_model: the model's name in requests if the engine publishes events; the depot then asks for descriptions.
+        remark: a line for operators, which the status shows.
+        served_model: the model's name in requests if the depot may ask the engine for the tokens of chunks.
         weights: `Namespace.weights` of the engine. The depot evicts older generations of them first.
 
     Attributes:
@@ -116,14 +116,14 @@ class SchedulerClient:
         model: str = "",
         url: str | None = None,
         deadline_seconds: float = DEADLINE_SECONDS,
-        blend: str = "",
+        remark: str = "",
         served_model: str = "",
         weights: str = "",
     ) -> None:
         self.deadline_seconds = deadline_seconds
         self.token_seconds = 0.0  # the engine's time per prompt token, 0 if unknown; set by its adapter
         self._registration = registration = m.RegisterScheduler(
-            m.PROTOCOL_VERSION, instance, model, spec, blend[:1024], served_model[:1024], weights
+            m.PROTOCOL_VERSION, instance, model, spec, remark[:1024], served_model[:1024], weights
         )
         self._channel: Channel | None = None
         self._lock = threading.RLock()
@@ -231,7 +231,7 @@ class SchedulerClient:
 
     @property
     def wants_tokens(self) -> bool:
-        """Whether the depot publishes events, so that it accepts descriptions and serves news."""
+        """Whether the depot wants to know the tokens of chunks."""
         session = self.connection.session
         return session is not None and session.wants_tokens
 

@@ -40,7 +40,7 @@ class Session:
         self.registration: m.RegisterKVCache | m.RegisterScheduler | None = None
         self.verify = m.Verify.OFF
         self.move_seconds = 0.0  # the longest time until the depot answers a `Move`
-        self.wants_tokens = False  # whether both the depot and this engine publish events
+        self.wants_tokens = False  # whether the depot wants to know the tokens of this engine's chunks
         self._movers: list[_Process] = []  # replaced, never mutated: other threads read it
         self.suspended = False
         self.slowness = 0.0  # number of long waits, minus a part of the short waits since

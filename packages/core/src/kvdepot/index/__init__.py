@@ -11,5 +11,5 @@ Modules import only modules above them in this list:
 - `evictor`: leases, eviction and clearing.
 - `index`: assembles these over one table, and has the operations that involve several of them.
 - `restore`: fills an index from an earlier server's table.
-- `leases`, `pins`: prefixes that requests and operators keep.
+- `leases`: prefixes that requests keep.
 """

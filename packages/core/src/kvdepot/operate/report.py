@@ -145,7 +145,7 @@ def _registered_status(context: Context) -> ContextStatus:
         groups=[],
     )
     if registration is None:
-        return msgspec.structs.replace(common, blend=context.blend, weights=context.weights.partition(" ")[2])
+        return msgspec.structs.replace(common, remark=context.remark, weights=context.weights.partition(" ")[2])
     groups = [_group_status(shape, detail) for shape, detail in zip(spec.groups, registration.details, strict=True)]
     return msgspec.structs.replace(
         common,

@@ -145,7 +145,7 @@ def _describe_context(context: ContextStatus, pool_bytes: int, *, verbose: bool)
     if context.role == "scheduler":
         scheduler = f"{title}, scheduler, pid {context.pid}{model}, {counted(context.num_leases, 'lease')}"
         scheduler += f", weights {context.weights}" if context.weights else ""
-        return [scheduler, f"    {context.blend}"] if context.blend else [scheduler]
+        return [scheduler, f"    {context.remark}"] if context.remark else [scheduler]
     rank = f"rank {context.rank} of {context.world_size}" if context.world_size > 1 else "worker"
     lines = [f"{title}, {rank} on {context.device}, pid {context.pid}{model}"]
     if context.mover:

@@ -29,8 +29,8 @@ _WORKERS_FALLEN_BACK: Final = depot_counter("workers_fallen_back", "Workers that
 WorkerKey = tuple[Writer, bytes]  # a process, and the owner field of one of its workers
 
 MAXIMUM_CONTEXTS: Final = 64  # per session: an engine's process has one or two, a worker and a scheduler
-# Requests that another node waits for, as many as lookups may wait (`flights.MAXIMUM_WAITING`). Stores of further ones
-# are written to tiers in the usual order.
+# Requests that another node waits for, as many as lookups may wait. Stores of further ones are written to tiers in the
+# usual order.
 _MAXIMUM_HAND_OVERS: Final = 4096
 
 
@@ -48,10 +48,10 @@ class Context:
     groups: tuple[PartPlace, ...] = ()  # of a worker: the place of its entries in each layer group
     token_seconds: float = 0.0  # time to compute a token, as the scheduler reported last
     writing_bytes: int = 0  # of its stores that are neither committed nor aborted
-    blend: str = ""  # of a scheduler: whether its engine blends
+    remark: str = ""  # of a scheduler: a line for operators
     served_model: str = ""  # of a scheduler: the model's name in requests
     weights: str = ""  # of a scheduler: the weights that its engine computes with
-    wants_tokens: bool = False  # of a scheduler: whether its engine should describe chunks
+    wants_tokens: bool = False  # of a scheduler: whether it should report the tokens of chunks
     status: ContextStatus | None = None  # cached
     owner: bytes = field(init=False)  # identifies the worker within its process
     device: str = field(init=False)  # the kind of device that holds its blocks
@@ -240,7 +240,7 @@ class ContextTable:
             request.instance,
             request.model,
             space,
-            blend=request.blend,
+            remark=request.remark,
             served_model=request.served_model,
             weights=request.weights,
         )

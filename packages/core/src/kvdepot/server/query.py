@@ -38,7 +38,7 @@ class Query:
     until: float = 0.0  # the deadline of all waits of the request
     brought: set[int] = field(default_factory=set[int])  # numbers of chunks that tiers bring meanwhile
     num_pending: int = 0  # of the chunks after `match`, how many others compute
-    wants_tokens: bool = False  # whether the engine should describe the chunks that it gets
+    wants_tokens: bool = False  # whether the engine should report the tokens of the chunks that it gets
     waited_for: dict[Rank, str] = field(default_factory=dict[Rank, str])  # the sources that it waited for, with a name
     why: str = ""  # for the log: the reason why it did not find more
 

@@ -33,8 +33,8 @@ SaveNames: TypeAlias = Callable[[Names], None]
 
 _REQUESTS_REFUSED: Final = depot_counter("requests_refused", "Requests answered with an error")
 _REQUESTS_FAILED: Final = depot_counter("requests_failed", "Requests that failed because of a bug")
-HINTS_CUT: Final = depot_counter(
-    "hints_cut", "Hints and uses of long prefixes applied only to the end, because too many were waiting"
+ENDS_CUT: Final = depot_counter(
+    "ends_cut", "Ends and uses of long prefixes applied only to the last chunks, because too many were waiting"
 )
 
 _MAXIMUM_EVENTS: Final = 20  # recent events in the status, which fit on a screen
@@ -185,8 +185,8 @@ class DepotState:
 
     def revoke_later(self, rest: Iterator[int]) -> None:
         """Revoke the end of the rest of a long prefix that was used, unless too many wait."""
-        if not self.background.hints.add(rest):
-            self.counters[HINTS_CUT] += 1
+        if not self.background.ends.add(rest):
+            self.counters[ENDS_CUT] += 1
 
     def note(self, event: str) -> None:
         """Add an event to the status."""

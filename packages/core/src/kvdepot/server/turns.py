@@ -30,7 +30,7 @@ Ts = TypeVarTuple("Ts")
 CHORES_FAILED: Final = depot_counter("chores_failed", "Background tasks that failed because of a bug")
 
 MAXIMUM_OPERATIONS: Final = 64  # operators' requests that wait for their turn: people and scripts send few at a time
-_MOST_HINTS: Final = 1024  # each holds the rest of one prefix; without room for it, only the last chunks change
+_MOST_ENDS: Final = 1024  # each holds the rest of one prefix; without room for it, only the last chunks change
 _MOST_REMOVALS: Final = 1024  # one for each worker that has just registered: many times those of a node
 _DONE_AT_ONCE: Final = 64  # steps, each one lease: an end of more takes turns
 
@@ -197,7 +197,7 @@ class Background:
         self._others = deque[Turns]()
         self.urgent = Turns(self, None)
         self.operators = self.queue(MAXIMUM_OPERATIONS)
-        self.hints = self.queue(_MOST_HINTS)  # the rest of long prefixes; a request changes their last chunks itself
+        self.ends = self.queue(_MOST_ENDS)  # the rest of long prefixes; a request changes their last chunks itself
         self.unreadable = self.queue(_MOST_REMOVALS)  # entries with other page sizes than those of a new worker
 
     def queue(self, most: int) -> Turns:

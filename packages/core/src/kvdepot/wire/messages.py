@@ -163,16 +163,16 @@ class RegisterKVCache(Struct, array_like=True, tag="register_kv_cache", frozen=T
 class RegisterScheduler(Struct, array_like=True, tag="register_scheduler", frozen=True):
     """Register a scheduler for lookups in caches of this spec.
 
-    `blend` tells operators whether the engine blends, or why not; "" if it was not asked to. `served_model` is the
-    model's name in requests, "" if the engine publishes no events. `weights` is the engine's
-    `kvdepot.keys.Namespace.weights`, or "" if it has none.
+    `remark` is a line for operators, which the status shows. `served_model` is the model's name in requests, "" if the
+    engine can report no tokens of chunks. `weights` is the engine's `kvdepot.keys.Namespace.weights`, or "" if it has
+    none.
     """
 
     protocol_version: Count
     instance: Name
     model: Text
     spec: CacheSpec
-    blend: Text = ""
+    remark: Text = ""
     served_model: Text = ""
     weights: Text = ""
 
@@ -306,8 +306,8 @@ class ErrorReply(Reply, tag="error", frozen=True):
 class Registered(Reply, tag="registered", frozen=True):
     """The id of a new context for its further requests, and the checksums that its worker must verify.
 
-    The depot answers a `Move` within its `wait_seconds` plus `move_seconds`. `wants_tokens`: the depot publishes
-    events, so describe chunks.
+    The depot answers a `Move` within its `wait_seconds` plus `move_seconds`. `wants_tokens`: the depot
+    wants to know the tokens of chunks.
     """
 
     context: int
@@ -327,7 +327,7 @@ class LookupReply(Reply, tag="lookup_reply", frozen=True):
 
     The depot waited `waited_seconds` for tiers and other engines. Another engine is still computing the next
     `num_pending` chunks: ask again to wait for them. Tiers brought `num_promoted` of the chunks meanwhile.
-    `wants_tokens`: the depot has no description of some of the chunks.
+    `wants_tokens`: the depot does not know the tokens of some of the chunks.
     """
 
     num_chunks: int

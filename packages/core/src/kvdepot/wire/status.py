@@ -88,7 +88,7 @@ class ContextStatus(Struct, frozen=True, kw_only=True):
     device: str = ""
     transfer_mode: str = ""
     fallback: str = ""  # the reason for this mode, if the worker asked for another
-    blend: str = ""  # of a scheduler: whether its engine blends
+    remark: str = ""  # of a scheduler: the line that its engine has for operators
     weights: str = ""  # of a scheduler: the generation that its engine computes with, "" for the weights that it loaded
     mover: str = ""  # "starting", "ready", "ending" or "unavailable"
     mover_pid: int = 0

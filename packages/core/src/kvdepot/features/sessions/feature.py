@@ -21,7 +21,7 @@ from kvdepot.keys import slice_digests
 from kvdepot.server.contexts import Context
 from kvdepot.server.depot import Depot
 from kvdepot.server.feature import Feature, Handler, OperationHandler
-from kvdepot.server.state import HINTS_CUT
+from kvdepot.server.state import ENDS_CUT
 from kvdepot.server.turns import Refused, Steps, Wait
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
@@ -116,16 +116,16 @@ class Agents(Feature):
 
     def _end_prefix(self, steps: Iterator[int]) -> Steps:
         """End the last chunks of a prefix now. End the rest of a long one later, unless too many wait."""
-        epoch, hints, count = self._state.epoch, self._state.background.hints, 0
+        epoch, later, count = self._state.epoch, self._state.background.ends, 0
         for _ in range(_ENDED_AT_ONCE):
             more = next(steps, None)
             if more is None:
                 return m.Done(epoch, count)
             count += more
-        if not (yield hints.enter):
-            self._state.counters[HINTS_CUT] += 1
+        if not (yield later.enter):
+            self._state.counters[ENDS_CUT] += 1
             return m.Done(epoch, count)
-        count += yield from hints.total(steps)
+        count += yield from later.total(steps)
         return m.Done(epoch, count)
 
     def _hinted(self, space: Space, hint: Hint) -> None:
