@@ -47,7 +47,7 @@ ENGINES: dict[str, tuple[EngineGroup, ...]] = {
 def register(groups: tuple[EngineGroup, ...], layers: dict[str, Any], url: str) -> HpuTransferContext:
     cache = EngineCache(groups, len(groups), 64, 1, "bfloat16", "test")
     return HpuTransferContext(
-        KVCache(worker_groups(cache, layers, NUM_BLOCKS, 0), "engine", "bfloat16", format="test", chunk_tokens=64),
+        KVCache(worker_groups(cache, layers, NUM_BLOCKS), "engine", "bfloat16", format="test", chunk_tokens=64),
         HpuOptions(url=url, synchronous=True),
     )
 

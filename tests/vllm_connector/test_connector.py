@@ -63,7 +63,8 @@ def worker(isa="amx"):
     made.register_kv_caches({})
     return made
 
-state.get_pp_group = state.get_tp_group = lambda: Space(rank_in_group=0)
+for name in ("tp", "pp", "pcp", "dcp"):
+    setattr(state, f"get_{name}_group", lambda: Space(rank_in_group=0))
 key = KeyRun(bytes(32), 0, bytes(32))
 """
 
@@ -165,11 +166,13 @@ class Listening(Silent):
     def set_xfer_handshake_metadata(self, metadata):
         raise TypeError("not mine")
 
-for others, stages, early in (
-    ((), 2, True), ((Silent(),), 1, True), ((Silent(),), 2, False), ((Listening(),), 1, False), ((worker(),), 1, False)
+for others, stages, replicas, early in (
+    ((), 2, 1, True), ((Silent(),), 1, 1, True), ((Silent(),), 2, 1, False), ((Listening(),), 1, 1, False),
+    ((worker(),), 1, 1, False), ((), 1, 2, False)
 ):
     inner, scheduler = worker(), make(Role.SCHEDULER)
     inner._vllm_config.parallel_config.pipeline_parallel_size = stages
+    inner._vllm_config.parallel_config.prefill_context_parallel_size = replicas
     multi = Talkative(inner, *others)
     module.get_kv_transfer_group = lambda: multi
     said = inner.get_handshake_metadata()
@@ -190,8 +193,37 @@ for others, stages, early in (
 def test_the_scheduler_looks_up_what_its_workers_register(run_code: RunCode, tmp_path: Path) -> None:
     """It learns the format at the engine's start, or with the first step if another connector's metadata goes first."""
     found = said(run_code(FORMATS, str(tmp_path)))
-    assert len(found) == 3 + 5 * 3
+    assert len(found) == 3 + 6 * 3
     assert [line for line in found if "False" in line] == []
+
+
+SEATS = (
+    SCENE
+    + """
+from kvdepot_vllm.groups import Seat
+for name, place in {"tp": 3, "pp": 1, "pcp": 2, "dcp": 5}.items():
+    setattr(state, f"get_{name}_group", lambda place=place: Space(rank_in_group=place))
+divided = EngineGroup(0, GroupKind.FULL_ATTENTION, 128, 0, names, False, False, num_shards=8)
+engine = EngineCache((divided,), 1, 128, 4, "bfloat16", num_stages=2, num_replicas=3, interleave_tokens=2)
+seats, caches = [], []
+def create(cache, **_):
+    caches.append(cache)
+    return Space(format=cache.format, spec=SPEC, close=lambda: None)
+use(
+    engine_cache=lambda *_: engine,
+    worker_groups=lambda *each, **_: seats.append(each[3]) or [Space(plane=(1, 1), is_mla=False)],
+    get_backend=backend(create),
+)
+worker()
+print("seat", seats == [Seat(3, 1, 2, 5)], caches[0].rank == (1 * 3 + 2) * 4 + 3, caches[0].world_size == 24)
+print("format", caches[0].format.endswith(" cp8x2"))
+"""
+)
+
+
+def test_a_worker_registers_with_the_place_that_vllm_gives_it(run_code: RunCode, tmp_path: Path) -> None:
+    """Its number, its part and its share of the tokens follow from vLLM's groups of ranks."""
+    assert said(run_code(SEATS, str(tmp_path))) == [["seat", "True", "True", "True"], ["format", "True"]]
 
 
 INVARIANT = (

@@ -4,13 +4,16 @@
 """
 
 import json
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from support.vllm import contract
+from support.vllm.slots import slots_of_v1, slots_of_v2
 
 VERSIONS = {path.stem.removeprefix("vllm-"): path for path in sorted(Path(__file__).parent.glob("vllm-*.json"))}
 
@@ -60,6 +63,31 @@ def test_sleep_takes_the_memory_only_between_the_connector_s_hooks() -> None:
     assert steps[f"{core}.sleep"][:2] == ["pause_scheduler", "sleep"]  # pausing resets the caches
     assert steps[f"{core}.wake_up"] == ["wake_up", "_set_kv_connector_handshake_metadata", "resume_scheduler"]
     assert steps[f"{core}.release_kv_cache_memory"] == ["_reset_caches", "discard"]
+
+
+@pytest.mark.parametrize(("kernel", "slots_of"), [("v1", slots_of_v1), ("v2", slots_of_v2)])
+def test_each_token_is_where_the_format_says(vllm: dict[str, Any], kernel: str, slots_of: Callable[..., Any]) -> None:
+    """With context parallelism, shard `token // interleave % shards` has the token, its own tokens in their order.
+
+    This place among the tokens of a shard does not depend on the block size. Both kernels are interpreted.
+    """
+    table = [5, 2, 7, 0, 3, 1, 4, 6]
+    for page, shards, interleave in ((16, 1, 1), (16, 2, 1), (16, 4, 16), (32, 8, 4), (16, 8, 16), (64, 2, 64)):
+        arguments = (vllm["kernels"][kernel], table, 3 * page * shards - 5, page, shards)
+        ranks = [slots_of(*arguments, shard, interleave) for shard in range(shards)]
+        for token, slots in enumerate(zip(*ranks, strict=True)):
+            turn, shard = divmod(token // interleave, shards)
+            place = turn * interleave + token % interleave
+            expected = [-1] * shards
+            expected[shard] = table[place // page] * page + place % page
+            assert list(slots) == expected, (page, shards, interleave, token)
+
+
+def test_a_block_spans_the_tokens_of_all_shards_of_a_divided_group(vllm: dict[str, Any]) -> None:
+    scope: dict[str, Any] = {}
+    exec(vllm["span"], scope)  # noqa: S102  # vLLM's own function
+    for is_divided, expected in ((True, 128), (False, 16)):
+        assert scope["resolve_dcp_kv_block_size"](SimpleNamespace(block_size=16, dcp_sharded=is_divided), 8) == expected
 
 
 def test_the_installed_vllm_is_one_of_them() -> None:

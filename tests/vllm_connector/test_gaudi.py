@@ -56,14 +56,14 @@ def cache(*groups: EngineGroup) -> EngineCache:
 
 def test_layers_that_share_memory_are_registered_once() -> None:
     layers = {"a": pair(1), "b": pair(2), "c": pair(1)}
-    (group,) = worker_groups(cache(full(0, "a", "b", "c")), layers, NUM_BLOCKS, 0)
+    (group,) = worker_groups(cache(full(0, "a", "b", "c")), layers, NUM_BLOCKS)
     assert [tensor.address for tensor in group.tensors] == [11, 12, 21, 22]
     assert group.num_layers == 2
 
 
 def test_kernel_blocks_of_pairs_join_to_blocks() -> None:
     small = TensorTuple(Tensor(address, (NUM_BLOCKS * 4, 32, 2, 64)) for address in (1, 2))
-    (group,) = worker_groups(cache(full(0, "a")), {"a": small}, NUM_BLOCKS, 0)
+    (group,) = worker_groups(cache(full(0, "a")), {"a": small}, NUM_BLOCKS)
     assert [tensor.shape for tensor in group.tensors] == [(NUM_BLOCKS, 4, 32, 2, 64)] * 2
     assert group.physical_block_tokens == 32
 
@@ -81,4 +81,4 @@ def test_kernel_blocks_of_pairs_join_to_blocks() -> None:
 )
 def test_tensors_that_are_not_pairs_are_refused(group: EngineGroup, layers: dict[str, Any], reason: str) -> None:
     with pytest.raises(Unsupported, match=reason):
-        worker_groups(cache(group), layers, NUM_BLOCKS, 0)
+        worker_groups(cache(group), layers, NUM_BLOCKS)

@@ -97,7 +97,7 @@ for layout in KVCacheLayout:
     layer_stride, block_stride, *_ = compute_layout_strides(spec, BLOCKS, LAYERS, layout)
     place = KVCacheTensor(size=raw.numel(), layers=names, layer_stride=layer_stride, block_stride=block_stride)
     views = create_kv_cache_views(raw, spec, BLOCKS, layout, place)
-    (group,) = worker_groups(cache, dict(zip(names, views)), BLOCKS, 0)
+    (group,) = worker_groups(cache, dict(zip(names, views)), BLOCKS)
     try:
         pages = [page_layout_of(tensor, "cpu") for tensor in group.tensors]
     except LayoutError as error:
@@ -271,13 +271,6 @@ def test_heads_lie_apart_in_the_rows_of_one_layout(strides: tuple[int, ...], row
     view = SimpleNamespace(shape=(8, 4, 16, 64), stride=lambda: strides)
     assert [number for number in (1, 16) if lie_apart([view, view], number, 4)] == [rows] * (rows > 0)
     assert lie_apart([view], 16, 1), "a single head"
-
-
-def test_an_engine_with_context_parallelism_uses_no_depot() -> None:
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        config = SimpleNamespace(parallel_config=SimpleNamespace(**{name: 2}))
-        with pytest.raises(Unsupported, match=f"{name} is 2: context parallelism is not supported"):
-            engine_cache(config, None, str, None)
 
 
 def test_ranks_that_schedule_for_themselves_use_no_depot() -> None:

@@ -29,6 +29,11 @@ STEPS = {
     "pause_scheduler", "reset_prefix_cache", "_reset_caches", "sleep", "unregister_kv_caches", "suspend", "discard",
     "wake_up", "resume", "restore_kv_caches", "_set_kv_connector_handshake_metadata", "resume_scheduler",
 }  # fmt: skip
+KERNELS = {  # find the slot of each token. `support.vllm.slots` interprets them
+    "v1": ("vllm.v1.worker.block_table", "kernel"),
+    "v2": ("vllm.v1.worker.gpu.block_table", "_compute_slot_mappings_kernel"),
+}
+SPAN = ("vllm.v1.core.kv_cache_utils", "resolve_dcp_kv_block_size")
 Read = Callable[[str], str | None]
 
 
@@ -106,7 +111,22 @@ def describe(read: Read) -> dict[str, Any]:
             for name, calls in _calls(read, *place.rsplit(".", 1)).items()
             if name in names
         },
+        "kernels": {name: _source(read, *place) for name, place in KERNELS.items()},
+        "span": _source(read, *SPAN),
     }
+
+
+def _source(read: Read, module: str, name: str) -> str | None:
+    """Return the source of a function without its decorators, annotations and docstring."""
+    tree = _module(read, module)
+    for node in ast.walk(tree) if tree is not None else ():
+        if isinstance(node, ast.FunctionDef) and node.name == name:
+            node.decorator_list, node.returns = [], None
+            for each in node.args.args:
+                each.annotation = None
+            node.body = node.body[ast.get_docstring(node) is not None :]
+            return ast.unparse(node)
+    return None
 
 
 def _calls(read: Read, module: str, name: str) -> dict[str, list[str]]:

@@ -6,7 +6,8 @@ group. In the pool, the bytes of a chunk and group are ordered by layer, then by
 `(num_pages, blocks_per_chunk, page_size_bytes)`.
 
 The layers and heads of a group over the whole model are its **plane**. A worker holds a **part** of it, a rectangle.
-Workers of engines with other ranks hold other parts; the cells that two parts share are the same bytes.
+Workers of engines with other ranks hold other parts; the cells that two parts share are the same bytes. If ranks divide
+the tokens of a head among them, each share counts as a head.
 """
 
 import enum

@@ -196,8 +196,12 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         """
         group: Any = get_kv_transfer_group()
         others = [type(other) for other in getattr(group, "_connectors", [group]) if other is not self]
-        is_one_stage = self._vllm_config.parallel_config.pipeline_parallel_size == 1
-        if self._unsaid is None or (others and not (is_one_stage and all(map(_takes_no_part, others)))):
+        parallel = self._vllm_config.parallel_config
+        is_one_stage = parallel.pipeline_parallel_size == 1
+        # vLLM names a worker by its stage and its tensor parallel rank, so the formats of several would be one.
+        has_replicas = getattr(parallel, "prefill_context_parallel_size", 1) > 1
+        has_rivals = others and not (is_one_stage and all(map(_takes_no_part, others)))
+        if self._unsaid is None or has_replicas or has_rivals:
             return None
         told, self._unsaid = self._unsaid, None
         return told

@@ -48,11 +48,11 @@ def seen_format(cache: EngineCache, groups: Sequence[CacheGroup], layers: Mappin
         raise LayoutError("recurrent states are not written by an attention backend")
     digest = blake3(derive_key_context=_CONTEXT)
     for ours, group in zip(cache.groups, groups, strict=True):
-        tokens = group.physical_block_tokens or group.block_tokens
-        rows = max(1, group.rows * tokens // group.block_tokens)
+        tokens = group.physical_block_tokens or ours.page_tokens
+        rows = max(1, group.rows * tokens // ours.page_tokens)
         # Probe every layer: the kernels of one attention backend may differ, as on CPU with AMX and without.
         found = [(name, _encoding(layers[name], tokens, rows, group.part.num_heads)) for name in ours.layer_names]
-        if group.plane == (ours.num_layers, ours.heads):  # stages may divide the layers, if all of them are alike
+        if group.plane == (ours.num_layers, ours.plane_heads):  # stages may divide the layers, if all of them are alike
             found = sorted({(name_of_layers(name), encoding) for name, encoding in found})
             if len(found) > 1:
                 raise LayoutError("layers of one group have different pages")

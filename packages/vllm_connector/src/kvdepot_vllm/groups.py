@@ -4,6 +4,9 @@ Both sides of the connector use the same configuration. Ranks and stages can div
 groups, so that engines of any size share. Ranks can divide heads if each head's bytes are one piece of each row of a
 page. Otherwise pages are opaque: their bytes fit only the rank with the same number in an engine of the same size.
 Pipeline stages can divide layers if all layers of the model are alike.
+
+With decode context parallelism, ranks with the same head divide the tokens of each block among them. A block then
+spans as many times the tokens of a page, and each rank's share of a head counts as a head of the plane.
 """
 
 import math
@@ -11,7 +14,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, Final, cast
+from typing import Any, Final, NamedTuple, cast
 
 from blake3 import blake3
 
@@ -31,13 +34,22 @@ class Unsupported(LayoutError):
     """This engine cannot use a depot; the text gives the reason and the way out."""
 
 
+class Seat(NamedTuple):
+    """A worker's place in its engine, as vLLM numbers its ranks."""
+
+    rank: int = 0  # tensor parallel
+    stage: int = 0  # pipeline
+    replica: int = 0  # prefill context parallel: replicas hold the same KV, unless they divide its tokens
+    shard: int = 0  # decode context parallel
+
+
 @dataclass(frozen=True, slots=True)
 class EngineGroup:
     """One KV cache group of vLLM that a depot keeps."""
 
     number: int  # among vLLM's groups
     kind: GroupKind
-    block_tokens: int
+    block_tokens: int  # that a block of the block table spans, over all shards
     window_tokens: int
     layer_names: tuple[str, ...]
     is_mla: bool
@@ -45,6 +57,17 @@ class EngineGroup:
     heads: int = 0  # KV heads of the whole model, if ranks can divide the pages; 0: the pages are opaque
     first_layer: int = 0  # the first layer of this process's stage
     num_layers: int = 0  # layers of the whole model, if stages can divide them; 0: each stage has its own kind of bytes
+    num_shards: int = 1  # ranks that divide the tokens of a block
+
+    @property
+    def page_tokens(self) -> int:
+        """The tokens of a block on one rank."""
+        return self.block_tokens // self.num_shards
+
+    @property
+    def plane_heads(self) -> int:
+        """The heads of the plane: one for each shard of each KV head."""
+        return self.heads * self.num_shards
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,19 +77,21 @@ class EngineCache:
     groups: tuple[EngineGroup, ...]
     num_groups: int  # vLLM's number of groups
     chunk_tokens: int
-    num_ranks: int  # ranks in a pipeline stage
+    num_ranks: int  # tensor parallel ranks
     dtype: str
     format: str = ""  # only the workers know it
     volatile_tokens: int = 0  # the last computed tokens, whose KV a draft model may still write again
     state_step: int = 0  # recurrent: vLLM keeps the state at the last multiple of this before the end of a prompt
     num_stages: int = 1  # stages of the pipeline
+    num_replicas: int = 1  # workers of a stage with the same tensor parallel rank
+    interleave_tokens: int = 1  # a shard's neighbouring tokens
     layout: str = ""  # vLLM's name for the order of a block's bytes
     shapes: tuple[GroupShape, ...] = ()  # by group, as the workers register them; only they know the form of pages
 
     @property
     def num_workers(self) -> int:
         """The number of workers of the engine. vLLM's `world_size` may count all data-parallel replicas."""
-        return self.num_stages * self.num_ranks
+        return self.num_stages * self.num_replicas * self.num_ranks
 
     @property
     def num_recurrent(self) -> int:
@@ -89,16 +114,27 @@ class EngineCache:
         """The cache spec that workers and scheduler register."""
         return CacheSpec(self.chunk_tokens, self.shapes, self.dtype, self.format)
 
-    def part(self, group: EngineGroup, stage: int, rank: int) -> tuple[Part, Plane]:
-        """Return the part of a group that a rank of a pipeline stage holds, and the group's plane."""
+    @property
+    def division(self) -> str:
+        """The division of a block's tokens among ranks, as a part of the format; "" if each rank has all of them."""
+        shards = max(group.num_shards for group in self.groups)
+        return f" cp{shards}x{self.interleave_tokens}" if shards > 1 else ""
+
+    def number_of(self, seat: Seat) -> int:
+        """Return the number of a worker in its engine."""
+        return (seat.stage * self.num_replicas + seat.replica) * self.num_ranks + seat.rank
+
+    def part(self, group: EngineGroup, seat: Seat) -> tuple[Part, Plane]:
+        """Return the part of a group that a worker holds, and the group's plane."""
         if not group.heads:
-            return Part(stage * self.num_ranks + rank), Plane(self.num_stages * self.num_ranks)
-        # With more ranks than heads, several ranks hold the same head: equal parts.
-        first, held = rank * group.heads // self.num_ranks, max(1, group.heads // self.num_ranks)
+            return Part(self.number_of(seat)), Plane(self.num_workers)
+        # With more ranks than heads, several ranks hold the same head: equal parts, or shards of it.
+        first, held = seat.rank * group.heads // self.num_ranks, max(1, group.heads // self.num_ranks)
+        first += seat.shard % group.num_shards * group.heads  # groups that vLLM does not divide have one shard
         if group.num_layers:
             part = Part(group.first_layer, len(group.layer_names), first, held)
-            return part, Plane(group.num_layers, group.heads)
-        return Part(stage, 1, first, held), Plane(self.num_stages, group.heads)
+            return part, Plane(group.num_layers, group.plane_heads)
+        return Part(seat.stage, 1, first, held), Plane(self.num_stages, group.plane_heads)
 
 
 def engine_cache(
@@ -117,14 +153,13 @@ def engine_cache(
         Unsupported: with the reason.
     """
     parallel = vllm_config.parallel_config
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        if getattr(parallel, name, 1) > 1:
-            raise Unsupported(f"{name} is {getattr(parallel, name)}: context parallelism is not supported")
     num_ranks, num_stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-    if parallel.distributed_executor_backend == "external_launcher" and num_ranks * num_stages > 1:
+    num_replicas = getattr(parallel, "prefill_context_parallel_size", 1)
+    num_workers = num_ranks * num_replicas * num_stages
+    if parallel.distributed_executor_backend == "external_launcher" and num_workers > 1:
         raise Unsupported(
-            f"each of {num_ranks * num_stages} ranks of an external_launcher schedules for itself: a load that ends"
-            " later on one of them would put them out of step"
+            f"each of {num_workers} ranks of an external_launcher schedules for itself: a load that ends later on one"
+            " of them would put them out of step"
         )
     if _reuses_nothing(vllm_config):
         raise Unsupported(
@@ -158,6 +193,8 @@ def engine_cache(
         volatile_tokens=_volatile_tokens(vllm_config, kv_cache_config),
         state_step=state_step,
         num_stages=num_stages,
+        num_replicas=num_replicas,
+        interleave_tokens=getattr(parallel, "cp_kv_cache_interleave_size", 1),
         layout=str(kv_cache_config.kv_cache_layout),
     )
 
@@ -209,17 +246,39 @@ def _engine_group(
             )
     else:
         raise Unsupported(f"KV cache group {number} is {kind} ({name}), which is not supported")
+    shards = _shards_of(vllm_config, number, spec)
+    heads = heads_of(vllm_config, group, kind)
     return EngineGroup(
         number,
         ours,
-        spec.block_size,
+        spec.block_size * shards,
         window,
         tuple(group.layer_names),
         "mla" in kind,
         states_by_position,
-        heads_of(vllm_config, group, kind),
+        heads if heads * shards <= MAXIMUM_HEADS else 0,
         *layers_of(vllm_config, kv_cache_config, group),
+        shards,
     )
+
+
+def _shards_of(vllm_config: Any, number: int, spec: Any) -> int:
+    """Return the number of ranks that divide the tokens of a group's blocks among them.
+
+    Tokens `n * i` to `n * (i + 1)` of a block are in shard `i % shards`, where `n` is the interleave.
+    """
+    parallel = vllm_config.parallel_config
+    shards = getattr(parallel, "decode_context_parallel_size", 1)
+    if shards == 1 or not spec.dcp_sharded:
+        return 1
+    interleave = parallel.cp_kv_cache_interleave_size
+    # A shard's tokens would not be the same in blocks of another size, and vLLM does not say which they are.
+    if not interleave or spec.block_size % interleave:
+        raise Unsupported(
+            f"KV cache group {number}: {shards} ranks divide blocks of {spec.block_size} tokens by an interleave of"
+            f" {interleave}: give a --cp-kv-cache-interleave-size that divides the block"
+        )
+    return shards
 
 
 def _common(spec: Any, name: str) -> Any:
@@ -355,8 +414,7 @@ def worker_groups(
     cache: EngineCache,
     kv_caches: Mapping[str, Any],
     num_blocks: int,
-    rank: int = 0,
-    stage: int = 0,
+    seat: Seat = Seat(),  # noqa: B008  # immutable
     *,
     cuts_pages: Callable[[int], bool] = lambda _row_tokens: False,
     layers: Mapping[str, Any] = MappingProxyType({}),
@@ -367,8 +425,7 @@ def worker_groups(
         cache: the engine's cache.
         kv_caches: layer name to tensor, or to a tuple of keys and values, as vLLM registers them.
         num_blocks: blocks of the engine's block table.
-        rank: this worker's rank within its pipeline stage.
-        stage: its pipeline stage.
+        seat: this worker's place in its engine.
         cuts_pages: see `Backend`.
         layers: vLLM's attention layers by name. Operators see the names of their backends.
 
@@ -383,16 +440,16 @@ def worker_groups(
         if len(physical) != 1 or min(physical) % num_blocks:
             raise Unsupported(f"KV cache group {group.number}: {num_blocks} blocks in tensors of {sorted(physical)}")
         ratio = physical.pop() // num_blocks
-        rows = _rows_of(cache.layout, group.block_tokens, ratio)
+        rows = _rows_of(cache.layout, group.page_tokens, ratio)
         if group.is_mla:
-            rows = group.block_tokens  # one row a token, unless no probe confirms it (`setup._seen_or_named`)
-        elif not cuts_pages(group.block_tokens // rows) or not lie_apart(
+            rows = group.page_tokens  # one row a token, unless no probe confirms it (`setup._seen_or_named`)
+        elif not cuts_pages(group.page_tokens // rows) or not lie_apart(
             tensors, rows // ratio, max(1, group.heads // cache.num_ranks)
         ):
             group = replace(group, heads=0)
         if len(pages) != len(group.layer_names) or len({_shapes(page) for page in pages}) > 1:
             group = replace(group, num_layers=0)
-        part, plane = cache.part(group, stage, rank)
+        part, plane = cache.part(group, seat)
         result.append(
             CacheGroup(
                 [_by_logical_block(tensor, ratio) for tensor in tensors],
@@ -403,7 +460,7 @@ def worker_groups(
                 plane,
                 rows if group.heads else 1,
                 num_layers=len(group.layer_names) if len(pages) == len(tensors) else len(pages),
-                physical_block_tokens=group.block_tokens // ratio,
+                physical_block_tokens=group.page_tokens // ratio,
                 hidden_dims=tuple(int(size) for size in tensors[0].shape[1:])[:8],
                 is_mla=group.is_mla,
                 attention_backend="+".join(sorted({_backend_of(layers.get(name)) for name in group.layer_names})),

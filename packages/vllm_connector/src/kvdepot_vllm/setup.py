@@ -26,7 +26,7 @@ from kvdepot.layout import GroupKind
 from kvdepot.wire.messages import GroupShape
 from kvdepot_vllm.contents import WorkerContents
 from kvdepot_vllm.events import Announcer, Describer
-from kvdepot_vllm.groups import EngineCache, Unsupported, engine_cache, named_format, worker_groups
+from kvdepot_vllm.groups import EngineCache, Seat, Unsupported, engine_cache, named_format, worker_groups
 from kvdepot_vllm.identity import engine_namespace
 from kvdepot_vllm.inspection import digest_of_weights, find_runner, find_worker, served_model
 from kvdepot_vllm.scheduler import SchedulerSide
@@ -92,12 +92,12 @@ class Start:
         Raises:
             KVDepotError: the backend or the cache's layout cannot be used; the text says why.
         """
-        from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+        from vllm.distributed.parallel_state import get_dcp_group, get_pcp_group, get_pp_group, get_tp_group
         from vllm.platforms import current_platform
 
-        parallel = self.vllm_config.parallel_config
-        tp_rank, pp_rank = get_tp_group().rank_in_group, get_pp_group().rank_in_group
-        rank = pp_rank * parallel.tensor_parallel_size + tp_rank
+        places = (get_tp_group(), get_pp_group(), get_pcp_group(), get_dcp_group())
+        seat = Seat(*(group.rank_in_group for group in places))
+        rank = cache.number_of(seat)
         device = current_platform.device_type
         cache_dtype = str(self.vllm_config.cache_config.cache_dtype)
         if device == "cpu" and cache_dtype.endswith("_per_token_head"):
@@ -115,13 +115,12 @@ class Start:
             cache,
             kv_caches,
             self.kv_cache_config.num_blocks,
-            tp_rank,
-            pp_rank,
+            seat,
             cuts_pages=lambda row_tokens: backend.cuts_pages(row_tokens, **options),
             layers=layers,
         )
         text, groups = _seen_or_named(cache, groups, layers)
-        cache = replace(cache, format=text)
+        cache = replace(cache, format=text + cache.division)
         open_context = partial(
             backend.create_context,
             KVCache(
