@@ -1,7 +1,9 @@
 """A scheduler's client: a depot that is away, hung or new is a miss, and the client reconnects by itself."""
 
+import contextlib
 import os
 import signal
+import socket
 import threading
 import time
 import warnings
@@ -14,6 +16,7 @@ import pytest
 from kvdepot import SchedulerClient
 from kvdepot.client.connection import Connection, open_session
 from kvdepot.client.session import Channel, Session
+from kvdepot.config import CONTROL_SOCKET
 from kvdepot.errors import DepotUnavailable, ErrorCode, KVDepotError, RemoteError
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.wire import messages as m
@@ -172,6 +175,73 @@ def test_a_killed_depot_costs_less_than_a_deadline_and_comes_back(client: Schedu
     client.wait_until_connected(5)
     assert depot.status().epoch != epoch
     wait_until(lambda: client.lookup("r", prompt(3)).num_chunks == 3, what="the sealed chunks to be found again")
+
+
+@pytest.fixture
+def no_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let clients not try to connect again by themselves."""
+    monkeypatch.setattr("kvdepot.client.connection.FIRST_RETRY_SECONDS", 3600.0)
+
+
+def restart(depot: DepotProcess, connection: Connection) -> None:
+    """Kill a depot. Start it again once the client has failed to connect, and wait until it has its chunks."""
+    depot.kill()
+    wait_until(lambda: connection.why_away.startswith("[Errno"), what="a try to connect")
+    depot.start()
+    wait_until(lambda: not depot.status().recovering)
+
+
+@pytest.mark.promise(4, 23)
+@pytest.mark.usefixtures("no_retries")
+def test_the_first_lookup_after_a_restart_waits_for_the_depot_and_is_a_hit(
+    client: SchedulerClient, depot: DepotProcess
+) -> None:
+    restart(depot, client.connection)
+    assert not client.is_connected
+    assert client.lookup("r", prompt(3)).num_chunks == 3
+    restart(depot, client.connection)
+    cancelled, polled = client.submit_lookup("c", prompt(3)), client.submit_lookup("r", prompt(3))
+    cancelled.cancel()
+    assert polled.wait(5)
+    assert (cancelled.result().num_chunks, polled.result().num_chunks) == (0, 3)
+    assert depot.status().num_leases == 1
+
+
+@pytest.fixture
+def listener(tmp_path: Path) -> Iterator[socket.socket]:
+    """A server in place of a depot, which answers nothing."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(str(tmp_path / CONTROL_SOCKET))
+        listener.listen()
+        yield listener
+
+
+@pytest.mark.promise(25)
+@pytest.mark.usefixtures("listener")
+def test_a_depot_that_hangs_when_it_comes_back_costs_one_deadline_in_all(
+    tmp_path: Path, make_client: MakeClient
+) -> None:
+    client = make_client(str(tmp_path))
+    assert DEADLINE * 0.9 < seconds_of(lambda: client.lookup("r", prompt(3))) < DEADLINE * 3
+    assert seconds_of(lambda: [client.lookup("r", prompt(3)) for _ in range(100)]) < DEADLINE
+    pending = client.submit_lookup("r", prompt(3))
+    assert pending.query()
+
+
+@pytest.mark.usefixtures("no_retries")
+def test_a_lookup_waits_for_a_depot_no_longer_than_it_takes_to_fail(tmp_path: Path, listener: socket.socket) -> None:
+    def refuse() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                listener.accept()[0].close()
+
+    refusing = threading.Thread(target=refuse)
+    refusing.start()
+    with SchedulerClient(SPEC, "engine", url=str(tmp_path), deadline_seconds=3600.0) as client:
+        assert client.lookup("r", prompt(3)).num_chunks == 0
+        assert client.lookup("r", prompt(3)).num_chunks == 0
+    listener.shutdown(socket.SHUT_RDWR)
+    refusing.join()
 
 
 @pytest.mark.promise(4)

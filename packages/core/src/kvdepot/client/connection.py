@@ -8,6 +8,9 @@ A call that exceeds its deadline suspends the session. So do several calls that 
 thread then sends pings on its socket, and resumes the session when the server answers quickly. So a hung server costs
 one deadline, a slow one a bounded wait, and a dead one less.
 
+While the depot is away, the thread tries to connect once a second. A caller that calls `seek` makes it try at once if
+the depot listens again. Callers may then wait for the session: in one outage, together for at most one deadline.
+
 A process that is forked from a client's process gets a copy of each connection. Both processes would write to one
 socket, and each would read the other's replies. So the copies in the child have no session and no socket; their end
 changes nothing for the parent.
@@ -40,7 +43,7 @@ from kvdepot.wire import messages as m
 
 logger = logging.getLogger(__name__)
 
-_FIRST_RETRY_SECONDS: Final = 0.05  # a depot starts in 0.3 s
+FIRST_RETRY_SECONDS: Final = 0.05  # a depot starts in 0.3 s
 _LAST_RETRY_SECONDS: Final = 1.0  # so engines notice a returning depot within this time
 REFUSED_RETRY_SECONDS: Final = 10.0  # a refusal lasts until someone changes a setting
 SLOW_WAITS_TO_SUSPEND: Final = 5  # in a row: a garbage collection or a slow disk delays only one or two
@@ -101,6 +104,9 @@ class Connection:
         self._on_fork = on_fork
         self._is_renewing = False
         self._has_connected = False
+        self._is_refused = False  # whether the thread pauses because the depot has refused the registration
+        self._is_sought = False  # whether callers wait for the thread's next try to connect
+        self._sought_until = 0.0  # the end of all such waits in this outage; 0: none so far
         self._reap_seconds = 0.0  # pause until late replies are read; 0: do not read them
         self._session: Session | None = None
         self._changed = threading.Condition()
@@ -135,6 +141,33 @@ class Connection:
             if session is None:
                 raise DepotUnavailable(f"no depot in {self.directory}: {self.why_away}")
             return session
+
+    def seek(self) -> bool:
+        """Let the thread connect now if the depot listens again. Never wait.
+
+        Return whether there is a session, or one `is_coming`.
+        """
+        with self._changed:
+            # While a session is suspended or registers again, the depot is there and does not answer.
+            if self._session is not None or self._is_refused or self._closing.is_set():
+                return self.session is not None
+            if not self._is_sought and self._listens():
+                self._is_sought = True
+                self._sought_until = self._sought_until or time.monotonic() + self.deadline_seconds
+                self._wake()
+            return self.is_coming
+
+    @property
+    def is_coming(self) -> bool:
+        """Whether a caller that has sought the depot may wait for its session: the try to connect has not failed."""
+        return self._is_sought and time.monotonic() < self._sought_until
+
+    def wait_while_coming(self, timeout_seconds: float) -> Session | None:
+        """Return the session. Wait for it at most `timeout_seconds`, and only while it `is_coming`."""
+        rest = min(timeout_seconds, self._sought_until - time.monotonic())
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_sought, max(0.0, rest))
+        return self.session
 
     def channel(self, session: Session) -> Channel:
         """Return a new channel over a session for the calling thread."""
@@ -217,6 +250,12 @@ class Connection:
         self._sockets.add(made)
         return made
 
+    def _listens(self) -> bool:
+        """Return whether a server accepts connections, which takes microseconds."""
+        with self._make_socket() as probe:
+            probe.setblocking(False)
+            return probe.connect_ex(str(self.directory / CONTROL_SOCKET)) == 0
+
     def _wake(self) -> None:
         with contextlib.suppress(OSError):
             self._wake_writer.send(b"w")
@@ -224,25 +263,29 @@ class Connection:
     # --- the thread -----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        retry = _FIRST_RETRY_SECONDS
+        retry = FIRST_RETRY_SECONDS
         while not self._closing.is_set():
             try:
                 connection, session = self._open()
             except (OSError, KVDepotError, frames.FrameError) as error:
-                if isinstance(error, RemoteError) and error.code is not ErrorCode.UNKNOWN_SESSION:
+                self._is_refused = isinstance(error, RemoteError) and error.code is not ErrorCode.UNKNOWN_SESSION
+                with self._changed:
+                    self._is_sought = False
+                    self._changed.notify_all()
+                if self._is_refused:
                     self._say_why(f"it refused: {error}", logging.ERROR)
                     self._closing.wait(REFUSED_RETRY_SECONDS)
                     continue
                 # An unknown session means that the depot was restarted meanwhile. A stranger in its place must show in
                 # the log, even if the log has already reported that the depot is away.
                 self._say_why(str(error), logging.ERROR if isinstance(error, DepotForeign) else logging.WARNING)
-                self._closing.wait(retry * self._random.uniform(0.5, 1.0))
+                self._pause(retry * self._random.uniform(0.5, 1.0))
                 retry = min(retry * 2, _LAST_RETRY_SECONDS)
                 continue
-            retry = _FIRST_RETRY_SECONDS
-            self._is_away, self._has_connected = False, True
+            retry = FIRST_RETRY_SECONDS
+            self._is_away, self._is_refused, self._has_connected = False, False, True
             with self._changed:
-                self._session = session
+                self._session, self._is_sought, self._sought_until = session, False, 0.0
                 self._changed.notify_all()
             logger.info("connected to the depot in %s (epoch %d)", self.directory, session.epoch)
             why, pause = "the connection was lost", 0.0
@@ -260,6 +303,13 @@ class Connection:
             if not self._closing.is_set():
                 self._say_why(why, logging.WARNING)
                 self._closing.wait(pause)
+
+    def _pause(self, seconds: float) -> None:
+        """Wait until the next try to connect is due, or a caller has woken the thread."""
+        poller = select.poll()
+        poller.register(self._wake_reader, select.POLLIN)
+        if poller.poll(seconds * 1000):
+            self._wake_reader.recv(4096)
 
     def _say_why(self, why: str, level: int) -> None:
         """Log one line per outage, and one per reason of a refusal."""

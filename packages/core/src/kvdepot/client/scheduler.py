@@ -36,9 +36,8 @@ class Pending(Generic[Answer]):
     """A lookup under way. The caller owns it, polls `query`, and then takes `result`.
 
     Args:
-        client: the client that sent it.
-        channel: the request's channel, None if it was not sent.
-        sequence: the request's sequence number.
+        client: the client that sends it.
+        make: returns the request; its argument is the number of the context. None: there is nothing to ask.
         missing: the answer if no reply arrives.
         read: returns the answer in a reply, None if the reply is of another kind.
     """
@@ -46,19 +45,19 @@ class Pending(Generic[Answer]):
     def __init__(
         self,
         client: "SchedulerClient",
-        channel: Channel | None,
-        sequence: int,
+        make: Callable[[int], frames.Request] | None,
         missing: Answer,
         read: Callable[[frames.Reply, Session], Answer | None],
     ) -> None:
+        self.make = make
         self.missing = missing
         self.read = read
-        self.channel = channel
-        self.sequence = sequence
-        self.submitted_at = self.missing_at = time.monotonic()  # `missing_at`: the latest time without an answer
-        self.deadline = self.submitted_at + client.deadline_seconds
+        self.channel: Channel | None = None  # None while the depot is coming back
+        self.sequence = 0
+        self.sent_at = self.missing_at = time.monotonic()  # `missing_at`: the latest time without an answer
+        self.deadline = self.sent_at + client.deadline_seconds
         self._client = client
-        self._answer: Answer | None = missing if channel is None else None
+        self._answer: Answer | None = missing if make is None else None
 
     def query(self) -> bool:
         """Return whether the answer has arrived or its deadline has passed. Never wait."""
@@ -185,7 +184,7 @@ class SchedulerClient:
             raise KVDepotError(f"a lookup starts at chunk 0, not at {key.first_chunk}")
         longest = self.deadline_seconds * _SHARE_FOR_WAITING
         if not key.digests:
-            return Pending(self, None, 0, MISS, lease_of)
+            return Pending(self, None, MISS, lease_of)
         return self.submit(
             lambda context: m.Lookup(
                 context,
@@ -210,13 +209,29 @@ class SchedulerClient:
         missing: Answer,
         read: Callable[[frames.Reply, Session], Answer | None],
     ) -> Pending[Answer]:
-        """Send a request that has a reply, without waiting: see `Pending`. `make` gets the number of the context."""
+        """Send a request that has a reply, without waiting: see `Pending`. `make` gets the number of the context.
+
+        If the depot is just coming back, the request is sent once it is there, within the deadline.
+        """
+        pending = Pending(self, make, missing, read)
         with self._lock:
-            channel, sequence = self._current(), 0
-            if channel is not None:
-                with contextlib.suppress(DepotUnavailable):
-                    sequence = channel.submit(make(channel.session.context))
-            return Pending(self, channel if sequence else None, sequence, missing, read)
+            if not self._send(pending) and not self.connection.seek():
+                pending.cancel()
+        return pending
+
+    def _send(self, pending: Pending[Answer]) -> bool:
+        """Send the request of a lookup, or answer it with a miss. Return False if there is no session."""
+        channel = self._current()
+        if channel is None or pending.make is None:
+            return False
+        try:
+            pending.sequence = channel.submit(pending.make(channel.session.context))
+        except DepotUnavailable:
+            pending.cancel()
+            return True
+        pending.channel = channel
+        pending.sent_at = pending.missing_at = time.monotonic()
+        return True
 
     def post(self, make: Callable[[int], Iterable[frames.Request]]) -> None:
         """Send requests whose replies are ignored. `make` gets the number of the context.
@@ -277,10 +292,16 @@ class SchedulerClient:
 
     def take_answer(self, lookup: Pending[Answer], *, may_wait: bool) -> Answer | None:
         """Return the answer to a lookup. Return None if it may still arrive and `may_wait` is False. For `Pending`."""
-        channel, sequence = lookup.channel, lookup.sequence
-        if channel is None:
-            return lookup.missing
+        if lookup.channel is None and may_wait:
+            self.connection.wait_while_coming(lookup.deadline - time.monotonic())
         with self._lock:
+            # Read before the try to send, as the session may open in between.
+            is_coming = not may_wait and self.connection.is_coming and time.monotonic() < lookup.deadline
+            if lookup.channel is None and not self._send(lookup) and is_coming:
+                return None
+            channel, sequence = lookup.channel, lookup.sequence
+            if channel is None:
+                return lookup.missing
             session = channel.session
             if channel is not self._channel or self.connection.session is not session:
                 self.give_up(channel, sequence)
@@ -305,11 +326,13 @@ class SchedulerClient:
             except DepotUnavailable:
                 return lookup.missing
             waited_seconds = reply.waited_seconds if isinstance(reply, m.LookupReply) else 0.0
-            self.connection.note_wait(session, lookup.missing_at - lookup.submitted_at - waited_seconds)
+            self.connection.note_wait(session, lookup.missing_at - lookup.sent_at - waited_seconds)
             return lookup.read(reply, session) or lookup.missing
 
     def wait_for_answers(self, channel: Channel | None, timeout_seconds: float) -> None:
-        """Wait until a channel has data to receive. For `Pending`."""
+        """Wait until a channel has data to receive; without a channel, until the depot is back. For `Pending`."""
+        if channel is None:
+            self.connection.wait_while_coming(timeout_seconds)
         with self._lock:
             if channel is not None and channel is self._channel:
                 channel.wait_for_any(timeout_seconds)

@@ -49,7 +49,7 @@ class TransferJob:
     """One submitted store or retrieve. It is a miss if `session` is no longer the current session when it begins."""
 
     transfer: Transfer
-    session: Session
+    session: Session | None  # None: submitted while the depot is coming back
     request_id: str
     key: KeyRun
     block_ids: BlockIds

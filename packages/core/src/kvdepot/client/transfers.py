@@ -166,7 +166,7 @@ class WorkerTransfers:
         covered = self._covered(key, block_ids, may_skip=direction is Direction.RETRIEVE)
         transfer = Transfer()
         session = self.connection.session
-        if session is None or self._closed or self._device_is_lost:
+        if self._closed or self._device_is_lost or (session is None and not self.connection.seek()):
             transfer.resolve(False)
             return transfer
         ready = self.copier.mark_ready(direction, ready)
@@ -206,10 +206,11 @@ class WorkerTransfers:
     ) -> Channel | None:
         """Execute one job and resolve its future. Return the channel for the next job."""
         started = time.perf_counter()
-        ok = False
+        ok, session = False, self.connection.session
         try:
-            session = self.connection.session
-            if session is None or session is not job.session or self._device_is_lost:
+            if session is None and job.session is None:
+                session = self.connection.wait_while_coming(self.connection.deadline_seconds)
+            if session is None or job.session not in (None, session) or self._device_is_lost:
                 return channel
             if channel is None or channel.session is not session:
                 if channel is not None:
@@ -218,7 +219,8 @@ class WorkerTransfers:
             self._copy_route.prepare(channel)
             ok = work(self.connection, channel, job)
         except DepotTimeout:
-            self.connection.suspend(job.session)
+            if session is not None:
+                self.connection.suspend(session)
             self.connection.reap_soon()
         except DepotUnavailable as error:
             logger.info("a transfer of %s is a miss: %s", job.request_id, error)

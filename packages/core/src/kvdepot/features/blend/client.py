@@ -62,7 +62,7 @@ def submit_blend_lookup(
     A depot without this feature finds none. `end_request` releases the lease of the answer.
     """
     if not segments:
-        return Pending(client, None, 0, NO_BLEND, hit_of)
+        return Pending(client, None, NO_BLEND, hit_of)
     return client.submit(
         lambda context: BlendLookup(context, request_id, segments.packed, min_run_tokens), NO_BLEND, hit_of
     )
