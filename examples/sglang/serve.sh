@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Shows that a prompt outlives its engine: serve.sh MODEL [further flags of sglang.launch_server]
 #
-# Starts a depot and an engine, asks once, kills the engine, starts another one and asks the same again. The second
-# answer's "cached_tokens" come from the depot, as the new engine has computed nothing yet. Fails if there are none. The
-# engine's log is a file and stays if this fails.
+# Starts a depot and an engine, asks once, kills the engine, starts another one and asks the same again. The
+# cached tokens of the second answer come from the depot, as the new engine has computed nothing yet. Fails if there are
+# none. Prints them, and the time to the first token of both. The engine's log is a file and stays if this fails.
 #
 # PORT: the engine's. POOL_SIZE: the depot's.
 set -euo pipefail
@@ -33,22 +33,33 @@ start_engine() {
     kill -0 "$engine" 2>/dev/null || break
     sleep 1
   done
-  echo "the engine ended, or did not answer for five minutes; the end of its log, $log, says why" >&2
+  grep --max-count=1 -E '^[A-Za-z.]*Error: ' "$log" >&2 || tail -1 "$log" >&2
+  echo "the engine ended, or did not answer for five minutes: above is its first error, and its log is $log" >&2
   exit 1
 }
 
 tokens=$(seq --separator , 10 709)
 ask() {
   curl --silent --fail "http://127.0.0.1:$port/generate" --header 'Content-Type: application/json' \
-    --data '{"input_ids": ['"$tokens"'], "sampling_params": {"max_new_tokens": 4, "temperature": 0}}'
+    --data '{"input_ids": ['"$tokens"'], "sampling_params": {"max_new_tokens": 1, "temperature": 0}}' \
+    --write-out '\n%{time_total}'
+}
+
+# The number of a field of an answer, 0 without it.
+number_of() { grep --only-matching "\"$1\": *[0-9]*" <<<"$2" | grep --only-matching '[0-9]*$' || echo 0; }
+report() { # the time is that of one token, so the time to the first one
+  echo "$1 engine: $(number_of cached_tokens "$2") of $(number_of prompt_tokens "$2") prompt tokens came from the depot," \
+    "first token after ${2##*$'\n'} s"
 }
 
 start_engine "$@"
-echo "the first engine answers: $(ask)"
+first=$(ask)
 kill "$engine" && wait "$engine" || true
 start_engine "$@"
-answer=$(ask)
-echo "the second engine answers: $answer"
-kvdepot status --url "$directory"
-grep --quiet '"cached_tokens": *[1-9]' <<<"$answer" || { echo "nothing came from the depot; log: $log" >&2; exit 1; }
+second=$(ask)
+kvdepot status --dir "$directory"
+report "first" "$first"
+report "second" "$second"
+[[ $(number_of cached_tokens "$second") != 0 ]] || { echo "nothing came from the depot; log: $log" >&2; exit 1; }
+echo "It works: the second engine did not compute what the first one had."
 rm "$log"

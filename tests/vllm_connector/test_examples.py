@@ -35,11 +35,11 @@ def test_a_prompt_outlives_its_engine_and_the_example_leaves_no_memory(model: Ma
     port = str(free_port())
     with tempfile.TemporaryDirectory(prefix="kvd-") as folder:  # short, as it will contain sockets
         output = example("vllm", model("gqa"), PORT=port, TMPDIR=folder, **serve)
-    first, second = re.findall(r"engine answers: (\{.*\})", output)
-    assert not re.search(r'"cached_tokens":\s*[1-9]', first)
-    assert re.findall(r'"cached_tokens":\s*(\d+)', second) == ["640"]
-    counters = dict(re.findall(r"^(vllm:kvdepot_\w+_total)\{.*\} ([\d.e+]+)$", output, re.MULTILINE))
-    assert float(counters["vllm:kvdepot_hit_tokens_total"]) == 640
+    said = re.findall(
+        r"^(\w+) engine: (\d+) of 700 prompt tokens came .*, first token after [\d.]+ s$", output, re.MULTILINE
+    )
+    assert said == [("first", "0"), ("second", "640")]
+    assert "It works" in output
     attached = re.findall(r"^\[\d+\] vllm (?:\S+) (\S+) [0-9a-f]{8}, (scheduler|worker)", output, re.MULTILINE)
     assert sorted(attached) == [(f"127.0.0.1:{port}", role) for role in ("scheduler", "worker")]
     assert not [pool for pool in find_pools() if folder in pool.server]
