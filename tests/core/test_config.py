@@ -81,6 +81,12 @@ def test_choices_are_those_of_the_code_that_is_chosen() -> None:
     assert [*get_args(hints["verify"])] == [*Verify]
 
 
+def test_a_part_of_a_byte_is_no_size() -> None:
+    assert parse_size("5.5KiB") == 5632
+    with pytest.raises(ConfigError, match=r"'5\.5' is not a whole number of bytes: write for example 5\.5GiB"):
+        parse_size("5.5")
+
+
 @given(st.integers(0, 1 << 50))
 def test_a_size_is_written_so_that_it_can_be_read(size: int) -> None:
     assert abs(parse_size(format_size(size)) - size) <= size * 0.06

@@ -83,7 +83,7 @@ def test_bytes_of_a_custom_operation_come_over_socket_http_and_command_line_alik
     assert (by_command.stdout, by_command.returncode) == ("3132 3 b'4' nobody\n", 0), by_command.stderr
     assert run_kvdepot("touch", "3132", "--url", toucher.url).stdout == "3132 1 b'none' nobody\n"
     assert "leaving out the requests of broken" in by_command.stderr
-    for words, why in ((["3"], "hexadecimal"), (["31", "--times", "x"], "Expected `int`, got `str` - at `$.times`")):
+    for words, why in ((["3"], "hexadecimal"), (["31", "--times", "x"], "times: Expected `int`, got `str`")):
         refused = run_kvdepot("touch", *words, "--url", toucher.url)
         assert refused.returncode == 1
         assert refused.stderr.splitlines()[-1].startswith("kvdepot: touch: ")

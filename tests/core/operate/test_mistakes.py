@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvdepot.lab.processes import DepotProcess
-from kvdepot.operate.cli import make_parser
+from kvdepot.operate.cli import main, make_parser
 from kvdepot.operate.extensions import KNOWN_COMMANDS
 from kvdepot.pool.size import MEMORY_FILE_SYSTEMS, file_system_of
 from support.commands import KVDEPOT, run_kvdepot
@@ -50,6 +50,33 @@ def test_a_value_out_of_bounds_is_refused_in_one_line(arguments: list[str], reas
     assert status > 0
     assert reason in said
     assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("serve --pool-sise 1GiB", "kvdepot serve: there is no flag --pool-sise; did you mean --pool-size? (see"),
+        ("quota --tennant acme", "kvdepot quota: there is no flag --tennant (see 'kvdepot quota --help')"),
+        ("--verion", "kvdepot: there is no flag --verion; did you mean --version? (see 'kvdepot --help')"),
+        ("sevre", "kvdepot: argument COMMAND: invalid choice: 'sevre'; did you mean serve? (see"),
+        ("tier ad x", "kvdepot tier: argument COMMAND: invalid choice: 'ad'; did you mean add? (see"),
+        ("loglevel x", "invalid choice: 'x' (choose from"),
+        ("status x y", "kvdepot status: unrecognized arguments: x y (see 'kvdepot status --help')"),
+        ("sizing . --pool-size 64", "64 B is too small for a pool: write for example 64GiB"),
+    ],
+)
+def test_a_typo_names_what_was_probably_meant(command: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(command.split())
+    error = capsys.readouterr().err
+    assert (ended.value.code, error.count("\n")) == (2, 1)
+    assert said in error
+
+
+def test_without_a_command_kvdepot_prints_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([])
+    assert (ended.value.code, "run a depot" in capsys.readouterr().out) == (2, True)
 
 
 _TRACE = str(Path(__file__).parents[3] / "examples" / "trace.jsonl")

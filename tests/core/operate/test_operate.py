@@ -96,10 +96,10 @@ def test_a_file_that_is_damaged_clears_nothing(run: Run, peer: Peer, tmp_path: P
 @pytest.mark.parametrize(
     ("tenant", "said"),
     [
-        ("", "kvdepot: warm: Expected `str` of length >= 1"),
-        ("x", "0 of 1 chunks are in the pool"),
-        ("x" * 256, "0 of 1 chunks are in the pool"),
-        ("x" * 257, "kvdepot: warm: Expected `str` of length <= 256"),
+        ("", "tenant: give at least 1 characters\n"),
+        ("x", "0 of 1 chunks are in the pool\n"),
+        ("x" * 256, "0 of 1 chunks are in the pool\n"),
+        ("x" * 257, "tenant: give at most 256 characters\n"),
     ],
     ids=["empty", "short", "longest", "long"],
 )
@@ -109,7 +109,38 @@ def test_a_prefix_of_a_tenant_that_no_engine_can_have_is_refused(
     file = tmp_path / "prompts"
     file.write_text(json.dumps({"digests": ["00" * 32], "tenant": tenant}))
     code, out, error = run("warm", str(file))
-    assert (code, (out + error).startswith(said)) == (int("Expected" in said), True)
+    assert (code, (out + error).endswith(said)) == (int("give" in said), True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["session", "retain", "", "600"], "kvdepot: retain: session: give at least 1 characters"),
+        (["session", "retain", "s", "1e9"], "kvdepot: retain: retain_seconds: give at most 2,592,000"),
+        (["find", "-"], "kvdepot: -: there is no prefix in it"),
+        (["tier", "add", ""], "argument URL: there is no URL"),
+        (["drain", "--wait", "-1"], "argument --wait: -1 is in the past: give 0 or more seconds"),
+    ],
+)
+def test_a_wrong_value_is_refused_in_words(
+    arguments: list[str], reason: str, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    code, out, error = run(*arguments)
+    assert (bool(code), out, reason in error) == (True, "", True), error
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("{", "it ends before its JSON does"),
+        ('{"digests": ["zz"]}', "digests and keys are pairs of hexadecimal digits"),
+        ('{"tokens": "x"}', "tokens: Expected `array`, got `str`"),
+    ],
+)
+def test_a_malformed_file_of_prefixes_is_refused_in_words(line: str, reason: str, run: Run, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text(line)
+    assert f"{tmp_path}/keys: {reason}" in run("find", str(tmp_path / "keys"))[2]
 
 
 def test_a_quota_of_nothing_is_refused_as_0_means_none(run: Run, depot: DepotProcess) -> None:

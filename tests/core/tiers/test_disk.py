@@ -648,6 +648,14 @@ def test_a_folder_that_cannot_be_says_why(url: str, words: str) -> None:
         open_tier(TierUrl.parse(url), make_pool())
 
 
+@pytest.mark.parametrize(("capacity", "is_warned"), [("900TiB", True), ("1GiB", False)])
+def test_a_capacity_beyond_the_drive_is_warned_of(
+    capacity: str, is_warned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    open_tier(TierUrl.parse(f"disk://{tmp_path}/tier?capacity={capacity}"), make_pool()).close()
+    assert ("its capacity of 900.0 TiB is more than its whole drive" in caplog.text) == is_warned
+
+
 @as_root
 @pytest.mark.promise(87)
 def test_an_entry_that_another_user_left_is_a_miss_and_removed(disk: Disk) -> None:

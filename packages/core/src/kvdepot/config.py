@@ -53,6 +53,8 @@ def parse_size(text: str) -> int:
     if match is None:
         raise ConfigError(f"{text!r} is not a size: write for example 512MiB or 4GiB")
     whole, _, rest = match[1].partition(".")
+    if rest and not match[2]:
+        raise ConfigError(f"{text!r} is not a whole number of bytes: write for example {text}GiB")
     return int(whole + rest) * 1024 ** " kmgt".index(match[2].lower() or " ") // 10 ** len(rest)
 
 

@@ -4,6 +4,7 @@ An error reply contains an `ErrorCode`. The client raises it as a `RemoteError`.
 """
 
 import enum
+import re
 
 
 class KVDepotError(Exception):
@@ -82,6 +83,25 @@ def describe_os_error(error: OSError) -> str:
 def reason_of(error: Exception) -> str:
     """Return the kernel's message without errno and file, for a text that already names the file."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
+_INVALID = re.compile(r"(?:Expected `(?:\w+)` (of length )?([<>]=) ([\d.]+))?(.*?)(?: - at `\$\.?(.*)`)?", re.DOTALL)
+
+
+def reason_of_invalid(error: Exception) -> str:
+    """Return the reason for which msgspec or `bytes.fromhex` refused a value, in words, after the name of its field."""
+    text = str(error)
+    if "fromhex()" in text:
+        return "digests and keys are pairs of hexadecimal digits, 0 to 9 and a to f"
+    if text == "Input data was truncated":
+        return "it ends before its JSON does"
+    found = _INVALID.fullmatch(text)
+    assert found is not None  # each of its parts may be missing
+    of_length, bound, number, rest, field = found.groups()
+    if bound:
+        unit = " characters" if of_length else ""
+        rest = f"give at {'least' if bound == '>=' else 'most'} {float(number):,}".removesuffix(".0") + unit
+    return f"{field}: {rest}" if field else rest
 
 
 class RemoteError(KVDepotError):

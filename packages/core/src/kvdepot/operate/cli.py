@@ -1,21 +1,23 @@
 """The `kvdepot` command: parses its arguments and runs one subcommand."""
 
 import argparse
+import difflib
 import logging
+import re
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn
 
 import msgspec
 
 from kvdepot.backends import list_backends
-from kvdepot.config import ServerConfig
-from kvdepot.errors import KVDepotError, RemoteError, describe_os_error, printable
+from kvdepot.config import ServerConfig, format_size, parse_size
+from kvdepot.errors import ConfigError, KVDepotError, RemoteError, describe_os_error, printable
 from kvdepot.logs import set_up_logs
 from kvdepot.operate.cleanup import add_pools
-from kvdepot.operate.commandline import ASKS_NO_DEPOT, add_settings, show, size_argument
+from kvdepot.operate.commandline import ASKS_NO_DEPOT, add_settings, as_argument, show
 from kvdepot.operate.commands import add_commands
 from kvdepot.operate.extensions import add_extensions
 from kvdepot.operate.serve import add_serve, run_serve
@@ -28,16 +30,44 @@ _SETTINGS_OF_DOCTOR: Final = ("directory", "pool_size_bytes", "pool_directory")
 
 
 class _Parser(argparse.ArgumentParser):
-    """Report wrong arguments in one line instead of printing the whole usage."""
+    """Report wrong arguments in one line, with the command or flag that was probably meant."""
+
+    _given: Sequence[str] = ()
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Parse. Refuse unknown arguments here: argparse leaves them to the parser above, which has other flags."""
+        self._given = args or ()
+        parsed, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return parsed, unknown
 
     def error(self, message: str) -> NoReturn:
+        flags = re.findall(r"--[a-z][\w-]*", self.format_help())
+        for given in self._given:  # first, as a mistyped flag can also leave a required argument out
+            flag = given.partition("=")[0]
+            if flag.startswith("--") and not any(each.startswith(flag) for each in flags):
+                message = f"there is no flag {flag}" + _meant(flag, flags)
+                break
+        else:
+            wrong = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
+            if wrong and (meant := _meant(wrong[1], re.findall(r"[\w.-]+", wrong[2]))):
+                message = f"{message[: wrong.start(2) - len(' (choose from ')]}{meant}"
         self.exit(2, f"{self.prog}: {message} (see '{self.prog} --help')\n")
+
+
+def _meant(word: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(word, known, 1)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command. Exit with 0, 1 (failed, with one line that says why) or 2 (wrong arguments)."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
+        if not arguments:
+            make_parser().print_help()
+            sys.exit(2)
         options = make_parser().parse_args(arguments)
         if options.run is not run_serve:
             set_up_logs(options.log_level)
@@ -122,7 +152,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="dtype of the cache (default auto: as vLLM and SGLang choose it)",
     )
     sizing.add_argument(
-        "--pool-size", type=size_argument, metavar="SIZE", default=64 << 30, help="size of the pool (default 64GiB)"
+        "--pool-size", type=as_argument(_pool_size), metavar="SIZE", default=64 << 30, help="size (default 64GiB)"
     )
 
     add_extensions(commands, common, json_output)
@@ -153,6 +183,13 @@ def _doctor(options: argparse.Namespace) -> int:
             lines.append(printable(f"{'':13} -> {finding.way_out}"))
     show(options, msgspec.to_builtins(findings), lambda: "\n".join(lines))
     return any(finding.verdict is Verdict.BROKEN for finding in findings)
+
+
+def _pool_size(text: str) -> int:
+    size = parse_size(text)
+    if size < 1 << 20:  # 64 for 64GiB, for example
+        raise ConfigError(f"{format_size(size)} is too small for a pool: write for example 64GiB")
+    return size
 
 
 def _sizing(options: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args, get_origin
 import msgspec
 from msgspec.structs import fields
 
-from kvdepot.errors import ConfigError
+from kvdepot.errors import ConfigError, reason_of_invalid
 from kvdepot.operate.cleanup import add_tier_gc
 from kvdepot.operate.commandline import as_argument, ask
 from kvdepot.operate.operations.tiers import TIER
@@ -83,6 +83,6 @@ def _run(operation: type[OperatorRequest], command: Command, options: argparse.N
     try:
         request = request_of(operation, msgspec.convert(given, body_type(operation), strict=False))
     except ValueError as error:
-        raise ConfigError(f"{command.name}: {error}") from error
+        raise ConfigError(f"{command.name}: {reason_of_invalid(error)}") from error
     print(command.says(request, ask(options, request)))
     return 0

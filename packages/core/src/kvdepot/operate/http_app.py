@@ -46,7 +46,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from kvdepot.client.operator import ask_depot
-from kvdepot.errors import DepotUnavailable, KVDepotError, RemoteError
+from kvdepot.errors import DepotUnavailable, KVDepotError, RemoteError, reason_of_invalid
 from kvdepot.logs import set_up_logs
 from kvdepot.operate import operations as o
 from kvdepot.operate.metrics import MEDIA_TYPE, render_metrics
@@ -202,7 +202,7 @@ def create_app(ask: Ask, settings: HttpSettings) -> Starlette:
                 wanted = _decode_body(operation, await body(request) if is_change else b"")
                 reply = await run_in_threadpool(ask, wanted, _CHANGE_SECONDS if is_change else _STATUS_SECONDS)
             except (ValueError, RecursionError) as error:
-                return _json({"error": str(error)}, 400)
+                return _json({"error": reason_of_invalid(error)}, 400)
             return _json(endpoint.show(wanted, reply))
 
         return answer

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Struct
 
 from kvdepot.config import parse_tenant
-from kvdepot.errors import ConfigError, ErrorCode, printable, reason_of
+from kvdepot.errors import ConfigError, ErrorCode, printable, reason_of, reason_of_invalid
 from kvdepot.keys import Namespace, NamespaceDigest, hash_prefix, num_digests
 from kvdepot.layout import MINIMUM_CHUNK_TOKENS
 from kvdepot.operate.commandline import ask, show
@@ -48,7 +48,7 @@ class _Keys(Struct, forbid_unknown_fields=True):
     """One line of a file: a prefix given by the keys of its chunks."""
 
     digests: list[str]
-    tenant: str = "default"
+    tenant: TenantName = "default"
 
     def packed(self) -> tuple[str, bytes]:
         return self.tenant, b"".join(map(bytes.fromhex, self.digests))
@@ -63,7 +63,7 @@ class _Traced(Struct, forbid_unknown_fields=True):
     tokens: list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]]
     namespace: Namespace | str
     chunk_tokens: Annotated[int, msgspec.Meta(ge=1)] = MINIMUM_CHUNK_TOKENS
-    tenant: str = "default"  # used with a digest; a namespace in full has its own tenant
+    tenant: TenantName = "default"  # used with a digest; a namespace in full has its own tenant
 
     def packed(self) -> tuple[str, bytes]:
         namespace = self.namespace
@@ -81,9 +81,15 @@ def _prefixes_in(file: str) -> list[tuple[str, bytes]]:
     """
     try:
         lines = sys.stdin.readlines() if file == "-" else Path(file).read_text().splitlines()
-        return [_prefix_of(line) for line in lines if line.strip()]
-    except (OSError, ValueError, msgspec.DecodeError) as error:
+        found = [_prefix_of(line) for line in lines if line.strip()]
+    except OSError as error:
         raise ConfigError(f"{file}: {reason_of(error)}") from error
+    except (ValueError, msgspec.DecodeError) as error:
+        raise ConfigError(f"{file}: {reason_of_invalid(error)}") from error
+    # Otherwise a command that got no input would report success.
+    if not found:
+        raise ConfigError(f"{file}: there is no prefix in it")
+    return found
 
 
 def _prefix_of(line: str) -> tuple[str, bytes]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, cast
 from msgspec import field
 
 from kvdepot.config import counted, exact_size, format_size, parse_number, plain_settings
-from kvdepot.errors import printable
+from kvdepot.errors import ConfigError, printable
 from kvdepot.operate.commandline import ask
 from kvdepot.tiers.url import TierUrl, without_credentials
 from kvdepot.wire.messages import Done
@@ -64,6 +64,13 @@ class Status(Operation[StatusReply], tag="status", frozen=True):
         return StatusReply(server.epoch, status_of_server(server))
 
 
+def _parse_wait(text: str) -> float:
+    seconds = parse_number(text)
+    if seconds < 0:
+        raise ConfigError(f"{text} is in the past: give 0 or more seconds")
+    return seconds
+
+
 def _drain(options: argparse.Namespace) -> int:
     if not options.is_draining:
         ask(options, Drain(False))
@@ -96,7 +103,7 @@ class Drain(Operation[Done], tag="drain", frozen=True):
         "Decline new stores; cached prefixes are still found. Exits with 0 once no store is in progress and all waiting"
         " entries are written to the tiers, with 1 if that takes longer than --wait.",
         run=_drain,
-        options=(("wait", Argument("longest time to wait (default 60)", "SECONDS", read=parse_number, default=60.0)),),
+        options=(("wait", Argument("longest time to wait (default 60)", "SECONDS", read=_parse_wait, default=60.0)),),
     )
     endpoints = (
         Endpoint(

@@ -30,7 +30,10 @@ TIER: Final = Group(
 
 
 def _or_standard_input(text: str) -> str:
-    return sys.stdin.readline().strip() if text == "-" else text
+    url = sys.stdin.readline().strip() if text == "-" else text
+    if not url:
+        raise ConfigError("there is no URL")
+    return url
 
 
 def _add(options: argparse.Namespace) -> int:

@@ -7,6 +7,7 @@ import contextlib
 import errno
 import logging
 import os
+import shutil
 import threading
 from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
@@ -290,4 +291,16 @@ def open_tier(url: TierUrl, pool: TierPool) -> DiskTier:
     if not capacity:
         url.check_done()  # before reporting a missing capacity: it may be mistyped
         raise ConfigError(f"--tier {url.name} needs its capacity: disk://{url.path}?capacity=200GiB")
-    return DiskTier(pool, Path(url.path), capacity, url.num_threads)
+    place = Path(url.path)
+    tier = DiskTier(pool, place, capacity, url.num_threads)
+    size = 0
+    with contextlib.suppress(OSError):  # its drive may be away, which the tier has reported
+        size = shutil.disk_usage(place).total
+    if 0 < size < capacity:  # 900TiB instead of GiB: the tier would fill the drive for other programs, too
+        logger.warning(
+            "--tier %s: its capacity of %s is more than its whole drive, %s, which the tier will fill: lower it",
+            url.name,
+            format_size(capacity),
+            format_size(size),
+        )
+    return tier
