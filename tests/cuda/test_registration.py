@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvdepot.copying.runs import Addresses
+from kvdepot.copying.runs import Addresses, Runs
+from kvdepot.lab.processes import wait_until
 from kvdepot.pool.files import PoolMemory
 from kvdepot.testing.backend import MakeCache
 from kvdepot.testing.plan import prompt
@@ -21,6 +22,7 @@ from kvdepot_cuda import registration
 from kvdepot_cuda.driver import DriverError
 from kvdepot_cuda.registration import PoolRegistration, unit_bytes_of
 from support.cuda.fake import FakeDriver, fake_gather
+from support.cuda.fake_worker import PIECE_BYTES
 from support.cuda.fake_worker import POOL_BYTES as WORKER_S_POOL_BYTES
 
 MIB = 1 << 20
@@ -65,7 +67,8 @@ def pool() -> Iterator[PoolMemory]:
 
 def registered(driver: FullDevice, pool: PoolMemory) -> PoolRegistration:
     made = PoolRegistration(driver, pool, 4 * MIB)
-    made.register(threading.Event())
+    while made.register_next():
+        pass
     return made
 
 
@@ -147,7 +150,8 @@ def test_a_mapping_that_stays_registered_stays_mapped(times: int, monkeypatch: p
     os.close(fd)
     is_mapped = weakref.ref(pool.pool)
     made = PoolRegistration(driver, pool, 4 * MIB)
-    made.register(threading.Event())
+    while made.register_next():
+        pass
     driver.fail("unregister_host", times=times)
     made.close()
     made.close()
@@ -158,17 +162,15 @@ def test_a_mapping_that_stays_registered_stays_mapped(times: int, monkeypatch: p
 
 
 def test_it_stops_between_two_halves(pool: PoolMemory, caplog: pytest.LogCaptureFixture) -> None:
-    stop = threading.Event()
-
     class Stopping(FullDevice):
         def register_host(self, address: int, num_bytes: int) -> None:
             if len(self.tried) == 3:
-                stop.set()
+                made.stop()
             super().register_host(address, num_bytes)
 
     driver = Stopping({0})
     made = PoolRegistration(driver, pool, 4 * MIB)
-    made.register(stop)
+    made.register()
     assert driver.tried == [(0, 3), (0, 1), (0, 0), (1, 1)]
     assert caplog.records == []
     made.close()
@@ -182,6 +184,91 @@ def test_it_stops_between_two_halves(pool: PoolMemory, caplog: pytest.LogCapture
 )
 def test_units_are_whole_pages_and_pieces_whole_units(piece_bytes: int, unit_bytes: int) -> None:
     assert unit_bytes_of(piece_bytes) == unit_bytes
+
+
+class TestALargePool:
+    @pytest.fixture(autouse=True)
+    def large(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(registration, "SMALL_POOL_BYTES", 0)
+
+    def runs(self, *places: tuple[int, int]) -> Runs:
+        """Return runs, given their offsets and sizes in MiB."""
+        offsets, sizes = (np.array(column, np.uint64) * np.uint64(MIB) for column in zip(*places, strict=True))
+        return Runs(offsets, offsets, sizes)
+
+    def test_pieces_that_copies_touch_are_registered_those_with_most_bytes_first(self, pool: PoolMemory) -> None:
+        driver = FullDevice(set())
+        driver.base = pool.address
+        made = PoolRegistration(driver, pool, 4 * MIB)
+        assert made.is_idle
+        assert not made.register_next()
+        made.want(self.runs((9, 1), (0, 1), (1, 1)))
+        made.want(self.runs((10, 1), (11, 0), (8, 1)))
+        assert not made.is_idle
+        while made.register_next():
+            pass
+        assert driver.tried == [(8, 11), (0, 3)]
+        assert made.is_idle
+        made.want(self.runs((0, 3)))
+        assert made.is_idle
+        made.close()
+        driver.close()
+
+    def test_a_thread_registers_pieces_as_they_are_wanted(self, pool: PoolMemory) -> None:
+        driver = FullDevice(set())
+        made = PoolRegistration(driver, pool, 4 * MIB)
+        thread = threading.Thread(target=made.register)
+        thread.start()
+        for piece in range(3):
+            made.want(self.runs((4 * piece, 1)))
+            wait_until(lambda piece=piece: made.num_registered == piece + 1)
+        thread.join(10)  # nothing is left to register
+        assert not thread.is_alive()
+        made.close()
+        driver.close()
+
+    def test_a_thread_ends_when_it_is_told_to(self, pool: PoolMemory) -> None:
+        made = PoolRegistration(FullDevice(set()), pool, 4 * MIB)
+        thread = threading.Thread(target=made.register)
+        thread.start()
+        made.stop()
+        thread.join(10)
+        assert not thread.is_alive()
+
+    @pytest.mark.parametrize(
+        ("code", "tried"), [("CUDA_ERROR_OUT_OF_MEMORY (2)", 3), ("CUDA_ERROR_ILLEGAL_ADDRESS (700)", 1)]
+    )
+    def test_a_refused_piece_is_not_tried_again(
+        self, code: str, tried: int, pool: PoolMemory, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        driver = FullDevice({8}, code)
+        driver.base = pool.address
+        made = PoolRegistration(driver, pool, 4 * MIB)
+        for _ in range(2):
+            made.want(self.runs((8, 2), (0, 1)))
+            while made.register_next():
+                pass
+        assert (8, 11) in driver.tried
+        assert made.is_idle
+        assert len([each for each in driver.tried if each == (8, 11)]) == 1
+        assert made.covers(self.runs((0, 1)).offsets).all() == (tried > 1)
+        assert len(caplog.records) == 1
+        made.close()
+        driver.close()
+
+    def test_a_worker_registers_what_its_copies_touch(
+        self, cache: MakeCache, driver: FakeDriver, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        worker = cache(num_pieces=0)
+        context: Any = worker.context
+        assert worker.store(prompt(8))
+        assert driver.calls["pageable"] > 0
+        wait_until(lambda: context.num_registered == 1 and context.is_warm)
+        num_pageable = driver.calls["pageable"]
+        assert worker.retrieve(prompt(8)) == 8
+        assert driver.calls["pageable"] == num_pageable
+        assert driver.registered_bytes == PIECE_BYTES
+        assert not caplog.records
 
 
 class TestAWorker:

@@ -106,6 +106,7 @@ class Bench:
     chunk_tokens: int = 1
     sessions: int = 0
     ready_pages: int | None = None  # None: all
+    arena_pages: int | None = None  # None: as many as the pool
     holdings: Holdings | None = None
     save_names: SaveNames = save_nothing
     features: Sequence[MakeFeature] | None = None  # None: the standard ones
@@ -116,7 +117,8 @@ class Bench:
         self.spec = m.CacheSpec(self.chunk_tokens, self.groups, "bytes")
         self.memory = bytearray(table_size_bytes(self.num_records))
         ready = self.pages if self.ready_pages is None else self.ready_pages
-        extents = WatchfulAllocator(self.pages * PAGE, ready * PAGE)
+        arena_pages = self.arena_pages or self.pages
+        extents = WatchfulAllocator(self.pages * PAGE, ready * PAGE, arena_bytes=arena_pages * PAGE)
         extents.table = IndexTable(self.memory, self.num_records)
         quotas = QuotaTable(self.pages * PAGE, {name: pages * PAGE for name, pages in self.quotas.items()})
         self.index = ChunkIndex(extents, extents.table, self.policy, quotas)

@@ -21,18 +21,28 @@ def pages_of(offset: int, num_bytes: int) -> set[int]:
 
 
 class AllocatorMachine(RuleBasedStateMachine):
+    """One arena, or 64 of one page or of four pages, so that extents may need several."""
+
     extents = Bundle("extents")
+    arena_pages = 64
 
     def __init__(self) -> None:
         super().__init__()
-        self.allocator = ExtentAllocator(CAPACITY, CAPACITY // 2)
+        self.capacity = (64 if self.arena_pages == 64 else 64 * self.arena_pages) * PAGE
+        self.allocator = ExtentAllocator(self.capacity, CAPACITY // 2, arena_bytes=self.arena_pages * PAGE)
         self.used: set[int] = set()
 
-    @rule(target=extents, pages=st.lists(st.integers(1, 20), max_size=8))
-    def allocate(self, pages: list[int]) -> list[tuple[int, int]]:
-        sizes = [each * PAGE for each in pages]
-        taken = [*zip(self.allocator.allocate(sizes), sizes, strict=False)]
-        if len(taken) < len(sizes):
+    @rule(
+        target=extents,
+        pages=st.lists(st.tuples(st.integers(1, 20), st.integers(0, 2)), max_size=8),
+        has_owners=st.booleans(),
+        anywhere=st.booleans(),
+    )
+    def allocate(self, pages: list[tuple[int, int]], *, has_owners: bool, anywhere: bool) -> list[tuple[int, int]]:
+        sizes = [each * PAGE for each, _ in pages]
+        owners = [owner for _, owner in pages] if has_owners else []
+        taken = [*zip(self.allocator.allocate(sizes, owners, anywhere=anywhere), sizes, strict=False)]
+        if len(taken) < len(sizes) and anywhere:
             assert all(size < sizes[len(taken)] for _, size in self.allocator.free_extents())
         for extent in taken:
             pages_of_it = pages_of(*extent)
@@ -48,7 +58,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         for extent in extents:
             self.used -= pages_of(*extent)
 
-    @rule(pages=st.integers(0, 70))
+    @rule(pages=st.integers(0, 270))
     def grow(self, pages: int) -> None:
         self.allocator.grow(pages * PAGE)
 
@@ -57,12 +67,24 @@ class AllocatorMachine(RuleBasedStateMachine):
         holes = self.allocator.free_extents()
         free = {page for start, size in holes for page in pages_of(start, size)}
         assert free == set(range(self.allocator.ready_bytes // PAGE)) - self.used
-        assert all(a + size < b for (a, size), (b, _) in itertools.pairwise(holes))
+        if self.arena_pages == 64:
+            assert all(a + size < b for (a, size), (b, _) in itertools.pairwise(holes))
+        self.allocator.check_integrity((page * PAGE, PAGE) for page in self.used)
         assert self.allocator.used_bytes == len(self.used) * PAGE
         assert self.allocator.free_bytes == len(free) * PAGE
 
 
+class ArenasMachine(AllocatorMachine):
+    arena_pages = 4
+
+
+class SmallArenasMachine(AllocatorMachine):
+    arena_pages = 1
+
+
 TestAllocator = AllocatorMachine.TestCase
+TestArenas = ArenasMachine.TestCase
+TestSmallArenas = SmallArenasMachine.TestCase
 
 
 def test_a_full_pool_of_one_size_reuses_exactly_what_was_freed() -> None:
@@ -86,7 +108,7 @@ def test_extents_of_one_store_are_neighbours_if_a_hole_has_room_for_all() -> Non
 @given(st.lists(st.tuples(st.integers(-1, 70).map(lambda p: p * PAGE // 2), st.integers(0, 10 * PAGE)), max_size=12))
 def test_extents_of_an_earlier_life_are_taken_if_they_can_be(wanted: list[tuple[int, int]]) -> None:
     allocator = ExtentAllocator(CAPACITY)
-    places = {place for some in allocator.restore(len(wanted), wanted.__getitem__) for place in some}
+    places = {place for some in allocator.restore(len(wanted), lambda place: (*wanted[place], 0)) for place in some}
     taken = [place in places for place in range(len(wanted))]
     used: set[int] = set()
     for (offset, num_bytes), is_taken in zip(wanted, taken, strict=True):
@@ -110,7 +132,7 @@ def test_a_pool_that_is_ready_in_part_is_restored_and_grows_in_the_meantime(grow
     allocator = ExtentAllocator(CAPACITY, 16 * PAGE)
     extents = [(2 * PAGE, 5000), (8 * PAGE, PAGE), (20 * PAGE, PAGE)]
     taken: list[int] = []
-    for step, some in enumerate(allocator.restore(len(extents), extents.__getitem__)):
+    for step, some in enumerate(allocator.restore(len(extents), lambda place: (*extents[place], 0))):
         if step == grows_at:
             allocator.grow(18 * PAGE)
         taken += some
@@ -129,3 +151,69 @@ def test_the_smallest_hole_that_is_large_enough_is_taken() -> None:
     allocator.free(extents[0:3:2])
     assert allocator.allocate([2 * PAGE]) == [extents[2][0]]
     assert allocator.allocate([4 * PAGE]) == [extents[0][0]]
+
+
+class TestOwnersInArenas:
+    ARENA = 4 * PAGE
+    CAPACITY = 64 * ARENA
+
+    @pytest.fixture
+    def allocator(self) -> ExtentAllocator:
+        return ExtentAllocator(self.CAPACITY, arena_bytes=self.ARENA)
+
+    def arenas(self, offsets: list[int]) -> set[int]:
+        return {offset // self.ARENA for offset in offsets}
+
+    def fill(self, allocator: ExtentAllocator) -> tuple[list[int], list[int]]:
+        """Let two owners fill the pool in turn."""
+        found: tuple[list[int], list[int]] = ([], [])
+        for turn in range(self.CAPACITY // PAGE):
+            found[turn % 2].extend(allocator.allocate([PAGE], [turn % 2], anywhere=False))
+        assert allocator.free_bytes == 0
+        return found
+
+    def test_owners_that_allocate_in_turn_have_arenas_of_their_own(self, allocator: ExtentAllocator) -> None:
+        first, second = self.fill(allocator)
+        assert len(self.arenas(first)) == len(self.arenas(second)) == 32
+        assert not self.arenas(first) & self.arenas(second)
+
+    def test_extents_of_two_owners_in_one_call_lie_apart(self, allocator: ExtentAllocator) -> None:
+        offsets = allocator.allocate([PAGE] * 8, [0, 1] * 4)
+        assert offsets == [0, 4 * PAGE, PAGE, 5 * PAGE, 2 * PAGE, 6 * PAGE, 3 * PAGE, 7 * PAGE]
+
+    def test_space_in_the_arenas_of_another_is_left_to_it_unless_it_is_much(self, allocator: ExtentAllocator) -> None:
+        """A 32nd of the pool is 8 pages. A free arena is taken at once."""
+        first, second = self.fill(allocator)
+        others = [each for each in second if each % self.ARENA]  # leaves no arena free
+        allocator.free([(each, PAGE) for each in others[:8]])
+        assert allocator.allocate([PAGE], [0], anywhere=False) == []
+        assert allocator.allocate([PAGE], [1], anywhere=False)
+        assert self.arenas(allocator.allocate([PAGE], [0])) < self.arenas(second)
+        allocator.free([(each, PAGE) for each in others[8:11]])
+        assert self.arenas(allocator.allocate([PAGE], [0], anywhere=False)) < self.arenas(second)
+        arena = [each for each in second if each // self.ARENA == max(self.arenas(second))]
+        allocator.free([(each, PAGE) for each in arena])
+        assert allocator.allocate([PAGE] * 4, [0] * 4, anywhere=False) == arena
+        allocator.free([(arena[0], PAGE), (first[0], PAGE)])
+        assert {*allocator.allocate([PAGE] * 2, [0] * 2, anywhere=False)} == {arena[0], first[0]}
+
+    def test_the_first_stores_find_room_while_the_pool_grows(self) -> None:
+        allocator = ExtentAllocator(self.CAPACITY, 2 * PAGE, arena_bytes=self.ARENA)
+        assert allocator.allocate([PAGE], [0], anywhere=False) == [0]
+        assert allocator.allocate([PAGE], [1], anywhere=False) == [PAGE]
+        allocator.grow(6 * PAGE)
+        assert allocator.allocate([PAGE], [1], anywhere=False) == [4 * PAGE]
+        assert allocator.allocate([PAGE], [0], anywhere=False) == [2 * PAGE]
+
+    def test_extents_larger_than_an_arena_take_several(self, allocator: ExtentAllocator) -> None:
+        assert allocator.allocate([9 * PAGE, 9 * PAGE], [0, 0], anywhere=False) == [0, 9 * PAGE]
+
+    def test_owners_keep_their_arenas_over_a_restart(self, allocator: ExtentAllocator) -> None:
+        found = [(offset, PAGE, owner) for owner, offsets in enumerate(self.fill(allocator)) for offset in offsets]
+        kept = found[::3]
+        following = ExtentAllocator(self.CAPACITY, arena_bytes=self.ARENA)
+        assert sum(len(some) for some in following.restore(len(kept), kept.__getitem__)) == len(kept)
+        following.check_integrity([(offset, size) for offset, size, _ in kept])
+        new = following.allocate([PAGE] * 32, [1] * 32, anywhere=False)
+        assert len(new) == 32
+        assert self.arenas(new) <= self.arenas([offset for offset, _, owner in found if owner == 1])

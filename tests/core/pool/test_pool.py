@@ -2,7 +2,8 @@
 
 import mmap
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -11,7 +12,16 @@ import pytest
 
 from kvdepot.errors import DepotBusy, PoolError
 from kvdepot.layout import GroupKind
-from kvdepot.pool.files import PoolFiles, allocate_first, allocate_in_background, is_locked, open_pool, open_with_lock
+from kvdepot.pool import files
+from kvdepot.pool.files import (
+    PoolFiles,
+    PoolMemory,
+    allocate_first,
+    allocate_in_background,
+    is_locked,
+    open_pool,
+    open_with_lock,
+)
 from kvdepot.pool.inventory import find_pools, look_at, remove_pool
 from kvdepot.pool.names import Label, Names, NamesFile
 from kvdepot.wire import messages as m
@@ -33,6 +43,65 @@ def test_a_lock_lasts_as_long_as_a_descriptor_or_a_mapping(tmp_path: Path) -> No
     mapping.close()
     assert not is_locked(fd, NUMBER)
     os.close(fd)
+
+
+class TestTurns:
+    """Each mapping stands for a process."""
+
+    @pytest.fixture
+    def pools(self) -> Iterator[tuple[PoolMemory, PoolMemory]]:
+        fd = os.memfd_create("pool")
+        os.truncate(fd, 4096)
+        yield PoolMemory(fd, 4096), PoolMemory(fd, 4096)
+        os.close(fd)
+
+    def test_one_process_has_a_turn_at_a_time(self, pools: tuple[PoolMemory, PoolMemory]) -> None:
+        first, second = pools
+        stop, has_turn, ended = threading.Event(), threading.Event(), list[str]()
+
+        def take_turn() -> None:
+            with second.turn(stop):
+                ended.append("second")
+            has_turn.set()
+
+        with first.turn(stop):
+            thread = threading.Thread(target=take_turn)
+            thread.start()
+            assert not has_turn.wait(0.05)
+            ended.append("first")
+        assert has_turn.wait(10)
+        thread.join()
+        assert ended == ["first", "second"]
+
+    def test_a_wait_for_a_turn_ends_when_it_is_told_to(self, pools: tuple[PoolMemory, PoolMemory]) -> None:
+        first, second = pools
+        stop = threading.Event()
+        stop.set()
+        with first.turn(threading.Event()), second.turn(stop):
+            pass
+        with second.turn(threading.Event()):
+            pass
+
+    def test_nobody_waits_long_for_a_process_that_hangs(
+        self, pools: tuple[PoolMemory, PoolMemory], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(files, "TURN_SECONDS", 0.01)
+        first, second = pools
+        with first.turn(threading.Event()), second.turn(threading.Event()):
+            pass
+
+    def test_workers_of_another_user_do_not_wait(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        fd = os.memfd_create("pool")
+        os.truncate(fd, 4096)
+        mine = PoolMemory(fd, 4096)
+        monkeypatch.setattr(os, "open", Mock(side_effect=PermissionError))
+        foreign = PoolMemory(fd, 4096)
+        monkeypatch.undo()
+        with foreign.turn(threading.Event()), foreign.turn(threading.Event()):
+            pass
+        with mine.turn(threading.Event()):
+            pass
+        os.close(fd)
 
 
 SPECS = [m.CacheSpec(16 * number, (m.GroupShape(GroupKind.FULL_ATTENTION, 16),), "bf16") for number in (1, 2, 3)]

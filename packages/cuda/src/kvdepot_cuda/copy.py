@@ -30,7 +30,7 @@ from kvdepot_cuda.registration import PoolRegistration, unit_bytes_of
 
 logger = logging.getLogger(__name__)
 
-PIECE_BYTES: Final = 1 << 30  # registered in 0.3 s, for which the driver's lock blocks others (docs/cuda.md)
+PIECE_BYTES: Final = 256 << 20  # registered in 0.08 s, for which the driver's lock blocks others (docs/cuda.md)
 BATCH_RUNS: Final = 4096  # per driver call
 _KINDS: Final = (CopyKind.TO_HOST, CopyKind.TO_DEVICE)  # by direction
 _PAGE_BYTES: Final = 4096  # of the host: drivers register whole pages
@@ -87,9 +87,9 @@ class CopyEngine(Copier):
         self._gathers: list[Gather] = []  # by direction
         self.uses_kernel = False  # whether the kernel is loaded and in use
         self._loading: threading.Thread | None = None  # of the kernel
-        self._registration: PoolRegistration | None = None
+        self._registration: PoolRegistration | None = None  # of the mapping that copies use
+        self._latest: PoolRegistration | None = None  # the same, or the one that will replace it
         self._registering: threading.Thread | None = None
-        self._stop_registering = threading.Event()
         self._attaching = threading.RLock()
         self._may_register = not register_when_asked
         self._put_off: Callable[[], None] | None = None  # a deferred `attach`
@@ -109,9 +109,10 @@ class CopyEngine(Copier):
 
     @property
     def is_warm(self) -> bool:
-        """Whether the registration of the pool and the loading of the kernel have ended, successfully or not."""
+        """Whether the wanted pieces of the pool are registered and the kernel is loaded, as far as that is possible."""
         is_loading = self._loading is not None and self._loading.is_alive()
-        return self._registering is not None and not self._registering.is_alive() and not is_loading
+        found = self._registration
+        return found is not None and found is self._latest and found.is_idle and not is_loading
 
     def watch(self, on_hang: Callable[[Direction, str], None], seconds: float) -> None:
         """From now on, fail and report a copy that does not return within `seconds`: see `Watchdog`."""
@@ -195,23 +196,22 @@ class CopyEngine(Copier):
             )
             loading.start()
             self._loading = loading
-        self._stop_registering.set()
-        stop, before = threading.Event(), self._registering
+        if self._latest is not None:
+            self._latest.stop()
+        before, new = self._registering, PoolRegistration(self._driver, mapping, self._piece_bytes)
+        self._latest = new
 
         def change() -> None:
             if before is not None:
                 before.join()
-            new = PoolRegistration(self._driver, mapping, self._piece_bytes)
             with barrier():
                 old, self._registration = self._registration, new
             if old is not None:
                 old.close()
-            new.register(stop)
+            new.register()
 
-        self._stop_registering = stop
-        thread = threading.Thread(target=change, name="kvdepot-register", daemon=True)
-        thread.start()
-        self._registering = thread  # after the start: a thread that has not started looks like one that has ended
+        self._registering = threading.Thread(target=change, name="kvdepot-register", daemon=True)
+        self._registering.start()
 
     # --- copies ---------------------------------------------------------------------------------------------------
 
@@ -252,7 +252,8 @@ class CopyEngine(Copier):
             self._is_closed = True
         if self._watchdog is not None:
             self._watchdog.close()
-        self._stop_registering.set()
+        if self._latest is not None:
+            self._latest.stop()
         for thread in (self._registering, self._loading):  # a process that exits while one compiles may crash
             if thread is not None:
                 thread.join()
@@ -312,7 +313,9 @@ class CopyEngine(Copier):
                 reachable = self._launch_for(direction, registration, reachable)
             self._copy_in_batches(direction, batch, reachable)
             if not is_all:
-                self._copy_singly(direction, batch, runs.where(~is_registered))
+                others = runs.where(~is_registered)
+                registration.want(others)
+                self._copy_singly(direction, batch, others)
 
     # --- the kernel -----------------------------------------------------------------------------------------------
 

@@ -289,13 +289,15 @@ class ChunkIndex:
         quotas, share, entries, extents = self.quotas, self.quotas.share_of(run.label), self.entries, self.extents
         most_steps = self.evictor.num_steps + MOST_EVICTED
         sizes = [place.extent_bytes for _, place in wanted]
+        parts = [place.part for _, place in wanted]
+        anywhere = False  # at first, leave other parts the space in their arenas that evicted chunks of all parts free
         num_wanted = self._writable(share, sizes)
         offsets: list[int] = []
         num_bytes = 0
         try:
             while True:
                 most = min(num_wanted, entries.num_free, self._num_with_nodes(nodes, wanted))
-                more = extents.allocate(sizes[len(offsets) : most])
+                more = extents.allocate(sizes[len(offsets) : most], parts[len(offsets) : most], anywhere=anywhere)
                 offsets += more
                 taken = sum(sizes[len(offsets) - len(more) : len(offsets)])
                 num_bytes += taken
@@ -308,7 +310,9 @@ class ChunkIndex:
                     self.why_cut = "the pool is still being allocated, or too small"
                     break
                 if not self._make_room(share, rest, most_steps, end_store):
-                    break
+                    if anywhere:
+                        break
+                    anywhere = True
         except BaseException:
             extents.free(zip(offsets, sizes, strict=False))
             raise

@@ -119,7 +119,7 @@ class TablePass:
     def _take_extents(self, records: list[Record], by_depth: dict[int, list[Record]]) -> Iterator[None]:
         """Take over the extents. Group the sealed records by depth."""
         for places in self._index.extents.restore(
-            len(records), lambda place: (records[place].offset, records[place].num_bytes)
+            len(records), lambda place: (records[place].offset, records[place].num_bytes, records[place].part)
         ):
             for place in places:
                 record = records[place]

@@ -2,6 +2,9 @@
 
 Pure bookkeeping on offsets: it never touches the memory. In the common case, one model with one extent size, each freed
 extent fits the next allocation exactly.
+
+Large pools are divided into **arenas**. The extents of one owner, a part of a model, lie together in arenas, so that a
+worker that copies one part of eight touches an eighth of the pool, and registers no more than that with its device.
 """
 
 from bisect import bisect_left, insort
@@ -14,6 +17,12 @@ from kvdepot.errors import require
 
 EXTENT_ALIGNMENT_BYTES: Final = 4096  # a page: direct I/O and memory registration need whole pages
 NUM_REGIONS: Final = 96  # in the map of the pool: two lines of the map in `kvdepot top`
+ARENA_BYTES: Final = 1 << 30  # whole registered pieces (`kvdepot_cuda.registration`)
+_LEAST_ARENAS: Final = 64  # smaller pools have one: eight devices register 64 GiB in 2.5 minutes
+_NOBODY: Final = -1  # the owner of arenas that no owner has taken yet
+_STRANDED_SHARE: Final = 32
+"""Above a 32nd of the pool, space that is free in the arenas of others is used, before more is evicted. Eight ranks
+that store the same prompts leave a few hundred MiB to each other; a model that is not used any more leaves it all."""
 _RESTORE_STEP: Final = 2_000  # extents per step
 _SORT_STEP: Final = 20_000  # numbers that are sorted per step
 
@@ -29,14 +38,53 @@ def sorted_runs(numbers: list[int]) -> Iterator[list[int]]:
         yield sorted(numbers[start : start + _SORT_STEP])
 
 
-class ExtentAllocator:
-    """Allocates and frees extents of `[0, capacity_bytes)`. `grow` makes the space usable from its start on."""
+class _Holes:
+    """The free extents in the arenas of one owner, by size."""
 
-    def __init__(self, capacity_bytes: int, ready_bytes: int | None = None) -> None:
+    def __init__(self) -> None:
+        self.starts: dict[int, dict[int, None]] = {}
+        self.sizes: list[int] = []  # the keys of `starts`, sorted
+
+    def add(self, start: int, size: int) -> None:
+        starts = self.starts.get(size)
+        if starts is None:
+            starts = self.starts[size] = {}
+            insort(self.sizes, size)
+        starts[start] = None
+
+    def remove(self, start: int, size: int) -> None:
+        starts = self.starts[size]
+        del starts[start]
+        if not starts:
+            del self.starts[size], self.sizes[bisect_left(self.sizes, size)]
+
+    def fitting(self, size: int) -> tuple[int, int]:
+        """Return the start and size of the smallest that has room for `size`, else of the largest."""
+        place = bisect_left(self.sizes, size)
+        found = self.sizes[place if place < len(self.sizes) else -1]
+        return next(reversed(self.starts[found])), found
+
+    @property
+    def largest(self) -> int:
+        return self.sizes[-1] if self.sizes else 0
+
+
+class ExtentAllocator:
+    """Allocates and frees extents of `[0, capacity_bytes)`. `grow` makes the space usable from its start on.
+
+    Args:
+        capacity_bytes: the size of the pool.
+        ready_bytes: the usable space at its start; None for all of it.
+        arena_bytes: the size of an arena. A pool of fewer than 64 has only one.
+    """
+
+    def __init__(self, capacity_bytes: int, ready_bytes: int | None = None, *, arena_bytes: int = ARENA_BYTES) -> None:
         self.capacity_bytes = capacity_bytes
         self.ready_bytes = 0
         self._stays = False  # whether growth has ended before the capacity was reached
         self._region_bytes = max(1, -(-capacity_bytes // NUM_REGIONS))
+        self._has_arenas = capacity_bytes >= _LEAST_ARENAS * arena_bytes
+        self._arena_bytes = arena_bytes if self._has_arenas else max(1, capacity_bytes)
         self.clear()
         self.grow(capacity_bytes if ready_bytes is None else ready_bytes)
 
@@ -49,11 +97,11 @@ class ExtentAllocator:
         self._is_restoring = False
         # Used bytes by region, an equal part of the capacity, in which an extent starts.
         self.region_bytes = [0] * NUM_REGIONS
-        # The free extents by start, by end and by size.
+        self._owners = [_NOBODY] * -(-self.capacity_bytes // self._arena_bytes)  # by arena
+        # The free extents by start, by end, and by size for each owner. None lies in arenas of two owners.
         self._size_at: dict[int, int] = {}
         self._start_by_end: dict[int, int] = {}
-        self._starts: dict[int, dict[int, None]] = {}
-        self._sizes: list[int] = []  # the keys of `_starts`, sorted
+        self._holes: dict[int, _Holes] = {_NOBODY: _Holes()}
         if self.ready_bytes:
             self._add_free(0, self.ready_bytes)
 
@@ -75,19 +123,45 @@ class ExtentAllocator:
         """Whether more of the capacity will become usable."""
         return self.ready_bytes < self.capacity_bytes and not self._stays
 
-    def allocate(self, sizes: Sequence[int]) -> list[int]:
+    def allocate(self, sizes: Sequence[int], owners: Sequence[int] = (), *, anywhere: bool = True) -> list[int]:
         """Return the offsets of extents with these sizes (`extent_size`), in order, as far as there is room.
 
-        Extents of one call are neighbours where that is possible: they leave together, and are copied faster.
+        Extents of one owner and one call are neighbours where that is possible: they leave together, and are copied
+        faster.
+
+        Args:
+            sizes: the sizes of the extents.
+            owners: the owner of each extent, in whose arenas it is to lie. Empty: all have the same.
+            anywhere: use the space that others left in their arenas, too, if there is no other.
         """
+        if not self._has_arenas:
+            return self._allocate(sizes, _NOBODY, anywhere=True)
+        found: dict[int, int] = {}  # by place in `sizes`
+        for owner in dict.fromkeys(owners or [0]):
+            places = [place for place, each in enumerate(owners) if each == owner] or range(len(sizes))
+            offsets = self._allocate([sizes[place] for place in places], owner, anywhere=anywhere)
+            found |= zip(places, offsets, strict=False)
+        count = next((place for place in range(len(sizes)) if place not in found), len(sizes))
+        self.free([(found[place], sizes[place]) for place in sorted(found) if place >= count])
+        offsets = [found[place] for place in range(count)]
+        # A later extent may have taken the room of an earlier one with another owner.
+        for size, owner in zip(sizes[count:], owners[count:], strict=False):
+            more = self._allocate([size], owner, anywhere=anywhere)
+            if not more:
+                break
+            offsets += more
+        return offsets
+
+    def _allocate(self, sizes: Sequence[int], owner: int, *, anywhere: bool) -> list[int]:
         offsets: list[int] = []
         rest, regions, region_bytes = sum(sizes), self.region_bytes, self._region_bytes
-        while len(offsets) < len(sizes) and self._sizes and self._sizes[-1] >= sizes[len(offsets)]:
+        while len(offsets) < len(sizes):
+            holes = self._holes_for(owner, sizes[len(offsets)], rest, anywhere=anywhere)
+            if holes is None:
+                break
             # The smallest free extent with room for all, else the largest: whatever is left of that is small.
-            place = bisect_left(self._sizes, rest)
-            found = self._sizes[place if place < len(self._sizes) else -1]
-            start, _ = self._starts[found].popitem()
-            self._forget(start, found)
+            start, found = holes.fitting(rest)
+            self._remove(start)
             end = start + found
             for size in islice(sizes, len(offsets), None):
                 if start + size > end:
@@ -101,6 +175,45 @@ class ExtentAllocator:
             self.used_bytes += taken
             rest -= taken
         return offsets
+
+    def _holes_for(self, owner: int, size: int, rest: int, *, anywhere: bool) -> _Holes | None:
+        """Return holes of which the largest has room for `size`: the owner's, if possible with room for `rest`."""
+        holes = self._holes.setdefault(owner, _Holes())
+        if self._has_arenas:
+            while holes.largest < max(size, min(rest, self._arena_bytes)) and self._take_arena(owner):
+                pass
+        if holes.largest >= size:
+            return holes
+        # While the pool grows, there may be no arena to take, and the first stores of all ranks must find room.
+        if anywhere or self.is_growing or self.free_bytes > self.capacity_bytes // _STRANDED_SHARE:
+            holes = max(self._holes.values(), key=lambda each: each.largest)
+            return holes if holes.largest >= size else None
+        return None
+
+    def _take_arena(self, owner: int) -> bool:
+        """Give an arena to an owner: one that nobody has, else a free one of another owner. Return False without."""
+        for other, holes in self._holes.items():  # the first is `_NOBODY`
+            if other == owner:
+                continue
+            for size in reversed(holes.sizes):
+                if size < self._arena_bytes and other != _NOBODY:
+                    break
+                for start in holes.starts[size]:
+                    # Space of nobody begins with an arena, and ends within one where the pool still grows.
+                    first = -(-start // self._arena_bytes)
+                    begin, end = first * self._arena_bytes, start + size
+                    stop = begin + self._arena_bytes
+                    if stop > end and not (other == _NOBODY and begin < end == self.ready_bytes):
+                        continue
+                    self._remove(start)
+                    if stop < end:
+                        self._insert(stop, end - stop)
+                    if start < begin:
+                        self._insert(start, begin - start)
+                    self._owners[first] = owner
+                    self._join(begin, min(stop, end) - begin)
+                    return True
+        return False
 
     def free(self, extents: Iterable[tuple[int, int]]) -> None:
         """Free extents, each with the `num_bytes` that it was allocated for.
@@ -125,12 +238,13 @@ class ExtentAllocator:
             self._add_free(start, end - start)
         self.used_bytes -= freed
 
-    def restore(self, count: int, extent: Callable[[int], tuple[int, int]]) -> Iterator[list[int]]:
+    def restore(self, count: int, extent: Callable[[int], tuple[int, int, int]]) -> Iterator[list[int]]:
         """Mark extents of an earlier server as used. Call this once, before any allocation.
 
-        `extent(i)` returns `(offset, num_bytes)` of extent `i` of `count`. Iterating over the result does the work.
-        Each item has the numbers of the extents taken in one step. An extent that is misaligned, out of range or
-        overlaps an earlier one is not taken. Nothing can be allocated before the end.
+        `extent(i)` returns `(offset, num_bytes, owner)` of extent `i` of `count`. Iterating over the result does the
+        work. Each item has the numbers of the extents taken in one step. An extent that is misaligned, out of range or
+        overlaps an earlier one is not taken. Nothing can be allocated before the end. An arena belongs to the owner of
+        its first extent.
         """
         if self.used_bytes:
             raise ValueError("restore comes before the first allocation")
@@ -139,10 +253,10 @@ class ExtentAllocator:
         self._is_restoring = True
         return self._restore(count, extent)
 
-    def _restore(self, count: int, extent: Callable[[int], tuple[int, int]]) -> Iterator[list[int]]:
+    def _restore(self, count: int, extent: Callable[[int], tuple[int, int, int]]) -> Iterator[list[int]]:
         keys: list[int] = []
         for place in range(count):
-            offset, num_bytes = extent(place)
+            offset, num_bytes, _ = extent(place)
             if offset >= 0:
                 keys.append(offset << 96 | num_bytes << 32 | place)
             if place % _RESTORE_STEP == 0:
@@ -155,12 +269,16 @@ class ExtentAllocator:
         taken: list[int] = []
         for key in merge(*runs):
             place = key & 0xFFFFFFFF
-            offset, num_bytes = extent(place)
+            offset, num_bytes, owner = extent(place)
             size = extent_size(num_bytes)
             if offset % EXTENT_ALIGNMENT_BYTES or not end <= offset < offset + size <= self.ready_bytes:
                 continue
+            for arena in range(offset // self._arena_bytes, (offset + size - 1) // self._arena_bytes + 1):
+                if self._has_arenas and self._owners[arena] == _NOBODY:
+                    self._owners[arena] = owner
+                    self._holes.setdefault(owner, _Holes())
             if offset > end:
-                self._insert(end, offset - end)
+                self._add_free(end, offset - end)
             taken.append(place)
             self.used_bytes += size
             self.region_bytes[offset // self._region_bytes] += size
@@ -170,7 +288,7 @@ class ExtentAllocator:
                 taken = []
         self._is_restoring = False
         if end < self.ready_bytes:
-            self._insert(end, self.ready_bytes - end)
+            self._add_free(end, self.ready_bytes - end)
         yield taken
 
     @property
@@ -199,36 +317,58 @@ class ExtentAllocator:
             num_bytes == self.used_bytes == sum(self.region_bytes), f"{num_bytes} bytes used, {self.used_bytes} counted"
         )
         free = self.free_extents()
-        require(all(a + size < b for (a, size), (b, _) in pairwise(free)), "free extents touch")
-        by_size = sorted((start, size) for size, starts in self._starts.items() for start in starts)
-        require(by_size == free and self._sizes == sorted(self._starts), "free extents by size differ")
+        owner = self._owner_at
+        require(
+            all(a + size < b or (a + size == b and owner(a) != owner(b)) for (a, size), (b, _) in pairwise(free)),
+            "free extents touch",
+        )
+        by_size: list[tuple[int, int]] = []
+        for number, holes in self._holes.items():
+            by_size += [(start, size) for size, starts in holes.starts.items() for start in starts]
+            require(holes.sizes == sorted(holes.starts), "sizes of free extents differ")
+            require(
+                all(
+                    {owner(start), owner(start + size - 1)} == {number}
+                    for size in holes.sizes
+                    for start in holes.starts[size]
+                ),
+                "a free extent lies in another owner's arena",
+            )
+        require(sorted(by_size) == free, "free extents by size differ")
         require({start + size: start for start, size in free} == self._start_by_end, "free extents by end differ")
 
     def _add_free(self, start: int, size: int) -> None:
+        arena, owners = self._arena_bytes, self._owners
+        for number in range(start // arena + 1, (start + size - 1) // arena + 1):
+            if owners[number] != owners[number - 1]:
+                self._join(start, number * arena - start)
+                start, size = number * arena, start + size - number * arena
+        self._join(start, size)
+
+    def _join(self, start: int, size: int) -> None:
+        """Add free space of one owner, and join it with the owner's free space beside it."""
+        owner = self._owner_at(start)
         before = self._start_by_end.get(start)
-        if before is not None:
+        if before is not None and self._owner_at(before) == owner:
             size += self._remove(before)
             start = before
-        if start + size in self._size_at:
+        if start + size in self._size_at and self._owner_at(start + size) == owner:
             size += self._remove(start + size)
         self._insert(start, size)
+
+    def _owner_at(self, offset: int) -> int:
+        return self._owners[offset // self._arena_bytes]
+
+    def _holes_at(self, offset: int) -> _Holes:
+        return self._holes[self._owner_at(offset)]
 
     def _insert(self, start: int, size: int) -> None:
         self._size_at[start] = size
         self._start_by_end[start + size] = start
-        starts = self._starts.get(size)
-        if starts is None:
-            starts = self._starts[size] = {}
-            insort(self._sizes, size)
-        starts[start] = None
+        self._holes_at(start).add(start, size)
 
     def _remove(self, start: int) -> int:
-        size = self._size_at[start]
-        del self._starts[size][start]
-        self._forget(start, size)
+        size = self._size_at.pop(start)
+        del self._start_by_end[start + size]
+        self._holes_at(start).remove(start, size)
         return size
-
-    def _forget(self, start: int, size: int) -> None:
-        del self._size_at[start], self._start_by_end[start + size]
-        if not self._starts[size]:
-            del self._starts[size], self._sizes[bisect_left(self._sizes, size)]

@@ -13,7 +13,9 @@ import mmap
 import os
 import struct
 import threading
-from collections.abc import Callable
+import time
+import weakref
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, Self, TypeVar
@@ -50,6 +52,9 @@ _MADV_POPULATE_WRITE = 23  # Linux 5.14; the module `mmap` lacks the constant
 
 _FLOCK = struct.Struct("@hhqqi0q")  # type, whence, start, length, process
 _SERVER_LOCK = 1 << 60  # the byte of the pool's file that its server locks, far beyond the end of any pool
+_TURN_LOCK = _SERVER_LOCK + 1  # ... and that of the worker whose turn it is: `PoolMemory.turn`
+_TURN_POLL_SECONDS = 0.002  # less than the rest of a process between two turns
+TURN_SECONDS = 10.0  # a process that holds the turn for longer hangs in its driver
 _TRAILER = struct.Struct("<8sQ")  # magic, generation; after the pool's last byte
 
 
@@ -462,6 +467,34 @@ class PoolMemory:
         self.size_bytes = pool_size_bytes
         self.pool = mmap.mmap(pool_fd, pool_size_bytes)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.pool))
+        # A description of its own, as a lock belongs to the description, and workers share that of `pool_fd`. A worker
+        # of another user may not open the file, so it has its turns beside others.
+        try:
+            self._turn_fd = os.open(f"/proc/self/fd/{pool_fd}", os.O_RDWR | os.O_CLOEXEC)
+        except PermissionError:
+            self._turn_fd = os.dup(pool_fd)
+        weakref.finalize(self, os.close, self._turn_fd)
+
+    @contextlib.contextmanager
+    def turn(self, stop: threading.Event) -> Generator[None]:
+        """Wait for a turn among the processes of one user that map the pool: only one has a turn at a time.
+
+        The wait ends if `stop` is set, and after ten seconds. The end of a process ends its turn.
+        """
+        end = time.monotonic() + TURN_SECONDS
+        while not self._lock_turn(fcntl.F_WRLCK) and time.monotonic() < end and not stop.wait(_TURN_POLL_SECONDS):
+            pass
+        try:
+            yield
+        finally:
+            self._lock_turn(fcntl.F_UNLCK)
+
+    def _lock_turn(self, kind: int) -> bool:
+        try:
+            fcntl.fcntl(self._turn_fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, _TURN_LOCK, 1, 0))
+        except BlockingIOError:
+            return False
+        return True
 
     def populate(self, should_stop: Callable[[], bool] = lambda: False) -> None:
         """Touch every page of the mapping, so that the first copy is as fast as later ones. Releases the GIL.
