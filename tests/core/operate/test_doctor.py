@@ -148,14 +148,6 @@ def test_it_says_how_many_engines_the_descriptors_are_enough_for(depot: DepotPro
     scheduler.close()
 
 
-def test_a_pool_that_a_stopped_depot_left_is_named_with_the_way_to_free_it(depot: DepotProcess) -> None:
-    depot.kill()
-    facts = read_facts(ServerConfig(directory=depot.directory))
-    assert sum(pool.allocated_bytes for pool in facts.stopped_pools) >= 64 << 20
-    (found,) = [finding for finding in diagnose(facts) if finding.subject == "other pools"]
-    assert "kvdepot pools --remove" in found.way_out
-
-
 def test_this_machine_is_looked_at(depot: DepotProcess) -> None:
     facts = read_facts(ServerConfig(directory=depot.directory, pool_directory=depot.pool_directory))
     assert facts.kernel > (3, 0)

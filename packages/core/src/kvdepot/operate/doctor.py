@@ -18,11 +18,11 @@ from typing import Final
 
 from kvdepot.backends import BackendStatus, list_backends
 from kvdepot.client.operator import ask_depot
-from kvdepot.config import ServerConfig, counted, format_size
+from kvdepot.config import ServerConfig, format_size
 from kvdepot.errors import KVDepotError
 from kvdepot.operate import operations as o
 from kvdepot.pool.files import ENLARGE_TMPFS
-from kvdepot.pool.inventory import FoundPool, find_pools, name_others
+from kvdepot.pool.inventory import name_others
 from kvdepot.pool.size import MEMORY_FILE_SYSTEMS, SHARE_OF_FREE_MEMORY, available_memory_bytes, file_system_of
 from kvdepot.processes import reserve_of
 from kvdepot.wire.status import DepotStatus
@@ -113,7 +113,6 @@ class Facts:
     directory_is_writable: bool
     depot: DepotStatus | None = None  # of the depot that answers in the directory
     other_depots: str = ""  # as `name_others` names them
-    stopped_pools: tuple[FoundPool, ...] = ()  # other pools, whose depots are not running
     backends: tuple[BackendStatus, ...] = ()
     packages: dict[str, str] = field(default_factory=dict[str, str])
     nodes: NumaNodes = field(default_factory=NumaNodes)
@@ -127,7 +126,6 @@ def read_facts(config: ServerConfig) -> Facts:
     depot = None
     with contextlib.suppress(KVDepotError):
         depot = ask_depot(o.Status(), str(config.directory), 1.0).status
-    stopped = [pool for pool in find_pools() if not pool.is_served and pool.directory != config.pool_path]
     ours = [each for each in distributions() if each.name.startswith("kvdepot") or each.name in _OTHER_PACKAGES]
     return Facts(
         config=config,
@@ -142,7 +140,6 @@ def read_facts(config: ServerConfig) -> Facts:
         directory_is_writable=_is_writable(config.directory),
         depot=depot,
         other_depots=name_others(config.directory),
-        stopped_pools=tuple(stopped),
         backends=tuple(list_backends()),
         packages={each.name: each.version for each in sorted(ours, key=lambda each: each.name)},
         nodes=read_nodes(),
@@ -175,11 +172,6 @@ def _judge_pool(facts: Facts) -> Iterator[Finding]:
         yield Finding(BROKEN, "pool", text, f"lower --pool-size; or raise the memory limit and {ENLARGE_TMPFS}")
     else:
         yield Finding(FINE, "pool", f"{format_size(wanted)} fit: {limit} is {format_size(least)}")
-    if facts.stopped_pools:
-        kept = format_size(sum(pool.allocated_bytes for pool in facts.stopped_pools))
-        text = f"{kept} of memory are kept by {counted(len(facts.stopped_pools), 'pool')} of depots that stopped"
-        way_out = "'kvdepot pools --stopped' lists them, 'kvdepot pools --remove PATH' frees one"
-        yield Finding(FINE, "other pools", text, way_out)
 
 
 def _judge_machine(facts: Facts) -> Iterator[Finding]:
