@@ -4,7 +4,6 @@ import contextlib
 import io
 import re
 import signal
-import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,14 +14,7 @@ from kvdepot.lab.processes import DepotProcess
 from kvdepot.operate.cli import main, make_parser
 from kvdepot.operate.extensions import KNOWN_COMMANDS
 from kvdepot.pool.size import MEMORY_FILE_SYSTEMS, file_system_of
-from support.commands import KVDEPOT, run_kvdepot
-
-_SMALL_SHM = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=64m none /dev/shm && exec "$@"', "sh"]
-
-small_shm = pytest.mark.skipif(
-    subprocess.run([*_SMALL_SHM, "true"], capture_output=True, check=False).returncode != 0,
-    reason="needs the right to mount a tmpfs, as root has",
-)
+from support.commands import IN_SMALL_SHM, log_of_serve, needs_small_shm, run_kvdepot
 
 
 def run(*arguments: str, prefix: Sequence[str] = ()) -> tuple[int, str]:
@@ -83,66 +75,49 @@ _TRACE = str(Path(__file__).parents[3] / "examples" / "trace.jsonl")
 
 
 @pytest.mark.slow
-@small_shm
+@needs_small_shm
 @pytest.mark.parametrize("command", [["demo"], ["replay", "--requests", "20", _TRACE]])
 def test_beside_a_small_dev_shm_a_demo_puts_its_pool_into_a_file_and_says_so(command: list[str]) -> None:
     if command[0] == "replay":
         pytest.importorskip("kvdepot_plan")
-    done = run_kvdepot(*command, prefix=_SMALL_SHM)
+    done = run_kvdepot(*command, prefix=IN_SMALL_SHM)
     assert (done.returncode, done.stderr) == (0, "")
     assert re.search(r"/dev/shm\s+has\s+no\s+room\s+for\s+a\s+pool", done.stdout)
 
 
-@small_shm
+@needs_small_shm
 @pytest.mark.parametrize("command", ["demo", "bench lookup"])
 def test_a_demo_without_any_room_names_the_way_out_and_no_flag_that_it_lacks(command: str) -> None:
-    nowhere = [*_SMALL_SHM, "env", "TMPDIR=/dev/shm"]
+    nowhere = [*IN_SMALL_SHM, "env", "TMPDIR=/dev/shm"]
     status, said = run(*command.split(), prefix=nowhere)
     assert (status, said.count("\n"), "--pool-size" in said) == (1, 1, False), said
     assert "/dev/shm has 64.0 MiB" in said
     assert "--shm-size" in said
 
 
-def first_words(
-    *arguments: str, prefix: list[str] | None = None, signals: Sequence[signal.Signals] = (signal.SIGTERM,)
-) -> str:
-    """Start a depot, send it signals once it serves, and return its log."""
-    command = [*(prefix or []), *KVDEPOT, "serve", "--ephemeral", *arguments]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        logged = ""
-        for line in process.stderr:
-            logged += line
-            if "serving" in line:
-                for number in signals:
-                    process.send_signal(number)
-        assert process.wait(20) == 0, logged
-    return logged
-
-
 def test_a_depot_whose_terminal_closes_stops_as_on_sigterm_and_says_so(tmp_path: Path) -> None:
-    logged = first_words("--dir", str(tmp_path), "--pool-size", "16MiB", signals=[signal.SIGHUP])
+    logged = log_of_serve("--ephemeral", "--dir", str(tmp_path), "--pool-size", "16MiB", signals=[signal.SIGHUP])
     assert "stopping on SIGHUP\n" in logged
     assert logged.splitlines()[-1].endswith("stopped")
 
 
 def test_below_nohup_a_depot_outlives_its_terminal(tmp_path: Path) -> None:
     both = [signal.SIGHUP, signal.SIGTERM]
-    logged = first_words("--dir", str(tmp_path), "--pool-size", "16MiB", prefix=["nohup"], signals=both)
+    logged = log_of_serve("--ephemeral", "--dir", str(tmp_path), "--pool-size", "16MiB", prefix=["nohup"], signals=both)
     assert "stopping on SIGTERM\n" in logged
 
 
-@small_shm
+@needs_small_shm
 def test_a_depot_in_a_small_dev_shm_warns_of_it(tmp_path: Path) -> None:
-    logged = first_words("--dir", str(tmp_path), prefix=_SMALL_SHM)
+    logged = log_of_serve("--ephemeral", "--dir", str(tmp_path), prefix=IN_SMALL_SHM)
     assert "WARNING" in logged
     assert "the pool has only 50.0 MiB" in logged
     assert "--shm-size" in logged
 
 
-@small_shm
+@needs_small_shm
 def test_a_pool_as_large_as_a_small_dev_shm_says_how_to_enlarge_it(tmp_path: Path) -> None:
-    status, said = run("serve", "--dir", str(tmp_path), "--pool-size", "64MiB", prefix=_SMALL_SHM)
+    status, said = run("serve", "--dir", str(tmp_path), "--pool-size", "64MiB", prefix=IN_SMALL_SHM)
     assert status == 1
     assert "--shm-size" in said.splitlines()[-1]
 
@@ -150,7 +125,7 @@ def test_a_pool_as_large_as_a_small_dev_shm_says_how_to_enlarge_it(tmp_path: Pat
 @pytest.mark.skipif(file_system_of(Path("/var/tmp")) in MEMORY_FILE_SYSTEMS, reason="/var/tmp is not on a disk here")
 def test_a_pool_on_a_disk_is_warned_of() -> None:
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
-        logged = first_words("--dir", folder, "--pool-dir", f"{folder}/pool", "--pool-size", "16MiB")
+        logged = log_of_serve("--ephemeral", "--dir", folder, "--pool-dir", f"{folder}/pool", "--pool-size", "16MiB")
     assert "its pages go to disk" in logged
 
 
@@ -221,7 +196,7 @@ def test_dir_and_url_name_a_depot_wherever_one_is_named(tmp_path: Path) -> None:
                 f"process {depot.pid}" in run_kvdepot("doctor", flag, depot.url).stdout
             )  # doctor fails if there is no backend
     for flag in ("--dir", "--url"):
-        assert "serving" in first_words(flag, str(tmp_path / flag.strip("-")), "--pool-size", "4MiB")
+        assert "serving" in log_of_serve("--ephemeral", flag, str(tmp_path / flag.strip("-")), "--pool-size", "4MiB")
     for arguments in (["serve", "--dir", ""], ["status", "--url", ""]):
         status, said = run(*arguments)
         assert status in (1, 2)

@@ -19,7 +19,7 @@ from kvdepot.pool.folder import PoolFolder
 from kvdepot.pool.inventory import find_pools, look_at, remove_pool
 from kvdepot.pool.names import Label, Names, NamesFile
 from kvdepot.pool.table import TABLE_VERSION, IndexTable
-from support.commands import KVDEPOT, run_kvdepot
+from support.commands import IN_SMALL_SHM, log_of_serve, needs_small_shm, run_kvdepot
 
 SIZE = 1 << 20
 KINDS = ["pool", "index", "names", "tokens", "sessions"]
@@ -250,7 +250,7 @@ import os, subprocess, sys
 from pathlib import Path
 from kvdepot.lab.processes import DepotProcess
 
-with DepotProcess(pool_size="50MiB") as depot:
+with DepotProcess(pool_size="32MiB") as depot:
     before = os.stat(depot.pool_directory / "pool").st_ino
     depot.kill()
     flags = ["--dir", depot.url, "--pool-dir", str(depot.pool_directory), "--pool-size", "64MiB"]
@@ -261,31 +261,20 @@ with DepotProcess(pool_size="50MiB") as depot:
     depot.start()
     assert os.stat(depot.pool_directory / "pool").st_ino == before
 """
-_SMALL_SHM = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=64m none /dev/shm && exec "$@"', "sh"]
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    subprocess.run([*_SMALL_SHM, "true"], capture_output=True, check=False).returncode != 0,
-    reason="needs the right to mount a tmpfs, as root has",
-)
+@needs_small_shm
 def test_a_depot_with_a_pool_larger_than_a_tmpfs_ends_and_the_next_one_has_the_cache() -> None:
     done = subprocess.run(
-        [*_SMALL_SHM, sys.executable, "-c", _FULL_TMPFS], capture_output=True, text=True, timeout=120, check=False
+        [*IN_SMALL_SHM, sys.executable, "-c", _FULL_TMPFS], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("entries", ["-5", "99999999999"])
 def test_an_impossible_number_of_entries_is_one_line_and_the_next_start_works(entries: str, tmp_path: Path) -> None:
-    serve = ("serve", "--dir", str(tmp_path / "d"), "--pool-size", "16MiB", "--pool-dir", str(tmp_path / "p"))
-    done = run_kvdepot(*serve, "--max-entries", entries)
+    flags = ("--dir", str(tmp_path / "d"), "--pool-size", "16MiB", "--pool-dir", str(tmp_path / "p"))
+    done = run_kvdepot("serve", *flags, "--max-entries", entries)
     assert (done.returncode, "is not a whole number from 1 to" in done.stderr) == (2, True)
-    with subprocess.Popen([*KVDEPOT, *serve], stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        logged = ""
-        for line in process.stderr:
-            logged += line
-            if "serving" in line:
-                process.terminate()
-        assert process.wait(20) == 0, logged
+    log_of_serve(*flags)
