@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 
 from kvdepot.backends import CopyBatch
-from kvdepot.client.session import Session
-from kvdepot.client.verify import Verifier
-from kvdepot.lab.processes import DepotProcess
+from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.testing.backend import BackendSuite
 from kvdepot.testing.plan import PLANS, Cache, GroupPlan, WorkerPlan, prompt
 from kvdepot_cpu.context import PageCopier
@@ -70,14 +68,15 @@ def checking_depot() -> Iterator[DepotProcess]:
         yield depot
 
 
+@pytest.mark.promise(30)
 @pytest.mark.parametrize("copy_threads", [1, 3])
-def test_checksums_made_on_the_way_are_those_of_the_pool(
+def test_checksums_of_stores_and_retrieves_are_made_on_the_way(
     checking_depot: DepotProcess, monkeypatch: pytest.MonkeyPatch, copy_threads: int
 ) -> None:
-    def made_afterwards(_verifier: Verifier, _session: Session, _extents: bytes) -> bytes:
+    def made_afterwards(_payload: memoryview) -> bytes:
         raise AssertionError("the copier made no checksums")
 
-    monkeypatch.setattr(Verifier, "checksums", made_afterwards)
+    monkeypatch.setattr("xxhash.xxh3_128_digest", made_afterwards)
     groups = GroupPlan(page_sizes_bytes=(65536, 3072)), GroupPlan(block_tokens=32, page_sizes_bytes=(131072, 66560))
     plan = WorkerPlan(groups)
     worker = NumpyWorker(checking_depot.url, plan, copy_threads=copy_threads)
@@ -85,7 +84,15 @@ def test_checksums_made_on_the_way_are_those_of_the_pool(
         worker.wait_until_connected(10)
         cache = Cache(worker, plan)
         assert cache.store(prompt(16))
-        assert cache.retrieve(prompt(16)) == 16  # after comparing every checksum with the pool
+        assert cache.retrieve(prompt(16)) == 16  # after comparing every checksum with that of the store
+        assert checking_depot.status().counters["entries_corrupt"] == 0
+
+        block = cache.blocks(prompt(16), rotate=1)[1][-1]  # of the last chunk, in the second group
+        session = worker.context.connection.session
+        assert session is not None and session.mapping is not None
+        pool = session.mapping.pool
+        pool[bytes(pool).index(worker.read_blocks(1, 1, [block])) + 5] ^= 1
+        assert cache.retrieve(prompt(16)) == 15
+        wait_until(lambda: checking_depot.status().counters["entries_corrupt"] == 1)
     finally:
         worker.context.close()
-    assert checking_depot.status().counters["entries_corrupt"] == 0

@@ -10,7 +10,7 @@ import xxhash
 
 from kvdepot.copying.runs import Addresses
 from kvdepot.kvcache import CopyBatch
-from kvdepot.layout import CacheLayout, GroupKind, LayerGroup, PageLayout
+from kvdepot.layout import CacheLayout, GroupKind, LayerGroup, PageLayout, Part, Plane
 from kvdepot.pool.files import PoolMemory
 from kvdepot.wire.messages import EXTENT
 from kvdepot_cpu.context import PageCopier
@@ -128,42 +128,120 @@ def test_a_copy_that_makes_checksums_refuses_what_it_cannot_sum(kernels: Kernels
     assert not target.any()
 
 
-@pytest.mark.promise(47)
-@pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("with_checksums", [False, True], ids=["plain", "with checksums"])
-def test_a_store_moves_each_byte_once(with_checksums: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    moved: list[tuple[str, int]] = []
+class Bench:
+    """A copier of 64 pages of 256 KiB, enough for two threads, and its pool.
 
-    def count(name: str) -> None:
+    Attributes:
+        moved: the bytes that each of its compiled copies has moved.
+    """
+
+    def __init__(self, num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.moved: dict[str, int] = {}
+        for name in ("copy_runs", "copy_and_sum"):
+            self._count(name, monkeypatch)
+        self.num_bytes = 16 << 20
+        flat = np.random.default_rng(1).integers(0, 256, self.num_bytes + SUMMED_ALIGNMENT_BYTES, np.uint8)
+        self.cache = flat[-flat.ctypes.data % SUMMED_ALIGNMENT_BYTES :][: self.num_bytes]
+        page = PageLayout(self.cache.ctypes.data, 64, 256 << 10, 256 << 10)
+        layout = CacheLayout((LayerGroup(GroupKind.FULL_ATTENTION, 16, (page,)),), 16 * 32, "bfloat16")
+        fd = os.memfd_create("pool")
+        os.truncate(fd, self.num_bytes)
+        self.pool = PoolMemory(fd, self.num_bytes)
+        os.close(fd)
+        self.copier = PageCopier(layout, (num_threads, num_threads), self.cache)
+        self.blocks = list(range(64))[::-1]
+
+    def _count(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         copy: Any = getattr(Kernels, name)
 
         def counted(kernels: Kernels, sources: Addresses, targets: Addresses, sizes: Addresses, *rest: Any) -> Any:
             done = copy(kernels, sources, targets, sizes, *rest)
             if name == "copy_runs" or done is not None:
-                moved.append((name, int(sizes.sum())))
+                self.moved[name] = self.moved.get(name, 0) + int(sizes.sum())  # threads take turns at the GIL
             return done
 
         monkeypatch.setattr(Kernels, name, counted)
 
-    count("copy_runs")
-    count("copy_and_sum")
-    num_blocks, page_bytes, num_bytes = 64, 64 << 10, 4 << 20
-    cache = np.random.default_rng(1).integers(0, 256, num_bytes, np.uint8)
-    page = PageLayout(cache.ctypes.data, num_blocks, page_bytes, page_bytes)
-    layout = CacheLayout((LayerGroup(GroupKind.FULL_ATTENTION, 16, (page,)),), 16 * num_blocks, "bfloat16")
-    fd = os.memfd_create("pool")
-    os.truncate(fd, num_bytes)
-    pool = PoolMemory(fd, num_bytes)
-    os.close(fd)
-    copier = PageCopier(layout, (1, 1), cache)
-    blocks = list(range(num_blocks))[::-1]
-    digest = copier.store(
-        CopyBatch(
-            pool, EXTENT.pack(0, 0, 0, 0, 0, 0, 0, num_bytes), [blocks], (0,), (0,), with_checksums=with_checksums
-        )
-    )
-    stored = bytes(pool.pool)
-    assert stored == cache.reshape(num_blocks, -1)[blocks].tobytes()
-    assert moved == [("copy_and_sum" if digest else "copy_runs", num_bytes)]
-    assert digest is None or (with_checksums and digest == xxhash.xxh3_128_digest(stored))
+    def batch(self, with_checksums: bool, skip_blocks: int = 0) -> CopyBatch:
+        """Return a batch of two chunks, the second one first in the pool."""
+        half = self.num_bytes // 2
+        extents = EXTENT.pack(0, 0, 0, 0, 0, 0, half, half) + EXTENT.pack(1, 0, 0, 0, 0, 0, 0, half)
+        return CopyBatch(self.pool, extents, [self.blocks], (0,), (skip_blocks,), with_checksums=with_checksums)
+
+    def check(self, digests: bytes | None, *, with_checksums: bool) -> None:
+        """Assert that each byte was moved once, with the checksums of the two extents if any were asked for."""
+        if with_checksums and digests is None:
+            tool_is_missing("this processor lacks AVX2")
+        assert self.moved == {"copy_and_sum" if with_checksums else "copy_runs": self.num_bytes}
+        half = self.num_bytes // 2
+        expected = b"".join(xxhash.xxh3_128_digest(bytes(self.pool.pool[at : at + half])) for at in (half, 0))
+        assert digests == (expected if with_checksums else None)
+
+    def in_order(self) -> bytes:
+        """Return the blocks of the cache as they lie in the pool."""
+        pages = self.cache.reshape(64, -1)
+        return pages[self.blocks[32:]].tobytes() + pages[self.blocks[:32]].tobytes()
+
+
+@pytest.mark.promise(47)
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("with_checksums", [False, True], ids=["plain", "with checksums"])
+def test_a_store_moves_each_byte_once(with_checksums: bool, num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(num_threads, monkeypatch)
+    digests = bench.copier.store(bench.batch(with_checksums))
+    assert bytes(bench.pool.pool) == bench.in_order()
+    bench.check(digests, with_checksums=with_checksums)
+    bench.copier.close()
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("with_checksums", [False, True], ids=["plain", "with checksums"])
+def test_a_retrieve_moves_each_byte_once(
+    with_checksums: bool, num_threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(num_threads, monkeypatch)
+    stored = np.random.default_rng(2).integers(0, 256, bench.num_bytes, np.uint8).tobytes()
+    bench.pool.pool[:] = stored
+    digests = bench.copier.retrieve(bench.batch(with_checksums))
+    assert bench.in_order() == stored
+    bench.check(digests, with_checksums=with_checksums)
+    bench.copier.close()
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_a_retrieve_of_parts_of_extents_returns_no_checksums(num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks that it leaves out belong to the checksum. No byte is moved in vain before that is known."""
+    bench = Bench(num_threads, monkeypatch)
+    stored = np.random.default_rng(2).integers(0, 256, bench.num_bytes, np.uint8)
+    bench.pool.pool[:] = stored.tobytes()
+    page_bytes, before = 256 << 10, bench.cache.reshape(64, -1)[63].tobytes()
+    assert bench.copier.retrieve(bench.batch(with_checksums=True, skip_blocks=1)) is None
+    assert bench.cache.reshape(64, -1)[63].tobytes() == before
+    stored[bench.num_bytes // 2 :][:page_bytes] = np.frombuffer(before, np.uint8)
+    assert bench.in_order() == stored.tobytes()
+    assert bench.moved == {"copy_runs": bench.num_bytes - page_bytes}
+    bench.copier.close()
+
+
+@pytest.mark.usefixtures("kernels")
+def test_checksums_of_a_retrieve_follow_the_extents_of_other_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Entries of two workers, each with one layer, whose runs are copied in another order than the batch names them."""
+    bench = Bench(1, monkeypatch)
+    half, page_bytes = bench.num_bytes // 2, 256 << 10
+    pages = tuple(PageLayout(bench.cache.ctypes.data + at, 32, page_bytes, page_bytes) for at in (0, half))
+    group = LayerGroup(GroupKind.FULL_ATTENTION, 16, pages, part=Part(0, 2, 0, 1), plane=Plane(2, 1))
+    copier = PageCopier(CacheLayout((group,), 16 * 32, "bfloat16"), (1, 1), bench.cache)
+    stored = np.random.default_rng(2).integers(0, 256, bench.num_bytes, np.uint8).tobytes()
+    bench.pool.pool[:] = stored
+    extents = b""
+    for layer, offset in ((1, half), (0, 0)):
+        part = Part(layer, 1, 0, 1).number
+        extents += EXTENT.pack(0, 0, part & 0xFFFF, 0, part >> 16, 0, offset, half)
+    digests = copier.retrieve(CopyBatch(bench.pool, extents, [list(range(32))], (0,), (0,), with_checksums=True))
+    assert bench.cache.tobytes() == stored
+    bench.check(digests, with_checksums=True)
     copier.close()
+    bench.copier.close()

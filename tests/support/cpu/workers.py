@@ -9,6 +9,8 @@ import numpy.typing as npt
 from kvdepot.testing.plan import WorkerPlan
 from kvdepot_cpu.context import CpuOptions, CpuTransferContext
 
+_ALIGNMENT_BYTES = 64  # of torch's tensors
+
 
 class NumpyWorker:
     def __init__(self, url: str, plan: WorkerPlan, **options: Any) -> None:
@@ -29,4 +31,7 @@ class NumpyWorker:
 
 
 def _padded(num_blocks: int, page_size_bytes: int, padding_bytes: int) -> npt.NDArray[np.uint8]:
-    return np.zeros((num_blocks, page_size_bytes + padding_bytes), np.uint8)[:, :page_size_bytes]
+    stride = page_size_bytes + padding_bytes
+    flat = np.zeros(num_blocks * stride + _ALIGNMENT_BYTES, np.uint8)
+    skip = -flat.ctypes.data % _ALIGNMENT_BYTES
+    return flat[skip : skip + num_blocks * stride].reshape(num_blocks, stride)[:, :page_size_bytes]

@@ -122,22 +122,24 @@ class Copier(Protocol):
         """
         ...
 
-    def retrieve(self, batch: CopyBatch) -> None:
-        """Copy extents into blocks.
+    def retrieve(self, batch: CopyBatch) -> bytes | None:
+        """Copy extents into blocks. Return checksums or None, as `store` does.
 
         Return or raise only when nothing reads the extents or writes the blocks any more.
         """
         ...
 
-    def begin_retrieve(self, batch: CopyBatch) -> Callable[[], None] | None:
-        """Begin a retrieve. Return a function that waits for its end, or None if it has ended.
+    def begin_retrieve(self, batch: CopyBatch) -> Callable[[], bytes | None] | None:
+        """Begin a retrieve.
+
+        Return a function that waits for its end and returns its checksums, or None if it has ended without checksums.
 
         The caller may begin the next retrieve before it calls that function. It always calls it, on the same thread. If
         this call raises, no copy of `batch` is running. If the returned function raises, no copy of any retrieve begun
         so far is running.
         """
-        self.retrieve(batch)
-        return None
+        checksums = self.retrieve(batch)
+        return None if checksums is None else lambda: checksums
 
     def mark_ready(self, direction: Direction, ready: ReadyEvent | None) -> ReadyEvent | None:
         """Return the event that the transfer must wait for, None for none. Never wait here.

@@ -89,23 +89,22 @@ class PageCopier(Copier):
         """See `Copier`."""
         runs = self._runs.of(batch)
         targets = runs.offsets + np.uint64(batch.mapping.address)
-        if batch.with_checksums:
-            records = np.frombuffer(batch.extents, EXTENT_DTYPE)
-            order = np.argsort(records["group"], kind="stable")  # the order of the runs
-            digests = self._store_summed(runs.blocks, targets, runs.sizes, records["num_bytes"][order])
-            if digests is not None:
-                digests[order] = digests.copy()
-                return digests.tobytes()
-        self._copy(runs.blocks, targets, runs.sizes, self._num_threads[0])
-        return None
+        checksums = self._copy_summed(batch, runs.blocks, targets, runs.sizes, self._num_threads[0])
+        if checksums is None:
+            self._copy(runs.blocks, targets, runs.sizes, self._num_threads[0])
+        return checksums
 
-    def retrieve(self, batch: CopyBatch) -> None:
+    def retrieve(self, batch: CopyBatch) -> bytes | None:
         """See `Copier`."""
         pool = np.uint64(batch.mapping.address)
         pages, cut = self._runs.in_rows(batch)
-        self._copy(pages.offsets + pool, pages.blocks, pages.sizes, self._num_threads[1])
+        sources = pages.offsets + pool
+        checksums = self._copy_summed(batch, sources, pages.blocks, pages.sizes, self._num_threads[1])
+        if checksums is None:
+            self._copy(sources, pages.blocks, pages.sizes, self._num_threads[1])
         for rows in cut:
             self._retrieve_rows(rows, pool)
+        return checksums
 
     def close(self) -> None:
         """See `Copier`."""
@@ -133,12 +132,27 @@ class PageCopier(Copier):
 
         self._in_parts(copy, len(first), int(first.sizes.sum()) * rows.num_rows, num_threads)
 
-    def _store_summed(
-        self, sources: Addresses, targets: Addresses, sizes: Addresses, extents: Addresses
+    def _copy_summed(
+        self, batch: CopyBatch, sources: Addresses, targets: Addresses, sizes: Addresses, num_threads: int
+    ) -> bytes | None:
+        """Copy runs and return the checksums of the extents. Return None if the batch wants none, or if some fail."""
+        if not batch.with_checksums:
+            return None
+        records = np.frombuffer(batch.extents, EXTENT_DTYPE)
+        order = np.lexsort((records["heads"], records["layers"], records["group"]))  # the order of the runs
+        digests = self._sum(sources, targets, sizes, records["num_bytes"][order], num_threads)
+        if digests is None:
+            return None
+        digests[order] = digests.copy()
+        return digests.tobytes()
+
+    def _sum(
+        self, sources: Addresses, targets: Addresses, sizes: Addresses, extents: Addresses, num_threads: int
     ) -> npt.NDArray[np.uint8] | None:
-        """Copy a store, and return the digest of each extent, None if that failed for some."""
-        kernels, num_bytes, num_threads = self._kernels, int(sizes.sum()), self._num_threads[0]
-        if kernels is None or num_bytes < BYTES_WORTH_STREAMING:
+        """Copy runs and return the digest of each extent, None if that failed for some."""
+        kernels, num_bytes = self._kernels, int(sizes.sum())
+        # A retrieve may leave parts of extents out. Otherwise only one thread of several would refuse, after the copy.
+        if kernels is None or num_bytes < BYTES_WORTH_STREAMING or num_bytes != int(extents.sum()):
             return None
         if num_threads == 1:
             return kernels.copy_and_sum(sources, targets, sizes, extents)

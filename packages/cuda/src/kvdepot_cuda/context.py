@@ -310,7 +310,7 @@ class MoverRoute(CopyRoute):
         self._move(Direction.STORE, channel, batch)
         return None
 
-    def begin_retrieve(self, channel: Channel, batch: CopyBatch) -> Callable[[], None] | None:
+    def begin_retrieve(self, channel: Channel, batch: CopyBatch) -> Callable[[], bytes | None] | None:
         """See `CopyRoute`. A mover does one retrieve at a time, so this returns when its copy has ended."""
         if self.copies_here(channel.session):
             return super().begin_retrieve(channel, batch)

@@ -52,7 +52,7 @@ class CopyRoute:
         del channel
         return self.copier.store(batch)
 
-    def begin_retrieve(self, channel: Channel, batch: CopyBatch) -> Callable[[], None] | None:
+    def begin_retrieve(self, channel: Channel, batch: CopyBatch) -> Callable[[], bytes | None] | None:
         """Begin to copy a batch of a retrieve: see `Copier.begin_retrieve`."""
         del channel
         return self.copier.begin_retrieve(batch)
@@ -76,7 +76,12 @@ class _Retrieval:
         self.lease: Final = contextlib.ExitStack()  # closing it releases the lease
         self.copying = contextlib.ExitStack()  # closing it waits for the copy and releases the pool
         self.is_copying = False
+        self.checksums: bytes | None = None  # of the plan's extents, if the copy has computed them
         self.num_bytes = 0  # of this worker's blocks
+
+    def end_copy(self, wait: Callable[[], bytes | None]) -> None:
+        """Wait for the copy and keep its checksums."""
+        self.checksums = wait()
 
     def close(self) -> None:
         """Wait for the copy and release the lease. Idempotent."""
@@ -206,7 +211,7 @@ class TransferProtocol:
                 return False
             wait = self._copy_route.begin_retrieve(channel, copies)
             if wait is not None:
-                undo.callback(wait)
+                undo.callback(retrieval.end_copy, wait)
                 retrieval.copying = undo.pop_all()
                 retrieval.is_copying = True
         return True
@@ -218,7 +223,8 @@ class TransferProtocol:
             retrieval.copying.close()
             if plan.lease:
                 job.transfer.num_bytes += retrieval.num_bytes
-                valid = self._verifier.valid_chunks(channel, plan, retrieval.batch.key.digests)
+                digests = retrieval.batch.key.digests
+                valid = self._verifier.valid_chunks(channel, plan, digests, retrieval.checksums)
             else:
                 valid = num_chunks if plan.num_chunks >= num_chunks else 0
         job.transfer.num_chunks = retrieval.batch.start + valid
@@ -311,7 +317,7 @@ class TransferProtocol:
             tuple(num_chunks - here for here in batch.covered),
             skip_blocks,
             plan.ticket if isinstance(plan, m.StorePlan) else plan.lease,
-            isinstance(plan, m.StorePlan) and self._verifier.makes_checksums(channel.session),
+            self._verifier.needs_all_checksums(channel.session, is_store=isinstance(plan, m.StorePlan)),
         )
 
     def _check(self, copies: CopyBatch, batch: _Batch, *, is_store: bool) -> int:

@@ -31,9 +31,10 @@ class Verifier:
                 "the depot verifies checksums, but xxhash is missing, so this worker has none: pip install xxhash"
             )
 
-    def makes_checksums(self, session: Session) -> bool:
-        """Return whether stores of this session carry checksums."""
-        return session.verify is not m.Verify.OFF and self._checksum is not None
+    def needs_all_checksums(self, session: Session, *, is_store: bool) -> bool:
+        """Return whether every extent of a store, or of a retrieve, needs its checksum in this session."""
+        wanted = session.verify is not m.Verify.OFF if is_store else session.verify is m.Verify.ALL
+        return wanted and self._checksum is not None
 
     def checksums(self, session: Session, extents: bytes) -> bytes:
         """Return the packed checksums of newly filled extents; empty if stores carry none."""
@@ -44,15 +45,18 @@ class Verifier:
         bounds = ((offset, offset + size) for *_, offset, size in m.EXTENT.iter_unpack(extents))
         return b"".join(self._checksum(pool[start:stop]) for start, stop in bounds)
 
-    def valid_chunks(self, channel: Channel, plan: m.RetrievePlan, digests: bytes) -> int:
-        """Return how many leading chunks of a copied plan are valid, by the table and the checksums."""
+    def valid_chunks(self, channel: Channel, plan: m.RetrievePlan, digests: bytes, checksums: bytes | None) -> int:
+        """Return how many leading chunks of a copied plan are valid, by the table and the checksums.
+
+        `checksums` are those of the plan's extents, packed, if the copy has computed them.
+        """
         assert channel.session.mapping is not None
         valid = count_valid_chunks(plan, digests, channel.session.mapping.table)
         if valid < plan.num_chunks:
             logger.warning("chunk %d was evicted while it was retrieved, so it is a miss", valid)
-        return min(valid, self._intact_chunks(channel, plan))
+        return min(valid, self._intact_chunks(channel, plan, checksums))
 
-    def _intact_chunks(self, channel: Channel, plan: m.RetrievePlan) -> int:
+    def _intact_chunks(self, channel: Channel, plan: m.RetrievePlan, checksums: bytes | None) -> int:
         """Compare the checksums that are due, and report corrupt entries. Return how many leading chunks are intact."""
         session = channel.session
         if session.verify is m.Verify.OFF or self._checksum is None:
@@ -62,11 +66,18 @@ class Verifier:
         wrong: list[tuple[Entry, int]] = []
         intact = plan.num_chunks
         sample = random.randrange(m.VERIFY_ONE_IN)
-        for chunk, _, _, entry, _, header, offset, num_bytes in m.EXTENT.iter_unpack(plan.extents):
+        extents = m.EXTENT.iter_unpack(plan.extents)
+        for number, (chunk, _, _, entry, _, header, offset, num_bytes) in enumerate(extents):
             if session.verify is m.Verify.SAMPLE and chunk % m.VERIFY_ONE_IN != sample:
                 continue
             expected = table.checksum_of(entry)
-            if not any(expected) or self._checksum(pool[offset : offset + num_bytes]) == expected:
+            if not any(expected):
+                continue
+            if checksums is None:
+                found = self._checksum(pool[offset : offset + num_bytes])
+            else:
+                found = checksums[number * m.CHECKSUM_BYTES : (number + 1) * m.CHECKSUM_BYTES]
+            if found == expected:
                 continue
             if table.is_same(entry, header):
                 wrong.append((entry, header))
