@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from support.tools import needs_tool
 DEPLOY = Path(__file__).parents[2] / "deploy"
 WORKFLOWS = sorted((DEPLOY.parent / ".github" / "workflows").glob("*.yml"))
 KUBERNETES = DEPLOY / "kubernetes"
-OVERLAYS = ("base", "mooncake", "router", "two-sockets", "monitoring", "tier-gc")  # the overlays that users apply
+OVERLAYS = ("base", "mooncake", "router", "two-sockets", "monitoring", "tier-gc", "cleanup")  # those that users apply
 needs_kubectl = needs_tool(shutil.which("kubectl"), "needs kubectl 1.22 or later (Debian: kubernetes-client)")
 COMPOSE: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
 
@@ -79,7 +80,7 @@ def test_kubernetes_knows_every_field(overlay: str, tmp_path: Path) -> None:
 
 
 @needs_kubectl
-@pytest.mark.parametrize("overlay", [each for each in OVERLAYS if each != "tier-gc"])
+@pytest.mark.parametrize("overlay", [each for each in OVERLAYS if each not in ("tier-gc", "cleanup")])
 def test_policies_budgets_services_and_monitors_select_pods_that_are_there(overlay: str) -> None:
     pods = [
         document["spec"]["template"]
@@ -102,7 +103,8 @@ def test_policies_budgets_services_and_monitors_select_pods_that_are_there(overl
         found = [pod for pod in pods if labels.items() <= pod["metadata"]["labels"].items()]
         assert found, (kind, labels)
         if kind == "PodMonitor":
-            (port,) = (each["port"] for each in documents(overlay)[0]["spec"]["podMetricsEndpoints"])
+            (monitor,) = (each for each in documents(overlay) if each["kind"] == kind)
+            (port,) = (each["port"] for each in monitor["spec"]["podMetricsEndpoints"])
             assert port in {each["name"] for pod in found for each in pod["spec"]["containers"][0]["ports"]}
 
 
@@ -178,7 +180,81 @@ def test_systemd_knows_every_setting(tmp_path: Path) -> None:
 def command_of_the_unit() -> list[str]:
     unit = (DEPLOY / "systemd" / "kvdepot.service").read_text()
     (start,) = re.findall(r"^ExecStart=\S+/kvdepot (.*)$", unit, flags=re.MULTILINE)
-    return start.split()
+    assert "/etc/kvdepot/kvdepot.toml" in start, "where the first lines of the unit put it"
+    return start.replace("/etc/kvdepot", str(DEPLOY / "systemd")).split()
+
+
+def test_the_unit_s_disk_tier_is_in_a_folder_that_it_may_write(tmp_path: Path) -> None:
+    unit = (DEPLOY / "systemd" / "kvdepot.service").read_text()
+    assert "\nProtectSystem=strict\n" in unit
+    assert "\nCacheDirectory=kvdepot\n" in unit
+    settings = (DEPLOY / "systemd" / "kvdepot.toml").read_text()
+    (tmp_path / "all.toml").write_text(re.sub(r"^# (\w+ = )", r"\1", settings, flags=re.MULTILINE))
+    process, config = read_configs({"config": tmp_path / "all.toml"}, {})
+    assert [TierUrl.parse(tier).path for tier in config.tiers] == ["/var/cache/kvdepot/tier"]
+    assert process.http_token == Path("/etc/kvdepot/token")
+    assert config.directory == Path("/run/kvdepot")
+
+
+@needs_kubectl
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_images_come_from_the_registry_of_one_file(overlay: str) -> None:
+    component = KUBERNETES / "images" / "kustomization.yaml"
+    places = [each["newName"] for each in yaml.safe_load(component.read_text())["images"]]
+    used = re.findall(r"image: (.*):[\d.]+$", rendered(overlay), flags=re.MULTILINE)
+    assert set(used) <= set(places)
+    built = re.findall(r"-f (\S+) -t (\S+):[\d.]+ \. && docker push \2", component.read_text())
+    assert sorted(place for _, place in built) == sorted(places)
+    assert all((DEPLOY.parent / path).is_file() for path, _ in built)
+
+
+def test_the_rules_for_the_operator_are_those_for_prometheus() -> None:
+    rules = yaml.safe_load((DEPLOY / "prometheus" / "kvdepot-alerts.yml").read_text())
+    assert yaml.safe_load((KUBERNETES / "monitoring" / "rules.yaml").read_text())["spec"] == rules
+
+
+@needs_tool(shutil.which("promtool"), "needs promtool (Debian: prometheus)")
+def test_alerts_fire_when_they_should() -> None:
+    run("promtool", "check", "rules", str(DEPLOY / "prometheus" / "kvdepot-alerts.yml"))
+    run("promtool", "test", "rules", str(DEPLOY / "prometheus" / "kvdepot-alerts-test.yml"))
+
+
+@needs_kubectl
+def test_grafana_gets_the_dashboard() -> None:
+    (found,) = (each for each in documents("monitoring") if each["kind"] == "ConfigMap")
+    dashboard = (DEPLOY / "grafana" / "kvdepot.json").read_text()
+    assert json.loads(found["data"]["kvdepot.json"]) == json.loads(dashboard)
+    assert found["metadata"]["labels"] == {"grafana_dashboard": "1"}
+
+
+@needs_kubectl
+def test_a_new_client_of_mooncake_listens_and_has_a_minute_before_the_next_node_s_is_replaced() -> None:
+    (client,) = (each for each in documents("mooncake") if each["metadata"]["name"] == "mooncake-client")
+    assert client["spec"]["updateStrategy"]["rollingUpdate"] == {"maxUnavailable": 1}
+    assert client["spec"]["minReadySeconds"] == 60
+    (container,) = client["spec"]["template"]["spec"]["containers"]
+    assert container["readinessProbe"]["tcpSocket"] == {"port": "client"}
+    assert f"--port={container['ports'][0]['containerPort']}" in container["args"]
+
+
+@needs_kubectl
+def test_the_cleanup_frees_the_pools_of_deleted_depots_alone(tmp_path: Path) -> None:
+    (script,) = workloads("cleanup")["kvdepot-cleanup"]["initContainers"][0]["args"]
+    arguments = workloads()["kvdepot"]["containers"][0]["args"]
+    (place,) = (each.removeprefix("--pool-dir=/pool/") for each in arguments if each.startswith("--pool-dir="))
+    with DepotProcess() as depot, DepotProcess() as stopped:
+        (tmp_path / place).symlink_to(depot.pool_directory)
+        (tmp_path / "kvdepot-socket-1").symlink_to(stopped.pool_directory)
+        stopped.kill()
+        here = script.replace("/dev/shm/", f"{tmp_path}/").replace('"$pool"', '"$(readlink -f "$pool")"')
+        environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+        command = ["sh", "-euc", here]
+        busy = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+        assert (busy.returncode, "in use by the depot" in busy.stderr) == (1, True)
+        depot.kill()
+        subprocess.run(command, env=environment, timeout=60, check=True)
+        assert not list(depot.pool_directory.glob("*"))
+        assert not stopped.pool_directory.exists()
 
 
 @needs_kubectl
@@ -220,7 +296,8 @@ def test_probes_and_prometheus_ask_what_a_depot_answers_them(depot: DepotProcess
         assert status_of_app(app, "/tenants", "10.0.0.7:9460") == 401
     (job,) = yaml.safe_load((DEPLOY / "prometheus" / "kvdepot-scrape.yml").read_text())["scrape_configs"]
     assert job["job_name"] == "kvdepot", "the name in the alert rules"
-    assert job["static_configs"] == [{"targets": [make_parser().parse_args(command_of_the_unit()).http]}]
+    process, _ = read_configs(vars(make_parser().parse_args(command_of_the_unit())), {})
+    assert job["static_configs"] == [{"targets": [process.http]}]
     assert job["authorization"] == {"credentials_file": "/etc/kvdepot/token"}
 
 
@@ -235,6 +312,10 @@ def test_engines_find_the_depot_s_folder_and_need_nothing_else_of_the_host() -> 
         for name, pod in pods.items()
     }
     assert folders == {"kvdepot": {"/run/kvdepot", "/dev/shm"}, "vllm": {"/run/kvdepot"}}
+    for pod in pods.values():  # engines start without a depot, and both on a node that only takes pods with GPUs
+        kinds = {volume["hostPath"]["type"] for volume in pod["volumes"] if volume["name"] == "sockets"}
+        assert kinds == {"DirectoryOrCreate"}
+        assert {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"} in pod["tolerations"]
     configurations = [pods["vllm"]["containers"][0]["args"][-1], COMPOSE["services"]["vllm"]["command"][-1]]
     for configuration in configurations:
         assert json.loads(configuration)["kv_connector_extra_config"] == {"kvdepot.url": "/run/kvdepot"}

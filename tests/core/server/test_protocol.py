@@ -166,6 +166,7 @@ def test_another_protocol_version_is_refused_in_one_line_that_names_both(peer: P
         assert isinstance(reply, m.ErrorReply)
         assert reply.code is ErrorCode.VERSION_MISMATCH
         assert f"protocol {version}, this depot 1" in reply.message
+    assert depot.status().counters["versions_refused"] == 2
 
 
 def test_a_second_commit_is_refused_and_changes_nothing(peer: Peer, bystander: Peer) -> None:

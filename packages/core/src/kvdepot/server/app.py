@@ -122,6 +122,7 @@ class DepotServer:
             is_awaited=depot.quarantine.is_awaited,
             is_mapping=lambda writer: is_locked(self._files.pool_fd, writer.start_time),
             epoch=self.epoch,
+            counters=depot.counters,
         )
         undo.callback(sessions.close)
         self.requests = Requests(depot, sessions, partial(depot.operate, self))

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+from kvdepot.counting import Counts, depot_counter
 from kvdepot.errors import ErrorCode
 from kvdepot.ownership import peer_credentials
 from kvdepot.pool.table import Writer
@@ -26,6 +27,8 @@ from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 
 logger = logging.getLogger(__name__)
+
+_VERSIONS_REFUSED: Final = depot_counter("versions_refused", "Sessions refused because an engine is of another release")
 
 MAXIMUM_SESSIONS: Final = 4096  # each takes a descriptor for its socket and a pidfd
 
@@ -64,7 +67,9 @@ class SessionTable:
         is_awaited: Callable[[Writer], bool],
         is_mapping: Callable[[Writer], bool],
         epoch: int,
+        counters: Counts,
     ) -> None:
+        self._counters = counters
         self._welcome = welcome
         self._on_end = on_end
         self._on_death = on_death
@@ -91,6 +96,7 @@ class SessionTable:
         pid, _, _ = peer_credentials(connection)
         reason = m.check_protocol_version(request.protocol_version)
         if reason:
+            self._counters[_VERSIONS_REFUSED] += 1
             self._refuse(connection, pid, ErrorCode.VERSION_MISMATCH, reason)
             return
         if len(self.by_token) >= MAXIMUM_SESSIONS:
