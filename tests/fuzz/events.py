@@ -9,6 +9,7 @@ import zmq
 from fuzz.tiers import FOLDER
 from kvdepot.features.routers.events import END, EventPublisher
 from kvdepot.features.routers.holdings import Holdings
+from kvdepot.features.routers.numbers import Numbers
 from kvdepot.lab.processes import wait_until
 from support.events import MODEL, Context, View, description, events_of, ids_of
 from support.index import Bench, prompt
@@ -34,7 +35,7 @@ class _Port:
             nodes = visibility.find_run(bench.index.spaces[0], request.digests, request.first_chunk)
             assert holdings.describe(bench.index.spaces[0], MODEL, request, nodes)
         events, replay = (f"ipc://{FOLDER}/{name}" for name in ("events", "replay"))
-        self._publisher = EventPublisher(context, holdings, events, replay, lambda: self._now)
+        self._publisher = EventPublisher(context, holdings, events, replay, Numbers(), clock=lambda: self._now)
 
     def connect(self, kind: int) -> "zmq.Socket[bytes]":
         """Return a socket: a DEALER asks for replays, and others subscribe."""

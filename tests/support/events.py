@@ -56,15 +56,21 @@ def description(run: KeyRun, chunk_tokens: int = 64, **more: Any) -> Description
 
 
 class View:
-    """A router's view of one depot. Checks that the parent of each block is known."""
+    """A router's view of one depot. Checks that the parent of each block is known.
 
-    def __init__(self) -> None:
+    With `is_exact`, it also checks that each block is announced once and removed once, as some routers count.
+    """
+
+    def __init__(self, *, is_exact: bool = True) -> None:
+        self.is_exact = is_exact
+        self.counted: set[tuple[str, int | None, int]] = set()  # medium, group and id
         self.found: set[int] = set()
         self.in_tier: set[int] = set()  # only in tiers
         self.tokens: dict[int, tuple[int, ...]] = {}
         self.parents: dict[int, int | None] = {}
         self.next = 0
         self.num_clears = 0
+        self.events: list[dict[str, Any]] = []  # all that came
 
     def apply(self, batches: list[Batch]) -> None:
         for number, events in batches:
@@ -75,18 +81,25 @@ class View:
                 self.take(event)
 
     def take(self, event: dict[str, Any]) -> None:
+        self.events.append(event)
         if event["type"] == "AllBlocksCleared":
             self.found.clear()
             self.in_tier.clear()
+            self.counted.clear()
             self.num_clears += 1
             return
         assert event["locality"] == "LOCAL"
         ids, size = event["block_hashes"], event.get("block_size", 0)
         here = {"CPU": self.found, "STORAGE": self.in_tier}[event["medium"]]
+        names = {(event["medium"], event.get("group_idx"), each) for each in ids}
+        is_exact = self.is_exact and self.num_clears > 0
         if event["type"] == "BlockRemoved":
-            assert here.issuperset(ids) or event["medium"] == "CPU"
+            assert not is_exact or self.counted.issuperset(names)
+            self.counted -= names
             here.difference_update(ids)
             return
+        assert not is_exact or self.counted.isdisjoint(names)
+        self.counted |= names
         before = event["parent_block_hash"]
         assert before is None or before in self.found | self.in_tier
         assert len(event["token_ids"]) == size * len(ids)
@@ -105,10 +118,15 @@ class View:
 
 
 class Router(View):
-    """A subscriber of a depot or of an engine. `kept` holds its socket until the context closes it."""
+    """A subscriber of a depot or of an engine, which asks for the batches that it lacks.
 
-    def __init__(self, source: DepotProcess | str, context: Context, topic: bytes = b"") -> None:
-        super().__init__()
+    `kept` holds its socket until the context closes it.
+    """
+
+    def __init__(
+        self, source: DepotProcess | str, context: Context, topic: bytes = b"", *, is_exact: bool = True
+    ) -> None:
+        super().__init__(is_exact=is_exact)
         endpoints = [source, ""] if isinstance(source, str) else source.status().event_endpoints
         events, self.replay_endpoint = endpoints
         self.context = context
@@ -123,7 +141,10 @@ class Router(View):
         while self.socket.poll(0):
             topic, number, payload = self.socket.recv_multipart()
             self.topics.add(topic)
-            batches.append((int.from_bytes(number, "big"), events_of(payload)))
+            first = int.from_bytes(number, "big")
+            if self.replay_endpoint and first > self.next:
+                batches += self.ask_again(self.next)
+            batches.append((first, events_of(payload)))
         self.apply(batches)
         return batches
 

@@ -23,6 +23,7 @@ from kvdepot.errors import DepotUnavailable, ErrorCode, RemoteError
 from kvdepot.features.routers import zeromq
 from kvdepot.features.routers.events import EventPublisher
 from kvdepot.features.routers.holdings import Holdings
+from kvdepot.features.routers.numbers import Numbers
 from kvdepot.features.routers.zeromq import BoundEndpoint, Listeners, MessageReader
 from kvdepot.index.index import ChunkIndex
 from kvdepot.lab.processes import DepotProcess, wait_until
@@ -544,7 +545,7 @@ def test_a_message_of_very_many_frames_is_dropped_in_steps() -> None:
 def test_a_subscriber_that_asks_in_very_many_frames_is_dropped_in_steps() -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
-        publisher = EventPublisher(context, Holdings(), "tcp://127.0.0.1:0", "tcp://127.0.0.1:0")
+        publisher = EventPublisher(context, Holdings(), "tcp://127.0.0.1:0", "tcp://127.0.0.1:0", Numbers())
         assert publisher.replay is not None
         asker = context.socket(zmq.DEALER)
         asker.connect(publisher.replay_endpoint)

@@ -359,6 +359,14 @@ class ServerConfig:
         metavar="TOPIC",
     )
     events_replay: str | None = setting(None, "resend past events to subscribers that missed some", metavar="URL")
+    events_connect: str | None = setting(
+        None, "connect to a router that listens for events, besides or instead of --events", metavar="URL"
+    )
+    events_media: Literal["apart", "union"] = setting(
+        "apart",
+        "tell blocks in the pool and in tiers apart, or, for routers that look at no medium, announce a block as long"
+        " as one of them has it (default {default})",
+    )
     policy: Literal["arc", "auto", "lru"] = setting(
         "auto", "eviction policy: lru, arc, or auto, which uses whichever has more hits (default {default})"
     )
@@ -400,7 +408,7 @@ class ServerConfig:
             raise ConfigError("--events-replay needs --events tcp://HOST:PORT")
         if not self.events_topic.isprintable():
             raise ConfigError(f"--events-topic {self.events_topic!r} has characters that cannot be printed")
-        if self.events_topic != DEFAULT_TOPIC and not self.events:
+        if self.events_topic != DEFAULT_TOPIC and not (self.events or self.events_connect):
             raise ConfigError("--events-topic needs --events tcp://HOST:PORT")
 
     @property

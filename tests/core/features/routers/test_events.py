@@ -14,10 +14,11 @@ import zmq
 from kvdepot.client.operator import ask_depot
 from kvdepot.config import ServerConfig
 from kvdepot.errors import ConfigError, ErrorCode, RemoteError
-from kvdepot.features.routers.events import EventPublisher, check_endpoint
+from kvdepot.features.routers.events import END, EventPublisher, _joined, check_endpoint  # pyright: ignore[reportPrivateUsage]
 from kvdepot.features.routers.feed import Description
 from kvdepot.features.routers.holdings import Holdings, Reader
 from kvdepot.features.routers.messages import DescribeChunks, DescribedGroup
+from kvdepot.features.routers.numbers import NUMBERS_FILE, Numbers
 from kvdepot.features.routers.tokens import TOKENS_FILE, TokensFile
 from kvdepot.keys import KeyRun
 from kvdepot.lab.processes import DepotProcess, wait_until
@@ -81,10 +82,9 @@ def test_a_run_is_one_event_with_its_parent_and_everything_that_routers_read(
     extra = tuple(((f"salt{n}", ("picture", n)) if n % 2 else None) for n in range(6))
     assert engine.describe(run, groups=groups, lora_name="poet", extra_keys=extra) == 6
     wait_until(lambda: router.knows(run))
-    stored = [e for _, events in router.ask_again(0) for e in events if e["type"] == "BlockStored"]
+    stored = [event for event in router.events if event["type"] == "BlockStored"]
     told = [(e["group_idx"], e["kv_cache_spec_kind"], e.get("kv_cache_spec_sliding_window")) for e in stored]
-    once = [(0, "full_attention", None), (2, "sliding_window", 128)]
-    assert told in (once, once * 2), "the snapshot of a subscription that comes late repeats it"
+    assert told == [(0, "full_attention", None), (2, "sliding_window", 128)]
     for event in stored:
         assert event["block_hashes"] == ids_of(run)
         assert event["token_ids"] == tokens_of(run, 64)
@@ -93,8 +93,7 @@ def test_a_run_is_one_event_with_its_parent_and_everything_that_routers_read(
         assert "lora_id" in event
     ask_depot(o.Clear(), depot.url, 30)
     wait_until(lambda: (router.take_all(), not router.found)[1])
-    removed = [e for _, events in router.ask_again(0) for e in events if e["type"] == "BlockRemoved"]
-    assert {e["group_idx"] for e in removed} == {0, 2}
+    assert {event["group_idx"] for event in router.events if event["type"] == "BlockRemoved"} == {0, 2}
 
 
 def test_a_router_that_comes_late_or_again_is_told_of_everything(
@@ -123,31 +122,43 @@ def test_a_depot_that_starts_empty_says_so_and_goes_on_with_higher_numbers(conte
 
 def test_missed_batches_are_sent_again(depot: DepotProcess, engine: Engine, context: Context) -> None:
     router = Router(depot, context)
+    wait_until(lambda: (router.take_all(), router.next)[1])
+    first, held = router.next, set[int](router.found)
     for number in range(50):
         run = prompt(1, str(number))
         engine.store(run)
         wait_until(lambda: router.knows(run))  # noqa: B023
-    batches = router.ask_again(0)
+    batches = router.ask_again(first)
     numbers = [number for number, _ in batches]
     assert len(numbers) >= 50
-    assert numbers == list(range(numbers[0], router.next))
-    later = [number for number, _ in router.ask_again(numbers[-9])]
-    assert later[:9] == numbers[-9:], "the snapshot that number 0 asked for may follow"
+    assert numbers == list(range(first, first + len(numbers)))
+    assert [number for number, _ in router.ask_again(numbers[-9])][:9] == numbers[-9:]
     assert router.ask_again(router.next + 1000) == []
     again = View()
+    again.found = held
     again.apply(batches)
     assert again.found == router.found
 
 
-def test_a_subscriber_that_asks_for_too_much_gets_a_snapshot(
+def test_a_subscriber_that_lacks_old_batches_gets_a_snapshot_alone(
     depot: DepotProcess, engine: Engine, context: Context
 ) -> None:
-    router = Router(depot, context)
-    engine.store(prompt(3, "a"))
-    wait_until(lambda: router.knows(prompt(3, "a")))
+    router, runs = Router(depot, context), [prompt(3, name) for name in "abc"]
+    for run in runs:
+        engine.store(run)
+    wait_until(lambda: all(map(router.knows, runs)))
     clears = router.num_clears
-    wait_until(lambda: (router.ask_again(0), router.take_all(), router.num_clears > clears)[2])
-    wait_until(lambda: router.knows(prompt(3, "a")))
+    for asked in (0, 7, router.next - 5000):
+        batches, view = router.ask_again(asked), View()
+        view.apply(batches)
+        assert view.found == router.found
+        assert [number for number, _ in batches] == list(range(batches[0][0], router.next))
+        assert batches[0][1] == [{"type": "AllBlocksCleared"}]
+    late = Router(depot, context)
+    wait_until(lambda: all(map(late.knows, runs)))
+    engine.store(prompt(1, "d"))
+    wait_until(lambda: router.knows(prompt(1, "d")) and late.knows(prompt(1, "d")))
+    assert router.num_clears == clears
 
 
 def test_nonsense_at_the_replay_hurts_nobody(depot: DepotProcess, engine: Engine, context: Context) -> None:
@@ -251,7 +262,9 @@ class Published(Described):
         super().__init__(holdings=Holdings(topic))
         self.context, self.now = context, 100.0
         replay = f"ipc://{folder}/replay" if replays else None
-        self.publisher = EventPublisher(context, self.holdings, f"ipc://{folder}/events", replay, lambda: self.now)
+        self.publisher = EventPublisher(
+            context, self.holdings, f"ipc://{folder}/events", replay, Numbers(), clock=lambda: self.now
+        )
         kept.append(self.publisher)
 
     def subscribe(self) -> "zmq.Socket[bytes]":
@@ -309,7 +322,7 @@ def test_random_traffic_announces_exactly_what_can_be_found(groups: tuple[m.Grou
     described = Described(groups)
     bench, holdings = described.bench, described.holdings
     workers = [bench.worker(shard) for shard in range(2 if groups is SHARDED else 1)]
-    followers = [(described.reader(namespace), View()) for namespace in (None, NAMESPACE)]
+    followers = [(described.reader(namespace), View(is_exact=namespace is None)) for namespace in (None, NAMESPACE)]
     index, num_told = bench.index, 0
     for _ in range(300):
         run = chunks(rng.randint(1, 6), rng.randrange(12))
@@ -386,7 +399,7 @@ def test_a_topic_and_a_replay_need_events(setting: dict[str, Any]) -> None:
 
 def test_a_port_that_is_taken_is_an_error_in_words(depot: DepotProcess, context: Context) -> None:
     with pytest.raises(ConfigError, match="--events"):
-        EventPublisher(context, Holdings(), depot.status().event_endpoints[0], None)
+        EventPublisher(context, Holdings(), depot.status().event_endpoints[0], None, Numbers())
 
 
 @pytest.mark.slow
@@ -394,7 +407,9 @@ def test_a_slow_subscriber_misses_no_message_within_the_bound(context: Context, 
     """Regression: the bound was set after binding, so ZMQ's default of 1,000 held, also for batches sent again."""
     described, num_batches = Described(), 3000
     bench = described.bench
-    publisher = EventPublisher(context, described.holdings, f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay")
+    publisher = EventPublisher(
+        context, described.holdings, f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay", Numbers()
+    )
     kept.append(publisher)
     slow = context.socket(zmq.SUB)
     kept.append(slow)
@@ -443,7 +458,200 @@ def test_subscribers_that_come_again_and_again_leave_each_snapshot_its_end(
         events += events_of(first.recv_multipart()[2])
     kinds = [event["type"] for event in events]
     assert kinds == ["AllBlocksCleared", *["BlockStored"] * 5] * 2
-    assert publisher.due == float("inf")
+    assert publisher.due >= published.now + 1.0, "an empty batch follows"
+
+
+def test_a_newcomer_beside_stores_gets_the_state_of_the_last_published_batch(
+    context: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It scans in many steps, while chunks come and go. What it is told fits the batches that follow."""
+    monkeypatch.setattr("kvdepot.features.routers.holdings._SCANNED_AT_ONCE", 2)
+    monkeypatch.setattr("kvdepot.features.routers.holdings._TAKEN_AT_ONCE", 2)
+    monkeypatch.setattr("kvdepot.features.routers.events._SNAPSHOT_TOKENS", 2)
+    rng, published = random.Random(1), Published(context, tmp_path, replays=True, topic="{model}")
+    publisher, bench = published.publisher, published.bench
+    router, asking, first = published.subscribe(), context.socket(zmq.DEALER), View()
+    kept.append(asking)
+    asking.connect(publisher.replay_endpoint)
+    published.serve_all()
+    published.store(chunks(1, 99), "one")
+    published.serve_all()
+
+    def change() -> None:
+        number = rng.randrange(8)
+        if rng.random() < 0.6:
+            published.store(chunks(rng.randint(1, 4), number), ("one", "two")[number % 2])
+        else:
+            bench.index.evictor.make_room(1, rng.randint(1, 3))
+
+    def live() -> list[tuple[int, list[dict[str, Any]]]]:
+        batches: list[tuple[int, list[dict[str, Any]]]] = []
+        while router.poll(20):
+            _, number, payload = router.recv_multipart()
+            batches.append((int.from_bytes(number, "big"), events_of(payload)))
+        return batches
+
+    first.num_clears = 1
+    first.apply(live())
+    for _ in range(20):
+        for _ in range(6):
+            change()
+        published.serve_all(0.0)
+        asking.send_multipart([b"", bytes(8)])
+        steps: Iterator[int] | None = None
+        while steps is None:
+            steps = publisher.serve()
+        for _ in steps:
+            if rng.random() < 0.5:
+                change()
+            if rng.random() < 0.7:
+                publisher.serve()
+        view, number = View(), b""
+        while number != END:
+            assert asking.poll(10_000)
+            _, _, number, payload = asking.recv_multipart()
+            if number != END:
+                view.apply([(int.from_bytes(number, "big"), events_of(payload))])
+        for _ in range(3):
+            change()
+        published.serve_all(0.0)
+        batches = live()
+        view.apply(batches)
+        first.apply(batches)
+        assert view.num_clears == 2, "one of each topic"
+        assert view.found == first.found
+        assert view.next == first.next == batches[-1][0] + 1
+    assert first.num_clears == 1, "nobody else was told to forget"
+
+
+def test_a_snapshot_has_no_more_batches_than_its_subscriber_lacks() -> None:
+    batches = [(topic, [number]) for number, topic in enumerate([b"a", b"b", *[b"a"] * 5, *[b"b"] * 5])]
+    assert _joined(batches, 100) == batches
+    joined = _joined(batches, 4)
+    assert [topic for topic, _ in joined] == [b"a", b"b", b"a", b"a", b"b", b"b"]
+    assert [number for _, numbers in joined for number in numbers] == list(range(12))
+    assert batches[2] == (b"a", [2]), "the caller's lists stay"
+
+
+def test_empty_batches_follow_the_last_one(context: Context, tmp_path: Path) -> None:
+    """Without them, a subscriber that lost the last batch of an idle node would never notice."""
+    published = Published(context, tmp_path, replays=True, topic="{model}")
+    router = published.subscribe()
+    published.store(chunks(1, 1), "one")
+    published.serve_all(0.0)
+    sent: list[tuple[float, int]] = []
+    for _ in range(2000):
+        published.now += 0.1
+        published.publisher.serve()
+        while router.poll(0):
+            sent.append((published.now - 100, len(events_of(router.recv_multipart()[2]))))
+    wait_until(lambda: not router.poll(10))
+    empty = [at for at, num_events in sent if not num_events]
+    assert len(empty) >= 4
+    assert empty[1] - empty[0] <= 1.2
+    assert empty[2] - empty[1] <= 4.2
+    assert empty[-1] - empty[-2] >= 60, "an idle hour must leave kept batches room"
+
+
+def test_readers_that_lost_track_ask_for_a_snapshot(
+    context: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvdepot.features.routers.holdings.LONGEST_LOG", 4)
+    published = Published(context, tmp_path, replays=True, topic="{model}")
+    router = published.subscribe()
+    published.store(chunks(1, 1), "one")
+    published.serve_all(0.0)
+    for name in range(2, 14):
+        published.store(chunks(1, name), "one")
+    published.serve_all(0.0)
+    numbers: list[int] = []
+    while router.poll(100):
+        _, number, payload = router.recv_multipart()
+        assert "AllBlocksCleared" not in [event["type"] for event in events_of(payload)]
+        numbers.append(int.from_bytes(number, "big"))
+    assert numbers[-1] > numbers[-2] + 1, "a gap"
+
+
+def test_a_second_model_of_a_topic_without_models_is_not_published(
+    context: Context, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Routers would credit the node with the same tokens of the other model. Attached engines get news of both."""
+    published = Published(context, tmp_path, topic="all")
+    router, view = published.subscribe(), View()
+    published.store(chunks(2, 1), "one")
+    published.store(chunks(3, 2), "two")
+    published.serve_all()
+    while router.poll(100):
+        view.apply([(0, events_of(router.recv_multipart()[2]))])
+        view.next = 0
+    assert view.found == set(ids_of(chunks(2, 1)))
+    assert caplog.text.count("blocks of the model 'two' are not published") == 1
+    shelf = published.holdings.shelf_of("two")
+    assert shelf is not None
+    assert follow(Reader(published.holdings, shelf), View()).found == set(ids_of(chunks(3, 2)))
+
+
+def test_as_a_union_a_block_leaves_when_neither_pool_nor_tier_has_it() -> None:
+    in_tier = True
+    described = Described(holdings=Holdings(is_in_tier=lambda _node: in_tier, is_union=True))
+    view, run, bench, reader = View(), chunks(3, 1), described.bench, described.reader()
+    described.store(run)
+    assert follow(reader, view).found == set(ids_of(run))
+    while bench.index.evictor.make_room(1, 1):
+        pass
+    assert follow(reader, view).found == set(ids_of(run))
+    assert follow(described.reader(), View()).found == set(ids_of(run)), "of a new reader, too"
+    described.store(run)
+    in_tier = False
+    assert follow(reader, view).found == set(ids_of(run))
+    while bench.index.evictor.make_room(1, 1):
+        pass
+    assert (follow(reader, view).found, view.in_tier) == (set(), set())
+    described.check_integrity()
+
+
+def test_a_router_that_listens_is_connected_to(context: Context, tmp_path: Path) -> None:
+    router, view = context.socket(zmq.SUB), View()
+    kept.append(router)
+    router.subscribe(b"kv@node:")
+    router.bind(f"ipc://{tmp_path}/router")
+    flags = ("--events-connect", f"ipc://{tmp_path}/router", "--events-topic", "kv@node:a@{model}")
+    with DepotProcess(*flags, pool_size="1MiB") as depot:
+        engine, run = Engine(depot), prompt(4, "a")
+        engine.store(run)
+
+        def knows() -> bool:
+            while router.poll(0):
+                topic, number, payload = router.recv_multipart()
+                assert topic == b"kv@node:a@served"
+                view.apply([(int.from_bytes(number, "big"), events_of(payload))])
+            return view.found == set(ids_of(run))
+
+        wait_until(knows)
+        engine.close()
+
+
+def test_numbers_only_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 10**18
+    monkeypatch.setattr("time.time_ns", lambda: now)
+    path, last = tmp_path / NUMBERS_FILE, 0
+    numbers = Numbers(path)
+    for _ in range(3):
+        numbers = Numbers(path)
+        assert numbers.first > last
+        for last in range(numbers.first, numbers.first + 10):
+            numbers.use(last)
+        now -= 3600 * 10**9
+    assert Numbers().first < last, "none are kept"
+    last = Numbers(path).first + (1 << 21)
+    numbers.use(last)
+    assert Numbers(path).first > last
+    for damaged in (b"", b"1234567", b"\xff" * 8, bytes(9)):
+        path.write_bytes(damaged)
+        assert Numbers(path).first == now // 1000
+    path.unlink()
+    path.mkdir()
+    Numbers(path).use(now)  # it logs that it cannot keep them
 
 
 def test_a_busy_topic_leaves_room_to_keep_batches_of_others(

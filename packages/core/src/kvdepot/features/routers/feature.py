@@ -13,6 +13,7 @@ from kvdepot.features.routers.desk import NewsDesk
 from kvdepot.features.routers.events import EVENT_BATCHES, EVENT_FLOODS, EventPublisher, check_endpoint
 from kvdepot.features.routers.holdings import Holdings
 from kvdepot.features.routers.messages import AwaitNews, DescribeChunks
+from kvdepot.features.routers.numbers import NUMBERS_FILE, Numbers
 from kvdepot.features.routers.tokens import TOKENS_FILE, TokensFile
 from kvdepot.features.routers.zeromq import LOOK_SECONDS, Listeners
 from kvdepot.keys import digest_at
@@ -30,7 +31,8 @@ _MOST_BROKEN: Final = 128  # chunks removed as corrupt that a lookup considers, 
 
 def make(depot: Depot) -> "Routers | None":
     """Make the feature of a depot that publishes events. Others do not open the file of tokens, so it is removed."""
-    return Routers(depot) if depot.config is not None and depot.config.events is not None else None
+    config = depot.config
+    return Routers(depot) if config is not None and (config.events or config.events_connect) else None
 
 
 class Routers(Feature):
@@ -49,17 +51,18 @@ class Routers(Feature):
     def __init__(self, depot: Depot, holdings: Holdings | None = None) -> None:
         config = depot.config
         topic = "" if config is None else config.topic
-        self.holdings = Holdings(topic, self._is_in_tier) if holdings is None else holdings
+        is_union = config is not None and config.events_media == "union"
+        self.holdings = Holdings(topic, self._is_in_tier, is_union=is_union) if holdings is None else holdings
         self.desk = NewsDesk(depot.state, self.holdings, depot.background.queue(1))
-        self.publisher: EventPublisher | None = None
+        self.publishers: list[EventPublisher] = []
         self._state = depot.state
         self._index = depot.index
-        self._replays = depot.background.queue(1)
+        self._replays = depot.background.queue(2)  # of the sockets that listen and of one that connects
         depot.index.watchers.all.append(self.holdings)
         if depot.files is not None:
             self.desk.keep_in(depot.files.keep(TOKENS_FILE, TokensFile))
-        if config is not None and config.events is not None:
-            self._publish(config, config.events)
+        if config is not None:
+            self._publish(config)
 
     def handlers(self) -> Mapping[type[m.ContextRequest], Handler]:
         """See `Feature`."""
@@ -91,20 +94,20 @@ class Routers(Feature):
 
     def swept(self, now: float) -> None:
         """See `Feature`. ZeroMQ's descriptors are edge-triggered, and another call may have consumed the edge."""
-        if self.publisher is not None:
+        if self.publishers:
             self._turn()
 
     def report(self, status: DepotStatus) -> None:
         """See `Feature`."""
-        publisher = self.publisher
-        if publisher is not None:
-            status.event_endpoints = [publisher.endpoint, publisher.replay_endpoint]
-            status.counters[EVENT_BATCHES] = publisher.num_batches
-            status.counters[EVENT_FLOODS] = publisher.num_floods
+        if self.publishers:
+            first = self.publishers[0]
+            status.event_endpoints = [first.endpoint, first.replay_endpoint]
+            status.counters[EVENT_BATCHES] = sum(each.num_batches for each in self.publishers)
+            status.counters[EVENT_FLOODS] = sum(each.num_floods for each in self.publishers)
 
     def close(self) -> None:
         """See `Feature`."""
-        if self.publisher is not None:
+        if self.publishers:
             self._listeners.close()
             self._context.destroy(linger=0)
 
@@ -127,19 +130,29 @@ class Routers(Feature):
 
     # --- the loop -------------------------------------------------------------------------------------------------
 
-    def _publish(self, config: ServerConfig, endpoint: str) -> None:
+    def _publish(self, config: ServerConfig) -> None:
+        sockets = [(config.events, config.events_replay, False), (config.events_connect, None, True)]
+        numbers = Numbers(config.directory / NUMBERS_FILE)
         self._context = zmq.Context()
         try:
-            self.publisher = EventPublisher(self._context, self.holdings, endpoint, config.events_replay)
+            for endpoint, replay, connects in sockets:
+                if endpoint is not None:
+                    made = EventPublisher(self._context, self.holdings, endpoint, replay, numbers, connects=connects)
+                    self.publishers.append(made)
         except BaseException:
             self._context.destroy(linger=0)
             raise
-        for each, flag in ((endpoint, "--events"), (config.events_replay, "--events-replay")):
+        flags = (
+            (config.events, "--events"),
+            (config.events_replay, "--events-replay"),
+            (config.events_connect, "--events-connect"),
+        )
+        for each, flag in flags:
             if each is not None and not check_endpoint(each, flag):
                 logger.warning("%s %s: everybody who can connect sees the tokens of prompts", flag, each)
-        self._listeners = Listeners(self.publisher.listeners)
+        self._listeners = Listeners([each for publisher in self.publishers for each in publisher.listeners])
         self._timer = 0
-        descriptors = self.publisher.filenos()
+        descriptors = [fd for publisher in self.publishers for fd in publisher.filenos()]
         self._state.watched.update(dict.fromkeys(descriptors, self._turn))
         self.holdings.await_change(self._turn_soon)
         self._look(descriptors[0])
@@ -158,13 +171,12 @@ class Routers(Feature):
 
     def _turn(self) -> None:
         """Serve subscribers. Come back soon if there is more to do."""
-        publisher = self.publisher
-        assert publisher is not None
-        replay = publisher.serve()
-        if replay is not None:
-            self._replays.add(replay)
-        if publisher.has_work:
+        for publisher in self.publishers:
+            replay = publisher.serve()
+            if replay is not None:
+                self._replays.add(replay)
+        if any(publisher.has_work for publisher in self.publishers):
             self._turn_soon()
         else:
-            self._turn_at(publisher.due)
+            self._turn_at(min(publisher.due for publisher in self.publishers))
             self.holdings.await_change(self._turn_soon)

@@ -3,9 +3,10 @@
 Engines describe their chunks (`DescribeChunks`) after a store, and after a hit on undescribed chunks. A described
 chunk appears as soon as lookups find it, and leaves when the index reports that they no longer do. If it is evicted and
 a tier has it, it appears in that medium until it is promoted or described again, or a lookup misses it. Each change is
-appended to the log of its topic. Readers (the published stream and attached engines) follow the log. A reader that is
-new or too far behind first scans all held chunks. A scan may be slow: the changes since its start follow it, and
-reporting a change twice does no harm.
+appended to the log of its model. Readers (the published streams and attached engines) follow the log. A reader that is
+new or too far behind first scans all held chunks, in steps, and then follows the changes since the scan began. Of these
+it leaves out those that the scan has seen: routers count how often a block was announced (llm-d, Dynamo's publisher),
+and a block announced twice would never leave them.
 """
 
 import logging
@@ -38,7 +39,6 @@ _MOST_TOPICS: Final = 1024  # a bound on the model names that engines can invent
 LONGEST_LOG: Final = 65_536  # changes; a reader that is further behind scans. Up to twice as many are kept: 11 MiB
 _SCANNED_AT_ONCE: Final = 1024  # nodes per step, in 0.4 ms if all are described
 _TAKEN_AT_ONCE: Final = 1024  # changes per step, in 0.7 ms if all are removals of four blocks
-_TOLD, _PASSED_OVER = 1, 2
 
 
 class BlockStored(msgspec.Struct, omit_defaults=True, tag=True):
@@ -133,13 +133,21 @@ class Change(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Shelf:
-    """The state of one topic: the log of changes, and the number of chunks with the same ids."""
+    """The state of one model: the log of changes, and the number of chunks with the same ids.
+
+    With `is_union`, a chunk has one medium, the pool's, as long as the pool or a tier has it.
+    """
 
     topic: str
+    is_union: bool = False
     log: list[Change] = field(default_factory=list[Change])
     first: int = 1  # position of `log[0]`
     # number of chunks by (id of the last block, whether in a tier)
     counts: dict[int, int] = field(default_factory=dict[int, int])
+
+    def name_of(self, chunk: Described, medium: str) -> int:
+        """Return a number that stands for the ids of a chunk in a medium."""
+        return chunk.last_id << 1 | (medium == TIER and not self.is_union)
 
     @property
     def end(self) -> int:
@@ -148,14 +156,14 @@ class Shelf:
 
     def show(self, chunk: Described, medium: str) -> None:
         """Note that a chunk appeared in a medium."""
-        name = chunk.last_id << 1 | (medium == TIER)
+        name = self.name_of(chunk, medium)
         count = self.counts.get(name, 0)
         self.counts[name] = count + 1
         self._append(Change(chunk, medium, True, not count))
 
     def hide(self, chunk: Described, medium: str) -> None:
         """Note that a chunk left a medium."""
-        name = chunk.last_id << 1 | (medium == TIER)
+        name = self.name_of(chunk, medium)
         count = self.counts.pop(name) - 1
         if count:
             self.counts[name] = count
@@ -177,23 +185,30 @@ class Holdings(Watcher):
     """All described chunks that lookups find. The index reports which ones leave.
 
     Args:
-        topic: the topic of events, in which {model} stands for the model's name.
+        topic: the topic of events, in which {model} stands for the model's name. Without it, one model is published.
         is_in_tier: returns whether a tier has a node that is about to be evicted.
         most_bytes: the limit for tokens and ids. Further descriptions are declined.
+        is_union: whether the pool and tiers count as one medium, for routers that look at none.
 
     Attributes:
         num_changes: the number of changes so far in all topics.
     """
 
     def __init__(
-        self, topic: str = "", is_in_tier: Callable[[int], bool] = lambda _node: False, most_bytes: int = _MOST_BYTES
+        self,
+        topic: str = "",
+        is_in_tier: Callable[[int], bool] = lambda _node: False,
+        most_bytes: int = _MOST_BYTES,
+        *,
+        is_union: bool = False,
     ) -> None:
-        self.shelves: dict[str, Shelf] = {}
+        self.shelves: dict[str, Shelf] = {}  # by model
         self.num_changes = 0
         self.num_bytes = 0
         self.num_declined = 0  # chunks declined for lack of room
         self._on_change = list[Callable[[], None]]()  # called at the next change
-        self._topic = topic
+        self.topic = topic
+        self._is_union = is_union
         self._is_in_tier = is_in_tier
         self._most_bytes = most_bytes
         self._by_node: list[Described | None] = []  # descriptions of visible nodes
@@ -203,14 +218,14 @@ class Holdings(Watcher):
         # By hash, as long as a chunk has them: engines invent namespaces and groups.
         self._families = WeakValueDictionary[int, Family]()
         if _MODEL not in topic:
-            self.shelf_of("")
+            self.shelf_of("")  # an empty depot says so before its first engine comes
 
     def shelf_of(self, model: str) -> Shelf | None:
         """Return the shelf of a model. Create it if it is new. None if there are too many."""
-        topic = self._topic.replace(_MODEL, model)
-        shelf = self.shelves.get(topic)
+        shelf = self.shelves.get(model)
         if shelf is None and len(self.shelves) < _MOST_TOPICS:
-            shelf = self.shelves[topic] = Shelf(topic)
+            shelf = self.shelves.pop("", None) or Shelf(self.topic.replace(_MODEL, model), self._is_union)
+            self.shelves[model] = shelf
         return shelf
 
     def is_described(self, node: int) -> bool:
@@ -369,6 +384,7 @@ class Holdings(Watcher):
         """
         by_node = self._by_node
         seen = bytearray(len(by_node))
+        told: list[Described | None] = [None] * len(by_node)  # a node may become another chunk's between two steps
         for start in range(len(seen)):
             if start % _SCANNED_AT_ONCE == 0:
                 yield None
@@ -378,12 +394,18 @@ class Holdings(Watcher):
             while node < len(seen) and not seen[node] and (chunk := by_node[node]) is not None:
                 chain.append(node)
                 node = chunk.above
-            is_told = node == NO_NODE or (node < len(seen) and seen[node] == _TOLD)
             for node in reversed(chain):
-                seen[node] = _TOLD if is_told else _PASSED_OVER
+                seen[node] = 1
                 chunk = by_node[node]
-                if is_told and chunk is not None and chunk.shelf is shelf and is_wanted(chunk):
-                    yield chunk, POOL
+                if chunk is None:
+                    continue
+                above = chunk.above
+                if above == NO_NODE or (
+                    above < len(told) and told[above] is not None and told[above] is by_node[above]
+                ):
+                    told[node] = chunk
+                    if chunk.shelf is shelf and is_wanted(chunk):
+                        yield chunk, POOL
         # Reversed: the last chunk of a prompt is evicted first.
         for number, chunk in enumerate(reversed(list(self._in_tier.values()))):
             if number % _SCANNED_AT_ONCE == 0:
@@ -425,10 +447,18 @@ class Reader:
         self.is_starting = True
         self.holdings = holdings
         self._scan: Iterator[tuple[Described, str] | None] | None = None
+        # The names that routers know, from the start of a scan until the log has no change that the scan may have seen.
+        self._told: set[int] | None = None
+        self._settled_at = 0  # the position from which on it has none
 
     def restart(self) -> None:
         """Begin to list everything again."""
         self.is_starting, self._scan = True, None
+
+    def skip(self, position: int | None) -> None:
+        """Report only the changes from a position of the log on. None: from the first change of the shelf on."""
+        self.is_starting, self._scan, self._told = False, None, None
+        self.position = 1 if position is None else position
 
     @property
     def is_scanning(self) -> bool:
@@ -445,35 +475,53 @@ class Reader:
         """Whether `take` has events."""
         return self.is_starting or self._scan is not None or self.position < self.shelf.end
 
-    def take(self, most_tokens: int) -> list[Event]:
+    def take(self, most_tokens: int, until: int | None = None) -> list[Event]:
         """Return the next events, with about `most_tokens` tokens or removed blocks at most. The result may be empty.
 
-        The first event, which voids all earlier ones, comes alone.
+        The first event, which voids all earlier ones, comes alone. Changes from the position `until` on are left.
         """
         told = _Telling()
         if self.is_starting or self.is_behind:
             self.is_starting = False
             self.position = self.shelf.end
-            self._scan = self.holdings.scan(self.shelf, self._is_wanted)
+            self._scan, self._told = self.holdings.scan(self.shelf, self._is_wanted), set()
             return [AllBlocksCleared()]
         if self._scan is not None:
             for found in self._scan:
                 if found is None:
                     break
-                told.add(*found, is_stored=True)
+                if self._is_news(*found, is_stored=True):
+                    told.add(*found, is_stored=True)
                 if told.num_tokens >= most_tokens:
                     break
             else:
-                self._scan = None
+                self._scan, self._settled_at = None, self.shelf.end
+                if self.position == self._settled_at:
+                    self._told = None
             return told.events
         start = self.position - self.shelf.first
-        for change in self.shelf.log[start : start + _TAKEN_AT_ONCE]:
+        stop = start + _TAKEN_AT_ONCE if until is None else min(start + _TAKEN_AT_ONCE, until - self.shelf.first)
+        for chunk, medium, is_stored, is_public in self.shelf.log[start:stop]:
+            if self._told is not None and self.position >= self._settled_at:
+                self._told = None
             self.position += 1
-            if change.is_public if self.namespace is None else self._is_wanted(change.chunk):
-                told.add(change.chunk, change.medium, is_stored=change.is_stored)
+            if is_public if self.namespace is None else self._is_wanted(chunk):
+                if self._is_news(chunk, medium, is_stored=is_stored):
+                    told.add(chunk, medium, is_stored=is_stored)
                 if told.num_tokens >= most_tokens:
                     break
         return told.events
+
+    def _is_news(self, chunk: Described, medium: str, *, is_stored: bool) -> bool:
+        """Return whether a change was not told yet, and note it. Engines compare their news themselves."""
+        told = self._told
+        if told is None or self.namespace is not None:
+            return True
+        name = self.shelf.name_of(chunk, medium)
+        if (name in told) is is_stored:
+            return False
+        told.symmetric_difference_update((name,))
+        return True
 
     def _is_wanted(self, chunk: Described) -> bool:
         return self.namespace is None or chunk.family.namespace == self.namespace
@@ -493,6 +541,8 @@ class _Telling:
     def add(self, chunk: Described, medium: str, *, is_stored: bool) -> None:
         """Add the change of a chunk in a medium."""
         last = self._last
+        if chunk.shelf.is_union:
+            medium = POOL
         is_next = (
             last is not None
             and self._is_stored is is_stored
