@@ -25,7 +25,9 @@ from support.tools import needs_tool
 DEPLOY = Path(__file__).parents[2] / "deploy"
 WORKFLOWS = sorted((DEPLOY.parent / ".github" / "workflows").glob("*.yml"))
 KUBERNETES = DEPLOY / "kubernetes"
-OVERLAYS = ("base", "mooncake", "router", "two-sockets", "monitoring", "tier-gc", "cleanup")  # those that users apply
+OVERLAYS = (  # those that users apply
+    *("base", "sglang", "mooncake", "router", "llm-d", "dynamo", "two-sockets", "monitoring", "tier-gc", "cleanup"),
+)
 needs_kubectl = needs_tool(shutil.which("kubectl"), "needs kubectl 1.22 or later (Debian: kubernetes-client)")
 COMPOSE: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
 
@@ -97,7 +99,7 @@ def test_policies_budgets_services_and_monitors_select_pods_that_are_there(overl
             selectors.append((document["kind"], spec["selector"]["matchLabels"]))
         elif document["kind"] == "NetworkPolicy":
             peers = [peer for rule in spec["ingress"] for peer in rule.get("from", ()) if "podSelector" in peer]
-            selectors += [(document["kind"], each["podSelector"]["matchLabels"]) for each in (spec, *peers)]
+            selectors += [(document["kind"], each["podSelector"].get("matchLabels", {})) for each in (spec, *peers)]
     assert selectors
     for kind, labels in selectors:
         found = [pod for pod in pods if labels.items() <= pod["metadata"]["labels"].items()]
@@ -135,6 +137,48 @@ def test_the_router_knows_every_engine_and_reads_the_ports_where_it_publishes() 
         assert sources == [f"http://{name}:8000=tcp://{name}:{port}" for name in names]
     assert f"--kv-event-model={engine[0].removeprefix('--model=')}" in router
     assert any(each.startswith("--events=tcp://127.0.0.1:") for each in pods["kvdepot"]["containers"][0]["args"])
+
+
+def settings_after(arguments: list[str], flag: str) -> dict[str, Any]:
+    return json.loads(arguments[arguments.index(flag) + 1])
+
+
+@needs_kubectl
+def test_engines_of_sglang_use_the_depot_of_their_node() -> None:
+    (container,) = workloads("sglang")["sglang"]["containers"]
+    flags = re.findall(r"--[\w-]+", (DEPLOY.parent / "docs" / "sglang.md").read_text())
+    given = {each.partition("=")[0] for each in container["args"] if each.startswith("--")} - {"--host", "--port"}
+    assert given <= {*flags}
+    linker = settings_after(container["args"], "--unified-cache-external-linker-config")
+    assert linker.pop("linker_extra_config") == {"url": "/run/kvdepot"}
+    assert json.dumps(linker) in (DEPLOY.parent / "docs" / "sglang.md").read_text()
+
+
+@needs_kubectl
+def test_llm_d_finds_engines_by_their_label_and_reads_topics_that_name_their_address() -> None:
+    (engines,) = (each for each in documents("llm-d") if each["kind"] == "Deployment")
+    labels = engines["spec"]["template"]["metadata"]["labels"]
+    assert labels["llm-d.ai/guide"] == "kvdepot"
+    (container,) = engines["spec"]["template"]["spec"]["containers"]
+    events = settings_after(container["args"], "--kv-events-config")
+    ports = {each["name"]: each["containerPort"] for each in container["ports"]}
+    assert events["endpoint"] == f"tcp://*:{ports['kv-events']}"
+    assert events["topic"] == f"kv@$(POD_IP):{ports['http']}@{container['args'][0].removeprefix('--model=')}"
+    assert [each["name"] for each in container["env"]] == ["POD_IP"]
+
+
+@needs_kubectl
+def test_workers_of_dynamo_use_the_depot_of_their_node() -> None:
+    (graph,) = (each for each in documents("dynamo") if each["kind"] == "DynamoGraphDeployment")
+    (worker,) = (each for each in graph["spec"]["components"] if each["type"] == "worker")
+    pod = worker["podTemplate"]["spec"]
+    (container,) = pod["containers"]
+    transfer = settings_after(container["args"], "--kv-transfer-config")
+    assert transfer == settings_after(workloads()["vllm"]["containers"][0]["args"], "--kv-transfer-config")
+    assert settings_after(container["args"], "--kv-events-config")["enable_kv_cache_events"] is True
+    assert pod["volumes"][0]["hostPath"] == {"path": "/run/kvdepot", "type": "DirectoryOrCreate"}
+    for overlay in ("llm-d", "dynamo"):  # otherwise engines announce nothing of their depots
+        assert "--events=tcp://127.0.0.1:5557" in workloads(overlay)["kvdepot"]["containers"][0]["args"]
 
 
 @needs_kubectl
@@ -203,7 +247,8 @@ def test_images_come_from_the_registry_of_one_file(overlay: str) -> None:
     places = [each["newName"] for each in yaml.safe_load(component.read_text())["images"]]
     used = re.findall(r"image: (.*):[\d.]+$", rendered(overlay), flags=re.MULTILINE)
     assert set(used) <= set(places)
-    built = re.findall(r"-f (\S+) -t (\S+):[\d.]+ \. && docker push \2", component.read_text())
+    commands = re.sub(r"\s*\\\n#\s*", " ", component.read_text())
+    built = re.findall(r"-f (\S+)(?: --build-arg \S+)? -t (\S+):[\d.]+ \. && docker push \2:", commands)
     assert sorted(place for _, place in built) == sorted(places)
     assert all((DEPLOY.parent / path).is_file() for path, _ in built)
 
