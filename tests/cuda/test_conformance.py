@@ -1,6 +1,7 @@
 """The CUDA backend passes the suite of every backend in both modes, with a driver that has no device."""
 
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -9,7 +10,8 @@ import pytest
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.testing.backend import BackendSuite
 from kvdepot.testing.faults import FaultSuite
-from kvdepot.testing.plan import WorkerPlan
+from kvdepot.testing.plan import PLANS, Cache, WorkerPlan, prompt
+from kvdepot_cuda.context import CHECKSUM_THREADS, CudaOptions
 from support.cuda.device_worker import DeviceWorker
 from support.cuda.fake import FakeDriver, fake_gather
 from support.cuda.fake_worker import FakeWorker
@@ -123,3 +125,21 @@ class TestFaults(FaultSuite):
 
     def engine_command(self, url: str, instance: str) -> Sequence[str]:
         return [sys.executable, "-m", "support.cuda.engine_child", url, instance, "direct", str(self.device.memory)]
+
+
+def test_up_to_four_threads_make_the_checksums_of_a_store(driver: FakeDriver) -> None:
+    def threads() -> int:
+        return sum(thread.name.startswith("kvdepot-checksum") for thread in threading.enumerate())
+
+    with DepotProcess("--verify", "all") as depot:
+        worker = FakeWorker(depot.url, PLANS["one group"], driver=driver, checksum_threads=3)
+        worker.wait_until_connected(20)
+        cache = Cache(worker, PLANS["one group"])
+        assert cache.store(prompt(16))
+        assert 1 <= threads() <= 2  # beside the thread of the transfer
+        assert cache.retrieve(prompt(16)) == 16  # after comparing every checksum with the pool
+        assert depot.status().counters["entries_corrupt"] == 0
+        worker.context.close()
+    assert threads() == 0
+    assert 1 <= CHECKSUM_THREADS <= 4
+    assert CudaOptions().checksum_threads == CHECKSUM_THREADS

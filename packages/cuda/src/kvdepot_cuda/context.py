@@ -14,6 +14,7 @@ it sends any request, because events are not shared between processes. The optio
 
 import importlib
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -42,6 +43,7 @@ logger = logging.getLogger(__name__)
 
 DIRECT: Final = "direct"
 IPC: Final = "ipc"
+CHECKSUM_THREADS: Final = min(4, len(os.sched_getaffinity(0)))  # one has 10 GB/s, a link 50
 HANG_SECONDS: Final = 60.0  # the longest time of a copy: far above a long step of the engine, for which a copy waits
 _T = TypeVar("_T")
 
@@ -62,6 +64,7 @@ class CudaOptions(TransferOptions):
     torch's current stream if the tensors are torch's, else transfers wait only for `ready`."""
     piece_bytes: int = PIECE_BYTES  # bytes of the pool that are registered per driver call
     batch_runs: int = BATCH_RUNS  # runs copied per driver call
+    checksum_threads: int = CHECKSUM_THREADS
     gather_kernel: bool | None = None
     """Have a kernel copy many small runs at once where the worker copies. None: if Triton is installed. True: warn if
     there can be none. A mover has none: without MPS a GPU runs either the mover's kernels or the model's, while copies

@@ -47,6 +47,7 @@ class TransferOptions:
     deadline_seconds: float = DEADLINE_SECONDS  # limit of each request to the depot
     synchronous: bool = False  # transfer on the caller's thread, and return resolved futures
     batch_bytes: int = BATCH_BYTES  # bytes of a run per request
+    checksum_threads: int = 1  # the most threads that compute the checksums of a store that its copy did not compute
     register_when_asked: bool = False
     """True: register the pool with the device at the first copy or at `start_registering`, for engines that capture
     graphs before they serve. False: register it as soon as the depot is connected."""
@@ -78,7 +79,7 @@ class WorkerTransfers:
         self.copier: Final = copier
         self._copy_route = copy_route or CopyRoute(copier)
         self._synchronous = options.synchronous
-        self._verifier = Verifier()
+        self._verifier = Verifier(options.checksum_threads)
         self._protocol = TransferProtocol(layout, self._copy_route, self._verifier, options.batch_bytes)
         self._mapping: PoolMapping | None = None  # the mapping that was attached last
         self._closed = False
@@ -150,6 +151,7 @@ class WorkerTransfers:
                 channel.call(m.Unregister(session.context), self.connection.deadline_seconds)
             channel.close()
         self.connection.close()
+        self._verifier.close()
         self.copier.close()
 
     # --- submitting -----------------------------------------------------------------------------------------------

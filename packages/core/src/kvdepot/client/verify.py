@@ -5,6 +5,8 @@ import importlib
 import logging
 import random
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 from kvdepot.client.session import Channel, Session
 from kvdepot.errors import DepotUnavailable
@@ -19,10 +21,15 @@ class Verifier:
     """Computes the checksums of stored entries, and compares retrieved entries with theirs as the depot demands.
 
     Without xxhash, it computes and compares none.
+
+    Args:
+        num_threads: the most threads that compute checksums of a store.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_threads: int = 1) -> None:
         self._checksum = _xxh3_128()
+        self._num_threads = num_threads
+        self._threads = ThreadPoolExecutor(num_threads - 1, "kvdepot-checksum") if num_threads > 1 else None
 
     def warn_if_impossible(self, session: Session) -> None:
         """Log a warning if the depot wants checksums and xxhash is missing."""
@@ -41,9 +48,22 @@ class Verifier:
         if session.verify is m.Verify.OFF or self._checksum is None:
             return b""
         assert session.mapping is not None
-        pool = memoryview(session.mapping.pool)
-        bounds = ((offset, offset + size) for *_, offset, size in m.EXTENT.iter_unpack(extents))
-        return b"".join(self._checksum(pool[start:stop]) for start, stop in bounds)
+        pool, checksum = memoryview(session.mapping.pool), self._checksum
+        bounds = [(offset, offset + size) for *_, offset, size in m.EXTENT.iter_unpack(extents)]
+
+        def packed(first: int, last: int) -> bytes:
+            return b"".join([checksum(pool[start:stop]) for start, stop in bounds[first:last]])
+
+        if self._threads is None:
+            return packed(0, len(bounds))
+        cuts = [len(bounds) * thread // self._num_threads for thread in range(self._num_threads + 1)]
+        others = [self._threads.submit(packed, *cut) for cut in pairwise(cuts[1:])]
+        return b"".join([packed(0, cuts[1]), *(other.result() for other in others)])
+
+    def close(self) -> None:
+        """End the threads. Idempotent."""
+        if self._threads is not None:
+            self._threads.shutdown()
 
     def valid_chunks(self, channel: Channel, plan: m.RetrievePlan, digests: bytes, checksums: bytes | None) -> int:
         """Return how many leading chunks of a copied plan are valid, by the table and the checksums.
