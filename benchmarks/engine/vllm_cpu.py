@@ -115,7 +115,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write every measurement here")
     parser.add_argument("--plot", type=Path, help="draw all measurements here")
     arguments = parser.parse_args()
-    options: dict[str, Any] = {"kv_cache_memory_bytes": 512 << 20, "max_model_len": 2048}
+    room = max(4096, arguments.tokens + arguments.tokens // 4)  # tokens in an engine's own cache
+    options: dict[str, Any] = {"kv_cache_memory_bytes": room * (128 << 10), "max_model_len": max(2048, arguments.tokens + 512)}
     with contextlib.ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory())
         depot = stack.enter_context(DepotProcess(pool_size=arguments.pool_size))
