@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import threading
 from typing import Any
 
 import numpy as np
@@ -245,3 +246,37 @@ def test_checksums_of_a_retrieve_follow_the_extents_of_other_parts(monkeypatch: 
     bench.check(digests, with_checksums=True)
     copier.close()
     bench.copier.close()
+
+
+def test_a_copy_that_fails_has_ended_on_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    started, failed, threads, ended = threading.Event(), threading.Event(), set[int](), set[int]()
+
+    class Failing:
+        """Copies that fail on the caller's thread while another one copies."""
+
+        def copy_runs(self, *_: Addresses) -> None:
+            threads.add(threading.get_ident())
+            if threading.current_thread() is threading.main_thread():
+                started.wait(10)
+                failed.set()
+                raise RuntimeError("half of it")
+            started.set()
+            failed.wait(10)
+            ended.add(threading.get_ident())
+
+    monkeypatch.setattr("kvdepot_cpu.context.load_kernels", Failing)
+    num_blocks, page_bytes = 64, 256 << 10
+    cache = np.zeros(num_blocks * page_bytes, np.uint8)
+    page = PageLayout(cache.ctypes.data, num_blocks, page_bytes, page_bytes)
+    layout = CacheLayout((LayerGroup(GroupKind.FULL_ATTENTION, 16, (page,)),), 16 * num_blocks, "bfloat16")
+    fd = os.memfd_create("pool")
+    os.truncate(fd, cache.size)
+    pool = PoolMemory(fd, cache.size)
+    os.close(fd)
+    copier = PageCopier(layout, (2, 2), cache)
+    extents = EXTENT.pack(0, 0, 0, 0, 0, 0, 0, cache.size)
+    with pytest.raises(RuntimeError, match="half of it"):
+        copier.retrieve(CopyBatch(pool, extents, [list(range(num_blocks))], (0,), (0,)))
+    assert ended == threads - {threading.get_ident()}
+    assert len(threads) == 2
+    copier.close()

@@ -178,7 +178,10 @@ class PageCopier(Copier):
             copy(0, count)
             return
         bounds = [count * part // parts for part in range(parts + 1)]
-        jobs = [self._pool.submit(copy, start, stop) for start, stop in itertools.pairwise(bounds)]
-        wait(jobs)  # for all of them before raising
+        jobs = [self._pool.submit(copy, start, stop) for start, stop in itertools.pairwise(bounds[1:])]
+        try:
+            copy(0, bounds[1])  # on this thread, so that one thread fewer has to wake up
+        finally:
+            wait(jobs)  # for all of them before raising
         for job in jobs:
             job.result()
