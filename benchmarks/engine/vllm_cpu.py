@@ -116,7 +116,10 @@ def main() -> int:
     parser.add_argument("--plot", type=Path, help="draw all measurements here")
     arguments = parser.parse_args()
     room = max(4096, arguments.tokens + arguments.tokens // 4)  # tokens in an engine's own cache
-    options: dict[str, Any] = {"kv_cache_memory_bytes": room * (128 << 10), "max_model_len": max(2048, arguments.tokens + 512)}
+    options: dict[str, Any] = {
+        "kv_cache_memory_bytes": room * (128 << 10),
+        "max_model_len": max(2048, arguments.tokens + 512),
+    }
     with contextlib.ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory())
         depot = stack.enter_context(DepotProcess(pool_size=arguments.pool_size))
