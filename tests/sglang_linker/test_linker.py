@@ -4,6 +4,7 @@
 import itertools
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -21,51 +22,20 @@ from kvdepot.errors import ConfigError
 from kvdepot.features.sessions import operations as sessions
 from kvdepot.features.sessions.messages import Hint
 from kvdepot.lab.processes import DepotProcess, wait_until
-from kvdepot_sglang import around_offload_nodes, register
+from kvdepot_sglang import HOOKS, around_add_one_req, around_load_back, around_offload_nodes, around_on_idle, register
 from kvdepot_sglang.identity import engine_namespace
 from kvdepot_sglang.pools import Unsupported
 from kvdepot_sglang.ranks import Ranks
 from support.sglang import stand_in
-from support.sglang.stand_in import PAGE, Component, Scheduler, names_of
+from support.sglang.stand_in import PAGE, Component, MakeEngine, Scheduler, engines, names_of, server_args
 from support.stopped import stopped
-
-MakeEngine = Callable[..., Scheduler]
-
-
-def server_args(**changes: Any) -> Any:
-    facts = {
-        "model_path": "a/model", "served_model_name": "model", "port": 30000, "dtype": "float32", "load_format": "auto",
-        "kv_cache_dtype": "auto", "pp_size": 1, "attention_backend": "torch_native",
-    }  # fmt: skip
-    return SimpleNamespace(**{**facts, **changes})
 
 
 @pytest.fixture
 def engine(depot: DepotProcess) -> Iterator[MakeEngine]:
     """Make engines that differ in the given options."""
-    made: list[Any] = []
-    with stand_in.installed() as module:
-
-        def make(pool: Any = None, arguments: Any = None, components: Any = None, **settings: Any) -> Scheduler:
-            pool = pool or stand_in.MHATokenToKVPool()
-            windows = {Component.SWA} if isinstance(pool, stand_in.SWAKVPool) else set()
-            components = components or {Component.FULL, *windows}
-            params = SimpleNamespace(
-                page_size=PAGE,
-                token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: pool),
-                tp_cache_group=None,
-                swa_retain_window=2 * PAGE,
-            )
-            settings = {"url": depot.url, "weights": "w", "lookup_seconds": 20.0, "deadline_seconds": 20.0, **settings}
-            linker = module.KVDepotLinker(
-                arguments or server_args(), params, components=components, extra_config=settings
-            )
-            made.append(linker)
-            return Scheduler(linker, pool)
-
+    with engines(depot.url) as make:
         yield make
-        for linker in made:
-            linker.close()
 
 
 def fill(engine: Scheduler, slots: Any, seed: int) -> list[Any]:
@@ -113,7 +83,7 @@ def test_a_tail_is_found_behind_what_the_device_has(engine: MakeEngine) -> None:
     assert one.store(names[:2], one.slots(0, 2))
     assert one.store(names, one.slots(0, 6), first=2)  # a tree node of its own
     assert one.look_up("r", names, on_device=3) == 3
-    assert one.load("r", names[3:], one.slots(20, 3))
+    assert one.load("r", names[3:], one.slots(20, 3), before=one.slots(0, 3))
     assert equal(held(one, one.slots(20, 3)), [value[3 * PAGE :] for value in values])
     assert one.look_up("s", names) == 6  # the device has none of it, and its pages of "r" are forgotten
 
@@ -216,20 +186,171 @@ def test_a_load_that_the_depot_does_not_confirm_is_refused(engine: MakeEngine, d
         assert not one.load("r", names, one.slots(10, 4))
 
 
+def looked_up(engine: MakeEngine, **settings: Any) -> tuple[Scheduler, Any]:
+    """Return an engine that can load four pages for the request "r", and their names."""
+    one, names = stored(engine, **settings)
+    assert one.look_up("r", names) == 4
+    return one, names
+
+
 def test_a_load_that_failed_on_another_rank_is_refused(engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    one, names = stored(engine)
-    assert one.look_up("r", names) == 4
-    monkeypatch.setattr(Ranks, "all_agree", lambda *_: False)
+    one, names = looked_up(engine)
+    monkeypatch.setattr(Ranks, "all_agree", lambda _, flags: [*flags[: len(flags) // 2], *[False] * (len(flags) // 2)])
     assert not one.load("r", names, one.slots(10, 4))
+    assert one.linker.stats.counts["refused_loads"] == 1
+    assert one.linker.stats.counts["loads"] == 0
 
 
-def test_a_cancelled_load_begins_no_batch(engine: MakeEngine) -> None:
-    one, names = stored(engine)
-    assert one.look_up("r", names) == 4
-    assert one.linker.load("r", one.transfers(names, one.slots(10, 4)))
-    assert one.linker.cancel_queued_load("r")
-    assert not one.linker.cancel_queued_load("r")
-    assert one.linker.start_layer_wise_loading() == -1
+def test_a_load_that_another_rank_has_not_ended_is_under_way(
+    engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, names = looked_up(engine)
+    with monkeypatch.context() as patch:
+        patch.setattr(Ranks, "all_agree", lambda _, flags: [False] * len(flags))
+        assert one.begin_load("r", names, one.slots(10, 4)) is None
+        wait_until(lambda: one.linker.wait_for_load() and one.linker.stats.counts["loads"] == 0)
+        one.linker.num_completed_offloads()
+        assert one.linker.is_loading("r")
+        assert not one.inserted + one.freed
+    one.end_loads()
+    assert one.linker.stats.counts["loads"] == 1
+
+
+def test_the_tokens_of_a_refused_load_are_computed(engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang asks again in the same step, and would load for ever if it found the pages again."""
+    one, names = looked_up(engine)
+    failed = SimpleNamespace(query=lambda: True, result=lambda *_: False, num_bytes=0, seconds=0.0)
+    monkeypatch.setattr(WorkerTransfers, "submit_retrieve", lambda *_: failed)
+    assert not one.load("r", names, one.slots(10, 4))
+    assert one.look_up("r", names) == 0
+    assert one.look_up("other", names) == 4
+
+
+def pending(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Let each load wait for an event, and return that."""
+    done = threading.Event()
+
+    def result(seconds: float | None = None) -> bool:
+        if not done.wait(seconds):
+            raise TimeoutError
+        return True
+
+    job = SimpleNamespace(query=done.is_set, result=result, num_bytes=7, seconds=0.5)
+    monkeypatch.setattr(WorkerTransfers, "submit_retrieve", lambda *_: job)
+    return done
+
+
+class Adder:
+    """SGLang's `PrefillAdder`, which admits requests."""
+
+    def __init__(self, scheduler: Scheduler, verdict: Any = stand_in.Verdict.CONTINUE) -> None:
+        self.tree_cache = SimpleNamespace(linker=scheduler)
+        self.verdict = verdict
+        self.asked: list[str] = []
+
+    def add(self, rid: str, begin: Callable[[], Any] = lambda: 1) -> Any:
+        """Admit a request as SGLang does: "other" if `begin` tells it to try again."""
+
+        def original(adder: Any, req: Any, has_chunked_req: bool, *, truncation_align_size: int | None) -> Any:
+            assert (adder, has_chunked_req, truncation_align_size) == (self, True, 3)
+            self.asked.append(req.rid)
+            return stand_in.Verdict.OTHER if begin() is None else self.verdict
+
+        return around_add_one_req(original, self, SimpleNamespace(rid=rid), True, truncation_align_size=3)
+
+
+def test_a_request_that_waits_for_its_load_stops_no_other(engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, names = looked_up(engine)
+    done, adder, verdicts = pending(monkeypatch), Adder(one), stand_in.Verdict
+    assert adder.add("r", lambda: one.begin_load("r", names, one.slots(10, 4))) is verdicts.CONTINUE
+    for _ in range(3):
+        one.linker.num_completed_offloads()
+        assert adder.add("r") is verdicts.CONTINUE
+        assert one.look_up("r", names) == 0, "it is looked up no more"
+        assert adder.add("other") is verdicts.CONTINUE
+    assert adder.asked == ["r", "other", "other", "other"]
+    assert not one.inserted
+    done.set()
+    one.linker.num_completed_offloads()
+    assert len(one.inserted) == 1
+    assert (one.request.storage_hit_start, one.request.storage_hit_length) == (0, 4 * PAGE)
+    assert adder.add("r") is verdicts.CONTINUE
+    assert adder.asked[-1] == "r"
+    assert one.linker.stats.counts["load_bytes"] == 7
+    assert one.linker.stats.counts["load_microseconds"] == 500_000
+
+
+def test_a_full_cache_closes_admission_only_if_no_load_is_under_way(
+    engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, names = looked_up(engine)
+    done, adder, verdicts = pending(monkeypatch), Adder(one, stand_in.Verdict.NO_TOKEN), stand_in.Verdict
+    assert adder.add("other") is verdicts.NO_TOKEN
+    adder.add("r", lambda: one.begin_load("r", names, one.slots(10, 4)))
+    assert adder.add("other") is verdicts.OTHER
+    done.set()
+    one.end_loads()
+    assert adder.add("other") is verdicts.NO_TOKEN
+    adder.verdict = verdicts.OTHER
+    assert adder.add("other") is verdicts.OTHER
+
+
+def test_requests_that_begin_with_the_same_pages_load_them_once(
+    engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, names = looked_up(engine)
+    assert one.look_up("s", names) == 4
+    done, adder = pending(monkeypatch), Adder(one)
+    adder.add("r", lambda: one.begin_load("r", names, one.slots(10, 4)))
+    for _ in range(2):
+        verdict = adder.add("s", lambda: one.begin_load("s", names[1:], one.slots(20, 3)))
+        assert verdict is stand_in.Verdict.CONTINUE
+        assert not one.linker.is_loading("s")
+        assert "s" not in one.hit_markers
+    done.set()
+    one.end_loads()
+    assert len(one.inserted) == 1
+
+
+def test_an_idle_scheduler_waits_for_loads_and_checks_for_leaks_after_them(
+    engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, names = looked_up(engine)
+    done, checks = pending(monkeypatch), list[Any]()
+    scheduler = SimpleNamespace(tree_cache=SimpleNamespace(linker=one))
+    around_on_idle(checks.append, scheduler)
+    assert checks == [scheduler]
+    assert one.begin_load("r", names, one.slots(10, 4)) is None
+    around_on_idle(checks.append, scheduler)
+    assert checks == [scheduler]
+    done.set()
+    one.end_loads()
+    around_on_idle(checks.append, scheduler)
+    assert checks == [scheduler] * 2
+
+
+def test_a_flush_waits_for_loads_and_forgets_them(engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, names = looked_up(engine)
+    waited: list[Any] = []
+    job = SimpleNamespace(query=lambda: False, result=lambda *given: waited.append(given))
+    monkeypatch.setattr(WorkerTransfers, "submit_retrieve", lambda *_: job)
+    assert one.begin_load("r", names, one.slots(10, 4)) is None
+    one.linker.reset()
+    assert waited == [()]
+    assert not one.linker.is_loading()
+    assert not one.freed, "SGLang frees all slots itself"
+
+
+def test_other_caches_and_linkers_are_left_alone() -> None:
+    wrapper = SimpleNamespace(cache_linker=object(), hit_markers={"r": 1})
+    request = SimpleNamespace(rid="r")
+    assert around_load_back(lambda *given: given, wrapper, request) == (wrapper, request)
+    adder = SimpleNamespace(tree_cache=object())
+    assert around_add_one_req(lambda *given: given, adder, request, True) == (adder, request, True)
+    for cache in (object(), SimpleNamespace(linker=wrapper)):
+        seen: list[Any] = []
+        around_on_idle(seen.append, SimpleNamespace(tree_cache=cache))
+        assert len(seen) == 1
 
 
 def test_a_store_waits_for_the_forward_pass(engine: MakeEngine) -> None:
@@ -474,6 +595,7 @@ def test_a_window_is_stored_for_the_last_pages_and_found_where_it_ends(engine: M
     two.linker.before = []
     assert two.linker.lookup("r", two.transfers(names, None, 2)) == [6]
     assert two.load("r", names, two.slots(30, 6), window_pages=2)
+    assert two.inserted[0].component_evicted_seqlens == {Component.SWA: 6 * PAGE - 2}
     assert equal(held(two, two.slots(30, 6)), values)
     for mine, theirs in zip(_buffers(two.pool.swa_kv_pool), _buffers(one.pool.swa_kv_pool), strict=True):
         assert np.array_equal(mine[two.slots(34, 2)], theirs[one.slots(4, 2)])
@@ -505,10 +627,9 @@ def test_an_engine_that_cannot_be_kept_whole_is_refused_in_words(
         engine(**options)
 
 
-def test_small_pages_are_refused_with_the_way_out(engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(globals(), "PAGE", 1)
-    with pytest.raises(Unsupported, match="--page-size 64"):
-        engine()
+def test_small_pages_are_refused_with_the_way_out(depot: DepotProcess) -> None:
+    with engines(depot.url, page_size=1) as make, pytest.raises(Unsupported, match="--page-size 64"):
+        make()
 
 
 @pytest.mark.parametrize(
@@ -527,7 +648,10 @@ def test_a_wrong_setting_stops_the_engine_at_start(wrong: dict[str, Any], text: 
 
 
 def test_without_its_hooks_the_linker_does_not_start(depot: DepotProcess) -> None:
-    with stand_in.installed(is_hooked=False) as module, pytest.raises(Unsupported, match="SGLANG_PLUGINS"):
+    with (
+        stand_in.installed(is_hooked=False) as module,
+        pytest.raises(Unsupported, match=r"add_one_req: .* SGLANG_PLUGINS"),
+    ):
         module.KVDepotLinker(server_args(), None, components=set(), extra_config={"url": depot.url})
 
 
@@ -540,12 +664,14 @@ def test_the_plugin_is_installed_and_imports_nothing_heavy() -> None:
 
 def test_the_plugin_hooks_all_that_tells_places_and_writes_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     hooked: list[str] = []
-    registry = SimpleNamespace(register=lambda target, *_: hooked.append(target.rpartition(".")[2]))
+    registry = SimpleNamespace(register=lambda target, *_: hooked.append(target))
     hooks = SimpleNamespace(HookRegistry=registry, HookType=SimpleNamespace(AROUND=1))
     monkeypatch.setitem(sys.modules, "sglang.srt.plugins.hook_registry", hooks)
     register()
     updates = [f"update_weights_from_{source}" for source in ("disk", "distributed", "tensor", "ipc")]
-    assert sorted(hooked) == sorted(["match", "offload_nodes", "end_weight_update", *updates])
+    methods = ["insert", "match", "offload_nodes", "load_back", "add_one_req", "on_idle", *updates, "end_weight_update"]
+    assert [each.rpartition(".")[2] for each in hooked] == methods
+    assert hooked[: len(HOOKS)] == list(HOOKS)
 
 
 def test_an_exception_costs_a_miss(engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:

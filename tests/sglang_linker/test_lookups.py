@@ -91,3 +91,16 @@ def test_a_store_begins_with_what_the_depot_lacks_of_the_device_s_pages(found: i
     assert engine.lookups.ask("r", key(1, 6), 4) == 0
     assert engine.lookups.first_to_store(key(1, 6), 4) == start
     assert engine.lookups.first_to_store(key(1, 6), 4) == 4  # the first store sent them
+
+
+def test_a_refused_request_has_a_miss_for_a_moment_and_its_lease_ends() -> None:
+    engine = Engine(4)
+    assert engine.lookups.ask("r", key(1), 0) == engine.lookups.ask("s", key(1), 0) == 4
+    engine.lookups.refuse("r")
+    engine.lookups.refuse("unknown")
+    assert engine.client.released == [1]
+    assert engine.lookups.ask("r", key(1), 0) == 0
+    assert engine.lookups.key_of("r", 1) is None
+    assert engine.lookups.ask("s", key(1), 0) == 4
+    engine.now = 0.3
+    assert engine.lookups.ask("r", key(1), 0) == 4

@@ -19,7 +19,7 @@ class Model(dict):
 rank, meeting = int(sys.argv[1]), sys.argv[2]
 distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
 ranks = Ranks(distributed.new_group([0, 1], backend="gloo"))
-print(ranks.all_agree(True), ranks.all_agree(rank == 0), ranks.all_agree(False), ranks.common_random())
+print(*ranks.all_agree([True, rank == 0, False]), ranks.common_random())
 print(ranks.all_tell("" if rank else f"{10:032x}"))
 weights = Weights(Namespace("m"), ranks)
 for content in (1.0, 1.0, 2.0, None):

@@ -22,6 +22,7 @@ _parse: Final = functools.cache(ast.parse)
 _unparse: Final = functools.cache(ast.unparse)
 
 UPDATER: Final = "managers/scheduler_components/weight_updater.py"
+POLICY: Final = "managers/schedule_policy.py"
 LINKER: Final = "mem_cache/unified_cache/unified_cache_linker.py"
 ABSTRACT: Final = {
     "lookup": ["self", "rid", "transfers"],
@@ -39,10 +40,13 @@ CALLED: Final = (  # of SGLang's objects: file, class, method, parameters
     (LINKER, "UnifiedCacheLinkerWrapper", "match", ["self", "key", "req", "result"]),
     (LINKER, "UnifiedCacheLinkerWrapper", "offload_nodes", ["self", "node_ids"]),
     (LINKER, "UnifiedCacheLinker", "record_offload_ready", ["self"]),
-    (LINKER, "LayerWiseLoadCounter", "update_producer", ["self"]),
-    (LINKER, "LayerWiseLoadCounter", "complete", ["self", "index", "layer"]),
-    (LINKER, "LayerWiseLoadCounter", "finish", ["self", "index"]),
+    (LINKER, "UnifiedCacheLinkerWrapper", "load_back", ["self", "req"]),
     (LINKER, "LayerWiseLoadCounter", "reset", ["self"]),
+    (POLICY, "PrefillAdder", "add_one_req", ["self", "req", "has_chunked_req", "truncation_align_size"]),
+    ("managers/scheduler.py", "Scheduler", "on_idle", ["self"]),
+    ("mem_cache/unified_radix_cache.py", "UnifiedRadixCache", "insert", ["self", "params"]),
+    ("mem_cache/unified_radix_cache.py", "UnifiedRadixCache", "lock", ["self", "node_id", "skip_lock_components"]),
+    ("mem_cache/unified_radix_cache.py", "UnifiedRadixCache", "unlock", ["self", "lock"]),
     ("mem_cache/unified_radix_cache.py", "UnifiedRadixCache", "get_prefix_hash_values", ["self", "node_id"]),
     ("mem_cache/unified_radix_cache.py", "UnifiedRadixCache", "path_device_indices", ["self", "node"]),
     (
@@ -65,14 +69,64 @@ ATTRIBUTES: Final = (  # file, class, attributes
     ("mem_cache/memory_pool.py", "MHATokenToKVPool", {"k_buffer", "v_buffer", "head_num", "kv_cache_layout"}),
     ("mem_cache/memory_pool.py", "MLATokenToKVPool", {"kv_buffer"}),
     ("mem_cache/swa_memory_pool.py", "SWAKVPool", {"full_kv_pool", "swa_kv_pool"}),
-    (LINKER, "UnifiedCacheLinkerWrapper", {"cache", "cache_linker"}),
+    (
+        LINKER,
+        "UnifiedCacheLinkerWrapper",
+        {"cache", "cache_linker", "hit_markers", "inflight_load_rids", "private_load_indices"},
+    ),
+    (LINKER, "ExternalCacheHitMarker", {"tail_hashes", "device_hit_len"}),
+    ("mem_cache/radix_cache.py", "RadixKey", {"token_ids", "extra_key", "cache_salt"}),
+    (POLICY, "PrefillAdder", {"tree_cache"}),
+    (POLICY, "AddReqResult", {"CONTINUE", "NO_TOKEN", "OTHER"}),
+    ("managers/schedule_batch.py", "ReqKvInfo", {"component_evicted_seqlens"}),
+    (
+        "managers/schedule_batch.py",
+        "Req",
+        {"full_untruncated_fill_ids", "extra_key", "cache_salt", "priority", "session_id", "last_node"}
+        | {"storage_hit_start", "storage_hit_length"},
+    ),
+    (
+        "mem_cache/base_prefix_cache.py",
+        "InsertParams",
+        {"key", "value", "prev_prefix_len", "component_evicted_seqlens", "priority", "session_id"},
+    ),
+    ("mem_cache/base_prefix_cache.py", "TreeLock", {"node"}),
     (UPDATER, "SchedulerWeightUpdaterManager", {"scheduler", "tp_worker"}),
     ("mem_cache/unified_radix_cache.py", "UnifiedRadixCache", {"linker"}),
     ("mem_cache/base_prefix_cache.py", "MatchResult", {"device_prefix_len", "last_device_node"}),
     ("plugins/hook_registry.py", "HookType", {"AROUND"}),
 )
 SENTENCES: Final = (  # file, class or "", method or "", source text that must be there, why
-    (LINKER, "UnifiedCacheLinkerWrapper", "load_back", "return (0, req.last_node)", "a refused load is computed"),
+    (
+        LINKER,
+        "UnifiedCacheLinkerWrapper",
+        "load_back",
+        "self.inflight_load_rids.append(req.rid)",
+        "the request owns the slots of a load",
+    ),
+    (POLICY, "", "", "if loaded is None:\n                    return AddReqResult.OTHER", "a load is tried again"),
+    (
+        "mem_cache/unified_radix_cache.py",
+        "UnifiedRadixCache",
+        "init_load_back",
+        "if self.linker is not None and self.linker.has_hit(req.rid):\n        return self.linker.load_back(req)",
+        "None passes through",
+    ),
+    (
+        "mem_cache/unified_radix_cache.py",
+        "UnifiedRadixCache",
+        "insert",
+        "self._apply_cache_actions(step.actions)",
+        "pages are offered during an insert, whose key has their tokens",
+    ),
+    (
+        "managers/scheduler.py",
+        "Scheduler",
+        "get_next_batch_to_run",
+        "self.process_pending_chunked_abort()\n    self._process_hicache_events()",
+        "loads end before a batch is built",
+    ),
+    ("mem_cache/radix_cache.py", "RadixKey", "__init__", "self.cache_salt = cache_salt or None", "keys have salts"),
     (LINKER, "UnifiedCacheLinkerWrapper", "_offload_node", "cache.inc_lock_ref(node_id)", "stores lock their pages"),
     (
         "mem_cache/unified_cache/linker_factory.py",

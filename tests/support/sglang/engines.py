@@ -100,12 +100,21 @@ class Engine:
     def generate(self, *wanted: Prompt, max_tokens: int = 4, **request: Any) -> list[Answer]:
         """Serve prompts at the same time."""
         self._send({"do": "generate", "prompts": list(wanted), "max_tokens": max_tokens, **request})
-        answers = self._receive(ANSWER_SECONDS)["answers"]
-        return [Answer(tokens=tuple(each.pop("tokens")), **each) for each in answers]
+        return _answers(self._receive(ANSWER_SECONDS)["answers"])
 
     def each(self, wanted: list[Prompt], **request: Any) -> list[Answer]:
         """Serve prompts one after the other."""
         return [self.generate(prompt, **request)[0] for prompt in wanted]
+
+    def beside(
+        self, decoders: list[Prompt], arrivals: list[Prompt], max_tokens: int, pause: float
+    ) -> tuple[list[Answer], list[Answer]]:
+        """Decode for some prompts, while others arrive after pauses, one after the other. An arrival gets one token."""
+        self._send(
+            {"do": "beside", "decoders": decoders, "arrivals": arrivals, "max_tokens": max_tokens, "pause": pause}
+        )
+        told = self._receive(ANSWER_SECONDS)
+        return _answers(told["answers"]), _answers(told["arrivals"])
 
     def flush(self) -> None:
         """Flush the engine's own cache. The engine refuses that while stores are under way, so try again."""
@@ -153,6 +162,10 @@ class Engine:
         for file in (self._process.stdin, self._process.stdout, self._log):
             file.close()
         self._plugins.cleanup()
+
+
+def _answers(told: list[dict[str, Any]]) -> list[Answer]:
+    return [Answer(tokens=tuple(each.pop("tokens")), **each) for each in told]
 
 
 @functools.cache

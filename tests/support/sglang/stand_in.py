@@ -10,6 +10,7 @@ import functools
 import hashlib
 import sys
 import types
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from kvdepot_sglang import around_match, around_offload_nodes, around_update
+from kvdepot_sglang import around_insert, around_load_back, around_match, around_offload_nodes, around_update
 
 PAGE = 16
 HEADS, DIM, LAYERS, PAGES = 2, 4, 2, 64
@@ -39,22 +40,17 @@ def buffer(num_slots: int = PAGES * PAGE) -> Any:
 
 class LayerWiseLoadCounter:
     def __init__(self, num_layers: int) -> None:
-        self.num_layers, self.index = num_layers, -1
-        self.done: dict[int, set[int]] = {}
+        self.num_layers = num_layers
 
-    def update_producer(self) -> int:
-        self.index += 1
-        self.done[self.index] = set()
-        return self.index
+    def reset(self) -> None: ...
 
-    def complete(self, index: int, layer: int) -> None:
-        self.done[index].add(layer)
 
-    def finish(self, index: int) -> bool:
-        return index == -1 or len(self.done.pop(index)) == self.num_layers
+class Verdict(Enum):
+    """SGLang's `AddReqResult`."""
 
-    def reset(self) -> None:
-        self.done.clear()
+    CONTINUE = 0
+    NO_TOKEN = 1
+    OTHER = 2
 
 
 class UnifiedCacheLinker(abc.ABC):
@@ -92,10 +88,12 @@ class UnifiedCacheLinker(abc.ABC):
     def close(self) -> Any: ...
 
 
-class UnifiedCacheLinkerWrapper:
-    def match(self, key: Any, req: Any, result: Any) -> Any: ...
+def _hooked(name: str, methods: Sequence[str], *, is_hooked: bool) -> type:
+    """Return a class of SGLang with methods that a plugin has wrapped, or has not."""
 
-    def offload_nodes(self, node_ids: Any) -> None: ...
+    def method(*_: Any) -> None: ...
+
+    return type(name, (), {each: functools.wraps(method)(lambda *_: None) if is_hooked else method for each in methods})
 
 
 class Component(Enum):
@@ -147,38 +145,56 @@ class _ModelConfig:
 @contextlib.contextmanager
 def installed(*, is_hooked: bool = True) -> Iterator[types.ModuleType]:
     """Import `kvdepot_sglang.linker` with the stand-in in SGLang's place. Yield the module."""
-    before = dict(sys.modules)
-    for name in [name for name in sys.modules if name.partition(".")[0] == "sglang" or name == "kvdepot_sglang.linker"]:
+
+    def replaced() -> dict[str, Any]:
+        linker = "kvdepot_sglang.linker"
+        return {
+            name: each for name, each in sys.modules.items() if name.partition(".")[0] == "sglang" or name == linker
+        }
+
+    before = replaced()
+    for name in before:
         del sys.modules[name]
-    for name in ("sglang", "sglang.srt", "sglang.srt.mem_cache", "sglang.srt.mem_cache.unified_cache",
-                 "sglang.srt.configs", "sglang.srt.runtime_context"):  # fmt: skip
-        sys.modules[name] = types.ModuleType(name)
-        sys.modules[name].__path__ = []
-    sys.modules["sglang"].__dict__["__version__"] = "0.5.23"
+    cache = "sglang.srt.mem_cache"
+    for name in ("sglang", "sglang.srt", "sglang.srt.configs", "sglang.srt.managers", cache, f"{cache}.unified_cache"):
+        _install(name, __path__=[])
+    _install("sglang", __path__=[], __version__="0.5.23")
     serving = SimpleNamespace(weight_version="default")
-    sys.modules["sglang.srt.runtime_context"].__dict__["get_serving"] = lambda: serving
-    linkers = types.ModuleType("sglang.srt.mem_cache.unified_cache.unified_cache_linker")
-    wrapper = type("UnifiedCacheLinkerWrapper", (UnifiedCacheLinkerWrapper,), {})
-    if is_hooked:
-        for name in ("match", "offload_nodes"):
-            original = getattr(UnifiedCacheLinkerWrapper, name)
-            setattr(wrapper, name, functools.wraps(original)(lambda *_: None))
-    linkers.__dict__.update(
+    _install("sglang.srt.runtime_context", get_serving=lambda: serving)
+    _install("sglang.srt.configs.model_config", ModelConfig=_ModelConfig)
+    _install(
+        f"{cache}.unified_cache.unified_cache_linker",
         LayerWiseLoadCounter=LayerWiseLoadCounter,
         UnifiedCacheLinker=UnifiedCacheLinker,
-        UnifiedCacheLinkerWrapper=wrapper,
+        UnifiedCacheLinkerWrapper=_hooked(
+            "UnifiedCacheLinkerWrapper", ("match", "offload_nodes", "load_back"), is_hooked=is_hooked
+        ),
     )
-    sys.modules[linkers.__name__] = linkers
-    configs = types.ModuleType("sglang.srt.configs.model_config")
-    configs.__dict__["ModelConfig"] = _ModelConfig
-    sys.modules[configs.__name__] = configs
+    _install(f"{cache}.base_prefix_cache", InsertParams=SimpleNamespace)
+    _install(f"{cache}.radix_cache", RadixKey=lambda *parts, **named: (*parts, named))
+    _install(
+        f"{cache}.unified_radix_cache",
+        UnifiedRadixCache=_hooked("UnifiedRadixCache", ("insert",), is_hooked=is_hooked),
+    )
+    _install(
+        "sglang.srt.managers.schedule_policy",
+        AddReqResult=Verdict,
+        PrefillAdder=_hooked("PrefillAdder", ("add_one_req",), is_hooked=is_hooked),
+    )
+    _install("sglang.srt.managers.scheduler", Scheduler=_hooked("Scheduler", ("on_idle",), is_hooked=True))
     try:
         import kvdepot_sglang.linker
 
         yield sys.modules[kvdepot_sglang.linker.__name__]
     finally:
-        sys.modules.clear()
+        for name in replaced():
+            del sys.modules[name]
         sys.modules.update(before)
+
+
+def _install(name: str, **content: Any) -> None:
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__dict__.update(content)
 
 
 def names_of(prompt: int, num_pages: int, shared: int = 0) -> list[str]:
@@ -188,6 +204,23 @@ def names_of(prompt: int, num_pages: int, shared: int = 0) -> list[str]:
         name = hashlib.sha256(name + b"%d %d" % (0 if page < shared else prompt, page)).digest()
         found.append(name.hex())
     return found
+
+
+class Key:
+    """SGLang's `RadixKey` of a prompt: its tokens are derived from the names of its pages."""
+
+    def __init__(self, names: Sequence[str], extra_key: str | None = None, cache_salt: str | None = None) -> None:
+        self.token_ids = array("q", [token for name in names for token in tokens_of(name)])
+        self.token_ids.append(1)  # the token after the last page is always computed
+        self.extra_key, self.cache_salt = extra_key, cache_salt
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+def tokens_of(name: str) -> list[int]:
+    """Return the tokens of a page."""
+    return list(bytes.fromhex(name)[:PAGE])
 
 
 class Scheduler:
@@ -200,10 +233,19 @@ class Scheduler:
         self.tree_core = self
         self.page_size = PAGE
         self._nodes: dict[int, tuple[list[str], int, Any]] = {}
+        self.hit_markers: dict[str, Any] = {}
+        self.inflight_load_rids: list[str] = []
+        self.private_load_indices: dict[str, Any] = {}
+        self.locked: list[int] = []  # nodes
+        self.inserted: list[Any] = []  # `InsertParams`
+        self.freed: list[Any] = []  # slots
+        self.token_to_kv_pool_allocator = SimpleNamespace(free=self.freed.append)
         self._model = Model("of the files")
 
     def slots(self, first_page: int, num_pages: int) -> Any:
-        return np.arange(first_page * PAGE, (first_page + num_pages) * PAGE)
+        import torch  # pyright: ignore[reportMissingImports]
+
+        return torch.arange(first_page * PAGE, (first_page + num_pages) * PAGE)
 
     def transfers(self, names: Sequence[str], slots: Any, window_pages: int = 0) -> list[Any]:
         """Return SGLang's transfers of pages. With windows, the last pages have the same slots in the other pool."""
@@ -226,10 +268,26 @@ class Scheduler:
     def path_device_indices(self, node: int) -> Any:
         return self._nodes[node][2]
 
+    def lock(self, node: int) -> Any:
+        self.locked.append(node)
+        return SimpleNamespace(node=node)
+
+    def unlock(self, lock: Any) -> None:
+        self.locked.remove(lock.node)
+
+    def insert(self, params: Any) -> None:
+        self.inserted.append(params)
+
     # --- a scheduler's actions
 
     def store(
-        self, names: list[str], slots: Any, first: int = 0, window_pages: int = 0, session: str | None = None
+        self,
+        names: list[str],
+        slots: Any,
+        first: int = 0,
+        window_pages: int = 0,
+        session: str | None = None,
+        **prompt: Any,
     ) -> bool:
         """Store a prompt's pages from `first` on; `slots` are the whole prompt's. Return whether all were stored."""
         node = len(self._nodes)
@@ -241,12 +299,15 @@ class Scheduler:
             given = self.transfers(names[first:], slots[first * PAGE :], window_pages)
             queued.append(self.linker.offload(given, session_id=session))
 
-        around_offload_nodes(original, self, [node])
+        def insert(cache: Any, params: Any) -> None:
+            around_offload_nodes(original, self, [node])
+
+        around_insert(insert, SimpleNamespace(linker=self), SimpleNamespace(key=Key(names, **prompt)))
         assert queued == [True]
         _wait(lambda: self.linker.num_completed_offloads() == 1)
         return self.linker.pop_completed_offload()
 
-    def look_up(self, rid: str, names: list[str], on_device: int = 0, window_pages: int = 0) -> int:
+    def look_up(self, rid: str, names: list[str], on_device: int = 0, window_pages: int = 0, **prompt: Any) -> int:
         """Return how many pages after those on the device can be loaded. SGLang asks for whole pages only."""
         node = len(self._nodes)
         self._nodes[node] = names[:on_device], 0, None
@@ -257,7 +318,7 @@ class Scheduler:
                 found.append(self.linker.lookup(rid, self.transfers(names[on_device:], None, window_pages)))
 
         result = SimpleNamespace(device_prefix_len=on_device * PAGE, last_device_node=node)
-        key = range(len(names) * PAGE + 1)  # the token after them is always computed
+        key = Key(names, **prompt)
         around_match(original, self, key, SimpleNamespace(rid=rid), result)
         return max(found[0], default=0) if found else 0
 
@@ -276,14 +337,104 @@ class Scheduler:
 
         around_update(original, manager)
 
-    def load(self, rid: str, names: list[str], slots: Any, window_pages: int = 0) -> bool:
-        """Load pages and return whether they came. Check that a refused load queues nothing."""
-        if not self.linker.load(rid, self.transfers(names, slots, window_pages)):
-            assert self.linker.start_layer_wise_loading() == -1
+    def begin_load(
+        self, rid: str, names: list[str], slots: Any, window_pages: int = 0, before: Any = (), **facts: Any
+    ) -> Any:
+        """Ask for a load where SGLang would admit a request. Return the answer: None if the request has to wait.
+
+        Args:
+            rid: the request.
+            names: names of the pages to load.
+            slots: their slots.
+            window_pages: the number of pages in the window.
+            before: the slots of the prompt's pages on the device.
+            facts: more attributes of the request.
+        """
+        node = len(self._nodes)
+        self._nodes[node] = [], 0, before
+        first = len(before)
+        request = SimpleNamespace(
+            rid=rid, last_node=node, full_untruncated_fill_ids=list(range(first + len(slots) + 1)), extra_key=None,
+            cache_salt=None, priority=None, session_id=None, **facts,
+        )  # fmt: skip
+        self.hit_markers[rid] = SimpleNamespace(tail_hashes=names, device_hit_len=first)
+
+        def original(_: Any, holder: Any) -> Any:
+            del self.hit_markers[holder.rid]
+            if not self.linker.load(holder.rid, self.transfers(names, slots, window_pages)):
+                return 0, holder.last_node
+            self.private_load_indices[holder.rid] = slots
+            self.inflight_load_rids.append(holder.rid)
+            if window_pages:
+                holder.kv = SimpleNamespace(
+                    component_evicted_seqlens={Component.SWA: first + len(slots) - window_pages}
+                )
+            return len(slots), holder.last_node
+
+        answer = around_load_back(original, self, request)
+        assert not self.inflight_load_rids, "SGLang would wait for these in the batch, and abort them on a failure"
+        assert not self.private_load_indices
+        self.request = request
+        return answer
+
+    def load(self, rid: str, names: list[str], slots: Any, window_pages: int = 0, before: Any = ()) -> bool:
+        """Load pages, and return whether they came to SGLang's tree. If not, their slots must have been freed."""
+        num_inserted, num_freed = len(self.inserted), len(self.freed)
+        assert self.begin_load(rid, names, slots, window_pages, before) is None
+        assert self.locked, "SGLang could evict the pages before the load"
+        self.end_loads()
+        assert self.linker.start_layer_wise_loading() == -1
+        if len(self.inserted) == num_inserted:
+            assert [each.tolist() for each in self.freed[num_freed:]] == [slots.tolist()]
             return False
-        index = self.linker.start_layer_wise_loading()
-        assert index >= 0
-        return self.linker.finish_layer_wise_loading(index)
+        assert len(self.freed) == num_freed
+        assert self.inserted[-1].value.tolist() == [*before, *slots.tolist()]
+        assert self.inserted[-1].prev_prefix_len == len(before)
+        return True
+
+    def end_loads(self) -> None:
+        """Begin steps until all loads have ended."""
+        _wait(lambda: (self.linker.num_completed_offloads(), not self.linker.is_loading())[1])
+        assert not self.locked
+
+
+MakeEngine = Callable[..., Scheduler]
+
+
+def server_args(**changes: Any) -> Any:
+    facts = {
+        "model_path": "a/model", "served_model_name": "model", "port": 30000, "dtype": "float32", "load_format": "auto",
+        "kv_cache_dtype": "auto", "pp_size": 1, "attention_backend": "torch_native",
+    }  # fmt: skip
+    return SimpleNamespace(**{**facts, **changes})
+
+
+@contextlib.contextmanager
+def engines(url: str, page_size: int = PAGE) -> Iterator[MakeEngine]:
+    """Yield a function that makes engines, which differ in the given options, on a depot."""
+    made: list[Any] = []
+    with installed() as module:
+
+        def make(pool: Any = None, arguments: Any = None, components: Any = None, **settings: Any) -> Scheduler:
+            pool = pool or MHATokenToKVPool()
+            windows = {Component.SWA} if isinstance(pool, SWAKVPool) else set()
+            components = components or {Component.FULL, *windows}
+            params = SimpleNamespace(
+                page_size=page_size,
+                token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: pool),
+                tp_cache_group=None,
+                swa_retain_window=2 * PAGE,
+            )
+            settings = {"url": url, "weights": "w", "lookup_seconds": 20.0, "deadline_seconds": 20.0, **settings}
+            linker = module.KVDepotLinker(
+                arguments or server_args(), params, components=components, extra_config=settings
+            )
+            made.append(linker)
+            return Scheduler(linker, pool)
+
+        yield make
+        for linker in made:
+            linker.close()
 
 
 def _wait(condition: Callable[[], bool]) -> None:

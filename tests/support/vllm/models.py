@@ -61,6 +61,16 @@ def _configurations() -> dict[str, Any]:
             head_dim=128,
             **_COMMON,
         ),
+        # for prompts of 10,000 tokens, whose KV has 328 MB in float32
+        "long": lambda: t.LlamaConfig(
+            **{
+                **_TINY,
+                "num_hidden_layers": 8,
+                "num_attention_heads": 8,
+                "num_key_value_heads": 8,
+                "max_position_embeddings": 16384,
+            }
+        ),
         # the shape of SmolLM2-135M: a realistic ratio of computation to KV
         "smol": lambda: t.LlamaConfig(
             intermediate_size=1536,

@@ -2,9 +2,8 @@
 """`KVDepotLinker`: SGLang constructs it in each worker (linker backend "dynamic") and calls it from its scheduler.
 
 SGLang names each page by a digest of all tokens up to its end. The linker sends these names to the depot, masked by the
-namespace. A load is copied and verified as soon as SGLang queues it, into slots that belong only to the request. The
-ranks agree on its outcome. If it failed, the linker refuses it, and SGLang computes the tokens. So no request is
-aborted because of the depot, and none waits for it longer than a deadline. An exception here would end the engine, so
+namespace. A request waits for its load in SGLang's queue, see `loads`. So no request is aborted because of the depot,
+none waits for it longer than a deadline, and only a lookup stops the others. An exception here would end the engine, so
 each is caught and logged, and costs a miss.
 """
 
@@ -20,7 +19,6 @@ import sglang
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import (
     LayerWiseLoadCounter,
     UnifiedCacheLinker,
-    UnifiedCacheLinkerWrapper,
 )
 
 from kvdepot.backends import EngineTraits, KVCache, TransferFuture, get_backend
@@ -29,11 +27,13 @@ from kvdepot.config import directory_of_url
 from kvdepot.counting import CounterGroup, CounterName, Counts
 from kvdepot.engines.settings import EngineSettings
 from kvdepot.errors import DepotUnavailable
+from kvdepot.features.routers.feed import Description
 from kvdepot.features.sessions.client import hint
 from kvdepot.keys import DIGEST_BYTES, KeyRun
 from kvdepot.logs import log_like, never_raises
-from kvdepot_sglang import Placed, are_hooked
+from kvdepot_sglang import Placed, missing_hooks
 from kvdepot_sglang.identity import Weights, engine_namespace
+from kvdepot_sglang.loads import Load, Loads
 from kvdepot_sglang.lookups import Lookups
 from kvdepot_sglang.pools import Holding, Unsupported, block_ids, find_groups, pages_of, refuse_unsupported
 from kvdepot_sglang.ranks import Ranks
@@ -41,9 +41,11 @@ from kvdepot_sglang.ranks import Ranks
 logger = logging.getLogger(__name__)
 
 _START_SECONDS: Final = 1.0  # a starting engine waits this long for a depot
+_ID_DIGITS: Final = 16  # of a page's name that are its id in events, as in SGLang's own
 _LONGEST_SESSION: Final = 256  # characters of a session's name that the depot accepts
 _UNNAMED: Final = "default"  # SGLang's version of weights that have no name
 _NO_LOAD: Final = -1  # SGLang's index for a batch without loads
+_IDLE_SECONDS: Final = 2e-3  # an idle scheduler waits this long for a load before it looks for new requests
 
 linker_counter: Final = CounterGroup()  # `sglang:kvdepot_NAME_total`
 
@@ -53,7 +55,7 @@ _FOUND_PAGES: Final = linker_counter("found_pages", "Pages that the depot had an
 _LOADS: Final = linker_counter("loads", "Loads that ended in place")
 _REFUSED_LOADS: Final = linker_counter("refused_loads", "Loads that failed: their tokens were computed")
 _LOAD_BYTES: Final = linker_counter("load_bytes", "Bytes copied out of the depot")
-_LOAD_MICROSECONDS: Final = linker_counter("load_microseconds", "Time for which the scheduler waited for loads")
+_LOAD_MICROSECONDS: Final = linker_counter("load_microseconds", "Time that loads took")
 _STORES: Final = linker_counter("stores", "Store operations that ended")
 _STORE_BYTES: Final = linker_counter("store_bytes", "Bytes copied into the depot")
 
@@ -79,11 +81,12 @@ class Settings(EngineSettings):
 
 
 class _Offload(NamedTuple):
-    """A store under way, and its agent session, "" for none."""
+    """A store under way, its agent session, "" for none, and what routers are to know of the last pages of its key."""
 
     job: TransferFuture[bool]
     key: KeyRun
     session: str
+    description: Description | None
 
 
 class _Events:
@@ -117,10 +120,10 @@ class KVDepotLinker(Placed, UnifiedCacheLinker):
 
         log_like("sglang")
         self._settings = settings = Settings.read(extra_config)
-        if not are_hooked(UnifiedCacheLinkerWrapper):
+        if missing := missing_hooks():
             raise Unsupported(
-                "SGLang has not loaded the plugin `kvdepot`, which says where pages belong: install kvdepot-sglang in"
-                " this environment, and name it in SGLANG_PLUGINS if that is set"
+                f"SGLang has not loaded the plugin `kvdepot`, which hooks {', '.join(missing)}: install kvdepot-sglang"
+                " in this environment, and name it in SGLANG_PLUGINS if that is set"
             )
         self.page_size = int(params.page_size)
         refuse_unsupported(server_args, params, self.page_size)
@@ -170,10 +173,12 @@ class KVDepotLinker(Placed, UnifiedCacheLinker):
             model=str(server_args.model_path),
             url=settings.url,
             deadline_seconds=settings.lookup_seconds,
+            served_model="" if ranks.rank else _served_model(server_args),  # one rank describes the chunks
             weights=self._weights.namespace.weights,
         )
         self._lookups = Lookups(self._client, settings.tier_seconds)
-        self._landed: set[str] = set()  # requests whose loads are in place but whose batch has not started
+        self._loads = Loads(ranks, self._end_load)
+        self._begun: TransferFuture[bool] | None = None  # the load that SGLang has just begun
         self._offloads: deque[_Offload] = deque()
         self.stats = Stats(ranks.rank, exports=bool(getattr(server_args, "enable_metrics", False)))
         self._say_hello()
@@ -231,7 +236,11 @@ class KVDepotLinker(Placed, UnifiedCacheLinker):
     def _ask(self, rid: str, tail: Sequence[str]) -> int:
         """Look up all pages of a prompt. Return how many pages the depot has behind the pages on the device."""
         began = time.perf_counter()
-        found = self._lookups.ask(rid, self._key([*self.before, *tail]), len(self.before))
+        names = [*self.before, *tail]
+        key = self._key(names)
+        found = self._lookups.ask(rid, key, len(self.before))
+        if num_pages := self._lookups.num_undescribed:
+            self._tell_routers(key.slice(0, num_pages), self._description(names[:num_pages], 0))
         self.stats.add(_LOOKUPS)
         self.stats.add(_LOOKUP_MICROSECONDS, round((time.perf_counter() - began) * 1e6))
         self.stats.add(_FOUND_PAGES, found)
@@ -239,28 +248,17 @@ class KVDepotLinker(Placed, UnifiedCacheLinker):
         return found
 
     def load(self, rid: str, transfers: list[Any]) -> bool:
-        """Fill the slots of a request. Return False if that failed on any rank, so that SGLang computes the tokens."""
-        began = time.perf_counter()
-        ok = self._ranks.all_agree(self._retrieve(rid, transfers))
-        if ok:
-            self._landed.add(rid)
-        self.stats.add(_LOADS if ok else _REFUSED_LOADS)
-        self.stats.add(_LOAD_MICROSECONDS, round((time.perf_counter() - began) * 1e6))
-        return ok
+        """Begin to fill slots for a request. A load that cannot begin ends as a failure, so that all ranks agree."""
+        self._begun = self._retrieve(rid, transfers)
+        return True
 
-    @never_raises(bool)
-    def _retrieve(self, rid: str, transfers: list[Any]) -> bool:
+    @never_raises(type(None))
+    def _retrieve(self, rid: str, transfers: list[Any]) -> TransferFuture[bool] | None:
         key = self._lookups.key_of(rid, len(transfers[0].keys))
         if key is None:
-            return False
-        try:
-            self._order_after_forward()
-            job = self._worker.submit_retrieve(rid, key, block_ids(self.pools, transfers, self.page_size))
-            ok = job.result()
-        finally:
-            self._lookups.drop(rid)
-        self.stats.add(_LOAD_BYTES, job.num_bytes)
-        return ok
+            return None
+        self._order_after_forward()
+        return self._worker.submit_retrieve(rid, key, block_ids(self.pools, transfers, self.page_size))
 
     def _order_after_forward(self) -> None:
         """Order the load after the forward pass under way, which may still write slots that were just freed."""
@@ -269,30 +267,65 @@ class KVDepotLinker(Placed, UnifiedCacheLinker):
 
             torch.get_device_module(self._device).current_stream().wait_stream(self.forward_stream)
 
+    def hold(self, cache: Any, req: Any, first: int, names: Sequence[str], slots: Any, evicted: Any) -> None:
+        """See `Placed`."""
+        self._loads.begin(Load(cache, req, first, names, slots, evicted, cache.lock(req.last_node), self._begun))
+
+    def _end_load(self, load: Load, landed: bool) -> None:
+        (self._lookups.drop if landed else self._lookups.refuse)(load.req.rid)
+        self.stats.add(_LOADS if landed else _REFUSED_LOADS)
+        if load.job is not None:
+            self.stats.add(_LOAD_BYTES, load.job.num_bytes)
+            self.stats.add(_LOAD_MICROSECONDS, round(load.job.seconds * 1e6))
+
+    def is_loading(self, rid: str | None = None) -> bool:
+        """See `Placed`."""
+        return self._loads.has(rid)
+
+    def is_coming(self, page: str) -> bool:
+        """See `Placed`."""
+        return self._loads.bring(page)
+
+    def wait_for_load(self) -> bool:
+        """See `Placed`."""
+        return self._loads.wait(_IDLE_SECONDS)
+
     def start_layer_wise_loading(self) -> int:
-        """Begin a batch of the loads so far, which are all in place."""
-        if not self._landed:
-            return _NO_LOAD
-        self._landed.clear()
-        index = self.layer_done_counter.update_producer()
-        for layer in range(self._num_layers):
-            self.layer_done_counter.complete(index, layer)
-        return index
+        """Tell SGLang that a batch has no loads to wait for."""
+        return _NO_LOAD
 
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
-        """Return whether a batch is in place."""
-        return self.layer_done_counter.finish(counter_index)
+        """Return whether a batch is in place, which is always so."""
+        return True
 
     def cancel_queued_load(self, rid: str) -> bool:
-        """Forget a load whose batch has not begun. No copy for it is running."""
-        was_queued = rid in self._landed
-        self._landed.discard(rid)
-        return was_queued
+        """Return False: no load is queued. One that is under way ends without its request."""
+        return False
+
+    def _description(self, names: Sequence[str], first: int) -> Description | None:
+        """Describe the pages of a prompt from `first` on, to a depot that publishes events; None if that is not asked.
+
+        Pages with an adapter are not described, as SGLang does not give the linker its name.
+        """
+        prompt, size = self.prompt, self.page_size
+        if prompt is None or prompt.extra_key is not None or not self._client.wants_tokens:
+            return None
+        tokens = prompt.token_ids[first * size : len(names) * size]
+        if len(tokens) < (len(names) - first) * size:
+            return None
+        ids = [int(name[:_ID_DIGITS], 16) for name in names[max(0, first - 1) :]]
+        salts = ((prompt.cache_salt,),) * (len(names) - first) if prompt.cache_salt else ()
+        return Description(self._root, tokens, ids[min(first, 1) :], ids[0] if first else None, extra_keys=salts)
+
+    def _tell_routers(self, key: KeyRun, description: Description | None) -> None:
+        if description is not None:
+            self._client.post(lambda context: description.requests(context, key))
 
     @never_raises(bool)
     def offload(self, transfers: list[Any], session_id: str | None = None) -> bool:
         """Store the pages of a node. Return False if that is impossible now, so that SGLang offers it again."""
-        key, first = self._key([*self.before, *transfers[0].keys]), len(self.before)
+        names, first = [*self.before, *transfers[0].keys], len(self.before)
+        key = self._key(names)
         self._worker.start_registering()  # SGLang captures its graphs before it serves
         pages = block_ids(self.pools, transfers, self.page_size)
         start = self._lookups.first_to_store(key, first)
@@ -300,13 +333,16 @@ class KVDepotLinker(Placed, UnifiedCacheLinker):
             pages[0] = pages_of(self.slots_before(), self.page_size)[start:] + pages[0]
         ready = _Events(self.record_offload_ready())
         session = (session_id or "")[:_LONGEST_SESSION]
-        self._offloads.append(
-            _Offload(self._worker.submit_store(session, key.slice(start), pages, ready), key, session)
-        )
+        job = self._worker.submit_store(session, key.slice(start), pages, ready)
+        self._offloads.append(_Offload(job, key, session, self._description(names, start)))
         return True
 
     def num_completed_offloads(self) -> int:
-        """Return the number of oldest stores that have all ended."""
+        """Return the number of oldest stores that have all ended. SGLang asks at the begin of each step.
+
+        So this is the place to end loads: no batch is being built.
+        """
+        self._loads.end()
         count = 0
         for offload in self._offloads:
             if not offload.job.query():
@@ -319,10 +355,12 @@ class KVDepotLinker(Placed, UnifiedCacheLinker):
 
         Its prefix is then the last one of its agent session, which operators and agents can refer to.
         """
-        job, key, session = self._offloads.popleft()
+        job, key, session, description = self._offloads.popleft()
         self.stats.add(_STORES)
         self.stats.add(_STORE_BYTES, job.num_bytes)
         is_stored = job.result()
+        if is_stored and description is not None:
+            self._tell_routers(key.slice(key.num_chunks - len(description.block_ids)), description)
         if session and is_stored and self._ranks.rank == 0:
             hint(self._client, key, session=session)
         return is_stored
@@ -332,7 +370,7 @@ class KVDepotLinker(Placed, UnifiedCacheLinker):
         for offload in self._offloads:
             offload.job.result()
         self._offloads.clear()
-        self._landed.clear()
+        self._loads.reset()
         self._lookups.drop_all()
         self.layer_done_counter.reset()
         if not self._settings.keep_after_reset:
@@ -357,10 +395,14 @@ def _version() -> str:
     return "" if told == _UNNAMED else told
 
 
+def _served_model(server_args: Any) -> str:
+    """Return the model's name in requests."""
+    return str(getattr(server_args, "served_model_name", None) or server_args.model_path)
+
+
 def _instance(server_args: Any, ranks: Ranks) -> str:
     """Return the engine's name in the depot's status, which is the same on all ranks."""
-    served = str(getattr(server_args, "served_model_name", None) or server_args.model_path)
-    return f"sglang {served[:200]} port {server_args.port} {ranks.common_random()[:8]}"[:256]
+    return f"sglang {_served_model(server_args)[:200]} port {server_args.port} {ranks.common_random()[:8]}"[:256]
 
 
 class Stats:

@@ -6,7 +6,7 @@ for a moment. All calls come from the scheduler's thread. If the depot dies, eve
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from kvdepot.client.answers import MISS, Lease
@@ -43,6 +43,9 @@ class Lookups:
         client: asks the depot. It is not closed here.
         tier_seconds: the longest wait of the depot for its tiers.
         clock: returns monotonic seconds.
+
+    Attributes:
+        num_undescribed: the leading pages that the last question found, if routers do not know them all; else 0.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class Lookups:
         self._client = client
         self._tier_seconds = tier_seconds
         self._clock = clock
+        self.num_undescribed = 0
         self._answers: dict[str, Answer] = {}  # by request, oldest first
         self._gaps: dict[bytes, None] = {}  # pages on the device at which the depot's prefix ended in a lookup
 
@@ -59,7 +63,7 @@ class Lookups:
 
         The whole `key` is looked up, so that the depot also keeps a prefix that is always on the device.
         """
-        now = self._clock()
+        now, self.num_undescribed = self._clock(), 0
         known = self._answers.get(request_id)
         if known is not None:
             if (known.first, known.key.digests) == (first, key.digests) and now < known.until:
@@ -67,6 +71,7 @@ class Lookups:
             self.drop(request_id)
         self._drop_ended(now)
         lease = self._client.submit_lookup(request_id, key, wait_seconds=self._tier_seconds).result()
+        self.num_undescribed = lease.num_chunks if lease.wants_tokens else 0
         found = max(0, lease.num_chunks - first)
         seconds = lease.lease_seconds / 2 if lease.num_chunks else _MISS_SECONDS
         if lease.num_chunks < first:
@@ -101,6 +106,13 @@ class Lookups:
         if answer is None or num_pages > answer.found:
             return None
         return answer.key.slice(answer.first, answer.first + num_pages)
+
+    def refuse(self, request_id: str) -> None:
+        """Answer a request with a miss for a moment, because its load failed: then it is computed."""
+        answer = self._answers.get(request_id)
+        if answer is not None:
+            self.drop(request_id)
+            self._answers[request_id] = replace(answer, found=0, lease=MISS, until=self._clock() + _MISS_SECONDS)
 
     def drop(self, request_id: str) -> None:
         """Forget the answer for a request, and release its lease. Does nothing if there is none."""

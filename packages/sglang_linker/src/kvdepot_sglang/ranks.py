@@ -2,6 +2,7 @@
 """The tensor-parallel ranks of an engine, which must take the same branch even if they find different chunks."""
 
 import os
+from collections.abc import Sequence
 from typing import Any, Final
 
 _BYTES: Final = 16  # in a digest or a random name
@@ -22,15 +23,15 @@ class Ranks:
 
             self.rank, self.size = distributed.get_rank(group=group), distributed.get_world_size(group=group)
 
-    def all_agree(self, ok: bool) -> bool:
-        """Return whether `ok` is True on all ranks. All ranks must call this."""
+    def all_agree(self, flags: Sequence[bool]) -> list[bool]:
+        """Return which flags are True on all ranks. All ranks must call this with as many flags."""
         if self.size == 1:
-            return ok
+            return list(flags)
         import torch
 
-        value = torch.tensor([int(ok)], dtype=torch.int)
-        torch.distributed.all_reduce(value, op=torch.distributed.ReduceOp.MIN, group=self._group)
-        return bool(value.item())
+        values = torch.tensor(flags, dtype=torch.int)
+        torch.distributed.all_reduce(values, op=torch.distributed.ReduceOp.MIN, group=self._group)
+        return [bool(value) for value in values.tolist()]
 
     def all_tell(self, digest: str) -> dict[int, str]:
         """Return every rank's digest by rank. All ranks must call this.

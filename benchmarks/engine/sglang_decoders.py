@@ -1,0 +1,133 @@
+# pyright: basic
+"""Measures the steps of eight decoding requests in SGLang while prompts of 10,000 tokens are loaded from a depot.
+
+    PYTHONPATH=tests python benchmarks/engine/sglang_decoders.py --rounds 4 --kills 30
+
+Needs an environment like that of `tox -e sglang`. Copies out of the depot take as long as over a link of 5 GB/s (66 ms
+for 328 MB, float32). In each round, the decoders run alone, beside prompts that arrive and are in SGLang's own cache,
+and beside the same prompts from the depot. A step is the time between two tokens of a decoder, so it includes the
+computation of an arrived prompt's last tokens. With `--kills`, more rounds follow, in which the depot is killed and
+restarted. Tokens are compared with those of the decoders alone, and of the prompts when they were computed.
+"""
+
+import argparse
+import itertools
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from kvdepot.lab.processes import DepotProcess
+from support.sglang.engines import Answer, Engine, linker, prompts, tokens
+
+MODELS = Path(__file__).parents[2] / "tests" / "support" / "vllm" / "models.py"
+DECODERS = 8
+WAYS = ("alone", "own cache", "depot")
+
+
+class Steps:
+    """The steps that the plugin notes in a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        path.touch()
+
+    def since(self, began: float) -> list[float]:
+        """Return the seconds of the steps of all decoders since a time."""
+        lines = [line.split() for line in self._path.read_text().splitlines()]
+        steps = [(float(at), int(size)) for at, size in lines if float(at) >= began]
+        return [b[0] - a[0] for a, b in itertools.pairwise(steps) if min(a[1], b[1]) >= DECODERS]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=10_000, help="of an arriving prompt")
+    parser.add_argument("--steps", type=int, default=300, help="of the decoders, in each way of a round")
+    parser.add_argument("--arrivals", type=int, default=8, help="in each way of a round")
+    parser.add_argument("--pause", type=float, default=0.3, help="seconds before each arrival")
+    parser.add_argument("--kills", type=int, default=0, help="of the depot, after the measurement")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["PYTHONPATH"] = str(Path(__file__).parent)  # of the plugin
+        os.environ["KVDEPOT_STEPS"] = str(Path(folder) / "steps")
+        command = [sys.executable, str(MODELS), folder, "long", "0"]
+        model = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1]
+        with DepotProcess(pool_size="2GiB", new_session=True) as depot:
+            engine = Engine(
+                Path(model),
+                plugin="sglang_plugin",
+                **linker(depot.url, keep_after_reset=True, lookup_seconds=1.0, deadline_seconds=5.0),
+                max_total_tokens=options.tokens + 64 * (DECODERS * (4 + options.steps // 64) + 16),
+                context_length=options.tokens + 1024,
+                chunked_prefill_size=2048,
+            )
+            with engine:
+                engine.wait_until_ready()
+                measure(engine, depot, Steps(Path(os.environ["KVDEPOT_STEPS"])), options)
+
+
+def measure(engine: Engine, depot: DepotProcess, steps: Steps, options: argparse.Namespace) -> None:
+    arriving = prompts(3, options.tokens, seed=1)  # each evicts the one before from SGLang's own cache
+    decoding = prompts(DECODERS, 100, seed=2)
+    expected = tokens(engine.each(arriving, max_tokens=1))
+    alone, _ = engine.beside(decoding, [], options.steps, 0.0)
+    turns = itertools.cycle(range(len(arriving)))
+
+    def run(way: str) -> tuple[list[float], list[Answer]]:
+        order = {"alone": [], "own cache": [0] * options.arrivals}.get(way)
+        if order is None:
+            order = [next(turns) for _ in range(options.arrivals)]
+        if way == "own cache":
+            engine.generate(arriving[0], max_tokens=1)
+        began = time.perf_counter()
+        decoded, arrived = engine.beside(decoding, [arriving[each] for each in order], options.steps, options.pause)
+        assert tokens(decoded) == tokens(alone)
+        assert tokens(arrived) == [expected[each] for each in order]
+        assert not any(each.failed for each in (*decoded, *arrived))
+        return steps.since(began), arrived
+
+    found: dict[str, list[float]] = {way: [] for way in WAYS}
+    for _ in range(options.rounds):
+        for way in WAYS:
+            gaps, arrived = run(way)
+            found[way] += gaps
+            loaded = sum(each.from_depot > 0 for each in arrived)
+            print(f"{way:9} {len(gaps)} steps, {loaded} of {len(arrived)} prompts loaded", flush=True)
+    for way in WAYS:
+        p50, p99 = (statistics.quantiles(found[way], n=100)[percent - 1] for percent in (50, 99))
+        base = statistics.quantiles(found["own cache"], n=100)[98]
+        print(f"{way:9} step median {p50 * 1e3:6.1f} ms, p99 {p99 * 1e3:6.1f} ms, {p99 / base:.2f} of own cache's p99")
+    if options.kills:
+        kill(depot, lambda: run("depot"), options.kills)
+
+
+def kill(depot: DepotProcess, run: Callable[[], tuple[list[float], list[Answer]]], kills: int) -> None:
+    """Kill and restart the depot while prompts are loaded, until all kills are done."""
+    done = threading.Event()
+
+    def kill_and_restart() -> None:
+        try:
+            for pause in itertools.islice(itertools.cycle((0.5, 0.9, 1.3)), kills):
+                time.sleep(pause)
+                depot.kill()
+                depot.start()
+        finally:
+            done.set()
+
+    threading.Thread(target=kill_and_restart).start()
+    loaded = served = 0
+    while not done.is_set():
+        _, arrived = run()
+        served += len(arrived)
+        loaded += sum(each.from_depot > 0 for each in arrived)
+    print(f"{kills} kills: {served} prompts beside decoders, {loaded} loaded, none aborted, all tokens equal")
+
+
+if __name__ == "__main__":
+    main()
