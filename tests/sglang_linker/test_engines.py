@@ -156,9 +156,13 @@ def test_two_ranks_share_with_one(engines: tuple[Engine, Engine], shared_depot: 
 
 @pytest.mark.parametrize(
     ("name", "plugin", "said"),
-    [("window-pool", "window_reads", "SWAKVPool"), ("mla-dense", "latent_reads", "type=DeepseekV2ForCausalLM")],
+    [
+        ("window-pool", "window_reads", "SWAKVPool"),
+        ("mla-dense", "latent_reads", "type=DeepseekV2ForCausalLM"),
+        ("gqa", "fp8_cache", "float8_e5m2"),
+    ],
 )
-def test_windows_and_latent_attention_are_loaded(
+def test_windows_latent_attention_and_fp8_are_loaded(
     name: str, plugin: str, said: str, shared_depot: DepotProcess, model: MakeModel
 ) -> None:
     """After a flush and a restart. The docstrings of the plugins say what they fix in SGLang."""

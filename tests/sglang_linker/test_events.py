@@ -81,14 +81,17 @@ def test_a_salt_is_told_and_pages_with_an_adapter_are_not_described(
     router, one, salted, adapted = Router(depot, context), engine(), names_of(1, 3), names_of(2, 3)
     stored(one, adapted, extra_key="an adapter")
     stored(one, salted, cache_salt="pepper")
-    events: list[Any] = []
+    keys: dict[int, Any] = {}
 
     def is_told() -> bool:
-        events.extend(event for _, batch in router.take_all() for event in batch if event["type"] == "BlockStored")
-        return sum(len(event["block_hashes"]) for event in events) == 3
+        for _, batch in router.take_all():
+            for event in batch:
+                if event["type"] == "BlockStored":
+                    keys.update(zip(event["block_hashes"], event["extra_keys"], strict=True))
+        return len(keys) == 3
 
     wait_until(is_told)
-    assert [keys for event in events for keys in event["extra_keys"]] == [["pepper"]] * 3
+    assert keys == {each: ["pepper"] for each in ids_of(salted)}
     assert router.found == set(ids_of(salted))
 
 
@@ -101,6 +104,8 @@ def test_pages_whose_tokens_are_unknown_are_not_described(
     one.linker.before = []
     assert one.linker.offload(one.transfers(names, one.slots(0, 3)))
     one.linker.prompt = None
+    one.look_up("r", names_of(4, 3))
+    one.linker.before = []
     assert one.linker.offload(one.transfers(names_of(2, 3), one.slots(0, 3)))
     wait_until(lambda: one.linker.num_completed_offloads() == 2)
     assert one.linker.pop_completed_offload()

@@ -317,10 +317,12 @@ def test_an_idle_scheduler_waits_for_loads_and_checks_for_leaks_after_them(
 ) -> None:
     one, names = looked_up(engine)
     done, checks = pending(monkeypatch), list[Any]()
-    scheduler = SimpleNamespace(tree_cache=SimpleNamespace(linker=one))
+    waiting = ["r"]
+    scheduler = SimpleNamespace(tree_cache=SimpleNamespace(linker=one), is_fully_idle=lambda: not waiting)
+    assert one.begin_load("r", names, one.slots(10, 4)) is None
     around_on_idle(checks.append, scheduler)
     assert checks == [scheduler]
-    assert one.begin_load("r", names, one.slots(10, 4)) is None
+    waiting.clear()  # it was aborted
     around_on_idle(checks.append, scheduler)
     assert checks == [scheduler]
     done.set()
@@ -575,6 +577,40 @@ def test_the_content_of_adapters_that_keep_their_id_over_a_restart_counts(tmp_pa
     assert len(seen[0] & seen[1]) == 1, "the one without"
 
 
+def test_the_scales_of_an_fp8_cache_that_a_file_has_count(tmp_path: Path) -> None:
+    """SGLang writes pages of fp8 without their scales, and reads these from a file or from the checkpoint."""
+    file, config = tmp_path / "scales.json", SimpleNamespace(to_dict=lambda: {"hidden_size": 8})
+
+    def digest(path: str | None) -> bytes:
+        arguments = server_args(quantization_param_path=path)
+        return engine_namespace(arguments, config, "cpu", 1, EngineSettings(weights="w")).digest(PAGE)
+
+    found = [digest(None), digest(str(file))]
+    for content in ("1", "2", "1"):
+        file.write_text(content)
+        found.append(digest(str(file)))
+    assert found[0] == found[1] != found[2] == found[4] != found[3] != found[0]
+
+
+@pytest.mark.parametrize("dtype", ["torch.float8_e4m3fn", "torch.float8_e5m2"])
+def test_pages_of_fp8_come_back(dtype: str, engine: MakeEngine, depot: DepotProcess) -> None:
+    def pool() -> Any:
+        found = pool_with(dtype=dtype)
+        for buffers in (found.k_buffer, found.v_buffer):
+            buffers[:] = [buffer.astype(np.uint8) for buffer in buffers]  # in which SGLang stores them
+        return found
+
+    one, two, names = engine(pool()), engine(pool()), names_of(1, 4)
+    values = [np.random.default_rng(number).integers(0, 255, (4 * PAGE, 2, 4), np.uint8) for number in range(4)]
+    for buffer, value in zip(_buffers(one.pool), values, strict=True):
+        buffer[one.slots(0, 4)] = value
+    assert one.store(names, one.slots(0, 4))
+    assert two.look_up("r", names) == 4
+    assert two.load("r", names, two.slots(10, 4))
+    assert equal(held(two, two.slots(10, 4)), values)
+    assert {each.dtype for each in depot.status().contexts if each.role == "worker"} == {dtype.removeprefix("torch.")}
+
+
 def test_random_weights_are_shared_by_seed_and_number_of_ranks() -> None:
     def digest(num_ranks: int = 1, **changes: Any) -> bytes:
         config = SimpleNamespace(to_dict=lambda: {"hidden_size": 8})
@@ -614,7 +650,9 @@ def pool_with(**changes: Any) -> Any:
         ({"arguments": server_args(enable_hierarchical_cache=True)}, "--enable-hierarchical-cache"),
         ({"arguments": server_args(enable_lmcache=True)}, "--enable-lmcache"),
         ({"arguments": server_args(attn_cp_size=2)}, "--attn-cp-size"),
-        ({"pool": pool_with(k_scale_buffer=[1])}, "--kv-cache-dtype auto"),
+        ({"pool": pool_with(k_scale_buffer=[1], dtype="torch.float8_e4m3fn")}, "scales of a KV cache of float8_e4m3fn"),
+        ({"pool": pool_with(native_k_scale_buffer=[1])}, "--kv-cache-dtype auto, fp8_e4m3"),
+        ({"pool": pool_with(dtype="torch.int8")}, "of int8 is not supported: .* auto"),
         ({"pool": pool_with(kv_cache_layout="hnd")}, "SGLANG_USE_HND_KVCACHE"),
         ({"pool": type("OtherPool", (), {"device": "cpu", "layer_num": 1})()}, "OtherPool is not supported"),
         ({"components": {Component.FULL, Component.MAMBA}}, "Mamba"),

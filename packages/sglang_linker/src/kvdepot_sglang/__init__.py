@@ -91,22 +91,26 @@ class Placed:
 def around_match(original: Callable[..., Any], wrapper: Any, key: Any, req: Any, result: Any) -> Any:
     """Pass the linker the prompt's pages on the device. Without them, there is no lookup."""
     linker = wrapper.cache_linker
-    if isinstance(linker, Placed):
-        if linker.is_loading(req.rid):
+    if not isinstance(linker, Placed):
+        return original(wrapper, key, req, result)
+    if linker.is_loading(req.rid):
+        return result
+    before: Sequence[str] = ()
+    if result.device_prefix_len:
+        try:
+            cache, node = wrapper.cache, result.last_device_node
+            before = [*cache.get_prefix_hash_values(node), *cache.tree_core.get_hash_values(node)]
+        except Exception:
+            logger.exception("no lookup of a prompt, because SGLang did not name its pages")
+        if len(before) * linker.page_size != result.device_prefix_len:
             return result
-        before: Sequence[str] = ()
-        if result.device_prefix_len:
-            try:
-                cache, node = wrapper.cache, result.last_device_node
-                before = [*cache.get_prefix_hash_values(node), *cache.tree_core.get_hash_values(node)]
-            except Exception:
-                logger.exception("no lookup of a prompt, because SGLang did not name its pages")
-            if len(before) * linker.page_size != result.device_prefix_len:
-                return result
-        linker.before, linker.prompt = before, key
+    linker.before, linker.prompt = before, key
+    try:
         if before and len(key) - result.device_prefix_len < linker.page_size:
             linker.keep_warm(req.rid)
-    return original(wrapper, key, req, result)
+        return original(wrapper, key, req, result)
+    finally:
+        linker.prompt = None
 
 
 def around_load_back(original: Callable[..., Any], wrapper: Any, req: Any) -> Any:
@@ -154,9 +158,10 @@ def around_add_one_req(original: Callable[..., Any], adder: Any, req: Any, *args
 
 
 def around_on_idle(original: Callable[..., Any], scheduler: Any) -> None:
-    """Wait for loads if SGLang has nothing to do. Its check for leaked slots would count theirs."""
+    """Wait for loads if SGLang has nothing to do."""
     linker = _linker(scheduler.tree_cache)
-    if linker is None or not linker.wait_for_load():
+    # If the request of a load was aborted, SGLang would take the load's slots for leaked ones, and end the engine.
+    if linker is None or not linker.wait_for_load() or not scheduler.is_fully_idle():
         original(scheduler)
 
 

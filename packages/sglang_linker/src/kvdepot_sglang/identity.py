@@ -69,6 +69,9 @@ def engine_namespace(
     if adapters:
         told = [(path, weights_in(Path(path), "weights of an adapter")) for path in adapters]
         extra["adapters"] = digest_of("adapters", told)
+    scales = Path(str(getattr(server_args, "quantization_param_path", None) or ""))
+    if scales.is_file():  # scales of an fp8 cache, which pages do not have
+        extra["scales"] = digest_of("scales", scales.read_text())
     if load_format == RANDOM:
         extra["seed"] = str(getattr(server_args, "random_seed", ""))
     if load_format == RANDOM or getattr(server_args, "enable_deterministic_inference", False):

@@ -150,7 +150,7 @@ class KVDepotLinker(Placed, UnifiedCacheLinker):
         self._weights = Weights(engine_namespace(server_args, model.hf_config, device, ranks.size, settings), ranks)
         self._mask_names()
         instance = _instance(server_args, ranks)
-        dtype = str(next(iter(groups.values())).tensors[0].dtype).removeprefix("torch.")
+        dtype = str(getattr(kvcache, "dtype", next(iter(groups.values())).tensors[0].dtype)).removeprefix("torch.")
         self._worker = backend.create_context(
             KVCache(
                 tuple(groups.values()),

@@ -15,7 +15,7 @@ from kvdepot.kvcache import CacheGroup
 from kvdepot.layout import MAXIMUM_HEADS, GroupKind, Part, Plane
 
 _LEAST_PAGE_TOKENS: Final = 16  # a page is a chunk: smaller ones cost more in messages and records than they save
-_PLAIN_DTYPES: Final = ("bfloat16", "float16", "float32")
+_PLAIN_DTYPES: Final = ("bfloat16", "float16", "float32", "float8_")  # how names begin
 
 
 class Unsupported(KVDepotError):
@@ -101,13 +101,15 @@ def _group(pool: Any, page_size: int, holding: Holding, window_tokens: int = 0) 
         raise Unsupported(f"SGLang's {kind} is not supported: the linker knows MHATokenToKVPool and MLATokenToKVPool")
     if not buffers:
         raise Unsupported(f"SGLang's {kind} has no layer")
-    dtypes = {str(buffer.dtype).removeprefix("torch.") for buffer in buffers}
-    is_scaled = any(getattr(pool, name, None) is not None for name in ("k_scale_buffer", "native_k_scale_buffer"))
-    if is_scaled or not dtypes <= {*_PLAIN_DTYPES}:
+    # An fp8 page is complete: its scales belong to the model, one per layer. But they may also lie in further buffers.
+    dtype = str(getattr(pool, "dtype", buffers[0].dtype)).removeprefix("torch.")
+    if any(getattr(pool, name, None) is not None for name in ("k_scale_buffer", "native_k_scale_buffer")):
         raise Unsupported(
-            f"a KV cache of {', '.join(sorted(dtypes))} is not supported, as its scales lie elsewhere: start SGLang"
-            " with --kv-cache-dtype auto"
+            f"SGLang keeps the scales of a KV cache of {dtype} in buffers of their own, which kvdepot would lose: start"
+            " SGLang with --kv-cache-dtype auto, fp8_e4m3 or fp8_e5m2"
         )
+    if not dtype.startswith(_PLAIN_DTYPES):
+        raise Unsupported(f"a KV cache of {dtype} is not supported: start SGLang with --kv-cache-dtype auto")
     return CacheGroup(
         [_by_page(buffer, page_size) for buffer in buffers],
         page_size,
