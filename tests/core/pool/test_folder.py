@@ -76,11 +76,13 @@ STEP_NAMES = [f"{owner.__name__}.{name} {number}" for owner, name, number in STE
 def test_a_pool_that_finds_no_room_on_the_way_leaves_nothing_behind(
     owner: object, name: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    descriptors = os.listdir("/proc/self/fd")
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, fail_at(number, getattr(owner, name), raise_full))
         with pytest.raises(PoolError, match="No space left"):
             open_here(tmp_path)
     assert not tmp_path.exists() or not list(tmp_path.iterdir())
+    assert os.listdir("/proc/self/fd") == descriptors
     open_here(tmp_path).close(remove=True)
 
 

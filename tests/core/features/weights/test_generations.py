@@ -270,3 +270,13 @@ def test_generations_beyond_the_bound_have_no_label_of_their_own(monkeypatch: py
         engine.update(generation)
     assert len(bench.depot.labels.names) == 4
     assert bench.depot.labels.names[-1].weights == ""
+
+
+def test_very_many_chunks_are_outdated_in_short_steps() -> None:
+    bench = Bench(pages=200)
+    engine, run = Engine.at(bench, "1"), prompt("1", num_chunks=200)
+    for first in range(0, 200, 20):
+        engine.worker.store(run.slice(first, first + 20))
+    (label,) = {bench.index.nodes.label[node] for node in range(200)}
+    steps = list(bench.index.shares.outdate({label: True}))
+    assert (sum(steps), max(steps)) == (200, 40)
