@@ -273,7 +273,7 @@ def test_generations_beyond_the_bound_have_no_label_of_their_own(monkeypatch: py
 
 
 def test_very_many_chunks_are_outdated_in_short_steps() -> None:
-    bench = Bench(pages=200)
+    bench = Bench(pages=200, num_records=200)
     engine, run = Engine.at(bench, "1"), prompt("1", num_chunks=200)
     for first in range(0, 200, 20):
         engine.worker.store(run.slice(first, first + 20))
