@@ -1,4 +1,4 @@
-# pyright: basic
+# pyright: basic, reportMissingImports=false
 """Measures the steps of eight decoding requests in SGLang while prompts of 10,000 tokens are loaded from a depot.
 
     PYTHONPATH=tests python benchmarks/engine/sglang_decoders.py --rounds 4 --kills 30
@@ -8,9 +8,14 @@ for 328 MB, float32). In each round, the decoders run alone, beside prompts that
 and beside the same prompts from the depot. A step is the time between two tokens of a decoder, so it includes the
 computation of an arrived prompt's last tokens. With `--kills`, more rounds follow, in which the depot is killed and
 restarted. Tokens are compared with those of the decoders alone, and of the prompts when they were computed.
+
+This module is also a plugin of SGLang, which slows copies and notes the time of each step. With it, `torch_native`
+computes the attention of the new tokens alone. SGLang's own computes that of the whole prompt, which takes seconds for
+10,000 tokens on a CPU, and the decoders wait for it.
 """
 
 import argparse
+import importlib
 import itertools
 import os
 import statistics
@@ -21,12 +26,21 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, Final
 
+import numpy as np
+
+from kvdepot.backends import Copier, CopyBatch
+from kvdepot.copying.runs import EXTENT_DTYPE
 from kvdepot.lab.processes import DepotProcess
+from kvdepot_cpu.context import PageCopier
 from support.sglang.engines import Answer, Engine, linker, prompts, tokens
 
 MODELS = Path(__file__).parents[2] / "tests" / "support" / "vllm" / "models.py"
 DECODERS = 8
+BYTES_PER_SECOND = 5e9
+_ATTENTION: Final = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_extend"
+_RESULTS: Final = "sglang.srt.managers.scheduler.Scheduler.process_batch_result"
 WAYS = ("alone", "own cache", "depot")
 
 
@@ -61,7 +75,7 @@ def main() -> None:
         with DepotProcess(pool_size="2GiB", new_session=True) as depot:
             engine = Engine(
                 Path(model),
-                plugin="sglang_plugin",
+                plugin="sglang_decoders",
                 **linker(depot.url, keep_after_reset=True, lookup_seconds=1.0, deadline_seconds=5.0),
                 max_total_tokens=options.tokens + 64 * (DECODERS * (4 + options.steps // 64) + 16),
                 context_length=options.tokens + 1024,
@@ -127,6 +141,55 @@ def kill(depot: DepotProcess, run: Callable[[], tuple[list[float], list[Answer]]
         served += len(arrived)
         loaded += sum(each.from_depot > 0 for each in arrived)
     print(f"{kills} kills: {served} prompts beside decoders, {loaded} loaded, none aborted, all tokens equal")
+
+
+# --- the plugin ---------------------------------------------------------------------------------------------------
+
+
+def slowly(copy: Any) -> Any:
+    """Return `PageCopier.retrieve` at the speed of the link."""
+
+    def retrieve(copier: Copier, batch: CopyBatch) -> None:
+        began = time.perf_counter()
+        copy(copier, batch)
+        num_bytes = int(np.frombuffer(batch.extents, EXTENT_DTYPE)["num_bytes"].sum())
+        time.sleep(max(0.0, num_bytes / BYTES_PER_SECOND - (time.perf_counter() - began)))
+
+    return retrieve
+
+
+def around_attention(
+    original: Any, backend: Any, query: Any, output: Any, k_cache: Any, v_cache: Any, req_to_token: Any, *args: Any,
+    **options: Any,
+) -> Any:  # fmt: skip
+    import torch
+
+    rows, seq_lens, _, new_lens = args[:4]
+    start = 0
+    for row, length, new in zip(rows.tolist(), seq_lens.tolist(), new_lens.tolist(), strict=True):
+        slots = req_to_token[row, :length]
+        keys, values = (cache[slots].movedim(0, 1).unsqueeze(0) for cache in (k_cache, v_cache))
+        mask = torch.ones(new, length, dtype=torch.bool).tril(length - new)
+        found = torch.nn.functional.scaled_dot_product_attention(
+            query[start : start + new].movedim(0, 1).unsqueeze(0), keys, values, attn_mask=mask, enable_gqa=True
+        )
+        output[start : start + new] = found.squeeze(0).movedim(1, 0)
+        start += new
+    return output
+
+
+def around_results(original: Any, scheduler: Any, batch: Any, result: Any) -> None:
+    original(scheduler, batch, result)
+    if batch.forward_mode.is_decode():
+        with open(os.environ["KVDEPOT_STEPS"], "a") as file:
+            file.write(f"{time.perf_counter()} {batch.batch_size()}\n")
+
+
+def register() -> None:
+    hooks = importlib.import_module("sglang.srt.plugins.hook_registry")
+    for method, hook in ((_ATTENTION, around_attention), (_RESULTS, around_results)):
+        hooks.HookRegistry.register(method, hook, hooks.HookType.AROUND)
+    PageCopier.retrieve = slowly(PageCopier.retrieve)
 
 
 if __name__ == "__main__":

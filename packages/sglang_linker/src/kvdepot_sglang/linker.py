@@ -81,7 +81,7 @@ class Settings(EngineSettings):
 
 
 class _Offload(NamedTuple):
-    """A store under way, its agent session, "" for none, and what routers are to know of the last pages of its key."""
+    """A store under way, its agent session ("" for none), and the description of the last pages of its key."""
 
     job: TransferFuture[bool]
     key: KeyRun

@@ -22,7 +22,9 @@ from kvdepot_sglang.ranks import Ranks
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A load under way. Its attributes are those of `Placed.hold`.
+    """A load under way.
+
+    The other attributes are the arguments of `Placed.hold`.
 
     Attributes:
         lock: SGLang's lock of the prefix on the device, which the tree would evict otherwise.
