@@ -34,7 +34,6 @@ LEAST_DESCRIPTORS: Final = 4096  # enough for 350 engines of one worker
 DESCRIPTORS_OF_SCHEDULER: Final = 3  # session, pidfd, connection
 DESCRIPTORS_OF_WORKER: Final = 7  # session, pidfd, two connections, a temporary one, two for its mover
 DESCRIPTORS_OF_DEPOT: Final = 64  # files of the pool and of tiers
-_MOST_SWAPPED_BYTES: Final = 1 << 30  # less may be leftovers of an idle machine
 _OTHER_PACKAGES: Final = frozenset({"vllm", "sglang", "torch", "pyzmq"})
 
 
@@ -107,7 +106,6 @@ class Facts:
     pool_free_bytes: int
     available_bytes: int
     cgroup_limit_bytes: int | None  # None: no limit
-    swap_bytes: int
     locked_memory_bytes: int  # resource.RLIM_INFINITY: unlimited
     descriptors: int
     directory_is_writable: bool
@@ -134,7 +132,6 @@ def read_facts(config: ServerConfig) -> Facts:
         pool_free_bytes=stat.f_bavail * stat.f_frsize,
         available_bytes=available_memory_bytes(),
         cgroup_limit_bytes=_cgroup_limit(),
-        swap_bytes=_swap_in_use(),
         locked_memory_bytes=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         descriptors=resource.getrlimit(resource.RLIMIT_NOFILE)[1],
         directory_is_writable=_is_writable(config.directory),
@@ -175,9 +172,6 @@ def _judge_pool(facts: Facts) -> Iterator[Finding]:
 
 
 def _judge_machine(facts: Facts) -> Iterator[Finding]:
-    if facts.swap_bytes > _MOST_SWAPPED_BYTES:
-        text = f"{format_size(facts.swap_bytes)} are swapped out; parts of a pool on tmpfs may be, too"
-        yield Finding(SLOWER, "swap", text, "add memory until pool and engines fit, or turn swap off")
     kernel = "Linux " + ".".join(map(str, facts.kernel))
     if facts.kernel < KERNEL_POPULATE:
         kernel += " cannot populate a pool's pages in advance: first copies are slow"
@@ -254,11 +248,6 @@ def _cgroup_limit() -> int | None:
     own = Path("/sys/fs/cgroup" + _read(Path("/proc/self/cgroup")).rpartition(":")[2])
     limits = [_read(folder / "memory.max") for folder in (own, *own.parents)]
     return min((int(limit) for limit in limits if limit.isdigit()), default=None)
-
-
-def _swap_in_use() -> int:
-    sizes = re.findall(r"^Swap(?:Total|Free): +(\d+) kB", _read(Path("/proc/meminfo")), re.MULTILINE)
-    return (int(sizes[0]) - int(sizes[1])) * 1024 if len(sizes) == 2 else 0
 
 
 def _is_writable(directory: Path) -> bool:
