@@ -226,12 +226,15 @@ def _engine_group(
     name, kind = type(spec).__name__, kind_of(spec)
     window, states_by_position = 0, False
     if name in ("RSWASpec", "HiddenStateCacheSpec") or not spec.prefix_cacheable or group.host_resident:
-        raise Unsupported(f"KV cache group {number} ({name}) keeps no prefix that could be reused")
+        reason = f"KV cache group {number} ({name}) keeps no prefix that could be reused"
+        if getattr(spec, "prefix_replay_tokens", 0):  # DeepSeek-V4.1
+            reason += ": vLLM computes its windows again after a hit. Start vLLM with --no-swa-bounded-replay"
+        raise Unsupported(reason)
     if kind in ("full_attention", "mla_attention"):
         ours = GroupKind.FULL_ATTENTION
     elif kind in ("sliding_window", "sliding_window_mla"):
         ours = GroupKind.SLIDING_WINDOW
-        window = _common(spec, "sliding_window") + getattr(spec, "extra_retained_tokens", 0)
+        window = _common(spec, "sliding_window") + _common(spec, "extra_retained_tokens", 0)
     elif kind == "chunked_local_attention":
         ours = GroupKind.SLIDING_WINDOW
         window = _common(spec, "attention_chunk_size") + 1  # at most one attention chunk back
@@ -281,10 +284,10 @@ def _shards_of(vllm_config: Any, number: int, spec: Any) -> int:
     return shards
 
 
-def _common(spec: Any, name: str) -> Any:
+def _common(spec: Any, name: str, *default: Any) -> Any:
     """Return an attribute of a spec, or of the specs of its layers if they agree."""
     inner: Mapping[str, Any] | None = getattr(spec, "kv_cache_specs", None)
-    values = {getattr(layer, name) for layer in (inner.values() if inner else [spec])}
+    values = {getattr(layer, name, *default) for layer in (inner.values() if inner else [spec])}
     if len(values) != 1:
         raise Unsupported(f"layers of one KV cache group differ in {name}: {sorted(map(str, values))}")
     return values.pop()
