@@ -180,6 +180,53 @@ def _spread(model: Any) -> Any:
     return model
 
 
+def make_model_with_drafter(path: Path, name: str, seed: int) -> Path:
+    """Write a model whose first layer says most, and a drafter with a copy of it: an own layer that guesses well.
+
+    "mtp" has its drafter within (MiMo), "eagle" in the folder `drafter`. The copy gets only the next token's embedding,
+    so its guesses come from its own KV.
+    """
+    import json
+
+    import torch
+    import transformers as t
+    from safetensors.torch import save_file
+
+    torch.manual_seed(seed)
+    small = {**_SMALL, "intermediate_size": 512, "num_hidden_layers": 2}
+    config = t.Qwen2Config(**small) if name == "mtp" else t.LlamaConfig(head_dim=64, **small)
+    weights = dict(_spread(t.AutoModelForCausalLM.from_config(config, dtype=torch.float32)).state_dict())
+    weights["model.embed_tokens.weight"].normal_(0, 1)
+    for last in ("self_attn.o_proj", "mlp.down_proj"):
+        weights[f"model.layers.0.{last}.weight"].mul_(2)
+        weights[f"model.layers.1.{last}.weight"].mul_(0.1)
+    first = {key.removeprefix("model.layers.0."): value for key, value in weights.items() if ".layers.0." in key}
+    size = config.hidden_size
+    embedding, rest = torch.eye(size), torch.zeros(size, size)
+
+    def write(folder: Path, tensors: dict[str, Any], architecture: str, **more: Any) -> None:
+        config.save_pretrained(folder)
+        file = folder / "config.json"
+        file.write_text(
+            json.dumps({**json.loads(file.read_text()), "architectures": [architecture], "dtype": "float32", **more})
+        )
+        save_file({key: value.clone() for key, value in tensors.items()}, folder / "model.safetensors")
+        _tokenizer().save_pretrained(folder)
+
+    if name == "mtp":
+        within = {f"mtp_layers.0.{key}": value for key, value in first.items()}
+        within["mtp_layers.0.input_proj.weight"] = torch.cat((rest, embedding), 1)
+        within |= {f"mtp_layers.0.{key}_layernorm.weight": torch.ones(size) for key in ("token", "hidden", "final")}
+        weights |= {f"model.{key}": value for key, value in within.items()}
+        write(path, weights, "MiMoForCausalLM", num_nextn_predict_layers=1)
+        return path
+    drafter = {f"layers.0.{key}": value for key, value in first.items() if key != "input_layernorm.weight"}
+    drafter["fc.weight"] = torch.cat((embedding, rest), 1)
+    write(path / "drafter", drafter, "LlamaForCausalLM", num_hidden_layers=1)
+    write(path, weights, "LlamaForCausalLM")
+    return path
+
+
 def make_model(directory: Path, name: str, seed: int = 0) -> Path:
     """Write a model and its tokenizer to `directory/NAME-SEED` unless they exist. Return the path."""
     path = directory / f"{name}-{seed}"
@@ -187,6 +234,8 @@ def make_model(directory: Path, name: str, seed: int = 0) -> Path:
         return path
     if name == "images":
         return make_model_of_images(path, seed)
+    if name in ("eagle", "mtp"):
+        return make_model_with_drafter(path, name, seed)
     import torch
     import transformers as t
 
