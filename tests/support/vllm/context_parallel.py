@@ -28,7 +28,7 @@ from kvdepot_vllm.groups import EngineCache, Seat, engine_cache, worker_groups
 from support.vllm import contract
 from support.vllm.slots import slots_of_v1
 
-KERNEL = contract.describe(contract.reader(Path(vllm.__file__).parents[1]))["kernels"]["v1"]
+KERNEL = contract.describe(contract.reader(Path(vllm.__path__[0]).parent))["kernels"]["v1"]
 LAYERS, BLOCKS, WAIT = ("model.layers.0.attn", "model.layers.1.attn"), 24, 60.0
 
 
