@@ -20,11 +20,12 @@ from pathlib import Path
 from kvdepot.lab.demo import make_conversations
 from kvdepot.lab.engine_model import GEOMETRY_8B, Geometry
 from kvdepot.lab.fleet import Fleet, FleetEngine, Prompt
+from kvdepot_plan.plot import begin_svg
 
 _GEOMETRY = Geometry("8B GQA, 2 of 32 layers", 2, GEOMETRY_8B.num_kv_heads, GEOMETRY_8B.head_dim)
 _TOKENS_PER_SECOND = 20_000.0
 _NUM_CONVERSATIONS = 24
-_WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 760, 340, 72, 46, 44
+_WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 760, 360, 72, 66, 44
 _COLORS = {"without": "#c4572c", "depot": "#1b6fb5"}
 _NAMES = {"without": "without a depot", "depot": "with a depot"}
 _TICKS_MS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000)
@@ -103,15 +104,15 @@ def draw(points: Sequence[Point], seconds: float, killed: float, back: float) ->
         return _HEIGHT - _BOTTOM - share * (_HEIGHT - _TOP - _BOTTOM)
 
     floor = _HEIGHT - _BOTTOM
+    shade = f'x="{x(killed):.1f}" y="{_TOP}" width="{x(back) - x(killed):.1f}" height="{floor - _TOP}"'
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="sans-serif"',
-        ' font-size="12" role="img">',
-        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="#fff"/>',
-        f'<rect x="{x(killed):.1f}" y="{_TOP}" width="{x(back) - x(killed):.1f}" height="{floor - _TOP}" fill="#eee"/>',
+        *begin_svg(_WIDTH, _HEIGHT, "Time to the first token of each request"),
+        f'<rect {shade} class="shade"/>',
     ]
     for tick in (tick for tick in _TICKS_MS if low <= tick <= high):
-        parts.append(f'<path d="M{_LEFT} {y(tick):.1f}H{_WIDTH - 16}" stroke="#ddd"/>')
-        parts.append(f'<text x="{_LEFT - 8}" y="{y(tick) + 4:.1f}" text-anchor="end">{tick:,} ms</text>')
+        below = "≤ " if tick == low else ""  # where all faster requests are, too
+        parts.append(f'<path d="M{_LEFT} {y(tick):.1f}H{_WIDTH - 16}" class="grid"/>')
+        parts.append(f'<text x="{_LEFT - 8}" y="{y(tick) + 4:.1f}" text-anchor="end">{below}{tick:,} ms</text>')
     for second in range(0, int(seconds) + 1, 5):
         parts.append(f'<text x="{x(second):.1f}" y="{floor + 18}" text-anchor="middle">{second} s</text>')
     for side, color in _COLORS.items():
@@ -122,7 +123,7 @@ def draw(points: Sequence[Point], seconds: float, killed: float, back: float) ->
             f'<path d="{dots}" stroke="{color}" stroke-width="4" stroke-linecap="round" stroke-opacity="0.6"/>'
         )
     for place, text in ((killed, "kill -9 of the depot"), (back, "a new depot answers")):
-        parts.append(f'<path d="M{x(place):.1f} {_TOP - 6}V{floor}" stroke="#222" stroke-dasharray="4 3"/>')
+        parts.append(f'<path d="M{x(place):.1f} {_TOP - 6}V{floor}" class="mark" stroke-dasharray="4 3"/>')
         anchor = "end" if place == killed else "start"
         parts.append(f'<text x="{x(place):.1f}" y="{_TOP - 12}" text-anchor="{anchor}">{text}</text>')
     for number, (side, name) in enumerate(_NAMES.items()):
@@ -131,9 +132,6 @@ def draw(points: Sequence[Point], seconds: float, killed: float, back: float) ->
             f'<circle cx="{left + 6}" cy="{_HEIGHT - 10}" r="4" fill="{_COLORS[side]}"/>'
             f'<text x="{left + 16}" y="{_HEIGHT - 6}">{name}</text>'
         )
-    parts.append(
-        f'<text x="{_WIDTH - 16}" y="{_HEIGHT - 6}" text-anchor="end">time to first token, each request</text>'
-    )
     return "\n".join([*parts, "</svg>", ""])
 
 

@@ -22,7 +22,8 @@ from kvdepot.lab.fleet import EngineStart, FleetEngine, Prompt, start_engines
 from kvdepot.lab.processes import DepotProcess
 
 _GEOMETRY = Geometry("8B GQA, 2 of 32 layers", 2, GEOMETRY_8B.num_kv_heads, GEOMETRY_8B.head_dim)
-_WARM_UP_SECONDS, _SECONDS_OF_THE_PAGE = 15, 20  # enough for the estimates, and for the page's curves
+_WARM_UP_SECONDS, _SECONDS_OF_THE_PAGE = 15, 95  # enough for the estimates, and for the page's curves
+_POOL_SIZE = "3GiB"  # so that it is about two thirds full then
 _BROWSERS = ("chromium", "chromium-headless-shell", "google-chrome")
 
 
@@ -72,7 +73,7 @@ def main() -> None:
         port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         tier = f"disk://{folder}/tier?capacity=1GiB"
-        depot = DepotProcess("--http", f"127.0.0.1:{port}", "--tier", tier, pool_size="256MiB")
+        depot = DepotProcess("--http", f"127.0.0.1:{port}", "--tier", tier, pool_size=_POOL_SIZE)
         with depot:
             num_blocks = (64 << 20) // _GEOMETRY.block_size_bytes
             engines = start_engines(
@@ -88,10 +89,10 @@ def main() -> None:
             _Wrapper.depot = f"http://127.0.0.1:{port}"
             server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Wrapper)
             threading.Thread(target=server.serve_forever, daemon=True).start()
-            flags = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1180,980"]
+            flags = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1180,930"]
             flags += [f"--user-data-dir={folder}/browser", f"--screenshot={Path(sys.argv[1]).absolute()}"]
             url = f"http://127.0.0.1:{server.server_port}/#token={token}"
-            subprocess.run([browser, *flags, url], check=True, capture_output=True, timeout=120)
+            subprocess.run([browser, *flags, url], check=True, capture_output=True, timeout=200)
             server.shutdown()
             end.set()
             for thread in threads:

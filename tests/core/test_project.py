@@ -44,3 +44,14 @@ def test_every_benchmark_is_in_the_table() -> None:
     folder = ROOT / "benchmarks"
     listed = re.findall(r"`(\w+/\w+\.py)`", (folder / "README.md").read_text())
     assert sorted(set(listed)) == sorted(str(path.relative_to(folder)) for path in folder.rglob("*.py"))
+
+
+def test_every_picture_of_the_docs_is_for_light_and_for_dark_pages() -> None:
+    pictures = sorted((ROOT / "docs" / "pictures").glob("*.svg"))
+    assert len(pictures) > 10
+    for path in pictures:
+        picture = path.read_text()
+        if path.name != "demo.svg":  # a terminal, which is dark everywhere
+            width, height = re.findall(r'viewBox="0 0 (\d+) (\d+)"', picture)[0]
+            assert f'<rect class="paper" width="{width}" height="{height}"/>' in picture, path.name
+            assert "@media (prefers-color-scheme: dark)" in picture, path.name

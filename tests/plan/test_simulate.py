@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
@@ -21,6 +22,7 @@ from kvdepot.layout import GroupKind
 from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.table import IndexTable
 from kvdepot.wire.messages import CacheSpec, GroupShape
+from kvdepot_plan.plot import colors_of, curves_as_svg
 from kvdepot_plan.simulate import (
     BELADY,
     BYTES_PER_TOKEN,
@@ -294,6 +296,23 @@ def test_a_policy_that_is_nearly_the_best_everywhere_is_recommended_and_else_the
     assert near.recommendation() == "recommended: --policy lru, at most one point below the best at every size"
     far = table_of({10: {"lru": 0.2, "arc": 0.25}, 20: {"lru": 0.3, "arc": 0.25}})
     assert far.recommendation() == "recommended: --policy arc from 10 B on, --policy lru from 20 B on"
+
+
+def test_a_curve_shows_through_another_one_of_the_same_values() -> None:
+    same = [(1.0, 0.45), (2.0, 0.45)]
+    picture = ElementTree.fromstring(curves_as_svg("title", [("first", same), ("second", same), ("third", same)]))
+    lines = [curve.attrib for curve in picture.iter("{http://www.w3.org/2000/svg}polyline")]
+    assert [line["stroke-dasharray"] for line in lines] == ["none", "8 4", "2 4"], "the whole one is drawn first"
+    assert len({line["stroke"] for line in lines}) == 3
+
+
+def test_a_name_has_one_color_in_all_pictures_and_the_axis_has_round_steps() -> None:
+    few, more = colors_of(["heads", "deviation", "mixkq"]), colors_of(["heads", "deviation", "query", "mixkq"])
+    assert few.items() <= more.items()
+    assert len(set(more.values())) == 4
+    assert len(set(colors_of([str(number) for number in range(10)]).values())) == 10
+    picture = curves_as_svg("title", [("one", [(1.0, 0.42)])])
+    assert re.findall(r'text-anchor="end">(\d+%)<', picture) == ["0%", "10%", "20%", "30%", "40%", "50%"]
 
 
 def test_the_picture_has_a_curve_for_each_policy() -> None:

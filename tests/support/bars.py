@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Final
 from xml.sax.saxutils import escape
 
+from kvdepot_plan.plot import begin_svg
+
 _WIDTH: Final = 720
 _LETTER: Final = 7  # width of a wide letter
 _COLORS: Final = ("#1b6fb5", "#c4572c")  # ours, and others'
@@ -33,15 +35,10 @@ def bars_as_svg(title: str, bars: Sequence[Bar]) -> str:
     def x(value: float) -> float:
         return left + value / (num_steps * step) * (_WIDTH - left - right)
 
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {floor + 30}" font-family="sans-serif"',
-        ' font-size="12" role="img">',
-        f'<rect width="{_WIDTH}" height="{floor + 30}" fill="#fff"/>',
-        f'<text x="12" y="22" font-size="14">{escape(title)}</text>',
-    ]
+    parts = begin_svg(_WIDTH, floor + 30, title)
     for number in range(num_steps + 1):
         place = x(number * step)
-        parts.append(f'<path d="M{place:.1f} {top - 6}V{floor}" stroke="#ddd"/>')
+        parts.append(f'<path d="M{place:.1f} {top - 6}V{floor}" class="grid"/>')
         parts.append(f'<text x="{place:.1f}" y="{floor + 18}" text-anchor="middle">{number * step:,g}</text>')
     for number, bar in enumerate(bars):
         color, middle = _COLORS[not bar.is_ours], top + row * (number + 0.5) - 3
