@@ -213,6 +213,18 @@ def test_the_next_server_knows_the_generations_and_waits_for_their_engines() -> 
     assert ended(after, prompt("1")) == {False}, "its engine is back, however late"
 
 
+def test_after_a_restart_an_engine_with_new_weights_outdates_no_others_before_these_could_return() -> None:
+    bench = Bench(pages=16)
+    Engine.at(bench, "1").worker.store(prompt("1"))
+    names, after = list(bench.depot.labels.names), Bench(pages=16)
+    after.memory[:] = bench.memory
+    Restoring(after.depot, Names([bench.spec], names), lambda _writer: False, lambda: False).go_on(lambda: False)
+    Engine.at(after, "2")
+    assert not after.index.shares.outdated
+    after.pass_time(GRACE_SECONDS)
+    assert ended(after, prompt("1")) == {True}
+
+
 @pytest.mark.parametrize("returns", ["in time", "late"])
 def test_after_a_restart_the_weights_that_engines_went_back_to_are_the_present_ones(returns: str) -> None:
     bench = Bench(pages=16)

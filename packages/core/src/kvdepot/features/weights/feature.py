@@ -68,7 +68,7 @@ class Generations(Feature):
         self._turns = depot.background.queue(1)
         self._num_engines: Counter[str] = Counter()  # by weights
         self._last: dict[str, str] = {}  # the weights that engines began to use last, by lineage
-        self._kept_until: dict[str, float] = {}  # the end of the grace time, by weights without engines
+        self._kept_until: dict[str, float] = {}  # the end of the grace time, by weights that engines left
         self._labels: dict[str, dict[str, list[int]]] = {}  # by lineage, then by weights
         self._num_labels = 0  # how many of the depot's labels were taken over
         self._open: dict[str, set[str]] = {}  # weights that may change state, by lineage
@@ -187,8 +187,6 @@ class Generations(Feature):
             labels = known[weights]
             is_used = bool(self._num_engines[weights]) or weights == last
             is_outdated = not is_used and self._kept_until.get(weights, 0.0) <= now
-            if is_used or is_outdated:
-                self._kept_until.pop(weights, None)
             if is_outdated:
                 self._open[lineage].discard(weights)
             changed = [label for label in labels if (label in outdated) != is_outdated]
