@@ -36,6 +36,7 @@ def test_vllm_s_decoder_reads_a_depot_s_events(run_code: RunCode) -> None:
 _DESCRIBE = """
 import struct
 import msgspec, torch
+from kvdepot.features.routers.messages import DescribeChunks
 from kvdepot.keys import Namespace, hash_prefix
 from kvdepot.layout import GroupKind
 from kvdepot_vllm.events import Describer
@@ -146,6 +147,45 @@ result = [int.from_bytes(b.block_hash[:-4], "big") & (1 << 64) - 1 for b in pool
             wait_until(lambda: router.num_found() == 2 * per_prompt, what="what the depot holds")  # noqa: B023
 
 
+_REPEAT = """
+from collections import Counter
+import msgspec
+from kvdepot.features.routers.messages import News
+from kvdepot_vllm.events import Announcer, BlockRemoved, BlockStored
+
+def stored(*ids):
+    return BlockStored(list(ids), None, [7] * 4 * len(ids), 4, None, "CPU", None)
+
+counts, announcer = Counter(), Announcer()
+def publish(events):
+    for event in events:
+        step = 1 if isinstance(event, BlockStored) else -1
+        for each in event.block_hashes:
+            counts[each] = max(0, counts[each] + step)
+announcer.publish = publish
+announcer._is_heard.set()
+
+def tell(*events, is_start=False):
+    announcer.on_news(News(1, 1, msgspec.msgpack.encode(events), is_start, False))
+
+tell(stored(1, 2), stored(3), is_start=True)
+for _ in range(10):  # subscribers that come
+    announcer._must_repeat = True
+    tell(stored(1, 2), stored(3), is_start=True)
+tell(stored(3, 4), stored(1))  # neighbours found them
+assert counts == {1: 1, 2: 1, 3: 1, 4: 1}, counts
+tell(BlockRemoved([2, 4], medium="CPU"))
+announcer.on_lost()
+assert not +counts, counts
+print("right")
+"""
+
+
+def test_what_an_engine_announces_again_it_retracts_before(run_code: RunCode) -> None:
+    """Regression: routers that count announcements never forgot a block after a further subscriber had come."""
+    assert run_code(_REPEAT).strip() == "right"
+
+
 def test_each_engine_announces_what_came_back_from_a_tier(model: MakeModel, tmp_path: Path, context: Context) -> None:
     """An engine's lookup promotes a prompt that its neighbour computed and that was evicted to the disk."""
     endpoints = [f"ipc://{tmp_path}/{name}" for name in "ab"]
@@ -168,7 +208,7 @@ def test_each_engine_announces_what_came_back_from_a_tier(model: MakeModel, tmp_
             first.generate([next(others)])
             return all((router.num_found(), chunks <= router.in_tier - router.found)[1] for router in routers)
 
-        wait_until(are_only_in_tier, what="that the chunks were evicted")
+        wait_until(are_only_in_tier, 120, what="that the chunks were evicted")
         (output,) = second.generate([asked])
         assert output["cached"] == 256
         assert second.hit_sources() == {"disk": 256}

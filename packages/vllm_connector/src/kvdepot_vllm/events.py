@@ -6,7 +6,7 @@ chunks of the engine's namespace the pool holds, whichever engine stored them. S
 sees chunks that neighbours stored, that tiers brought, or that were evicted. A separate thread receives the news and
 passes it to vLLM's publisher at once, because an idle engine takes no events. Another one watches for subscribers. Each
 that arrives causes an empty batch, by whose number it notices what it missed and asks the replay socket. The chunks are
-then announced again, because vLLM replays only its last 10,000 batches.
+then announced again, because vLLM replays only its last 10,000 batches; each is retracted in the same batch before.
 """
 
 import contextlib
@@ -145,8 +145,11 @@ class Announcer:
             else:
                 if self._fresh is not None:
                     self._fresh.setdefault(place, set()).update(ids)
-                if announced.issuperset(ids) and not self._is_repeating:
+                known = announced.intersection(ids)
+                if len(known) == len(set(ids)) and not self._is_repeating:
                     continue
+                # Routers that count announcements would never forget a block that was announced twice.
+                events += _removals(place, sorted(known))
                 announced.update(ids)
             events.append(event)
         if self._fresh is not None and not news.has_more:

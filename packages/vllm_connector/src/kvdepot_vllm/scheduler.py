@@ -99,7 +99,7 @@ class SchedulerSide:
         self._clock = clock
         self._contents = EngineContents(lambda: self._stores.pool, keeps_names=settings.keep_after_reset)
         self.requests: dict[str, RequestState] = {}
-        self._stores = Stores(cache, settings, num_workers, self._store_ended, clock)
+        self._stores = Stores(cache, settings, num_workers, self._store_planned, self._store_ended, clock)
         self._prefill_cost = PrefillCost()
         self.counters = self._stores.counters
         self._lookups = Lookups(self.requests, settings, client, self.counters, clock)
@@ -325,9 +325,11 @@ class SchedulerSide:
             self._blends.note(state, namespace, key)
             state.must_note = False
 
-    def _store_ended(self, state: RequestState, chunks: range) -> None:
-        if chunks:
-            self._describe(state, chunks.start, chunks.stop)
+    def _store_planned(self, state: RequestState, chunks: range) -> None:
+        # Before the store: an engine that falls idle afterwards would describe its last prompt with the next one.
+        self._describe(state, chunks.start, chunks.stop)
+
+    def _store_ended(self, state: RequestState) -> None:
         if not state.has_ended:
             self._note(state)
 

@@ -58,8 +58,8 @@ class Stores:
         cache: the engine's cache.
         settings: the user's settings.
         num_workers: the number of workers, which all report each store.
-        on_ended: called with the request after a store has ended and its blocks are released, and with the whole chunks
-            that all workers stored.
+        on_planned: called with the request and the whole chunks of a store that has been planned.
+        on_ended: called with the request after a store has ended and its blocks are released.
         clock: returns monotonic seconds.
     """
 
@@ -68,7 +68,8 @@ class Stores:
         cache: EngineCache,
         settings: Settings,
         num_workers: int,
-        on_ended: Callable[[RequestState, range], None],
+        on_planned: Callable[[RequestState, range], None],
+        on_ended: Callable[[RequestState], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.counters = Counts()
@@ -76,6 +77,7 @@ class Stores:
         self._cache = cache
         self._settings = settings
         self._num_workers = num_workers
+        self._on_planned = on_planned
         self._on_ended = on_ended
         self._clock = clock
         self._blocks_per_chunk = [_blocks_per_chunk(cache, group) for group in cache.groups]
@@ -258,6 +260,11 @@ class Stores:
         state.num_storing += 1
         self._pending[number] = store
         self._planned.append(job)
+        if not is_tail:
+            try:
+                self._on_planned(state, range(first, stop))
+            except Exception:
+                logger.exception("request %s: no events name chunks %d to %d", state.request_id, first, stop)
         return stop - first
 
     def take_planned(self) -> tuple[StoreJob, ...]:
@@ -299,8 +306,7 @@ class Stores:
             store.first_chunk,
             store.num_chunks - store.num_stored,
         )
-        stop = store.first_chunk + (0 if store.is_tail else store.num_stored)
-        self._on_ended(store.state, range(store.first_chunk, stop))
+        self._on_ended(store.state)
         self._call_afterwards(store.state)
 
     def _call_afterwards(self, state: RequestState) -> None:

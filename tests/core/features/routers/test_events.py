@@ -5,6 +5,7 @@ import resource
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -14,6 +15,7 @@ import zmq
 from kvdepot.client.operator import ask_depot
 from kvdepot.config import ServerConfig
 from kvdepot.errors import ConfigError, ErrorCode, RemoteError
+from kvdepot.features.routers.desk import NewsDesk, _bytes_of  # pyright: ignore[reportPrivateUsage]
 from kvdepot.features.routers.events import END, EventPublisher, _joined, check_endpoint  # pyright: ignore[reportPrivateUsage]
 from kvdepot.features.routers.feed import Description
 from kvdepot.features.routers.holdings import Holdings, Reader
@@ -207,6 +209,42 @@ def test_descriptions_of_chunks_that_are_not_here_leave_nothing_behind(depot: De
         assert engine.describe(run, groups=each) == 0
     assert anonymous_bytes(depot.pid) - before < 8 << 20
     assert engine.store(run) == 1
+
+
+def test_chunks_that_were_described_before_are_announced_by_their_commit(
+    depot: DepotProcess, engine: Engine, context: Context
+) -> None:
+    """An engine that falls idle after a store could describe it only with its next request."""
+    router, run = Router(depot, context), prompt(9, "a")
+    extra = tuple((f"salt{n}",) for n in range(9))
+    assert engine.worker.store(run.slice(0, 2)) == 2
+    assert engine.describe(run, extra_keys=extra) == 2
+    for start, stop in ((2, 4), (4, 9)):
+        assert engine.worker.store(run.slice(start, stop)) == stop - start
+        wait_until(lambda: router.knows(run.slice(0, stop)))  # noqa: B023
+    assert [token for each in ids_of(run) for token in router.tokens[each]] == tokens_of(run, 64)
+    assert [router.parents[each] for each in ids_of(run)] == [None, *ids_of(run)[:-1]]
+    keys = [each for event in router.events if event["type"] == "BlockStored" for each in event["extra_keys"]]
+    assert keys == [[f"salt{n}"] for n in range(9)]
+    assert not engine.scheduler.find(run).wants_tokens
+
+
+def test_descriptions_that_wait_for_their_chunks_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    described = Described()
+    depot_of = described.bench.depot
+    desk = NewsDesk(depot_of.state, described.holdings, depot_of.background.queue(1))
+    described.bench.worker()
+    space, runs = described.bench.index.spaces[0], [chunks(2, name) for name in range(4)]
+    requests = [next(description(run, 1).requests(0, run)) for run in runs]
+    monkeypatch.setattr("kvdepot.features.routers.desk._MOST_EARLY_BYTES", 3 * _bytes_of(requests[0]))
+    scheduler = SimpleNamespace(space=space, served_model=MODEL)
+    for request in (*requests, requests[3]):
+        assert desk.describe(scheduler, request).count == 0  # type: ignore[arg-type]
+    for run in runs:
+        described.bench.worker().store(run)
+        desk.stored(space, run.digests)
+    found = follow(described.reader(), View()).found
+    assert found == {each for run in runs[1:] for each in ids_of(run)}, "the oldest made room"
 
 
 def test_without_events_no_engine_is_asked_for_tokens() -> None:

@@ -4,23 +4,26 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
+from msgspec import structs
 
 from kvdepot.counting import depot_counter
 from kvdepot.errors import ErrorCode, KeyFormatError
-from kvdepot.features.routers.holdings import Holdings, Reader
+from kvdepot.features.routers.holdings import ID_BYTES, Holdings, Reader
 from kvdepot.features.routers.messages import AwaitNews, DescribeChunks, News
 from kvdepot.features.routers.tokens import TokensFile
-from kvdepot.index.tree import Space
-from kvdepot.keys import num_digests
+from kvdepot.index.tree import NO_NODE, Space
+from kvdepot.keys import digest_at, num_digests, slice_digests
 from kvdepot.server.contexts import Context
 from kvdepot.server.state import DepotState
 from kvdepot.server.turns import Refused, Steps, Turns
 from kvdepot.wire import messages as m
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T", bytes, tuple[object, ...])
 
 _decoder: Final = msgspec.msgpack.Decoder(tuple[m.Count, str, DescribeChunks])
 
@@ -29,6 +32,7 @@ _DESCRIPTIONS_DECLINED: Final = depot_counter(
     "descriptions_declined", "Chunks not announced to routers, because there was no room for their tokens"
 )
 
+_MOST_EARLY_BYTES: Final = 16 << 20  # of descriptions that wait for their chunks, 4 million tokens of running prompts
 _LARGE_FILE_BYTES: Final = 64 << 20  # a smaller file is not worth rewriting
 _MOST_WASTE: Final = 3  # times the bytes of the chunks in the pool: rewriting then removes at least two thirds of it
 _COALESCE_SECONDS: Final = 0.02  # changes within this time after the first are reported together
@@ -62,6 +66,9 @@ class NewsDesk:
         self._encoder = msgspec.msgpack.Encoder()
         self._timer = 0  # answers all waiting requests
         self._file: TokensFile | None = None
+        # Descriptions of chunks that are not stored yet, by the space and the digest of the first one. Oldest first.
+        self._early: dict[tuple[int, bytes], tuple[str, DescribeChunks]] = {}
+        self._num_early_bytes = 0
 
     def describe(self, context: Context, request: DescribeChunks) -> m.Done:
         """Take the tokens of chunks. The reply counts the chunks that were not described before.
@@ -69,20 +76,50 @@ class NewsDesk:
         Raises:
             Refused: the message contradicts itself.
         """
-        holdings, count = self._holdings, num_digests(request.digests)
-        if not count:
-            return m.Done(self._state.epoch, 0)
-        num_declined = holdings.num_declined
         try:
-            nodes = self._find(context.space, request)
-            num_new = holdings.describe(context.space, context.served_model, request, nodes)
+            num_new = self._describe(context.space, context.served_model, request)
         except ValueError as error:
             raise Refused(ErrorCode.MALFORMED, str(error)) from error
+        return m.Done(self._state.epoch, num_new)
+
+    def stored(self, space: Space, digests: bytes) -> None:
+        """Note that a store of these chunks was committed. Describe those whose description came before."""
+        if self._early:
+            for chunk in range(num_digests(digests)):
+                early = self._take_early((space.number, digest_at(digests, chunk)))
+                if early is not None:
+                    self._describe(space, *early)
+
+    def _describe(self, space: Space, model: str, request: DescribeChunks) -> int:
+        holdings, count = self._holdings, num_digests(request.digests)
+        if not count:
+            return 0
+        num_declined = holdings.num_declined
+        nodes = self._find(space, request)
+        num_new = holdings.describe(space, model, request, nodes)
+        num_here = next((chunk for chunk, (node, _) in enumerate(nodes) if node == NO_NODE), count)
         if num_new:
-            self._keep(context.space, context.served_model, request)
+            self._keep(space, model, request if num_here == count else _part(request, 0, num_here))
+        if num_here < count:
+            self._wait_for(space, model, _part(request, num_here, count))
         self._state.counters[_CHUNKS_DESCRIBED] += num_new
         self._state.counters[_DESCRIPTIONS_DECLINED] += holdings.num_declined - num_declined
-        return m.Done(self._state.epoch, num_new)
+        return num_new
+
+    def _wait_for(self, space: Space, model: str, request: DescribeChunks) -> None:
+        """Keep the description of chunks until the first of them is stored."""
+        name = space.number, digest_at(request.digests, 0)
+        self._take_early(name)
+        self._early[name] = model, request
+        self._num_early_bytes += _bytes_of(request)
+        while self._num_early_bytes > _MOST_EARLY_BYTES:
+            self._take_early(next(iter(self._early)))
+
+    def _take_early(self, name: tuple[int, bytes]) -> tuple[str, DescribeChunks] | None:
+        early = self._early.pop(name, None)
+        if early is not None:
+            self._num_early_bytes -= _bytes_of(early[1])
+        return early
 
     def keep_in(self, file: TokensFile) -> None:
         """Keep descriptions in a file from now on."""
@@ -173,3 +210,28 @@ class NewsDesk:
         is_start, listener.position = reader.is_starting, listener.position + 1
         events = self._encoder.encode(reader.take(_NEWS_TOKENS))
         return News(self._state.epoch, listener.position, events, is_start, reader.has_more)
+
+
+def _part(request: DescribeChunks, first: int, stop: int) -> DescribeChunks:
+    """Return the description of some of the chunks."""
+    count = num_digests(request.digests)
+
+    def cut(data: T, parts: slice = slice(first, stop)) -> T:
+        size = len(data) // count
+        return data[parts.start * size : parts.stop * size]
+
+    before = cut(request.block_ids, slice(0, first))[-ID_BYTES:] if first else request.parent_id
+    return structs.replace(
+        request,
+        digests=slice_digests(request.digests, first, stop),
+        first_chunk=request.first_chunk + first,
+        tokens=cut(request.tokens),
+        block_ids=cut(request.block_ids),
+        parent_id=before,
+        extra_keys=cut(request.extra_keys),
+    )
+
+
+def _bytes_of(request: DescribeChunks) -> int:
+    """Return about how many bytes a description takes."""
+    return len(request.digests) + len(request.tokens) + len(request.block_ids) + 200 * len(request.extra_keys) + 500

@@ -1,7 +1,7 @@
 """The feature: publishes KV events on ZeroMQ sockets, and serves engines that describe chunks and follow the news."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import islice
 from typing import Final
@@ -21,6 +21,7 @@ from kvdepot.server.contexts import Context
 from kvdepot.server.depot import Depot
 from kvdepot.server.feature import Feature, Handler
 from kvdepot.server.query import Query
+from kvdepot.server.stores import Ticket
 from kvdepot.wire import messages as m
 from kvdepot.wire.status import DepotStatus
 
@@ -87,6 +88,10 @@ class Routers(Feature):
         """See `Feature`. Reports chunks as removed that no tier delivered."""
         if query.waited_for:
             self.holdings.missed(query.context.space, query.digests, query.found)
+
+    def stored(self, ticket: Ticket, nodes: Sequence[int]) -> None:
+        """See `Feature`."""
+        self.desk.stored(self._index.nodes.space_of(nodes[0]), ticket.digests)
 
     def restored(self) -> None:
         """See `Feature`."""

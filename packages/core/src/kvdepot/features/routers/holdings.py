@@ -30,7 +30,7 @@ TIER: Final = "STORAGE"
 LOCAL: Final = "LOCAL"
 
 _MODEL: Final = "{model}"
-_ID_BYTES: Final = 8  # engines' ids of blocks have 64 bits
+ID_BYTES: Final = 8  # engines' ids of blocks have 64 bits
 _TOKEN_BYTES: Final = 4  # no vocabulary needs more than 32 bits
 _MOST_BYTES: Final = 320 << 20  # for tokens and ids: 64 million tokens in blocks of 16 or more
 _MOST_IN_TIER: Final = 65_536  # chunks that are only in a tier: 72 MiB if each has 256 tokens in 16 blocks
@@ -99,17 +99,17 @@ class Described(msgspec.Struct, gc=False):
     @property
     def parent_id(self) -> int | None:
         """The id of the block before."""
-        return None if self.is_first else int.from_bytes(self.content[:_ID_BYTES], "little")
+        return None if self.is_first else int.from_bytes(self.content[:ID_BYTES], "little")
 
     @property
     def block_ids(self) -> tuple[int, ...]:
         """The ids of its blocks."""
-        return struct.unpack_from(f"<{self.family.blocks_per_chunk}Q", self.content, _ID_BYTES)
+        return struct.unpack_from(f"<{self.family.blocks_per_chunk}Q", self.content, ID_BYTES)
 
     @property
     def last_id(self) -> int:
         """The id of its last block, which identifies all tokens up to there."""
-        return int.from_bytes(self.content[self._tokens_at - _ID_BYTES : self._tokens_at], "little")
+        return int.from_bytes(self.content[self._tokens_at - ID_BYTES : self._tokens_at], "little")
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -119,7 +119,7 @@ class Described(msgspec.Struct, gc=False):
 
     @property
     def _tokens_at(self) -> int:
-        return _ID_BYTES * (1 + self.family.blocks_per_chunk)
+        return ID_BYTES * (1 + self.family.blocks_per_chunk)
 
 
 class Change(NamedTuple):
@@ -265,7 +265,7 @@ class Holdings(Watcher):
             family = known
         else:
             self._families[hash(family)] = family
-        parent, num_new, size = request.parent_id, 0, _ID_BYTES * per_chunk
+        parent, num_new, size = request.parent_id, 0, ID_BYTES * per_chunk
         for chunk in range(count):
             ids = request.block_ids[chunk * size : (chunk + 1) * size]
             node, above = nodes[chunk]
@@ -273,7 +273,7 @@ class Holdings(Watcher):
                 break  # without the chunk before it, a router could not place it
             if not self.is_described(node):
                 tokens = request.tokens[chunk * chunk_tokens * _TOKEN_BYTES : (chunk + 1) * chunk_tokens * _TOKEN_BYTES]
-                content = (parent or bytes(_ID_BYTES)) + ids + tokens
+                content = (parent or bytes(ID_BYTES)) + ids + tokens
                 if self.num_bytes + len(content) > self._most_bytes:
                     self.num_declined += count - chunk
                     break
@@ -281,13 +281,13 @@ class Holdings(Watcher):
                 described = Described(above, family, shelf, content, not parent, request.lora_name or None, extra)
                 self._show(node, digest_at(request.digests, chunk), described)
                 num_new += 1
-            parent = ids[-_ID_BYTES:]
+            parent = ids[-ID_BYTES:]
         return num_new
 
     def _check(self, request: DescribeChunks, count: int, chunk_tokens: int) -> int:
         """Check a description. Return the number of blocks per chunk."""
         num_tokens, rest = divmod(len(request.tokens), _TOKEN_BYTES)
-        num_blocks, more = divmod(len(request.block_ids), _ID_BYTES)
+        num_blocks, more = divmod(len(request.block_ids), ID_BYTES)
         if rest or more or num_tokens != count * chunk_tokens:
             raise ValueError(f"{len(request.tokens)} bytes of tokens for {count} chunks of {chunk_tokens}")
         per_chunk = num_blocks // count if count else 1
@@ -295,7 +295,7 @@ class Holdings(Watcher):
             raise ValueError(f"{num_blocks} ids of blocks for {count} chunks of {chunk_tokens} tokens")
         if len(request.extra_keys) not in (0, num_blocks):
             raise ValueError(f"extra keys of {len(request.extra_keys)} blocks, of {num_blocks}")
-        if len(request.parent_id) != (_ID_BYTES if request.first_chunk else 0):
+        if len(request.parent_id) != (ID_BYTES if request.first_chunk else 0):
             raise ValueError(f"a parent of {len(request.parent_id)} bytes before chunk {request.first_chunk}")
         return per_chunk
 
