@@ -226,6 +226,10 @@ def test_every_command_says_in_a_sentence_what_it_does() -> None:
     assert ["session", "retain", "1", "1"] in COMMANDS
     assert len(COMMANDS) > 20
     for words in COMMANDS:
-        name = [word for word in words if word != "1"][:1]
+        name: list[str] = []
+        for word in words:
+            if word not in names_in_help(*name):
+                break
+            name.append(word)
         sentence = help_of(*name).split("\n\n")[1]
         assert sentence.endswith("."), f"{name}: {sentence}"

@@ -34,7 +34,10 @@ def add_bench(commands: Any, common: argparse.ArgumentParser, json_output: argpa
         ("transfer", "stores and retrieves, compared with one memcpy"),
         ("lookup", "lookups of long prompts"),
     ):
-        whats.add_parser(what, parents=[common, json_output], help=described, epilog=ASKS_NO_DEPOT)
+        described_as = f"Measure {described}, in a depot of its own."
+        whats.add_parser(
+            what, parents=[common, json_output], help=described, description=described_as, epilog=ASKS_NO_DEPOT
+        )
 
 
 def _demo(options: argparse.Namespace) -> int:
