@@ -21,10 +21,11 @@
  * bytes .86 to .90 (Intel Xeon). */
 #define STEP 128
 #define BLOCK 1024 /* bytes between two scrambles of the accumulators */
-/* Longer runs are cut, because the sums of four whole slices are kept until they are taken. Four slices of one run side
- * by side had half of the speed of four runs: .65 and 1.17 of a large memcpy (AMD EPYC). On an Intel Xeon it makes no
- * difference, and slices of 64 KiB, whose sums stay in the second cache, have .95 of a copy without sums instead of .92. */
-#define SLICE (1 << 20)
+/* The sums of a slice are kept until they are taken. A run up to the first size is one slice: four slices of one run
+ * side by side had .65 of a large memcpy, four runs of 64 KiB 1.17 (AMD EPYC). A longer one is cut into slices whose sums
+ * stay in the second cache: runs of 1 MiB then have .95 of a copy without sums, and as one slice .90 (Intel Xeon). */
+#define LARGEST_SLICE (512 << 10)
+#define SLICE (64 << 10)
 #define STRIPE 64
 #define DIGEST 16
 /* Bytes that are prefetched ahead of the copy, because sums take so many instructions that the processor sees few loads
@@ -72,7 +73,7 @@ typedef struct {
 typedef struct {
     run slices[STREAMS];
     int count;
-    lanes sums[STREAMS][SLICE / BLOCK];
+    lanes sums[STREAMS][LARGEST_SLICE / BLOCK];
 } group;
 
 /* The checksum in progress, the next block to take, and the extents to come. */
@@ -270,10 +271,11 @@ int kvdepot_copy_and_sum(const uint64_t *sources, const uint64_t *targets, const
     size_t filled = 0;
     checksum c = {.group = &ring[2], .extents = extents, .digests = digests};
     for (size_t i = 0; i < count; i++) {
-        for (size_t at = 0; at < bytes[i]; at += SLICE) {
+        size_t slice = bytes[i] <= LARGEST_SLICE ? LARGEST_SLICE : SLICE;
+        for (size_t at = 0; at < bytes[i]; at += slice) {
             group *g = &ring[filled % 3];
             g->slices[g->count++] = (run){(char *)(uintptr_t)targets[i] + at, (const char *)(uintptr_t)sources[i] + at,
-                                          bytes[i] - at < SLICE ? bytes[i] - at : SLICE};
+                                          bytes[i] - at < slice ? bytes[i] - at : slice};
             if (g->count == STREAMS)
                 advance(ring, filled++, &c);
         }
