@@ -379,10 +379,17 @@ def copies(_seconds: float) -> None:
             report("copies", direction=kind.value, page_bytes=size, gb_per_s=gb_per_s, ratios=ratios)
 
 
+def ranks(_seconds: float) -> None:
+    """Register a pool by several processes: see `register_ranks.py`."""
+    script = str(Path(__file__).with_name("register_ranks.py"))
+    subprocess.run([sys.executable, script, *["--fake"] * FAKE], check=True)
+
+
 PHASES: dict[str, tuple[Callable[[float], None], float]] = {  # with each one's time limit in seconds
     "machine": (machine, 30), "bytes": (bytes_, 90), "order": (partial(run_tests, names=ORDER), 90),
     "captures": (captures, 60), "stress": (stress, 120), "conformance": (partial(run_tests, names=CONFORMANCE), 200),
     "interference": (interference, 150), "retrieve": (retrieve, 150), "copies": (copies, 60),
+    "ranks": (ranks, 180),
 }  # fmt: skip
 
 

@@ -10,7 +10,18 @@ import pytest
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "devices" / "cuda_gpu.py"
 NEEDS_A_DEVICE = ("captures",)
-PHASES = ("machine", "bytes", "order", *NEEDS_A_DEVICE, "stress", "conformance", "interference", "retrieve", "copies")
+PHASES = (
+    "machine",
+    "bytes",
+    "order",
+    *NEEDS_A_DEVICE,
+    "stress",
+    "conformance",
+    "interference",
+    "retrieve",
+    "copies",
+    "ranks",
+)
 
 
 @pytest.fixture(scope="module")
