@@ -10,8 +10,8 @@ computation of an arrived prompt's last tokens. With `--kills`, more rounds foll
 restarted. Tokens are compared with those of the decoders alone, and of the prompts when they were computed.
 
 This module is also a plugin of SGLang, which slows copies and notes the time of each step. With it, `torch_native`
-computes the attention of the new tokens alone. SGLang's own computes that of the whole prompt, which takes seconds for
-10,000 tokens on a CPU, and the decoders wait for it.
+computes attention for the last 100 tokens of an arriving prompt and for decoders alone, and none for other tokens. That
+of 10,000 tokens takes minutes on a CPU, and SGLang's own computes it again for the last token, while decoders wait.
 """
 
 import argparse
@@ -41,6 +41,7 @@ DECODERS = 8
 BYTES_PER_SECOND = 5e9
 _ATTENTION: Final = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_extend"
 _RESULTS: Final = "sglang.srt.managers.scheduler.Scheduler.process_batch_result"
+FEW = 512  # tokens of prompts that are attended as a whole
 WAYS = ("alone", "own cache", "depot")
 
 
@@ -70,6 +71,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         os.environ["PYTHONPATH"] = str(Path(__file__).parent)  # of the plugin
         os.environ["KVDEPOT_STEPS"] = str(Path(folder) / "steps")
+        os.environ["KVDEPOT_LAST"] = str(options.tokens - 100)
         command = [sys.executable, str(MODELS), folder, "long", "0"]
         model = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1]
         with DepotProcess(pool_size="2GiB", new_session=True) as depot:
@@ -165,15 +167,19 @@ def around_attention(
     import torch
 
     rows, seq_lens, _, new_lens = args[:4]
-    start = 0
+    start, last = 0, int(os.environ["KVDEPOT_LAST"])
+    output.zero_()
     for row, length, new in zip(rows.tolist(), seq_lens.tolist(), new_lens.tolist(), strict=True):
-        slots = req_to_token[row, :length]
-        keys, values = (cache[slots].movedim(0, 1).unsqueeze(0) for cache in (k_cache, v_cache))
-        mask = torch.ones(new, length, dtype=torch.bool).tril(length - new)
-        found = torch.nn.functional.scaled_dot_product_attention(
-            query[start : start + new].movedim(0, 1).unsqueeze(0), keys, values, attn_mask=mask, enable_gqa=True
-        )
-        output[start : start + new] = found.squeeze(0).movedim(1, 0)
+        first = max(length - new, last if length > last else length - new if length < FEW else length)
+        if first < length:
+            slots = req_to_token[row, :length]
+            keys, values = (cache[slots].movedim(0, 1).unsqueeze(0) for cache in (k_cache, v_cache))
+            mask = torch.ones(length - first, length, dtype=torch.bool).tril(first)
+            place = slice(start + new - (length - first), start + new)
+            found = torch.nn.functional.scaled_dot_product_attention(
+                query[place].movedim(0, 1).unsqueeze(0), keys, values, attn_mask=mask, enable_gqa=True
+            )
+            output[place] = found.squeeze(0).movedim(1, 0)
         start += new
     return output
 

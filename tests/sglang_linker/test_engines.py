@@ -132,6 +132,19 @@ def test_a_new_engine_finds_what_others_stored_and_a_flush_begins_a_new_generati
         assert engine.generate(WANTED[0])[0].cached == 0
 
 
+def test_requests_decode_while_another_is_loaded(shared_depot: DepotProcess, model: MakeModel) -> None:
+    wanted, decoding = prompts(1, 700, seed=6), prompts(3, 60, seed=7)
+    settings = linker(shared_depot.url, keep_after_reset=True, deadline_seconds=60.0)
+    with Engine(model("gqa"), plugin="support.sglang.held_copies", **settings) as engine:
+        expected = engine.wait_until_ready().each(wanted, max_tokens=1)
+        alone, _ = engine.beside(decoding, [], 200, 0.0)
+        engine.flush()
+        decoded, arrived = engine.beside(decoding, wanted, 200, 0.0)
+    assert arrived[0].from_depot == 640
+    assert tokens(arrived) == tokens(expected)
+    assert tokens(decoded) == tokens(alone)
+
+
 def test_two_ranks_share_with_one(engines: tuple[Engine, Engine], shared_depot: DepotProcess, model: MakeModel) -> None:
     one, _ = engines
     wanted = prompts(6, 700, seed=3)
