@@ -23,4 +23,5 @@ def test_the_demo_names_a_busy_machine() -> None:
 
 def test_the_demo_says_more_where_a_depot_costs_time() -> None:
     assert compare(3.0, 1.5).split() == ["2.0", "times", "less"]
+    assert compare(3.0, 3.0).split() == ["1.0", "times", "less"]
     assert compare(7.5, 9.0).split() == ["1.2", "times", "more"]
