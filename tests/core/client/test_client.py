@@ -230,16 +230,23 @@ def test_a_depot_that_hangs_when_it_comes_back_costs_one_deadline_in_all(
 
 @pytest.mark.usefixtures("no_retries")
 def test_a_lookup_waits_for_a_depot_no_longer_than_it_takes_to_fail(tmp_path: Path, listener: socket.socket) -> None:
+    num_accepted, too_many = 0, threading.Event()
+
     def refuse() -> None:
+        nonlocal num_accepted
         with contextlib.suppress(OSError):
             while True:
                 listener.accept()[0].close()
+                num_accepted += 1
+                if num_accepted > 20:
+                    too_many.set()
 
     refusing = threading.Thread(target=refuse)
     refusing.start()
     with SchedulerClient(SPEC, "engine", url=str(tmp_path), deadline_seconds=3600.0) as client:
         assert client.lookup("r", prompt(3)).num_chunks == 0
         assert client.lookup("r", prompt(3)).num_chunks == 0
+        assert not too_many.wait(0.1), "a lookup lets the client try once"
     listener.shutdown(socket.SHUT_RDWR)
     refusing.join()
 

@@ -283,7 +283,7 @@ class Connection:
                 retry = min(retry * 2, _LAST_RETRY_SECONDS)
                 continue
             retry = FIRST_RETRY_SECONDS
-            self._is_away, self._is_refused, self._has_connected = False, False, True
+            self._is_away, self._has_connected = False, True
             with self._changed:
                 self._session, self._is_sought, self._sought_until = session, False, 0.0
                 self._changed.notify_all()
