@@ -433,7 +433,7 @@ def test_ten_restarts_leave_nothing_behind(client: SchedulerClient, depot: Depot
         restart()
     wait_until(lambda: all(now <= then for now, then in zip(count(), before, strict=True)))
     files = {path.name for path in depot.pool_directory.iterdir()}
-    assert files == {"pool", "index", "names", "sessions", "tokens"}
+    assert files == {"pool", "index", "names", "sessions"}
 
 
 @pytest.mark.promise(20)
