@@ -957,6 +957,21 @@ def test_promoted_chunks_are_announced_as_far_as_their_descriptions_were_kept() 
     described.check_integrity()
 
 
+def test_chunks_of_a_cleared_tier_are_taken_back_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvdepot.features.routers.holdings._LEFT_AT_ONCE", 2)
+    described, view, run = Described(holdings=Holdings(is_in_tier=lambda _node: True)), View(), chunks(3, 1)
+    watchers, reader = described.bench.index.watchers, described.reader()
+    described.store(run)
+    while described.bench.index.evictor.make_room(1, 1):
+        pass
+    assert follow(reader, view).in_tier == set(ids_of(run))
+    assert watchers.forget_tiers()
+    assert len(follow(reader, view).in_tier) == 1
+    assert not watchers.forget_tiers()
+    assert (follow(reader, view).in_tier, view.found) == (set(), set())
+    described.check_integrity()
+
+
 def test_chunks_that_a_tier_lost_are_taken_back_by_the_lookup_that_misses_them() -> None:
     described = Described(holdings=Holdings(is_in_tier=lambda _node: True, most_bytes=20 * 8))
     view, run = View(), chunks(3, 1)

@@ -101,6 +101,10 @@ class Watcher:
     def ended(self, key: bytes, /) -> None:
         """Note that the session of a chunk ended, so that it is evicted before others."""
 
+    def forget_tiers(self) -> bool:
+        """Forget some chunks that only tiers have, as tiers were cleared. Return whether there are more."""
+        return False
+
 
 class Watchers(Watcher):
     """Passes notes on to several watchers."""
@@ -132,6 +136,11 @@ class Watchers(Watcher):
         """See `Watcher`."""
         for each in self.all:
             each.ended(key)
+
+    def forget_tiers(self) -> bool:
+        """See `Watcher`."""
+        left = [each.forget_tiers() for each in self.all]  # of all, not up to the first that has more
+        return any(left)
 
 
 class Visibility:

@@ -310,6 +310,8 @@ def _clear_owner(depot: "Depot", tenant: str | None, model: str | None) -> Gener
         cleared = Awaited[int, list[str]]()
         tiering.clear(tenant, model, cleared.set)
         in_tiers, problems = yield from cleared.wait()
+        while depot.index.watchers.forget_tiers():
+            yield turns.again
         removed += in_tiers
     return removed, problems
 
