@@ -2,13 +2,17 @@
 
 import itertools
 import os
+import shutil
+import subprocess
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import xxhash
 
+import kvdepot_cpu.kernels
 from kvdepot.copying.runs import Addresses
 from kvdepot.kvcache import CopyBatch
 from kvdepot.layout import CacheLayout, GroupKind, LayerGroup, PageLayout, Part, Plane
@@ -30,10 +34,27 @@ def kernels() -> Kernels:
     return found
 
 
+@pytest.fixture(scope="module")
+def portable_kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
+    """The library as it is built for other processors than x86-64."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        tool_is_missing("needs a C compiler")
+    folder = tmp_path_factory.mktemp("portable")
+    (folder / "other.h").write_text("#undef __x86_64__\n")  # behind the system's headers, which need the definition
+    headers = [f"-include{name}" for name in ("stdint.h", "stdlib.h", "string.h", folder / "other.h")]
+    sources = map(str, sorted(Path(kvdepot_cpu.kernels.__file__).parent.glob("*.c")))
+    command = [compiler, "-O3", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", *headers, *sources]
+    subprocess.run([*command, "-o", str(folder / "kernels.so")], check=True, timeout=60)
+    return Kernels(folder / "kernels.so")
+
+
 @pytest.mark.parametrize("seed", range(40))
-@pytest.mark.parametrize("is_native", [True, False], ids=["native", "memcpy"])
-def test_runs_of_any_size_and_alignment_arrive_whole(kernels: Kernels, is_native: bool, seed: int) -> None:
-    copy_runs = kernels.copy_runs if is_native else memcpy_runs
+@pytest.mark.parametrize("which", ["native", "portable", "memcpy"])
+def test_runs_of_any_size_and_alignment_arrive_whole(
+    kernels: Kernels, portable_kernels: Kernels, which: str, seed: int
+) -> None:
+    copy_runs = {"native": kernels.copy_runs, "portable": portable_kernels.copy_runs, "memcpy": memcpy_runs}[which]
     rng = np.random.default_rng(seed)
     count = int(rng.integers(1, 14))
     sizes = np.append(rng.choice(_SIZES, count), 1 << 20)  # together enough for streaming
@@ -54,7 +75,10 @@ def test_runs_of_any_size_and_alignment_arrive_whole(kernels: Kernels, is_native
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_rows_of_any_size_and_step_arrive_whole(kernels: Kernels, seed: int) -> None:
+@pytest.mark.parametrize("which", ["native", "portable"])
+def test_rows_of_any_size_and_step_arrive_whole(
+    kernels: Kernels, portable_kernels: Kernels, which: str, seed: int
+) -> None:
     rng = np.random.default_rng(seed)
     num_pages, num_rows = int(rng.integers(1, 14)), int(rng.integers(2, 20))
     sizes = rng.choice(_SIZES[:9], num_pages)
@@ -68,7 +92,7 @@ def test_rows_of_any_size_and_step_arrive_whole(kernels: Kernels, seed: int) -> 
         read, write = reads[page] + row * read_steps[page], writes[page] + row * write_steps[page]
         expected[write : write + sizes[page]] = source[read : read + sizes[page]]
 
-    kernels.copy_rows(
+    {"native": kernels, "portable": portable_kernels}[which].copy_rows(
         (reads + source.ctypes.data).astype(np.uint64),
         (writes + target.ctypes.data).astype(np.uint64),
         sizes.astype(np.uint64),
@@ -106,6 +130,16 @@ def test_a_copy_that_makes_checksums_makes_those_of_xxhash(kernels: Kernels, see
     stops = 1 + np.cumsum(extents.astype(np.int64))
     payloads = np.split(source[1:], stops[:-1] - 1)
     assert [each.tobytes() for each in digests] == [xxhash.xxh3_128_digest(each.tobytes()) for each in payloads]
+
+
+def test_other_processors_make_no_checksums_and_move_no_tokens(portable_kernels: Kernels) -> None:
+    """The caller then makes the checksums by other means, and moves the tokens by the framework."""
+    source, target = np.ones(1 << 20, np.uint8), np.zeros((1 << 20) + SUMMED_ALIGNMENT_BYTES, np.uint8)
+    aligned = target.ctypes.data + -target.ctypes.data % SUMMED_ALIGNMENT_BYTES
+    runs = (np.array([number], np.uint64) for number in (source.ctypes.data, aligned, 1 << 20, 1 << 20))
+    assert portable_kernels.copy_and_sum(*runs) is None
+    assert not target.any()
+    assert not portable_kernels.can_move_tokens
 
 
 def test_a_copy_that_makes_checksums_refuses_what_it_cannot_sum(kernels: Kernels) -> None:
