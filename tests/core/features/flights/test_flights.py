@@ -81,6 +81,7 @@ def test_a_lookup_waits_for_what_another_engine_is_computing() -> None:
     first.store(prompt(4).slice(2))
     assert (waiting.found, waiting.answers[0].waited_seconds, waiting.answers[0].num_pending) == (4, 0.5, 0)
     assert not bench.depot.features.of(FlightTable)
+    assert bench.depot.counters["flights_joined"] == 1
 
 
 def test_the_debug_log_names_the_request_that_a_lookup_waited_for(caplog: pytest.LogCaptureFixture) -> None:
