@@ -217,3 +217,10 @@ class TestOwnersInArenas:
         new = following.allocate([PAGE] * 32, [1] * 32, anywhere=False)
         assert len(new) == 32
         assert self.arenas(new) <= self.arenas([offset for offset, _, owner in found if owner == 1])
+
+    def test_all_arenas_of_a_large_extent_keep_its_owner_over_a_restart(self, allocator: ExtentAllocator) -> None:
+        kept = [(0, 9 * PAGE, 1)]
+        assert [*allocator.restore(1, kept.__getitem__)][-1] == [0]
+        allocator.check_integrity([(0, 9 * PAGE)])
+        assert allocator.allocate([PAGE], [1], anywhere=False) == [9 * PAGE]
+        assert allocator.allocate([PAGE], [0], anywhere=False) == [12 * PAGE]

@@ -135,7 +135,7 @@ class ExtentAllocator:
             anywhere: use the space that others left in their arenas, too, if there is no other.
         """
         if not self._has_arenas:
-            return self._allocate(sizes, _NOBODY, anywhere=True)
+            return self._allocate(sizes, _NOBODY, anywhere=anywhere)
         found: dict[int, int] = {}  # by place in `sizes`
         for owner in dict.fromkeys(owners or [0]):
             places = [place for place, each in enumerate(owners) if each == owner] or range(len(sizes))
