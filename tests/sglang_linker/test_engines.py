@@ -77,6 +77,11 @@ def test_salted_requests_share_among_themselves_alone(engines: tuple[Engine, Eng
     assert two.generate(prompt, cache_salt="b")[0].cached == 0
     assert two.generate(prompt)[0].cached == 0
     assert two.generate(prompt, cache_salt="a")[0].from_depot == 640
+    (other,) = prompts(1, 700, seed=8)
+    one.generate(other, cache_salt="a")
+    wait_until_stored(one)
+    assert two.generate(other, cache_salt="a")[0].from_depot == 640
+    assert two.generate(other)[0].cached == 0
 
 
 def test_a_stopped_depot_costs_one_deadline_and_no_request(

@@ -295,6 +295,20 @@ def test_a_full_cache_closes_admission_only_if_no_load_is_under_way(
     assert adder.add("other") is verdicts.OTHER
 
 
+def test_pages_are_inserted_under_the_key_of_their_prompt(engine: MakeEngine) -> None:
+    """Under another key, requests with another salt or adapter would find them."""
+    one, names = engine(), names_of(1, 4)
+    assert one.store(names, one.slots(0, 4))
+    assert one.look_up("r", names, on_device=1) == 3
+    facts = {"extra_key": "adapter", "cache_salt": "salt", "priority": 3, "session_id": "chat"}
+    assert one.begin_load("r", names[1:], one.slots(10, 3), before=one.slots(0, 2)[:PAGE], **facts) is None
+    one.end_loads()
+    (inserted,) = one.inserted
+    assert inserted.key == (list(range(4 * PAGE)), "adapter", {"cache_salt": "salt"})
+    assert (inserted.priority, inserted.session_id, inserted.prev_prefix_len) == (3, "chat", PAGE)
+    assert (one.request.storage_hit_start, one.request.storage_hit_length) == (PAGE, 3 * PAGE)
+
+
 def test_requests_that_begin_with_the_same_pages_load_them_once(
     engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

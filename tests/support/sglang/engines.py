@@ -113,7 +113,7 @@ class Engine:
         self._send(
             {"do": "beside", "decoders": decoders, "arrivals": arrivals, "max_tokens": max_tokens, "pause": pause}
         )
-        told = self._receive(ANSWER_SECONDS)
+        told = self._receive(4 * ANSWER_SECONDS)
         return _answers(told["answers"]), _answers(told["arrivals"])
 
     def flush(self) -> None:

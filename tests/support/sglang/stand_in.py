@@ -353,10 +353,9 @@ class Scheduler:
         node = len(self._nodes)
         self._nodes[node] = [], 0, before
         first = len(before)
-        request = SimpleNamespace(
-            rid=rid, last_node=node, full_untruncated_fill_ids=list(range(first + len(slots) + 1)), extra_key=None,
-            cache_salt=None, priority=None, session_id=None, **facts,
-        )  # fmt: skip
+        defaults = {"extra_key": None, "cache_salt": None, "priority": None, "session_id": None}
+        tokens = list(range(first + len(slots) + 1))
+        request = SimpleNamespace(rid=rid, last_node=node, full_untruncated_fill_ids=tokens, **{**defaults, **facts})
         self.hit_markers[rid] = SimpleNamespace(tail_hashes=names, device_hit_len=first)
 
         def original(_: Any, holder: Any) -> Any:
