@@ -90,6 +90,12 @@ def test_without_a_depot_a_lookup_is_a_miss_at_once(tmp_path: Path, make_client:
 
 
 @pytest.mark.promise(28)
+def test_a_lookup_in_a_folder_that_no_socket_can_have_is_a_miss(tmp_path: Path, make_client: MakeClient) -> None:
+    client = make_client(str(tmp_path / ("long" * 40)))
+    assert client.lookup("r", prompt(3)).num_chunks == 0
+
+
+@pytest.mark.promise(28)
 def test_a_depot_that_appears_later_is_found(tmp_path: Path, make_client: MakeClient) -> None:
     client = make_client(str(tmp_path))
     assert not client.is_connected

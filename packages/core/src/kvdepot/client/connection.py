@@ -252,9 +252,12 @@ class Connection:
 
     def _listens(self) -> bool:
         """Return whether a server accepts connections, which takes microseconds."""
-        with self._make_socket() as probe:
+        # Without a descriptor left, or with too long a path, a lookup is a miss and not an error.
+        with contextlib.suppress(OSError), self._make_socket() as probe:
             probe.setblocking(False)
-            return probe.connect_ex(str(self.directory / CONTROL_SOCKET)) == 0
+            probe.connect(str(self.directory / CONTROL_SOCKET))
+            return True
+        return False
 
     def _wake(self) -> None:
         with contextlib.suppress(OSError):
