@@ -65,6 +65,10 @@ def test_a_typo_names_what_was_probably_meant(command: str, said: str, capsys: p
     assert said in error
 
 
+def test_the_smallest_pool_that_serve_takes_can_be_sized() -> None:
+    assert make_parser().parse_args(["sizing", "config.json", "--pool-size", "1MiB"]).pool_size == 1 << 20
+
+
 def test_without_a_command_kvdepot_prints_its_help(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main([])
