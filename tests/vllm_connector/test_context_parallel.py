@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvdepot.lab.processes import DepotProcess
-from kvdepot.layout import GroupKind, Part, Plane, mask_of
+from kvdepot.layout import MAXIMUM_HEADS, GroupKind, Part, Plane, mask_of
 from kvdepot_vllm.groups import EngineCache, EngineGroup, Seat, Unsupported, engine_cache
 from support.vllm.engines import RunCode
 
@@ -64,6 +64,14 @@ def test_each_worker_has_its_own_number_and_opaque_pages_their_own_part() -> Non
     assert {cache.part(cache.groups[0], seat) for seat in seats} == {(Part(number), Plane(12)) for number in range(12)}
 
 
+def test_stages_whose_layers_differ_keep_their_shares_apart() -> None:
+    kind = GroupKind.FULL_ATTENTION
+    one = EngineGroup(0, kind, 32, 0, ("a", "b"), False, False, heads=1, num_shards=2)
+    cache = EngineCache((one,), 1, 32, 2, "bfloat16", num_stages=2)
+    found = [cache.part(one, Seat(rank, stage, shard=rank)) for stage in range(2) for rank in range(2)]
+    assert found == [(Part(stage, 1, shard), Plane(2, 2)) for stage in range(2) for shard in range(2)]
+
+
 def test_replicas_of_a_prefill_hold_the_same_part() -> None:
     cache = EngineCache((group(2, 1),), 1, 16, 2, "bfloat16", num_replicas=4)
     parts = [{cache.part(cache.groups[0], Seat(rank, replica=each)) for each in range(4)} for rank in range(2)]
@@ -114,15 +122,16 @@ def test_a_block_spans_the_tokens_of_all_shards() -> None:
     ]
     assert cache.chunk_tokens == 128
     assert cache_of(2, 1, True).chunk_tokens == 64
-    assert cache_of(512, 1, True).groups[0].heads == 0, "a part's number has no room for so many"
+    most = [cache_of(shards, 1, True).groups[0].heads for shards in (MAXIMUM_HEADS, 2 * MAXIMUM_HEADS)]
+    assert most == [1, 0], "a part's number has no room for more"
 
 
 def test_the_format_names_the_division() -> None:
     """Engines with other divisions keep other tokens in their pages."""
-    assert [cache_of(*each).division for each in ((1, 1, True), (8, 1, False), (8, 1, True), (8, 16, True))] == [
+    assert [cache_of(*each).division for each in ((1, 1, True), (8, 1, False), (2, 1, True), (8, 16, True))] == [
         "",
         "",
-        " cp8x1",
+        " cp2x1",
         " cp8x16",
     ]
 

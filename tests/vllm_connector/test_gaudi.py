@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvdepot.layout import GroupKind
+from kvdepot.layout import GroupKind, Part, Plane
 from kvdepot_vllm.groups import EngineCache, EngineGroup, Unsupported, worker_groups
 
 NUM_BLOCKS = 8
@@ -58,6 +58,7 @@ def test_layers_that_share_memory_are_registered_once() -> None:
     layers = {"a": pair(1), "b": pair(2), "c": pair(1)}
     (group,) = worker_groups(cache(full(0, "a", "b", "c")), layers, NUM_BLOCKS)
     assert [tensor.address for tensor in group.tensors] == [11, 12, 21, 22]
+    assert (group.part, group.plane) == (Part(), Plane())
     assert group.num_layers == 2
 
 

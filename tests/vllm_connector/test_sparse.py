@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvdepot_vllm.groups import Unsupported, engine_cache
+from kvdepot_vllm.groups import EngineCache, Unsupported, engine_cache
 from support.vllm.engines import RunCode
 
 ROUND_TRIP = """
@@ -52,15 +52,39 @@ def test_compressed_vectors_windows_and_states_of_compressors_come_back(run_code
     }
 
 
-def test_windows_that_vllm_computes_again_are_refused_with_the_way_out() -> None:
-    """DeepSeek-V4.1 keeps no windows by default."""
-    spec = SimpleNamespace(prefix_cacheable=False, prefix_replay_tokens=128)
-    group = SimpleNamespace(kv_cache_spec=spec, layer_names=["a"], enable_kv_transfer=True, host_resident=False)
+def cache_of(**spec: Any) -> EngineCache:
+    """Return the cache of an engine with one group of windows."""
+    group = SimpleNamespace(
+        kv_cache_spec=SimpleNamespace(max_tp_shards=1, block_size=64, **spec),
+        layer_names=["a"],
+        enable_kv_transfer=True,
+        host_resident=False,
+        is_eagle_group=False,
+    )
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(
-            tensor_parallel_size=1, pipeline_parallel_size=1, distributed_executor_backend=None
+            tensor_parallel_size=1, pipeline_parallel_size=1, distributed_executor_backend="external_launcher"
         ),
         device_config=SimpleNamespace(device_type="cuda"),
+        cache_config=SimpleNamespace(cache_dtype="fp8_ds_mla"),
+        model_config=SimpleNamespace(dtype="bfloat16", is_hybrid=True, hf_text_config=None),
+        speculative_config=None,
     )
+    found = SimpleNamespace(kv_cache_groups=[group], cache_hit_alignment_tokens=None, kv_cache_layout="BLNHC")
+    return engine_cache(config, found, lambda _: "sliding_window_mla", None)
+
+
+def test_windows_that_vllm_computes_again_are_refused_with_the_way_out() -> None:
+    """DeepSeek-V4.1 keeps no windows by default."""
     with pytest.raises(Unsupported, match="Start vLLM with --no-swa-bounded-replay"):
-        engine_cache(config, SimpleNamespace(kv_cache_groups=[group]), lambda _: "sliding_window_mla", None)
+        cache_of(prefix_cacheable=False, prefix_replay_tokens=128)
+    with pytest.raises(Unsupported, match=r"that could be reused$"):
+        cache_of(prefix_cacheable=False)
+
+
+def test_a_window_includes_the_tokens_that_a_drafter_reads_before_it() -> None:
+    """Regression: of layers with own specs in one group, these tokens were ignored."""
+    layers = {name: SimpleNamespace(sliding_window=128, extra_retained_tokens=3, max_tp_shards=1) for name in "ab"}
+    group = cache_of(prefix_cacheable=True, kv_cache_specs=layers).groups[0]
+    assert group.window_tokens == 131
+    assert cache_of(prefix_cacheable=True, sliding_window=128).groups[0].window_tokens == 128
