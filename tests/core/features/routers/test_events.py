@@ -236,7 +236,7 @@ def test_descriptions_that_wait_for_their_chunks_are_bounded(monkeypatch: pytest
     described.bench.worker()
     space, runs = described.bench.index.spaces[0], [chunks(2, name) for name in range(4)]
     requests = [next(description(run, 1).requests(0, run)) for run in runs]
-    monkeypatch.setattr("kvdepot.features.routers.desk._MOST_EARLY_BYTES", 3 * _bytes_of(requests[0]))
+    monkeypatch.setattr("kvdepot.features.routers.desk.MOST_EARLY_BYTES", 3 * _bytes_of(requests[0]))
     scheduler = SimpleNamespace(space=space, served_model=MODEL)
     for request in (*requests, requests[3]):
         assert desk.describe(scheduler, request).count == 0  # type: ignore[arg-type]
@@ -503,9 +503,9 @@ def test_a_newcomer_beside_stores_gets_the_state_of_the_last_published_batch(
     context: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It scans in many steps, while chunks come and go. What it is told fits the batches that follow."""
-    monkeypatch.setattr("kvdepot.features.routers.holdings._SCANNED_AT_ONCE", 2)
-    monkeypatch.setattr("kvdepot.features.routers.holdings._TAKEN_AT_ONCE", 2)
-    monkeypatch.setattr("kvdepot.features.routers.events._SNAPSHOT_TOKENS", 2)
+    monkeypatch.setattr("kvdepot.features.routers.holdings.SCANNED_AT_ONCE", 2)
+    monkeypatch.setattr("kvdepot.features.routers.holdings.TAKEN_AT_ONCE", 2)
+    monkeypatch.setattr("kvdepot.features.routers.events.SNAPSHOT_TOKENS", 2)
     rng, published = random.Random(1), Published(context, tmp_path, replays=True, topic="{model}")
     publisher, bench = published.publisher, published.bench
     router, asking, first = published.subscribe(), context.socket(zmq.DEALER), View()
@@ -958,7 +958,7 @@ def test_promoted_chunks_are_announced_as_far_as_their_descriptions_were_kept() 
 
 
 def test_chunks_of_a_cleared_tier_are_taken_back_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvdepot.features.routers.holdings._LEFT_AT_ONCE", 2)
+    monkeypatch.setattr("kvdepot.features.routers.holdings.LEFT_AT_ONCE", 2)
     described, view, run = Described(holdings=Holdings(is_in_tier=lambda _node: True)), View(), chunks(3, 1)
     watchers, reader = described.bench.index.watchers, described.reader()
     described.store(run)

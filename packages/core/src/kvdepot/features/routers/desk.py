@@ -32,7 +32,7 @@ _DESCRIPTIONS_DECLINED: Final = depot_counter(
     "descriptions_declined", "Chunks not announced to routers, because there was no room for their tokens"
 )
 
-_MOST_EARLY_BYTES: Final = 16 << 20  # of descriptions that wait for their chunks, 4 million tokens of running prompts
+MOST_EARLY_BYTES: Final = 16 << 20  # of descriptions that wait for their chunks, 4 million tokens of running prompts
 _LARGE_FILE_BYTES: Final = 64 << 20  # a smaller file is not worth rewriting
 _MOST_WASTE: Final = 3  # times the bytes of the chunks in the pool: rewriting then removes at least two thirds of it
 _COALESCE_SECONDS: Final = 0.02  # changes within this time after the first are reported together
@@ -83,7 +83,7 @@ class NewsDesk:
         return m.Done(self._state.epoch, num_new)
 
     def stored(self, space: Space, digests: bytes) -> None:
-        """Note that a store of these chunks was committed. Describe those whose description came before."""
+        """Note that a store of these chunks was committed. Describe each whose description came before."""
         if self._early:
             for chunk in range(num_digests(digests)):
                 early = self._take_early((space.number, digest_at(digests, chunk)))
@@ -112,7 +112,7 @@ class NewsDesk:
         self._take_early(name)
         self._early[name] = model, request
         self._num_early_bytes += _bytes_of(request)
-        while self._num_early_bytes > _MOST_EARLY_BYTES:
+        while self._num_early_bytes > MOST_EARLY_BYTES:
             self._take_early(next(iter(self._early)))
 
     def _take_early(self, name: tuple[int, bytes]) -> tuple[str, DescribeChunks] | None:

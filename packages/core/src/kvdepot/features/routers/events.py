@@ -56,7 +56,7 @@ _MOST_NOTICES: Final = 64  # subscriptions read per turn: the rest of a flood wa
 _MOST_TOPICS: Final = 4096
 _HANDSHAKE_MILLISECONDS: Final = 2000  # then a silent connection is closed; until then, it takes a descriptor
 _REPLAY_STEP: Final = 64  # batches per step; they are sent as they were encoded
-_SNAPSHOT_TOKENS: Final = 16_384  # per batch: the most tokens that a depot keeps fit into a queue of 4,096 batches
+SNAPSHOT_TOKENS: Final = 16_384  # per batch: the most tokens that a depot keeps fit into a queue of 4,096 batches
 # Pauses before the empty batches after the last one. A lost batch is noticed after a second, or four seconds later if
 # that one is lost, too. The last pause keeps an idle hour from pushing many batches out of the kept ones.
 _FIRST_BEAT_SECONDS: Final = 1.0
@@ -341,7 +341,7 @@ class EventPublisher:
         batches: list[tuple[bytes, list[msgspec.Raw]]] = []
 
         def take(stream: _Stream, reader: Reader, until: int | None = None) -> None:
-            events = [msgspec.Raw(self._encoder.encode(event)) for event in reader.take(_SNAPSHOT_TOKENS, until)]
+            events = [msgspec.Raw(self._encoder.encode(event)) for event in reader.take(SNAPSHOT_TOKENS, until)]
             if events:
                 batches.append((stream.topic, events))
 

@@ -38,9 +38,9 @@ _MOST_IN_TIER: Final = 65_536  # chunks that are only in a tier: 72 MiB if each 
 _TIER_SHARE: Final = 4  # 80 MiB: chunks that are only in a tier may take `_MOST_BYTES` divided by this in addition
 _MOST_TOPICS: Final = 1024  # a bound on the model names that engines can invent
 LONGEST_LOG: Final = 65_536  # changes; a reader that is further behind scans. Up to twice as many are kept: 11 MiB
-_SCANNED_AT_ONCE: Final = 1024  # nodes per step, in 0.4 ms if all are described
-_LEFT_AT_ONCE: Final = 256  # chunks that leave tiers per step, in 0.5 ms
-_TAKEN_AT_ONCE: Final = 1024  # changes per step, in 0.7 ms if all are removals of four blocks
+SCANNED_AT_ONCE: Final = 1024  # nodes per step, in 0.4 ms if all are described
+LEFT_AT_ONCE: Final = 256  # chunks that leave tiers per step, in 0.5 ms
+TAKEN_AT_ONCE: Final = 1024  # changes per step, in 0.7 ms if all are removals of four blocks
 
 
 class BlockStored(msgspec.Struct, omit_defaults=True, tag=True):
@@ -359,7 +359,7 @@ class Holdings(Watcher):
 
     def forget_tiers(self) -> bool:
         """See `Watcher`. Chunks of other tenants and models, which a tier may still have, appear again by their use."""
-        for name in list(islice(self._in_tier, _LEFT_AT_ONCE)):
+        for name in list(islice(self._in_tier, LEFT_AT_ONCE)):
             self._leave_tier(name)
         return bool(self._in_tier)
 
@@ -394,7 +394,7 @@ class Holdings(Watcher):
         seen = bytearray(len(by_node))
         told: list[Described | None] = [None] * len(by_node)  # a node may become another chunk's between two steps
         for start in range(len(seen)):
-            if start % _SCANNED_AT_ONCE == 0:
+            if start % SCANNED_AT_ONCE == 0:
                 yield None
             if seen[start] or by_node[start] is None:
                 continue
@@ -416,7 +416,7 @@ class Holdings(Watcher):
                         yield chunk, POOL
         # Reversed: the last chunk of a prompt is evicted first.
         for number, chunk in enumerate(reversed(list(self._in_tier.values()))):
-            if number % _SCANNED_AT_ONCE == 0:
+            if number % SCANNED_AT_ONCE == 0:
                 yield None
             if chunk.shelf is shelf and is_wanted(chunk):
                 yield chunk, TIER
@@ -508,7 +508,7 @@ class Reader:
                     self._told = None
             return told.events
         start = self.position - self.shelf.first
-        stop = start + _TAKEN_AT_ONCE if until is None else min(start + _TAKEN_AT_ONCE, until - self.shelf.first)
+        stop = start + TAKEN_AT_ONCE if until is None else min(start + TAKEN_AT_ONCE, until - self.shelf.first)
         for chunk, medium, is_stored, is_public in self.shelf.log[start:stop]:
             if self._told is not None and self.position >= self._settled_at:
                 self._told = None

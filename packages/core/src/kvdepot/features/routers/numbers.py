@@ -18,7 +18,7 @@ _AHEAD: Final = 1 << 20  # numbers reserved by one write: minutes of the busiest
 
 
 class Numbers:
-    """Numbers for batches, from the present time in microseconds on, or above those of an earlier depot.
+    """Numbers for batches, from the present time in microseconds on, or above the numbers of an earlier depot.
 
     Args:
         path: has the least number that no depot has used; None to keep none.
