@@ -13,23 +13,10 @@ from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 from support.peer import Peer, RawSocket, find, prompt, registration
-from support.releases import FOLDER, STORED, Copier, kept_frames, message_types, unpack, unpack_pool
+from support.releases import FOLDER, STORED, Copier, NextDepot, kept_frames, message_types, unpack, unpack_pool
 
 RELEASES = sorted(FOLDER.iterdir())
 _ENDS: set[str] = {"clear", "drain", "unregister"}  # after these, others would be refused
-
-_NEXT = "import kvdepot.wire.messages as m; m.PROTOCOL_VERSION += 1; from kvdepot.operate.cli import main; main()"
-
-
-class NextDepot(DepotProcess):
-    """A depot of the next protocol."""
-
-    def start(self, timeout_seconds: float = 60.0) -> None:
-        arguments = self._arguments
-        assert arguments[1:3] == ["-m", "kvdepot"]
-        self._arguments = [arguments[0], "-c", _NEXT, *arguments[3:]]
-        super().start(timeout_seconds)
-        self._arguments = arguments
 
 
 def _is_within(kept: Any, now: Any) -> bool:

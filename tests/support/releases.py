@@ -11,7 +11,7 @@ import tempfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 from msgspec import inspect
@@ -99,6 +99,22 @@ def unpack_pool(release: Path, into: Path) -> None:
         fields = magic, version, record_bytes, num_records, pool_bytes, pool_id(pool.fileno(), pool_bytes)
         table.seek(0)
         table.write(FILE_HEADER.pack(*fields, zlib.crc32(FILE_HEADER.pack(*fields, 0)[:-4])))
+
+
+_NEXT: Final = (
+    "import kvdepot.wire.messages as m; m.PROTOCOL_VERSION += 1; from kvdepot.operate.cli import main; main()"
+)
+
+
+class NextDepot(DepotProcess):
+    """A depot of the next protocol."""
+
+    def start(self, timeout_seconds: float = 60.0) -> None:
+        arguments = self._arguments
+        assert arguments[1:3] == ["-m", "kvdepot"]
+        self._arguments = [arguments[0], "-c", _NEXT, *arguments[3:]]
+        super().start(timeout_seconds)
+        self._arguments = arguments
 
 
 class Copier(Peer):
