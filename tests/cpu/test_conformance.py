@@ -62,6 +62,33 @@ def test_a_copier_gets_only_the_blocks_of_its_batch(monkeypatch: pytest.MonkeyPa
     assert got == [((0, 2), [full[:8], []]), ((0, 1), [full[8:16], window[:4]]), ((0, 0), [full[16:], window[4:]])]
 
 
+@pytest.mark.parametrize(
+    ("verify", "expected"), [("off", [False, False]), ("sample", [True, False]), ("all", [True, True])]
+)
+def test_copies_make_the_checksums_that_the_depot_wants(
+    verify: str, expected: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store those of all entries; a retrieve of all or none, as one entry in 16 is cheaper to read again."""
+    asked: list[bool] = []
+    for name in ("store", "retrieve"):
+        copy = getattr(PageCopier, name)
+
+        def listen(copier: PageCopier, batch: CopyBatch, copy: Any = copy) -> bytes | None:
+            asked.append(batch.with_checksums)
+            return copy(copier, batch)
+
+        monkeypatch.setattr(PageCopier, name, listen)
+    plan = PLANS["one group"]
+    with DepotProcess("--verify", verify) as depot:
+        worker = NumpyWorker(depot.url, plan)
+        with contextlib.closing(worker.context):
+            worker.wait_until_connected(10)
+            cache = Cache(worker, plan)
+            assert cache.store(prompt(1))
+            assert cache.retrieve(prompt(1)) == 1
+    assert asked == expected
+
+
 @pytest.fixture
 def checking_depot() -> Iterator[DepotProcess]:
     with DepotProcess("--verify", "all") as depot:
