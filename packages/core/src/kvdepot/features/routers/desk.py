@@ -85,17 +85,26 @@ class NewsDesk:
     def stored(self, space: Space, digests: bytes) -> None:
         """Note that a store of these chunks was committed. Describe each whose description came before."""
         if self._early:
-            for chunk in range(num_digests(digests)):
+            num_stored = num_digests(digests)
+            for chunk in range(num_stored):
                 early = self._take_early((space.number, digest_at(digests, chunk)))
                 if early is not None:
-                    self._describe(space, *early)
+                    model, request = early
+                    count, most = num_digests(request.digests), num_stored - chunk
+                    # Only these: a long prompt is stored by many commits, and each would look for all of its chunks.
+                    if count > most:
+                        self._wait_for(space, model, _part(request, most, count))
+                        request = _part(request, 0, most)
+                    self._describe(space, model, request)
 
     def _describe(self, space: Space, model: str, request: DescribeChunks) -> int:
         holdings, count = self._holdings, num_digests(request.digests)
         if not count:
             return 0
         num_declined = holdings.num_declined
-        nodes = self._find(space, request)
+        # An engine describes a prompt before it stores it, so mostly none is here, and the first one tells.
+        is_early = self._state.index.visibility.find(space, digest_at(request.digests, 0), request.first_chunk) is None
+        nodes = [(NO_NODE, NO_NODE)] * count if is_early else self._find(space, request)
         num_new = holdings.describe(space, model, request, nodes)
         num_here = next((chunk for chunk, (node, _) in enumerate(nodes) if node == NO_NODE), count)
         if num_new:
