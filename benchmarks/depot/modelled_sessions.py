@@ -185,7 +185,7 @@ class World:
             TieringSettings(),
             names_of=self._depot.labels.names.__getitem__,
             end_store=self._depot.stores.end_one_above_quota,
-            splits_of=self._depot.contexts.splits,
+            other_splits=self._depot.contexts.other_splits,
             on_corrupt=self._depot.remove_corrupt,
             timers=self._depot.state.timers,
             clock=self.clock,

@@ -1,6 +1,7 @@
 """A depot and its engines are upgraded one after the other, and every prompt stays a hit."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,7 @@ def test_a_rolling_upgrade_loses_no_hit_and_no_request(model: MakeModel, tmp_pat
         assert tokens(outputs) == engine.reference
         return cached(outputs) == [640] * len(_PROMPTS)
 
-    def start(**options: str) -> Engine:
+    def start(**options: Any) -> Engine:
         settings = connector(str(tmp_path))
         return Engine(model("gqa"), settings, reference=_PROMPTS, max_tokens=4, enable_prefix_caching=False, **options)
 
