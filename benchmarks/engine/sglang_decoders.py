@@ -78,7 +78,7 @@ def main() -> None:
             engine = Engine(
                 Path(model),
                 plugin="sglang_decoders",
-                **linker(depot.url, keep_after_reset=True, lookup_seconds=1.0, deadline_seconds=5.0),
+                **linker(depot.url, keep_after_reset=True, lookup_seconds=1.0, deadline_seconds=5.0, copy_threads=1),
                 max_total_tokens=options.tokens + 64 * (DECODERS * (4 + options.steps // 64) + 16),
                 context_length=options.tokens + 1024,
                 chunked_prefill_size=2048,
@@ -129,7 +129,7 @@ def kill(depot: DepotProcess, run: Callable[[], tuple[list[float], list[Answer]]
 
     def kill_and_restart() -> None:
         try:
-            for pause in itertools.islice(itertools.cycle((0.5, 0.9, 1.3)), kills):
+            for pause in itertools.islice(itertools.cycle((1.0, 2.0, 4.0)), kills):
                 time.sleep(pause)
                 depot.kill()
                 depot.start()
