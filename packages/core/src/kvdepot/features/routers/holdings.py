@@ -85,6 +85,12 @@ class Family:
     blocks_per_chunk: int
     block_tokens: int
     groups: tuple[DescribedGroup, ...]
+    ids: struct.Struct = field(init=False, compare=False)  # of the blocks of a chunk
+    tokens: struct.Struct = field(init=False, compare=False)  # of a chunk
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ids", struct.Struct(f"<{self.blocks_per_chunk}Q"))
+        object.__setattr__(self, "tokens", struct.Struct(f"<{self.blocks_per_chunk * self.block_tokens}I"))
 
 
 class Described(msgspec.Struct, gc=False):
@@ -94,6 +100,7 @@ class Described(msgspec.Struct, gc=False):
     family: Family
     shelf: "Shelf"
     content: bytes  # packed: id of the block before, ids of its own blocks, its tokens
+    name: int  # twice the id of its last block, which identifies all tokens up to there
     is_first: bool  # whether no block is before it
     lora_name: str | None
     extra_keys: tuple[Any, ...]  # one item per block; empty for none
@@ -106,22 +113,12 @@ class Described(msgspec.Struct, gc=False):
     @property
     def block_ids(self) -> tuple[int, ...]:
         """The ids of its blocks."""
-        return struct.unpack_from(f"<{self.family.blocks_per_chunk}Q", self.content, ID_BYTES)
-
-    @property
-    def last_id(self) -> int:
-        """The id of its last block, which identifies all tokens up to there."""
-        return int.from_bytes(self.content[self._tokens_at - ID_BYTES : self._tokens_at], "little")
+        return self.family.ids.unpack_from(self.content, ID_BYTES)
 
     @property
     def tokens(self) -> tuple[int, ...]:
         """Its tokens."""
-        count = (len(self.content) - self._tokens_at) // _TOKEN_BYTES
-        return struct.unpack_from(f"<{count}I", self.content, self._tokens_at)
-
-    @property
-    def _tokens_at(self) -> int:
-        return ID_BYTES * (1 + self.family.blocks_per_chunk)
+        return self.family.tokens.unpack_from(self.content, ID_BYTES + self.family.ids.size)
 
 
 class Change(NamedTuple):
@@ -149,7 +146,7 @@ class Shelf:
 
     def name_of(self, chunk: Described, medium: str) -> int:
         """Return a number that stands for the ids of a chunk in a medium."""
-        return chunk.last_id << 1 | (medium == TIER and not self.is_union)
+        return chunk.name | 1 if medium == TIER and not self.is_union else chunk.name
 
     @property
     def end(self) -> int:
@@ -267,23 +264,26 @@ class Holdings(Watcher):
             family = known
         else:
             self._families[hash(family)] = family
-        parent, num_new, size = request.parent_id, 0, ID_BYTES * per_chunk
-        for chunk in range(count):
+        parent, num_new, size, token_size = request.parent_id, 0, family.ids.size, family.tokens.size
+        lora_name = request.lora_name or None
+        for chunk, (node, above) in enumerate(nodes):
             ids = request.block_ids[chunk * size : (chunk + 1) * size]
-            node, above = nodes[chunk]
             if node == NO_NODE or not (above == NO_NODE or self.is_described(above)):
                 break  # without the chunk before it, a router could not place it
             if not self.is_described(node):
-                tokens = request.tokens[chunk * chunk_tokens * _TOKEN_BYTES : (chunk + 1) * chunk_tokens * _TOKEN_BYTES]
+                tokens = request.tokens[chunk * token_size : (chunk + 1) * token_size]
                 content = (parent or bytes(ID_BYTES)) + ids + tokens
                 if self.num_bytes + len(content) > self._most_bytes:
                     self.num_declined += count - chunk
                     break
                 extra = request.extra_keys[chunk * per_chunk : (chunk + 1) * per_chunk]
-                described = Described(above, family, shelf, content, not parent, request.lora_name or None, extra)
+                name = int.from_bytes(ids[-ID_BYTES:], "little") << 1
+                described = Described(above, family, shelf, content, name, not parent, lora_name, extra)
                 self._show(node, digest_at(request.digests, chunk), described)
                 num_new += 1
             parent = ids[-ID_BYTES:]
+        if num_new:
+            self._count()
         return num_new
 
     def _check(self, request: DescribeChunks, count: int, chunk_tokens: int) -> int:
@@ -306,12 +306,12 @@ class Holdings(Watcher):
             self._by_node.extend([None] * (node + 1 - len(self._by_node)))
         self._by_node[node] = chunk
         self.num_bytes += len(chunk.content)
-        self._leave_tier((chunk.family.space, key))
+        if self._in_tier:
+            self._leave_tier((chunk.family.space, key))
         chunk.shelf.show(chunk, POOL)
         if node in self._broken:
             self._broken.remove(node)
             chunk.shelf.forget()  # earlier scans skipped the chunks after it
-        self._count()
 
     def hidden(self, nodes: Sequence[int], /, *, has_children: bool) -> None:
         """See `Watcher`."""
@@ -356,6 +356,7 @@ class Holdings(Watcher):
                 return  # the engine that finds it describes it
             described.above = above
             self._show(node, key, described)
+            self._count()
 
     def forget_tiers(self) -> bool:
         """See `Watcher`. Chunks of other tenants and models, which a tier may still have, appear again by their use."""
@@ -559,7 +560,7 @@ class _Telling:
             and (
                 not is_stored
                 or (
-                    chunk.parent_id == last.last_id
+                    chunk.parent_id == last.name >> 1
                     and chunk.lora_name == last.lora_name
                     and bool(chunk.extra_keys) is bool(last.extra_keys)
                 )
