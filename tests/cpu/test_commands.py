@@ -88,7 +88,8 @@ def test_a_start_that_fails_leaves_no_file_behind(flag: str, tmp_path: Path) -> 
 # A shell starts background processes with SIGINT ignored, and children inherit that.
 _HEARING_INTERRUPTS = """
 import os, signal, sys
-signal.signal(signal.SIGINT, signal.SIG_DFL)
+for each in (signal.SIGINT, signal.SIGHUP):
+    signal.signal(each, signal.SIG_DFL)
 os.execv(sys.executable, [sys.executable, "-m", "kvdepot", *sys.argv[1:]])
 """
 

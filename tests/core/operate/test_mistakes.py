@@ -100,7 +100,9 @@ def test_a_demo_without_any_room_names_the_way_out_and_no_flag_that_it_lacks(com
 
 
 def test_a_depot_whose_terminal_closes_stops_as_on_sigterm_and_says_so(tmp_path: Path) -> None:
-    logged = log_of_serve("--ephemeral", "--dir", str(tmp_path), "--pool-size", "16MiB", signals=[signal.SIGHUP])
+    arguments = ("--ephemeral", "--dir", str(tmp_path), "--pool-size", "16MiB")
+    heard = ["env", "--default-signal=HUP"]  # tests may run below nohup
+    logged = log_of_serve(*arguments, prefix=heard, signals=[signal.SIGHUP])
     assert "stopping on SIGHUP\n" in logged
     assert logged.splitlines()[-1].endswith("stopped")
 
