@@ -10,7 +10,7 @@ from support.routers import Node
 def nodes() -> Iterator[list[Node]]:
     with contextlib.ExitStack() as opened:
         nodes: list[Node] = []
-        for name in "AB":
+        for name in "ABC":
             nodes.append(Node(name))
             opened.callback(nodes[-1].close)
         yield nodes

@@ -20,7 +20,7 @@ OPERATIONS = 1000
 
 def test_prompts_go_to_the_node_that_holds_them(nodes: list[Node], tmp_path: Path) -> None:
     """There are six prompts, and three of them move. A node loses everything. Both routers restart."""
-    a, b = nodes
+    a, b, _ = nodes
     homes = {f"prompt {number}": nodes[number % 2] for number in range(6)}
     with contextlib.ExitStack() as running:
 

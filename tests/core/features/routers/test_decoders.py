@@ -70,10 +70,10 @@ def test_random_operations_leave_a_router_with_what_three_depots_hold(
             Router(node.depot, context, is_exact=False).take_all()
 
         operations: list[tuple[Callable[[Node], None], int]] = [
-            (lambda node: node.store(rng.choice(_NAMES), rng.randint(1, _LENGTH)), 300),
-            (clear, 6),
-            (come, 10),
-            (Node.restart, 3),
+            (lambda node: node.store(rng.choice(_NAMES), rng.randint(1, _LENGTH)), 960),
+            (clear, 14),
+            (come, 20),
+            (Node.restart, 6),
         ]
         if kind is Blind:  # each restart is a new endpoint here, which its subscription does not follow
             operations.pop()
@@ -92,7 +92,7 @@ def test_random_operations_leave_a_router_with_what_three_depots_hold(
             operation(node)
             if operation is Node.restart:
                 node.decoder = kind(node.depot, context)  # its ports are others
-            if number % 80 == 0:
+            if number % 200 == 0:
                 wait_until(lambda: not differences(), what=f"what the depots hold after {number} operations")
         assert sum(node.depot.status().counters["chunks_evicted"] for node in nodes) > 0
         for node in nodes:
