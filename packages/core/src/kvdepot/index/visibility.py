@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 from kvdepot.errors import require
 from kvdepot.index.columns import make_column
 from kvdepot.index.tree import NO_NODE, Nodes, Space
-from kvdepot.keys import DIGEST_BYTES, digest_at, not_whole, num_digests, slice_digests, split_digests
+from kvdepot.keys import DIGEST_BYTES, digest_at, not_whole, slice_digests, split_digests
 
 _MOST_WALKED: Final = 8192  # chunks back from the end of full attention, in 2 ms; boundaries further back are ignored
 
@@ -228,10 +228,12 @@ class Visibility:
 
     def find_run(self, space: Space, digests: bytes, depth: int) -> list[tuple[int, int]]:
         """Return (node, node before it) for each of consecutive chunks; `NO_NODE` for a chunk that is not visible."""
+        find, is_visible, depths, parents = space.nodes.get, self.is_visible, self._nodes.depth, self._nodes.tree.parent
         found: list[tuple[int, int]] = []
-        for chunk in range(num_digests(digests)):
-            node = self.find(space, digest_at(digests, chunk), depth + chunk)
-            found.append((NO_NODE, NO_NODE) if node is None else (node, self._nodes.tree.parent[node]))
+        for chunk, key in enumerate(split_digests(digests), depth):
+            node = find(key, NO_NODE)
+            is_here = node != NO_NODE and is_visible[node] and depths[node] == chunk
+            found.append((node, parents[node]) if is_here else (NO_NODE, NO_NODE))
         return found
 
     def promoted(self, space: Space, digests: bytes, first: int, stop: int) -> None:

@@ -14,7 +14,7 @@ import struct
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, TypeAlias
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -121,13 +121,12 @@ class Described(msgspec.Struct, gc=False):
         return self.family.tokens.unpack_from(self.content, ID_BYTES + self.family.ids.size)
 
 
-class Change(NamedTuple):
-    """A chunk appeared in a medium or left it."""
+Change: TypeAlias = tuple[Described, str, bool, bool]
+"""A chunk appeared in a medium, or left it.
 
-    chunk: Described
-    medium: str
-    is_stored: bool
-    is_public: bool  # False if another tenant's chunk with the same ids is still there, or was there before
+The chunk, the medium, whether it appeared, and whether that is public: not if another tenant's chunk with the same ids
+is still there, or was there before. A plain tuple, as a named one takes three times as long to make.
+"""
 
 
 @dataclass(slots=True, eq=False)
@@ -155,29 +154,30 @@ class Shelf:
 
     def show(self, chunk: Described, medium: str) -> None:
         """Note that a chunk appeared in a medium."""
-        name = self.name_of(chunk, medium)
-        count = self.counts.get(name, 0)
-        self.counts[name] = count + 1
-        self._append(Change(chunk, medium, True, not count))
+        name, counts = self.name_of(chunk, medium), self.counts
+        count = counts.get(name, 0)
+        counts[name] = count + 1
+        self.log.append((chunk, medium, True, not count))
 
     def hide(self, chunk: Described, medium: str) -> None:
         """Note that a chunk left a medium."""
-        name = self.name_of(chunk, medium)
-        count = self.counts.pop(name) - 1
+        name, counts = self.name_of(chunk, medium), self.counts
+        count = counts.pop(name) - 1
         if count:
-            self.counts[name] = count
-        self._append(Change(chunk, medium, False, not count))
+            counts[name] = count
+        self.log.append((chunk, medium, False, not count))
 
     def forget(self) -> None:
         """Make all readers scan again."""
         self.first = self.end
         self.log.clear()
 
-    def _append(self, change: Change) -> None:
-        self.log.append(change)
+    def cut(self) -> None:
+        """Drop the oldest changes of a log that is too long."""
         if len(self.log) > 2 * LONGEST_LOG:
-            del self.log[:LONGEST_LOG]
-            self.first += LONGEST_LOG
+            num_dropped = len(self.log) - LONGEST_LOG
+            del self.log[:num_dropped]
+            self.first += num_dropped
 
 
 class Holdings(Watcher):
@@ -279,7 +279,9 @@ class Holdings(Watcher):
                 extra = request.extra_keys[chunk * per_chunk : (chunk + 1) * per_chunk]
                 name = int.from_bytes(ids[-ID_BYTES:], "little") << 1
                 described = Described(above, family, shelf, content, name, not parent, lora_name, extra)
-                self._show(node, digest_at(request.digests, chunk), described)
+                self._show(node, described)
+                if self._in_tier:
+                    self._leave_tier((space.number, digest_at(request.digests, chunk)))
                 num_new += 1
             parent = ids[-ID_BYTES:]
         if num_new:
@@ -301,13 +303,11 @@ class Holdings(Watcher):
             raise ValueError(f"a parent of {len(request.parent_id)} bytes before chunk {request.first_chunk}")
         return per_chunk
 
-    def _show(self, node: int, key: bytes, chunk: Described) -> None:
+    def _show(self, node: int, chunk: Described) -> None:
         if node >= len(self._by_node):
             self._by_node.extend([None] * (node + 1 - len(self._by_node)))
         self._by_node[node] = chunk
         self.num_bytes += len(chunk.content)
-        if self._in_tier:
-            self._leave_tier((chunk.family.space, key))
         chunk.shelf.show(chunk, POOL)
         if node in self._broken:
             self._broken.remove(node)
@@ -355,7 +355,8 @@ class Holdings(Watcher):
             if described is None or self.num_bytes + len(described.content) > self._most_bytes:
                 return  # the engine that finds it describes it
             described.above = above
-            self._show(node, key, described)
+            self._show(node, described)
+            self._leave_tier((space.number, key))
             self._count()
 
     def forget_tiers(self) -> bool:
@@ -382,6 +383,8 @@ class Holdings(Watcher):
 
     def _count(self) -> None:
         self.num_changes += 1
+        for shelf in self.shelves.values():
+            shelf.cut()
         waiting, self._on_change = self._on_change, []
         for on_change in waiting:
             on_change()
