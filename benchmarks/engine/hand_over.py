@@ -15,7 +15,7 @@ SIGTERM ends all its processes, as SIGINT does.
 
 With `--own-cores`, all processes of `alone` and `prefill` run on the first core and those of `decode` on the second.
 With `--own-threads`, vLLM's VLLM_CPU_OMP_THREADS_BIND binds only the threads that compute in the same way. On CPU, a
-waiting engine keeps a core busy: see docs/disaggregated.md.
+waiting engine keeps a core busy: see docs/many-nodes.md.
 """
 
 import argparse

@@ -26,7 +26,7 @@ HTTP_TOKEN: Final = "http.token"  # file with the bearer token, if none was give
 DEFAULT_TOPIC: Final = "kv@{node}@{model}"  # as llm-d expects it
 
 # The most that a hung depot costs an engine, once. Three quarters of it, the time that lookups may wait for tiers, hold
-# `--promote-seconds` (1 s). For machines that stall, docs/tuning.md has a longer one.
+# `--promote-seconds` (1 s). For machines that stall, docs/operating.md has a longer one.
 DEADLINE_SECONDS: Final = 2.0
 
 LONGEST_TENANT: Final = 256  # characters of a tenant's name: the depot refuses requests with a longer one

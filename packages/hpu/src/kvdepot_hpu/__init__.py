@@ -1,7 +1,7 @@
 """kvdepot's backend for Intel Gaudi: attaches engines whose KV cache is in the memory of an HPU to a depot.
 
 The entry point is `backend`, which imports neither torch nor habana_frameworks. `HpuTransferContext` is in
-`kvdepot_hpu.context`. It has never run on a Gaudi: it is tested only on a simulated device (see `docs/hpu.md`).
+`kvdepot_hpu.context`. It has never run on a Gaudi: it is tested only on a simulated device (see `docs/devices.md`).
 """
 
 import importlib

@@ -136,7 +136,7 @@ class MooncakeTier(Tier):
 
 
 def open_tier(url: TierUrl, pool: TierPool) -> MooncakeTier:
-    """Open `mooncake://MASTER:PORT`. See `docs/mooncake.md` for the options."""
+    """Open `mooncake://MASTER:PORT`. See `docs/tiers.md` for the options."""
     options = parse_options(url)
     if importlib.util.find_spec("mooncake") is None:
         raise ConfigError(

@@ -1,7 +1,7 @@
 """kvdepot's backend for Intel GPUs (XPU): attaches engines whose KV cache is in GPU memory to a depot.
 
 The entry point is `backend`, which does not import torch. `XpuTransferContext` is in `kvdepot_cpu.xpu.context`. It has
-never run on an Intel GPU: it is tested only on a simulated device (see `docs/xpu.md`).
+never run on an Intel GPU: it is tested only on a simulated device (see `docs/devices.md`).
 """
 
 import importlib
