@@ -82,8 +82,7 @@ _TRACE = str(Path(__file__).parents[3] / "examples" / "trace.jsonl")
 @needs_small_shm
 @pytest.mark.parametrize("command", [["demo"], ["replay", "--requests", "20", _TRACE]])
 def test_beside_a_small_dev_shm_a_demo_puts_its_pool_into_a_file_and_says_so(command: list[str]) -> None:
-    if command[0] == "replay":
-        pytest.importorskip("kvdepot_plan")
+    pytest.importorskip("kvdepot_plan" if command[0] == "replay" else "kvdepot_cpu")
     done = run_kvdepot(*command, prefix=IN_SMALL_SHM)
     assert (done.returncode, done.stderr) == (0, "")
     assert re.search(r"/dev/shm\s+has\s+no\s+room\s+for\s+a\s+pool", done.stdout)
@@ -150,7 +149,7 @@ def test_after_a_kill_status_says_at_once_that_there_is_no_depot(depot: DepotPro
     status, said = run("status", "--url", depot.url)
     assert (status, said) == (
         1,
-        f"kvdepot: no depot in {depot.url}: start one with 'kvdepot serve', or name its directory by --url\n",
+        f"kvdepot: no depot in {depot.url}: start one with 'kvdepot serve', or name its directory by --dir\n",
     )
 
 

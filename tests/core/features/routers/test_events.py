@@ -208,7 +208,8 @@ def test_descriptions_of_chunks_that_are_not_here_leave_nothing_behind(depot: De
     for each in groups:
         assert engine.describe(run, groups=each) == 0
     assert anonymous_bytes(depot.pid) - before < 8 << 20
-    assert engine.store(run) == 1
+    assert engine.store(run) == 0, "the last of these descriptions has waited for it"
+    assert not engine.scheduler.find(run).wants_tokens
 
 
 def test_chunks_that_were_described_before_are_announced_by_their_commit(
