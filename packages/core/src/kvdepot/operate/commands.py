@@ -82,7 +82,7 @@ def _run(operation: type[OperatorRequest], command: Command, options: argparse.N
             given[each.encode_name] = value
     try:
         request = request_of(operation, msgspec.convert(given, body_type(operation), strict=False))
-    except ValueError as error:
+    except (ValueError, msgspec.MsgspecError) as error:  # before msgspec 0.20, these are not ValueErrors
         raise ConfigError(f"{command.name}: {reason_of_invalid(error)}") from error
     print(command.says(request, ask(options, request)))
     return 0

@@ -94,6 +94,7 @@ def _decode_body(operation: type[OperatorRequest], data: bytes) -> OperatorReque
 
     Raises:
         ValueError: it is malformed: see `request_of`.
+        msgspec.MsgspecError: it is no JSON, or a field has the wrong type.
     """
     return request_of(operation, msgspec.json.decode(data or b"{}", type=body_type(operation)))
 
@@ -201,7 +202,8 @@ def create_app(ask: Ask, settings: HttpSettings) -> Starlette:
             try:
                 wanted = _decode_body(operation, await body(request) if is_change else b"")
                 reply = await run_in_threadpool(ask, wanted, _CHANGE_SECONDS if is_change else _STATUS_SECONDS)
-            except (ValueError, RecursionError) as error:
+            # Before msgspec 0.20, its errors are no ValueErrors.
+            except (ValueError, msgspec.MsgspecError, RecursionError) as error:
                 return _json({"error": reason_of_invalid(error)}, 400)
             return _json(endpoint.show(wanted, reply))
 
