@@ -144,10 +144,10 @@ class Router(View):
             topic, number, payload = self.socket.recv_multipart()
             self.topics.add(topic)
             first = int.from_bytes(number, "big")
-            if self.replay_endpoint and first > self.next:
-                batches += self.ask_again(self.next)
-            batches.append((first, events_of(payload)))
-        self.apply(batches)
+            new = self.ask_again(self.next) if self.replay_endpoint and first > self.next else []
+            new.append((first, events_of(payload)))
+            self.apply(new)
+            batches += new
         return batches
 
     def knows(self, run: KeyRun) -> bool:

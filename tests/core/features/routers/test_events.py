@@ -563,6 +563,26 @@ def test_a_newcomer_beside_stores_gets_the_state_of_the_last_published_batch(
     assert first.num_clears == 1, "nobody else was told to forget"
 
 
+def test_a_newcomer_to_a_node_that_never_rests_gets_its_snapshot(context: Context, tmp_path: Path) -> None:
+    """Regression: it waited for a step before which nothing was published, and the subscriber for its answer."""
+    published = Published(context, tmp_path, replays=True, topic="{model}")
+    publisher, asking = published.publisher, context.socket(zmq.DEALER)
+    kept.append(asking)
+    asking.connect(publisher.replay_endpoint)
+    published.subscribe()
+    published.serve_all()
+    published.store(chunks(1, 99), "one")
+    published.serve_all()
+    asking.send_multipart([b"", bytes(8)])
+    steps: Iterator[int] | None = None
+    while steps is None:
+        steps = publisher.serve()
+    for number, _ in enumerate(steps):
+        assert number < 20
+        published.store(chunks(1, number), "one")
+        publisher.serve()
+
+
 def test_a_snapshot_has_no_more_batches_than_its_subscriber_lacks() -> None:
     batches = [(topic, [number]) for number, topic in enumerate([b"a", b"b", *[b"a"] * 5, *[b"b"] * 5])]
     assert _joined(batches, 100) == batches

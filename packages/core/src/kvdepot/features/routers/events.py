@@ -352,12 +352,15 @@ class EventPublisher:
                 take(stream, reader)
                 yield 0
         # The scans have seen changes that are not published yet: wait for these, then take those published meanwhile.
-        while any(stream.reader.position != reader.position for stream, reader in readers):
+        while True:
             if any(reader.is_behind for _, reader in readers):
                 return  # it lasted too long: the subscriber asks again at the next batch
             for stream, reader in readers:
                 if reader.position < stream.reader.position:
                     take(stream, reader, stream.reader.position)
+            # In this step: on a busy node, another batch is published between any two.
+            if all(stream.reader.position == reader.position for stream, reader in readers):
+                break
             yield 0
         batches = _joined(batches, max(1, self._number - wanted))
         for number, (topic, events) in enumerate(batches, self._number - len(batches)):
