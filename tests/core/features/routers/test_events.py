@@ -397,6 +397,17 @@ def test_random_traffic_announces_exactly_what_can_be_found(groups: tuple[m.Grou
     assert num_told > 100
 
 
+def test_a_log_that_is_too_long_keeps_its_last_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvdepot.features.routers.holdings.LONGEST_LOG", 4)
+    described = Described()
+    shelf = described.holdings.shelf_of(MODEL)
+    assert shelf is not None
+    for name in range(12):
+        described.store(chunks(1, name))
+        assert shelf.end == name + 2
+        assert min(name + 1, 4) <= len(shelf.log) <= 8
+
+
 def test_a_follower_that_is_far_behind_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvdepot.features.routers.holdings.LONGEST_LOG", 4)
     described = Described()
