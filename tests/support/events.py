@@ -206,6 +206,13 @@ class Engine:
             self.worker.ask(m.CommitStore(self.worker.context, plan.ticket))
         return self.describe(run)
 
+    def holds(self, run: KeyRun) -> int:
+        """Return how many chunks of a prompt a lookup finds. As engines do, describe them if the depot asks."""
+        reply = self.scheduler.find(run)
+        if reply.wants_tokens:
+            self.describe(run.slice(0, reply.num_chunks))
+        return reply.num_chunks
+
     def describe(self, run: KeyRun, **more: Any) -> int:
         count = 0
         for request in description(run, self.chunk_tokens, **more).requests(self.scheduler.context, run):

@@ -117,12 +117,8 @@ class Node(Front):
         self.engine.store(prompt(num_chunks, name))
 
     def holds(self, name: str, num_chunks: int) -> int:
-        """Return how many chunks of a prompt a lookup finds. As engines do, describe them if the depot asks."""
-        run, scheduler = prompt(num_chunks, name), self.engine.scheduler
-        reply = scheduler.find(run)
-        if reply.wants_tokens:
-            self.engine.describe(run.slice(0, reply.num_chunks))
-        return reply.num_chunks
+        """Return how many chunks of a prompt a lookup finds."""
+        return self.engine.holds(prompt(num_chunks, name))
 
     def restart_engine(self) -> None:
         self.engine.close()

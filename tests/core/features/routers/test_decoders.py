@@ -32,11 +32,7 @@ class Node:
         self.engine.store(prompt(length, name))
 
     def holds(self, name: str) -> int:
-        run = prompt(_LENGTH, name)
-        reply = self.engine.scheduler.find(run)
-        if reply.wants_tokens:
-            self.engine.describe(run.slice(0, reply.num_chunks))
-        return reply.num_chunks
+        return self.engine.holds(prompt(_LENGTH, name))
 
     def restart(self) -> None:
         self.engine.close()
