@@ -1,4 +1,4 @@
-"""docs/promises.md agrees with the tests: each kept promise has a test, and each marker names a promise."""
+"""docs/reliability.md agrees with the tests: each kept promise has a test, and each marker names a promise."""
 
 import ast
 import re
@@ -27,7 +27,7 @@ class Promise:
 
 @cache
 def promises() -> tuple[Promise, ...]:
-    page = (ROOT / "docs" / "promises.md").read_text()
+    page = (ROOT / "docs" / "reliability.md").read_text()
     return tuple(Promise(int(number), text, state) for number, text, state in ROW.findall(page))
 
 

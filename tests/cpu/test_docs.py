@@ -116,9 +116,10 @@ def test_every_page_is_in_the_site() -> None:
     assert not missing
 
 
-def test_the_architecture_names_files_that_exist() -> None:
-    text = re.sub(r"```.*?```", "", (ROOT / "docs" / "architecture.md").read_text(), flags=re.DOTALL)
+@pytest.mark.parametrize(("page", "least"), [("architecture.md", 40), ("reliability.md", 15)])
+def test_the_files_that_a_page_names_exist(page: str, least: int) -> None:
+    text = re.sub(r"```.*?```", "", (ROOT / "docs" / page).read_text(), flags=re.DOTALL)
     named = {span.rstrip("/") for span in re.findall(r"`([\w/*]+(?:\.py|/))`", text)}
     paths = [str(path) for folder in ("packages", "tests", "benchmarks") for path in (ROOT / folder).rglob("*")]
-    assert len(named) > 40
+    assert len(named) > least
     assert [name for name in named if not fnmatch.filter(paths, f"*/{name}")] == []

@@ -9,7 +9,7 @@ A backend's tests inherit `BackendSuite` and implement `make_worker`. Its result
 The oracle is `PagePattern`: bytes derived from the chunk's key, so a retrieve that mixes up any of them fails. Every
 test ends with right bytes or a miss. The depot is a real one, in a process of its own.
 
-The marker `promise` lists the promises of `docs/promises.md` that a test shows. Register it in your configuration of
+The marker `promise` lists the promises of `docs/reliability.md` that a test shows. Register it in your configuration of
 pytest: `markers = ["promise(*numbers)"]`.
 """
 
