@@ -1,4 +1,4 @@
-"""What a history happens to: `World`, on a clock of its own, or `Processes`, in real time."""
+"""The nodes to which a history happens: `World`, on a clock of its own, or `Processes`, in real time."""
 
 from collections.abc import Callable
 from random import Random

@@ -102,7 +102,7 @@ def test_an_engine_that_found_no_depot_says_so_once(model: MakeModel, tmp_path: 
         assert all("kvdepot: no depot in" in line and "the engine runs without it" in line for line in lines)
 
 
-# What `VLLM_LOGGING_LEVEL=DEBUG` does before vLLM is imported.
+# The same as `VLLM_LOGGING_LEVEL=DEBUG` before vLLM is imported.
 DEBUG = """
 import importlib, os, vllm.logger
 os.environ["VLLM_LOGGING_LEVEL"] = "DEBUG"

@@ -60,7 +60,7 @@ class Tier(Protocol):
     """Whether each entry is read by a call of its own, so that all threads read the entries that a lookup waits for."""
 
     keeps_runs: bool = False
-    """Whether the tier keeps runs (`kvdepot.tiers.runs`). Such a tier must also set `wants_places`.
+    """Whether the tier keeps runs (`kvdepot.tiers.runs`). A tier with runs must also set `wants_places`.
 
     A question then contains all chunks of a prefix from the first one of a run on, and each call that reads or writes
     has entries of a single run.

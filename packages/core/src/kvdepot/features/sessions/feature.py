@@ -129,7 +129,7 @@ class Agents(Feature):
         return m.Done(epoch, count)
 
     def _hinted(self, space: Space, hint: Hint) -> None:
-        # What is noted while an earlier server's sessions are being read would be overwritten by them.
+        # The sessions of an earlier server, still being read, would overwrite a note made meanwhile.
         if self._state.is_restoring or self._is_reading:
             return
         named = hint.tenant, hint.session

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def _parse_quota(text: str) -> int:
     size = 0 if text == "none" else parse_size(text)
-    # 0 means no quota in the request. Whoever types it wants the tenant to get nothing.
+    # 0 means no quota in the request. An operator who types it wants the tenant to get nothing.
     if not size and text != "none":
         raise ConfigError(f"{text!r} is no quota: give at least 1 byte, or none for a tenant without a quota")
     return size
