@@ -206,7 +206,7 @@ class EngineContents:
         self._updates = 0
         self._loaded: dict[int, Loaded] = {}  # as the workers reported them
         self._in_files: dict[tuple[int, str], str] = {}  # of adapters that no worker has reported yet
-        # The blocks that vLLM's own cache may hold since it was last empty:
+        # About the blocks that vLLM's own cache may hold, since it was last empty:
         self._since = 1  # the first step that may have computed any of it
         self._cached: dict[tuple[str, str], _Cached] = {}
         self._is_outdated = False  # whether blocks of other weights may be there
