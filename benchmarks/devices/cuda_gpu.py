@@ -5,7 +5,7 @@ Run it from the repository on an otherwise idle machine with torch, triton, nump
 and with kvdepot and kvdepot-cuda installed. Each phase is a process with a time limit. A phase that fails, hangs or
 cannot run is reported, and the next one starts. Findings go to `cuda_gpu.jsonl`, one a line. `--fake` rehearses without
 a device, on a small scale and with the tests' driver: it shows that the script works, and its figures mean nothing.
-docs/cuda.md has the results on an H100, and advice for other results.
+README.md beside it says in which order, and what to expect; docs/devices.md has the results on an H100 and H200s.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 # pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
 """Measures a depot with a real vLLM on one GPU of 80 GB: `python benchmarks/devices/vllm_cuda.py --out FOLDER`.
 
-Without `sleep`, it takes five minutes on an H200, with vLLM 0.32 and torch 2.11; docs/cuda.md has the figures.
+Without `sleep`, it takes five minutes on an H200, with vLLM 0.32 and torch 2.11; docs/devices.md has the figures.
 `pack_vllm.py` packs vLLM for a machine without network.
 
 `kinds` starts tiny models of every kind of KV cache and compares the bytes of each loaded block with those stored.

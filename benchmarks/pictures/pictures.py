@@ -1,4 +1,4 @@
-"""Draws the bars of docs/performance.md and docs/cuda.md from their tables: `python benchmarks/pictures/pictures.py`.
+"""Draws the bars of docs/performance.md and docs/devices.md: `python benchmarks/pictures/pictures.py`.
 
 Each picture shows one column of the table above it, so that each figure is written only once. `--check` only compares.
 """
@@ -31,7 +31,7 @@ PICTURES: Final = {
     "transfers": _Picture("Stores: ratio to memcpy, by block, chunk, threads"),
     "lookups": _Picture("Median time of a lookup of 128k tokens", "ms"),
     "vllm-h200": _Picture(
-        "Time to the first token of 10,000 tokens, vLLM on an H200", "ms", "computed|vLLM's", "cuda.md"
+        "Time to the first token of 10,000 tokens, vLLM on an H200", "ms", "computed|vLLM's", "devices.md"
     ),
 }
 

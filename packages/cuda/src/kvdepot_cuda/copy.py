@@ -30,7 +30,7 @@ from kvdepot_cuda.registration import PoolRegistration, unit_bytes_of
 
 logger = logging.getLogger(__name__)
 
-PIECE_BYTES: Final = 256 << 20  # registered in 0.08 s, for which the driver's lock blocks others (docs/cuda.md)
+PIECE_BYTES: Final = 256 << 20  # registered in 0.08 s, for which the driver's lock blocks others (docs/devices.md)
 BATCH_RUNS: Final = 4096  # per driver call
 _KINDS: Final = (CopyKind.TO_HOST, CopyKind.TO_DEVICE)  # by direction
 _PAGE_BYTES: Final = 4096  # of the host: drivers register whole pages
