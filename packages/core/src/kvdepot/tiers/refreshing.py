@@ -4,7 +4,7 @@ Tiers lose entries without notice: a server restarts, a node leaves its cluster,
 above all those of prefixes that pools serve. So the depot's knowledge ages. When a prefix is used, the depot asks
 about its entries that were neither written nor asked for within the last second, in questions of up to 512 keys. Tiers
 that evict by use count the question as a use. Missing entries are written again, from the first one on: a write that is
-cut short leaves a usable prefix then, and in the opposite order nothing (docs/lessons.md).
+cut short leaves a usable prefix then, and in the opposite order nothing (docs/architecture.md).
 
 The walk from the prefix's end stops at the first fresh chunk, because the chunks before it were asked for with it.
 

@@ -1,7 +1,7 @@
 """The subset of the protocol of Valkey and Redis (RESP2) that a tier needs, without copies of large values.
 
 Payloads are sent from the pool, and replies are read into it, at 2.8 to 3.5 GB/s on one connection. redis-py, which
-copies them into `bytes`, reached 0.42 to 0.48 GB/s (`docs/lessons.md`).
+copies them into `bytes`, reached 0.42 to 0.48 GB/s (`docs/architecture.md`).
 """
 
 import socket
