@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from kvdepot.lab.processes import DepotProcess, wait_until
-from support.commands import run_kvdepot
+from support.commands import KVDEPOT, run_kvdepot
 from support.terminal import Terminal, run_in_terminal
 
 
@@ -133,6 +133,40 @@ def test_signals_in_close_succession_end_the_demo_with_its_depot_and_pool(
     assert not pool.exists()
     with pytest.raises(AssertionError, match="no depot"):
         pool_of_a_depot_in(str(tmp_path))
+
+
+@pytest.mark.slow
+def test_a_killed_demo_leaves_neither_a_process_nor_a_pool(tmp_path: Path) -> None:
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen([*KVDEPOT, "demo"], stdout=subprocess.PIPE, env=environment) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if b"serving" in line:
+                break
+        pool = pool_of_a_depot_in(str(tmp_path))
+        assert pool.exists()
+        process.kill()
+        process.stdout.read()  # ends when no child is left
+    assert not pool.exists()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_before_the_command_line_is_loaded_ends_without_a_word() -> None:
+    """A module that the command line loads sends the signal, in the middle of the imports."""
+    code = """
+import os, runpy, signal, sys
+
+class Interrupt:
+    def find_spec(self, name, path, target=None):
+        if name == "kvdepot.operate.commands":
+            os.kill(os.getpid(), signal.SIGINT)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, Interrupt())
+runpy.run_module("kvdepot", run_name="__main__")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
 
 
 # As on a machine with less free memory: fewer conversations and a smaller pool.

@@ -25,8 +25,9 @@ from kvdepot.client.scheduler import SchedulerClient
 from kvdepot.client.session import Channel
 from kvdepot.config import counted
 from kvdepot.keys import KeyRun, Namespace, hash_prefix
+from kvdepot.lab.dependent import DependentDepot
 from kvdepot.lab.engine_model import GEOMETRY_8B, EngineModel
-from kvdepot.lab.processes import DepotProcess, note_on_place, wait_until
+from kvdepot.lab.processes import note_on_place, wait_until
 from kvdepot.layout import GroupKind
 from kvdepot.operate import operations as o
 from kvdepot.processes import interrupts_blocked
@@ -106,7 +107,7 @@ def _transfer_row(case: TransferCase) -> dict[str, Any]:
     geometry = replace(GEOMETRY_8B, block_tokens=case.block_tokens)
     num_chunks = _TRANSFER_BYTES // (geometry.bytes_per_token * case.chunk_tokens)
     num_bytes = num_chunks * geometry.bytes_per_token * case.chunk_tokens
-    with DepotProcess("--verify", case.verify, pool_size=str(_TRANSFER_POOL_BYTES), log_level="error") as depot:
+    with DependentDepot("--verify", case.verify, pool_size=str(_TRANSFER_POOL_BYTES), log_level="error") as depot:
         engine = EngineModel(
             "bench",
             geometry,
@@ -292,7 +293,7 @@ def bench_lookup(say: Callable[[str], None]) -> dict[str, Any]:
     if note := note_on_place(_LOOKUP_POOL_BYTES):
         say(note)
     for num_chunks, chunk_tokens in ((512, 256), (2048, 64)):
-        with DepotProcess(pool_size=str(_LOOKUP_POOL_BYTES), log_level="error") as depot:
+        with DependentDepot(pool_size=str(_LOOKUP_POOL_BYTES), log_level="error") as depot:
             wait_until(lambda depot=depot: depot.status().pool_ready_bytes == depot.status().pool_size_bytes, 600)
             filler = IndexFiller(depot.url, chunk_tokens=chunk_tokens)
             prompts = tuple(range(8))

@@ -19,8 +19,8 @@ from kvdepot.config import format_size
 from kvdepot.errors import KVDepotError
 from kvdepot.index.eviction import AUTO
 from kvdepot.keys import Namespace
+from kvdepot.lab.dependent import DependentDepot
 from kvdepot.lab.engine_model import EngineModel, Geometry, RequestReport
-from kvdepot.lab.processes import DepotProcess
 from kvdepot.pool.size import available_memory_bytes
 from kvdepot.processes import be_a_child, interrupts_blocked
 
@@ -184,7 +184,7 @@ class Fleet:
                 f"needs {format_size(needed)} of memory, {format_size(available_memory_bytes())} are free:"
                 " choose a smaller --pool-size"
             )
-        self.depot = DepotProcess("--policy", policy, pool_size=str(pool_bytes), log_level="error")
+        self.depot = DependentDepot("--policy", policy, pool_size=str(pool_bytes), log_level="error")
         num_blocks = engine_cache_bytes // geometry.block_size_bytes
         nowhere = str(self.depot.directory / "none")
         try:
