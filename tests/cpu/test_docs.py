@@ -17,7 +17,7 @@ from kvdepot.operate.cli import make_parser
 from support.commands import run_kvdepot
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 _NOT_RUN = "<!-- not run: "  # and a reason, in the line before a block whose requirements are missing here
 
 
@@ -112,7 +112,7 @@ def anchors(page: Path) -> set[str]:
 def test_every_page_is_in_the_site() -> None:
     site = (ROOT / "zensical.toml").read_text()
     assert tomllib.loads(site)["project"]["docs_dir"] == "docs"
-    missing = [page.name for page in PAGES[1:] if f'"{page.name}"' not in site]
+    missing = [page for page in PAGES[1:] if f'"{page.relative_to(ROOT / "docs")}"' not in site]
     assert not missing
 
 

@@ -161,48 +161,6 @@ def test_dashboard_and_alerts_ask_for_what_there_is(where: str, expression: str,
     assert expression.count("(") == expression.count(")")
 
 
-def documented() -> set[str]:
-    """Return the names in the table of operating.md without their common prefix."""
-    text = (DEPLOY.parent / "docs" / "operating.md").read_text()
-    table = re.search(r"^## Metrics\n(.*?)^## ", text, re.MULTILINE | re.DOTALL)
-    assert table is not None
-    first_columns = re.findall(r"^\| (`.*?) \|", table[1], re.MULTILINE)
-    return {
-        name
-        for column in first_columns
-        for name in re.findall(r"`([a-z_]+)`", re.sub(r" by `\w+`(?: and `\w+`)?", "", column))
-    }
-
-
-def declared_by_tiers() -> set[str]:
-    """Return the counters of all tiers, including those that are not loaded here."""
-    packages = DEPLOY.parent / "packages"
-    sources = [path for folder in ("core/src/kvdepot/tiers", "mooncake") for path in (packages / folder).rglob("*.py")]
-    names = {name for path in sources for name in re.findall(r'tier_counter\(\s*"(\w+)"', path.read_text())}
-    return {f"tier_{name}_total" for name in names}
-
-
-def test_the_table_in_the_docs_and_the_metrics_of_a_depot_are_the_same() -> None:
-    with DepotProcess("--tier", "memory://?capacity=1MiB") as depot:
-        text = render_metrics(depot.status()).decode()
-    exported = set(re.findall(r"^# HELP kvdepot_(\w+) ", text, re.MULTILINE))
-    assert exported | declared_by_tiers() == documented()
-
-
-@pytest.mark.parametrize(
-    ("package", "declare", "page"),
-    [("vllm_connector", "engine_counter", "vllm.md"), ("sglang_linker", "linker_counter", "sglang.md")],
-)
-def test_the_tables_of_engines_counters_are_their_declarations(package: str, declare: str, page: str) -> None:
-    sources = (DEPLOY.parent / "packages" / package).rglob("*.py")  # importing them would need the engine
-    declaration = re.compile(rf'{declare}\(\s*"(\w+)",\s*"([^"]*)",?\s*\)')
-    texts = dict(found for path in sources for found in declaration.findall(path.read_text()))
-    text = (DEPLOY.parent / "docs" / page).read_text()
-    table = re.search(r"^\| `\w+:kvdepot_\.\.\._total` .*\n((?:\|.*\n)+)", text, re.MULTILINE)
-    assert table is not None
-    assert dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", table[1], re.MULTILINE)) == texts
-
-
 def test_each_counter_is_there_from_the_start_with_a_sentence_about_it() -> None:
     with DepotProcess("--tier", "memory://?capacity=1MiB") as depot:
         text = render_metrics(depot.status()).decode()

@@ -2,7 +2,7 @@
 
 A figure is declared once, as a field whose type has its description: `num_pins: Annotated[int, gauge("...")] = 0`. It
 is then a metric, a line of `kvdepot status --verbose`, and a description in the OpenAPI document; the table of metrics
-in `docs/operating.md` repeats it. None is no value.
+in `docs/reference/depot.md` repeats it. None is no value.
 
 Histograms count by powers of two: cheap enough for every request, fine enough for quantiles on a dashboard.
 """
