@@ -14,6 +14,7 @@ import pytest
 
 from kvdepot.lab.processes import DepotProcess
 from kvdepot.operate.cli import make_parser
+from kvdepot.wire.frames import request_types
 from support.commands import run_kvdepot
 
 ROOT = Path(__file__).parents[2]
@@ -123,3 +124,10 @@ def test_the_files_that_a_page_names_exist(page: str, least: int) -> None:
     paths = [str(path) for folder in ("packages", "tests", "benchmarks") for path in (ROOT / folder).rglob("*")]
     assert len(named) > least
     assert [name for name in named if not fnmatch.filter(paths, f"*/{name}")] == []
+
+
+def test_the_wire_protocol_has_a_row_for_the_fate_of_each_request() -> None:
+    page = (ROOT / "docs" / "wire.md").read_text()
+    table = page[page.index("| message → reply | client dies") :].partition("\n\n")[0]
+    described = re.findall(r"`(\w+)`", " ".join(row.partition("→")[0] for row in table.splitlines()[2:]))
+    assert sorted(described) == sorted(str(kind.__struct_config__.tag) for kind in request_types())
