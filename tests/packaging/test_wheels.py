@@ -1,6 +1,7 @@
 """The wheels agree with each other and require nothing heavy."""
 
 import re
+import shlex
 import subprocess
 import sys
 import zipfile
@@ -40,8 +41,24 @@ def install(wheels: set[Path], environment: Path) -> Path:
     """Make an environment with wheels and their requirements. Return its Python."""
     subprocess.run(["uv", "venv", "--quiet", "--python", sys.executable, str(environment)], check=True)
     python = environment / "bin" / "python"
-    subprocess.run(["uv", "pip", "install", "--quiet", "--python", str(python), *map(str, wheels)], check=True)
+    if wheels:
+        run_line(shlex.join(["pip", "install", *map(str, wheels)]), python)
     return python
+
+
+def run_line(line: str, python: Path, folder: Path | None = None, links: Path | None = None) -> None:
+    """Run a `pip install` of a page or a message by uv, as environments have no pip. `links` stands for an index."""
+    arguments = shlex.split(line, comments=True)[2:]
+    found = ["--find-links", str(links)] if links else []
+    command = ["uv", "pip", "install", "--quiet", "--python", str(python), *found, *arguments]
+    subprocess.run(command, check=True, cwd=folder)
+
+
+def fails(command: list[str], folder: Path) -> str:
+    """Run a command that exits with 1, and return what it says of that."""
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60, cwd=folder)
+    assert done.returncode == 1
+    return done.stderr
 
 
 def test_all_are_built(wheels: dict[str, Path]) -> None:
@@ -112,6 +129,18 @@ def test_the_extras_of_the_core_name_the_other_packages(wheels: dict[str, Path])
     for extra, package in (*extras.items(), ("xpu", "kvdepot-cpu")):
         named = requirements(wheels["kvdepot"], extra)[package]
         assert not named.extras, "torch and engines come from the user: an extra of the backend would bring them"
+    everything = set(metadata(wheels["kvdepot"]).get_all("Provides-Extra", [])) - {"all", "testing"}
+    assert requirements(wheels["kvdepot"], "all")["kvdepot"].extras == everything
+
+
+@pytest.mark.promise(40)
+def test_all_extras_together_bring_neither_torch_nor_an_engine(wheels: dict[str, Path], tmp_path: Path) -> None:
+    python = install(set(), tmp_path / "venv")
+    run_line("pip install 'kvdepot[all]'", python, links=wheels["kvdepot"].parent)
+    code = "import importlib.metadata as m; print(*(each.name for each in m.distributions()))"
+    found = set(subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout.split())
+    assert set(MODULES) <= found
+    assert not {"torch", "sglang", "vllm"} & found
 
 
 def test_optional_device_libraries_stay_in_the_metadata(wheels: dict[str, Path]) -> None:
@@ -152,12 +181,12 @@ def test_each_installs_with_the_core_alone_and_imports(name: str, wheels: dict[s
 def test_the_core_alone_names_the_command_that_adds_a_package_and_finds_it_then(
     name: str, arguments: list[str], added: str, wheels: dict[str, Path], tmp_path: Path
 ) -> None:
-    for names, said in (["kvdepot"], f"pip install 'kvdepot[{name}]'"), (["kvdepot", f"kvdepot-{name}"], added):
-        python = install({wheels[each] for each in names}, tmp_path / f"venv-{len(names)}")
-        command = [str(python.with_name("kvdepot")), "--dir", str(tmp_path / "run"), *arguments]
-        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60, cwd=tmp_path)
-        assert done.returncode == 1
-        assert said in done.stderr
+    python = install({wheels["kvdepot"]}, tmp_path / "venv")
+    command = [str(python.with_name("kvdepot")), "--dir", str(tmp_path / "run"), *arguments]
+    said = fails(command, tmp_path)
+    assert f"pip install {wheels[f'kvdepot-{name}']}" in said
+    run_line(said[said.index("pip install") :], python)
+    assert added in fails(command, tmp_path)
 
 
 @pytest.mark.promise(35)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvdepot.installing import install_line
 from kvdepot.operate import extensions
 from kvdepot.operate.cli import main, make_parser
 
@@ -66,4 +67,4 @@ def test_a_known_command_that_is_not_installed_names_the_command_that_adds_it(
     with pytest.raises(SystemExit) as ended:
         main(["replay", *arguments])
     assert ended.value.code == 1
-    assert capsys.readouterr() == ("", "kvdepot: kvdepot replay needs a package: pip install 'kvdepot[plan]'\n")
+    assert capsys.readouterr() == ("", f"kvdepot: kvdepot replay needs a package: {install_line('plan')}\n")

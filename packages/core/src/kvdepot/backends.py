@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from kvdepot.config import DEADLINE_SECONDS
 from kvdepot.errors import BackendUnavailable
+from kvdepot.installing import install_line
 from kvdepot.keys import KeyRun
 from kvdepot.kvcache import NO_BLOCK, BlockIds, CacheGroup, CopyBatch, Direction, KVCache, MoveTokens
 from kvdepot.layout import GroupKind
@@ -42,7 +43,7 @@ __all__ = [
 
 ENTRY_POINT_GROUP = "kvdepot.backends"
 MOVER_GROUP = "kvdepot.movers"
-KNOWN_BACKENDS = {"cpu": "kvdepot[cpu]", "cuda": "kvdepot[cuda]", "xpu": "kvdepot[xpu]", "hpu": "kvdepot[hpu]"}
+KNOWN_BACKENDS = ("cpu", "cuda", "hpu", "xpu")  # names of extras, too
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -335,7 +336,7 @@ def get_backend(name: str) -> Backend:
     entry = _entry_points().get(name)
     if entry is None:
         installed = ", ".join(sorted(_entry_points())) or "none"
-        way_out = f"pip install '{KNOWN_BACKENDS[name]}'" if name in KNOWN_BACKENDS else f"installed are: {installed}"
+        way_out = install_line(name) if name in KNOWN_BACKENDS else f"installed are: {installed}"
         raise BackendUnavailable(f"no backend {name!r} is installed: {way_out}")
     backend = _load(entry)
     reason = backend.why_unavailable()
@@ -363,7 +364,7 @@ def list_backends() -> list[BackendStatus]:
     for name in sorted({*found, *KNOWN_BACKENDS}):
         entry = found.get(name)
         if entry is None:
-            result.append(BackendStatus(name, "", name, (), f"not installed: pip install '{KNOWN_BACKENDS[name]}'"))
+            result.append(BackendStatus(name, "", name, (), f"not installed: {install_line(name)}"))
             continue
         distribution = f"{entry.dist.name} {entry.dist.version}" if entry.dist else ""
         try:

@@ -20,6 +20,7 @@ from typing import Final
 
 from kvdepot.backends import mover_module
 from kvdepot.counting import Counts, depot_counter
+from kvdepot.installing import install_line
 from kvdepot.movers.process import MoverProcess
 from kvdepot.movers.protocol import Copied, Copy, Failed, FromMover, MoverError, NotCopied, Ready, Setup
 from kvdepot.pool.table import Writer
@@ -152,8 +153,7 @@ class MoverTable:
         if module is None:
             self._give_up(
                 mover,
-                f"no mover {offer.mover!r} is installed where the depot runs:"
-                f" pip install 'kvdepot[{offer.mover}]' there",
+                f"no mover {offer.mover!r} is installed where the depot runs: {install_line(offer.mover)} there",
             )
         else:
             self._start(mover)

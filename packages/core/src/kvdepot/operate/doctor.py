@@ -20,6 +20,7 @@ from kvdepot.backends import BackendStatus, list_backends
 from kvdepot.client.operator import ask_depot
 from kvdepot.config import ServerConfig, format_size
 from kvdepot.errors import KVDepotError
+from kvdepot.installing import install_line
 from kvdepot.operate import operations as o
 from kvdepot.pool.files import ENLARGE_TMPFS
 from kvdepot.pool.inventory import name_others
@@ -227,12 +228,12 @@ def _judge_backends(facts: Facts) -> Iterator[Finding]:
         subject = f"backend {backend.name}"
         why = backend.why_unavailable
         if backend.name == "cpu" and why is None and "compiled_copy" not in backend.capabilities:
-            way_out = "install a C compiler, then pip install --force-reinstall --no-cache-dir --no-deps kvdepot-cpu"
+            way_out = f"install a C compiler, then {install_line('cpu')} --force-reinstall --no-cache-dir --no-deps"
             yield Finding(SLOWER, subject, f"{backend.distribution} has no compiled copy", way_out)
         else:
             yield Finding(FINE, subject, f"not usable here: {why}" if why else f"{backend.distribution} works")
     if all(backend.why_unavailable is not None for backend in installed):
-        yield Finding(BROKEN, "backends", "no accelerator can attach from here", "pip install 'kvdepot[cpu]'")
+        yield Finding(BROKEN, "backends", "no accelerator can attach from here", install_line("cpu"))
     yield Finding(FINE, "versions", ", ".join(map(" ".join, facts.packages.items())))
     ours = {number for name, number in facts.packages.items() if name.startswith("kvdepot")}
     if len(ours) > 1:

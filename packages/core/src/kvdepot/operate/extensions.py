@@ -11,11 +11,12 @@ from importlib.metadata import entry_points
 from typing import Any, Final, NoReturn
 
 from kvdepot.errors import ConfigError
+from kvdepot.installing import install_line
 
 logger = logging.getLogger(__name__)
 
 ENTRY_POINT_GROUP: Final = "kvdepot.commands"
-KNOWN_COMMANDS: Final = {"replay": "kvdepot[plan]"}
+KNOWN_COMMANDS: Final = {"replay": "plan"}  # by extra
 
 
 def add_extensions(commands: Any, common: argparse.ArgumentParser, json_output: argparse.ArgumentParser) -> None:
@@ -32,13 +33,13 @@ def add_extensions(commands: Any, common: argparse.ArgumentParser, json_output: 
         except Exception as error:
             # Without this, one broken distribution would end `kvdepot serve` and every other command.
             logger.warning("leaving out the command %s (%s): %r", entry.name, entry.value, error)
-    for name, package in KNOWN_COMMANDS.items():
+    for name, extra in KNOWN_COMMANDS.items():
         if name not in commands.choices:
             # No argument begins with NUL, so all of them, flags and `--help` too, are words that nobody reads.
-            missing = commands.add_parser(name, prefix_chars="\0", help=f"needs {package}")
+            missing = commands.add_parser(name, prefix_chars="\0", help=f"needs kvdepot[{extra}]")
             missing.add_argument("words", nargs="*")
-            missing.set_defaults(run=partial(_refuse, name, package), log_level="warning")
+            missing.set_defaults(run=partial(_refuse, name, extra), log_level="warning")
 
 
-def _refuse(name: str, package: str, _options: argparse.Namespace) -> NoReturn:
-    raise ConfigError(f"kvdepot {name} needs a package: pip install '{package}'")
+def _refuse(name: str, extra: str, _options: argparse.Namespace) -> NoReturn:
+    raise ConfigError(f"kvdepot {name} needs a package: {install_line(extra)}")

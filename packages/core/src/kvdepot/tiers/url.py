@@ -11,14 +11,16 @@ from urllib.parse import parse_qsl, urlsplit
 
 from kvdepot.config import parse_number, parse_size
 from kvdepot.errors import ConfigError
+from kvdepot.installing import install_line
 from kvdepot.tiers.base import Tier, TierPool
 
 ENTRY_POINT_GROUP: Final = "kvdepot.tiers"
 KNOWN_TIERS: Final = {
-    "disk": "kvdepot[disk]", "memory": "kvdepot[disk]", "mooncake": "kvdepot[mooncake]",
-    "s3": "kvdepot[object]", "gs": "kvdepot[object]", "az": "kvdepot[object]", "file": "kvdepot[object]",
-    "valkey": "kvdepot[valkey]", "redis": "kvdepot[valkey]", "rediss": "kvdepot[valkey]", "valkeys": "kvdepot[valkey]",
+    "disk": "disk", "memory": "disk", "mooncake": "mooncake",
+    "s3": "object", "gs": "object", "az": "object", "file": "object",
+    "valkey": "valkey", "redis": "valkey", "rediss": "valkey", "valkeys": "valkey",
 }  # fmt: skip
+"""Extras by scheme."""
 DEADLINE_SECONDS: Final = 1.0  # the default: as long as a lookup waits for tiers (`--promote-seconds`)
 DEFAULT_THREADS: Final = 4  # calls at one time, to hide round trips
 PATIENCE: Final = 10  # a write or a step of a clear may take this many deadlines
@@ -129,7 +131,7 @@ def open_tier(url: TierUrl, pool: TierPool) -> Tier:
     """
     entry = {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}.get(url.scheme)
     if entry is None and url.scheme in KNOWN_TIERS:
-        raise ConfigError(f"--tier {url.name} needs a package: pip install '{KNOWN_TIERS[url.scheme]}'")
+        raise ConfigError(f"--tier {url.name} needs a package: {install_line(KNOWN_TIERS[url.scheme])}")
     if entry is None:
         known = ", ".join(sorted({*KNOWN_TIERS, *(e.name for e in entry_points(group=ENTRY_POINT_GROUP))}))
         raise ConfigError(f"--tier {url.name}: no tier {url.scheme!r}; there are {known}")
@@ -137,7 +139,8 @@ def open_tier(url: TierUrl, pool: TierPool) -> Tier:
         opener: Callable[[TierUrl, TierPool], Tier] = entry.load()
         import_module("xxhash")  # needed for the trailers of all tiers
     except ImportError as error:
-        way_out = f"pip install '{KNOWN_TIERS[url.scheme]}'" if url.scheme in KNOWN_TIERS else "install its library"
+        extra = KNOWN_TIERS.get(url.scheme)
+        way_out = f"pip install 'kvdepot[{extra}]'" if extra else "install its library"
         raise ConfigError(f"--tier {url.name} needs {error.name or 'a library'}: {way_out}") from error
     url.deadline_seconds = url.take_number("deadline", DEADLINE_SECONDS, 0.01)
     url.num_threads = int(url.take_number("threads", DEFAULT_THREADS, 2, _MOST_THREADS))
