@@ -1,6 +1,7 @@
 """The allocation of extents, compared with a model that tracks every 4 KiB."""
 
 import itertools
+from collections.abc import Iterator, Sequence
 from random import Random
 
 import pytest
@@ -18,6 +19,12 @@ def pages_of(offset: int, num_bytes: int) -> set[int]:
     """Return the pages that an extent of `num_bytes` covers."""
     assert offset % PAGE == 0
     return set(range(offset // PAGE, -(-(offset + num_bytes) // PAGE)))
+
+
+def restore(allocator: ExtentAllocator, extents: Sequence[tuple[int, int, int]]) -> Iterator[list[int]]:
+    """Restore extents, each given with its offset, bytes and owner."""
+    offsets, sizes, owners = zip(*extents, strict=True) if extents else ((), (), ())
+    return allocator.restore(offsets, sizes, owners)
 
 
 class AllocatorMachine(RuleBasedStateMachine):
@@ -108,7 +115,7 @@ def test_extents_of_one_store_are_neighbours_if_a_hole_has_room_for_all() -> Non
 @given(st.lists(st.tuples(st.integers(-1, 70).map(lambda p: p * PAGE // 2), st.integers(0, 10 * PAGE)), max_size=12))
 def test_extents_of_an_earlier_life_are_taken_if_they_can_be(wanted: list[tuple[int, int]]) -> None:
     allocator = ExtentAllocator(CAPACITY)
-    places = {place for some in allocator.restore(len(wanted), lambda place: (*wanted[place], 0)) for place in some}
+    places = {place for some in restore(allocator, [(*each, 0) for each in wanted]) for place in some}
     taken = [place in places for place in range(len(wanted))]
     used: set[int] = set()
     for (offset, num_bytes), is_taken in zip(wanted, taken, strict=True):
@@ -132,7 +139,7 @@ def test_a_pool_that_is_ready_in_part_is_restored_and_grows_in_the_meantime(grow
     allocator = ExtentAllocator(CAPACITY, 16 * PAGE)
     extents = [(2 * PAGE, 5000), (8 * PAGE, PAGE), (20 * PAGE, PAGE)]
     taken: list[int] = []
-    for step, some in enumerate(allocator.restore(len(extents), lambda place: (*extents[place], 0))):
+    for step, some in enumerate(restore(allocator, [(*each, 0) for each in extents])):
         if step == grows_at:
             allocator.grow(18 * PAGE)
         taken += some
@@ -212,7 +219,7 @@ class TestOwnersInArenas:
         found = [(offset, PAGE, owner) for owner, offsets in enumerate(self.fill(allocator)) for offset in offsets]
         kept = found[::3]
         following = ExtentAllocator(self.CAPACITY, arena_bytes=self.ARENA)
-        assert sum(len(some) for some in following.restore(len(kept), kept.__getitem__)) == len(kept)
+        assert sum(len(some) for some in restore(following, kept)) == len(kept)
         following.check_integrity([(offset, size) for offset, size, _ in kept])
         new = following.allocate([PAGE] * 32, [1] * 32, anywhere=False)
         assert len(new) == 32
@@ -220,7 +227,7 @@ class TestOwnersInArenas:
 
     def test_all_arenas_of_a_large_extent_keep_its_owner_over_a_restart(self, allocator: ExtentAllocator) -> None:
         kept = [(0, 9 * PAGE, 1)]
-        assert [*allocator.restore(1, kept.__getitem__)][-1] == [0]
+        assert [*restore(allocator, kept)][-1] == [0]
         allocator.check_integrity([(0, 9 * PAGE)])
         assert allocator.allocate([PAGE], [1], anywhere=False) == [9 * PAGE]
         assert allocator.allocate([PAGE], [0], anywhere=False) == [12 * PAGE]

@@ -162,7 +162,7 @@ def test_neither_uses_nor_late_stores_revoke_the_end_of_an_outdated_generation()
     bench.depot.background.work()
     assert ended(bench, run) == {True}
     outdated = bench.depot.labels.number_of("default", "model", namespace("1").weights)
-    bench.index.add_node(bench.index.spaces[0], bytes(32), 0xFFFFFFFF, 0, outdated)
+    bench.index.add_level(bench.index.spaces[0], [bytes(32)], [0xFFFFFFFF], 0, [outdated])
     assert bench.index.nodes.tree.ended[bench.index.spaces[0].nodes[bytes(32)]]
 
 

@@ -4,7 +4,7 @@ A record is free, being written, sealed, abandoned (its chunk can be stored agai
 extent) or lingering (removed while a tier copies it).
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
@@ -16,7 +16,7 @@ from kvdepot.index.quotas import QuotaTable
 from kvdepot.index.tree import NO_NODE, Nodes, Space
 from kvdepot.layout import Part, fewest, layers_of_both, mask_of
 from kvdepot.pool.extents import EXTENT_ALIGNMENT_BYTES, ExtentAllocator, extent_size
-from kvdepot.pool.table import OWNER_BYTES, SEALED, Entry, IndexTable, NewRecord, Record, Writer, place_number
+from kvdepot.pool.table import OWNER_BYTES, SEALED, Content, Entry, IndexTable, NewRecord, Record, Writer, place_number
 from kvdepot.wire.messages import EXTENT
 
 _NO_LABEL: Final = 1 << 32  # above any label of a record
@@ -422,12 +422,48 @@ class Entries:
         self.num_sealed += len(entries)
         return nodes, [*new], groups
 
-    def restore(self, record: Record, node: int) -> None:
-        """Take over a sealed entry of an earlier server. Its extent is taken already."""
-        self._link(record.entry, node)
-        self._place_of[record.entry] = self._number_of(place_number(record.group, record.part))
-        self._quotas.account(self._nodes.label[node], self._nodes.tree.share[node], extent_size(record.num_bytes))
-        self.num_sealed += 1
+    def restore(
+        self,
+        space: Space,
+        found: Iterable[tuple[Entry, int, Content]],
+        sealed_groups: "memoryview[int]",
+    ) -> list[Entry]:
+        """Take over sealed entries of an earlier server, whose extents are taken already.
+
+        Leave an entry if its node has one of the same place.
+
+        Args:
+            space: the space of all entries.
+            found: the entries, each with its node and its record.
+            sealed_groups: by node; gets the bits of groups that become whole.
+
+        Returns:
+            the entries that were taken over.
+        """
+        first, following, node_of, place_of = self._first, self._next, self._node_of, self._place_of
+        last_use, labels, numbers = self._nodes.last_use, self._nodes.label, self._places
+        page, num_pages = EXTENT_ALIGNMENT_BYTES, defaultdict[int, int](int)  # by label
+        taken: list[Entry] = []
+        for entry, node, (place, num_bytes, _, _, _, used) in found:
+            number = numbers.get(place)
+            if number is None:
+                number = self._number_of(place)
+            other = head = first[node]
+            while other != _NO_ENTRY and place_of[other] != number:
+                other = following[other]
+            if other != _NO_ENTRY:
+                continue
+            first[node], following[entry], node_of[entry], place_of[entry] = entry, head, node, number
+            if last_use[node] < used:  # noqa: PLR1730  # a call for each entry
+                last_use[node] = used
+            whole = space.whole.get(place)
+            sealed_groups[node] |= self.whole_bit(node, place & 0xFFFF) if whole is None else whole
+            num_pages[labels[node]] += -(-num_bytes // page)
+            taken.append(entry)
+        for label, count in num_pages.items():
+            self._quotas.account(label, self._quotas.share_of(label), count * page)
+        self.num_sealed += len(taken)
+        return taken
 
     def restore_unfinished(self, record: Record) -> None:
         """Take over an unfinished entry as abandoned. Its extent counts against its tenant."""
@@ -535,11 +571,6 @@ class Entries:
                 self.give_back([entry])
 
     # --- links and bytes ------------------------------------------------------------------------------------------
-
-    def _link(self, entry: Entry, node: int) -> None:
-        self._node_of[entry] = node
-        self._next[entry] = self._first[node]
-        self._first[node] = entry
 
     def _unlink(self, entry: Entry, node: int) -> None:
         following = self._next[entry]

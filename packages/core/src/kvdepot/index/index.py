@@ -6,6 +6,7 @@ the parts directly for everything else: `index.nodes`, `index.visibility`, `inde
 """
 
 from bisect import bisect_left, bisect_right
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, islice
 from typing import Final
@@ -257,9 +258,17 @@ class ChunkIndex:
             self._space_by_spec[digest] = space
         return space
 
-    def add_node(self, space: Space, key: bytes, parent: int, depth: int, label: int) -> int:
-        """Add a node without entries. There must be a free number."""
-        return self._start_nodes(space, [key], parent, depth, label)[0]
+    def add_level(
+        self, space: Space, keys: Sequence[bytes], parents: Sequence[int], depth: int, labels: Sequence[int]
+    ) -> None:
+        """Add chunks of one depth as nodes without entries: see `Nodes.add_level`."""
+        nodes = self.nodes.add_level(space, keys, parents, depth, labels)
+        of_label: defaultdict[int, list[int]] = defaultdict(list)
+        for node, label in zip(nodes, labels, strict=True):
+            of_label[label].append(node)
+        for label, own in of_label.items():
+            self.shares.add_nodes(own, label)
+        self.entries.add_nodes(nodes)
 
     def _start_nodes(self, space: Space, keys: Sequence[bytes], parent: int, depth: int, label: int) -> list[int]:
         nodes = self.nodes.add(space, keys, parent, depth, label)

@@ -6,21 +6,24 @@ sealed record that does not verify or fit is freed.
 
 import logging
 from array import array
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from heapq import merge
 from typing import Final
 
 from kvdepot.index.columns import make_column
 from kvdepot.index.index import ChunkIndex
-from kvdepot.index.tree import NO_NODE
+from kvdepot.index.tree import NO_NODE, Space
 from kvdepot.layout import Part, Plane
 from kvdepot.pool.extents import sorted_runs
-from kvdepot.pool.table import FREE, PARENT_BYTES, SEALED, WRITING, Entry, Record
+from kvdepot.pool.table import FREE, PARENT_BYTES, WRITING, Content, Entry
 from kvdepot.wire.messages import CacheSpec
 
 logger = logging.getLogger(__name__)
 
-_STEP: Final = 500  # records, or restored chunks, per step
+_STEP: Final = 250  # records, or restored chunks, per step: half a millisecond
+_DEPTH_MASK: Final = 0xFFFFFFFF  # of the number of a level; the space is above it
+_UNFINISHED: Final = (1 << 64) - 1  # the level of unfinished entries, which no space has
 
 
 def restore(index: ChunkIndex, spaces: Sequence[CacheSpec], num_labels: int = 1 << 32) -> Iterator[Entry | None]:
@@ -53,22 +56,21 @@ def _restore(index: ChunkIndex, num_labels: int) -> Iterator[Entry | None]:
             _start_cold(index)
             steps = TablePass(index, 0, 0)  # takes over only the extents of unfinished entries
             yield from steps.run()
-        for count, node in enumerate(steps.nodes):
-            _reveal(index, node)
-            if count % _STEP == 0:
-                yield None
+        for start in range(0, len(index.nodes), _STEP):
+            _reveal(index, range(start, min(start + _STEP, len(index.nodes))))
+            yield None
         yield from steps.unfinished
     # Also after an error: a frozen evictor would let every store into a full pool be declined for good.
     finally:
         index.evictor.is_frozen = False
 
 
-def _reveal(index: ChunkIndex, node: int) -> None:
+def _reveal(index: ChunkIndex, nodes: range) -> None:
     try:
-        index.visibility.reveal([node])
+        index.visibility.reveal(nodes)
     except Exception:
         if not index.num_restore_errors:
-            logger.exception("an entry of an earlier server could not be made visible: lookups may never find it")
+            logger.exception("some entries of an earlier server could not be made visible: lookups may never find them")
         index.num_restore_errors += 1
 
 
@@ -86,104 +88,119 @@ class TablePass:
     """One pass over the table, done by `run`."""
 
     def __init__(self, index: ChunkIndex, num_spaces: int, num_labels: int) -> None:
-        self.nodes = array("I")  # of sealed entries, not visible yet; parents first
         self.unfinished: list[Entry] = []  # with an extent and without a chunk
         self._index = index
         self._num_spaces = num_spaces
         self._num_labels = num_labels
         self._is_used = make_column("B", index.table.num_records)
+        self._fits: defaultdict[int, dict[int, bool]] = defaultdict(dict)  # by space and place
+        self._levels: defaultdict[int, list[Entry]] = defaultdict(list)  # sealed entries by space and depth
 
     def run(self) -> Iterator[None]:
         """Rebuild nodes and entries."""
-        records: list[Record] = []
-        yield from self._read(records)
-        by_depth: dict[int, list[Record]] = {}
-        yield from self._take_extents(records, by_depth)
-        records.clear()  # leaves the only references in `by_depth`, so that they are freed level by level
-        yield from self._make_nodes(by_depth)
+        yield from self._take_extents()
+        yield from self._make_nodes()
         yield from self._free_others()
         yield from self._tell_policies()
 
-    def _read(self, records: list[Record]) -> Iterator[None]:
-        """Read the records worth restoring, and all unfinished ones, to free their extents later."""
-        for entry in self._index.table.entries:
-            record = self._index.table.record(entry)
-            if record is not None and (
-                record.state == WRITING or (record.space < self._num_spaces and record.label < self._num_labels)
+    def _take_extents(self) -> Iterator[None]:
+        """Take over the extents of records worth restoring and of all unfinished ones, to free these later."""
+        table, index, num_spaces, num_labels = self._index.table, self._index, self._num_spaces, self._num_labels
+        entries = list[Entry]()
+        offsets, sizes, owners, levels = array("Q"), array("I"), array("Q"), array("Q")
+        for start in range(0, table.num_records, _STEP):
+            for entry, state, space, place, offset, num_bytes, depth, label in table.verified(
+                start, min(start + _STEP, table.num_records)
             ):
-                records.append(record)
-            if entry % _STEP == 0:
-                yield
-        self._index.entries.num_known = records[-1].entry + 1 if records else 0
-
-    def _take_extents(self, records: list[Record], by_depth: dict[int, list[Record]]) -> Iterator[None]:
-        """Take over the extents. Group the sealed records by depth."""
-        for places in self._index.extents.restore(
-            len(records), lambda place: (records[place].offset, records[place].num_bytes, records[place].part)
-        ):
-            for place in places:
-                record = records[place]
-                if record.state == SEALED:
-                    by_depth.setdefault(record.depth, []).append(record)
+                if state == WRITING:
+                    levels.append(_UNFINISHED)
+                elif space < num_spaces and label < num_labels:
+                    levels.append(space << 32 | depth)
                 else:
-                    self._index.entries.restore_unfinished(record)
-                    self._is_used[record.entry] = 1
-                    self.unfinished.append(record.entry)
+                    continue
+                entries.append(entry)
+                offsets.append(offset)
+                sizes.append(num_bytes)
+                owners.append(place >> 16)
             yield
-        self.unfinished.sort()
+        index.entries.num_known = entries[-1] + 1 if entries else 0
+        by_level = self._levels
+        for positions in index.extents.restore(offsets, sizes, owners):
+            for position in positions:
+                by_level[levels[position]].append(entries[position])
+            yield
+        self.unfinished = sorted(by_level.pop(_UNFINISHED, ()))
+        for count, entry in enumerate(self.unfinished):
+            record = table.record(entry)
+            assert record is not None
+            index.entries.restore_unfinished(record)
+            self._is_used[entry] = 1
+            if count % _STEP == 0:
+                yield
 
-    def _make_nodes(self, by_depth: dict[int, list[Record]]) -> Iterator[None]:
+    def _make_nodes(self) -> Iterator[None]:
         """Add nodes, level by level."""
-        above: dict[bytes, int] = {}
-        for depth in sorted(by_depth):
-            if depth and depth - 1 not in by_depth:
+        above, last = dict[bytes, int](), _UNFINISHED
+        for number in sorted(self._levels):
+            if number != last + 1 or not number & _DEPTH_MASK:
                 above = {}  # the level directly above is missing
-            level: dict[bytes, int] = {}
-            records = by_depth[depth][::-1]
-            by_depth[depth] = []
-            while records:
-                record = records.pop()
-                if self._take_entry(record, above, level):
-                    self._is_used[record.entry] = 1
-                else:
-                    self._index.extents.free([(record.offset, record.num_bytes)])
-                if len(records) % _STEP == 0:
-                    yield
+            last, level = number, dict[bytes, int]()
+            entries = self._levels.pop(number)
+            space, first = self._index.spaces[number >> 32], len(self._index.nodes.tree.keys)
+            for start in range(0, len(entries), _STEP):
+                self._take_entries(space, number & _DEPTH_MASK, entries[start : start + _STEP], above, level, first)
+                yield
             above = level
 
-    def _take_entry(self, record: Record, above: dict[bytes, int], level: dict[bytes, int]) -> bool:
-        """Take over an entry. `above` and `level` are nodes by key, one depth up and at this depth.
+    def _take_entries(
+        self,
+        space: Space,
+        depth: int,
+        entries: Sequence[Entry],
+        above: dict[bytes, int],
+        level: dict[bytes, int],
+        first: int,
+    ) -> None:
+        """Take over entries of chunks of one depth, or free them.
 
-        The keys of both are the space and the start of the chunk's key, because records refer to parents like that.
+        `above` and `level` are nodes by the start of their keys, one depth up and at this depth, because records refer
+        to parents like that. Nodes from `first` on are of this depth.
         """
-        nodes, entries = self._index.nodes, self._index.entries
-        space = nodes.spaces[record.space]
-        suffix = space.number.to_bytes(4, "little")
-        name = record.key[:PARENT_BYTES] + suffix
-        if record.group >= len(space.spec.groups):
-            return False
-        shape = space.spec.groups[record.group]
-        if not Part.of(record.part).is_in(Plane(shape.layers, shape.heads)):
-            return False
-        parent = above.get(record.parent + suffix, NO_NODE)
-        # A chunk before it is lost. No lookup would find this one, and it would take room until it is evicted.
-        if space.full_mask and record.depth and parent == NO_NODE:
-            return False
-        node = space.nodes.get(record.key)
-        if node is None:
-            if name in level:
-                level[name] = NO_NODE  # two keys have the same start: ambiguous parents
-                return False
-            node = self._index.add_node(space, record.key, parent, record.depth, record.label)
-            nodes.last_use[node] = 0
-            self.nodes.append(node)
-            level[name] = node
-        elif nodes.depth[node] != record.depth or entries.find(node, record.group, record.part) is not None:
-            return False
-        entries.restore(record, node)
-        nodes.last_use[node] = max(nodes.last_use[node], record.last_use)
-        self._index.visibility.sealed_groups[node] |= entries.is_whole(record.entry)
-        return True
+        index, table, find, fits = self._index, self._index.table, space.nodes.get, self._fits[space.number]
+        needs_parent = bool(space.full_mask and depth)
+        next_node = len(index.nodes.tree.keys)
+        keys: list[bytes] = []  # of new nodes, like the next two
+        parents: list[int] = []
+        labels: list[int] = []
+        found: list[tuple[Entry, int, Content]] = []
+        for entry, content in zip(entries, table.contents(entries), strict=True):
+            place, _, key, before, label, _ = content
+            is_fit, parent = fits.get(place), above.get(before, NO_NODE)
+            if is_fit is None:
+                is_fit = fits[place] = _fits(space, place)
+            # A chunk before it is lost. No lookup would find this one, and it would take room until it is evicted.
+            if not is_fit or (needs_parent and parent == NO_NODE):
+                continue
+            node = find(key)
+            if node is None:
+                name = key[:PARENT_BYTES]
+                node = level.get(name)
+                if node is None:
+                    node = level[name] = next_node + len(keys)
+                    keys.append(key)
+                    parents.append(parent)
+                    labels.append(label)
+                elif node == NO_NODE or node < next_node or keys[node - next_node] != key:
+                    level[name] = NO_NODE  # two keys have the same start: ambiguous parents
+                    continue
+            elif node < first:
+                continue  # its key is at another depth, too
+            found.append((entry, node, content))
+        index.add_level(space, keys, parents, depth, labels)
+        is_used = self._is_used
+        for entry in index.entries.restore(space, found, index.visibility.sealed_groups):
+            is_used[entry] = 1
+        index.extents.free([table.extent(entry) for entry in entries if not is_used[entry]])
 
     def _free_others(self) -> Iterator[None]:
         """Free the records that were not taken over."""
@@ -198,19 +215,25 @@ class TablePass:
                 yield
 
     def _tell_policies(self) -> Iterator[None]:
-        """Add the nodes to their policies, the most recently used last."""
-        last_use, depth, shares = self._index.nodes.last_use, self._index.nodes.depth, self._index.shares
-        keys: list[int] = []
-        for count, node in enumerate(self.nodes):
-            keys.append(last_use[node] << 64 | depth[node] << 32 | node)
-            if count % _STEP == 0:
-                yield
+        """Add the nodes to their policies, the most recently used last: of one second, the deepest."""
+        nodes = self._index.nodes
+        by_use: defaultdict[int, array[int]] = defaultdict(lambda: array("I"))
+        for start in range(0, len(nodes), _STEP):
+            for node, used in enumerate(nodes.last_use[start : min(start + _STEP, len(nodes))], start):
+                by_use[used].append(node)
+            yield
         runs: list[list[int]] = []
-        for run in sorted_runs(keys):
+        for run in sorted_runs([*by_use]):
             runs.append(run)
             yield
-        for count, key in enumerate(merge(*runs)):
-            node = key & 0xFFFFFFFF
-            shares.policy_of(node).added([node])
-            if count % _STEP == 0:
+        for used in merge(*runs):
+            own = by_use.pop(used)
+            for start in range(0, len(own), _STEP):
+                self._index.shares.added(own[start : start + _STEP])
                 yield
+
+
+def _fits(space: Space, place: int) -> bool:
+    """Return whether a space has the group and the cells of a place."""
+    groups, group = space.spec.groups, place & 0xFFFF
+    return group < len(groups) and Part.of(place >> 16).is_in(Plane(groups[group].layers, groups[group].heads))

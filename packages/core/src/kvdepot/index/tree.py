@@ -3,6 +3,7 @@
 A node number is reused once its chunk was evicted and has no holds.
 """
 
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -139,6 +140,29 @@ class Nodes:
             parent = node
             depth += 1
         self._free = free
+        space.nodes.update(zip(keys, nodes, strict=True))
+        return nodes
+
+    def add_level(
+        self, space: Space, keys: Sequence[bytes], parents: Sequence[int], depth: int, labels: Sequence[int]
+    ) -> range:
+        """Add chunks of one depth as nodes without holds. Return their numbers, which follow the highest one so far.
+
+        There must be as many higher numbers. The caller sets `share`, `ended` and `last_use`.
+        """
+        tree, count = self.tree, len(keys)
+        nodes = range(len(tree.keys), len(tree.keys) + count)
+        own = slice(nodes.start, nodes.stop)
+        # A number that was never used has zeros in all columns.
+        tree.keys += keys
+        tree.parent[own] = array("I", parents)
+        self.depth[own] = array("I", [depth]) * count
+        self.space_number[own] = array("I", [space.number]) * count
+        self.label[own] = array("I", labels)
+        num_children = tree.num_children
+        for parent in parents:
+            if parent != NO_NODE:
+                num_children[parent] += 1
         space.nodes.update(zip(keys, nodes, strict=True))
         return nodes
 

@@ -8,7 +8,7 @@ worker that copies one part of eight touches an eighth of the pool, and register
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from heapq import merge
 from itertools import islice, pairwise
 from typing import Final
@@ -238,50 +238,55 @@ class ExtentAllocator:
             self._add_free(start, end - start)
         self.used_bytes -= freed
 
-    def restore(self, count: int, extent: Callable[[int], tuple[int, int, int]]) -> Iterator[list[int]]:
+    def restore(self, offsets: Sequence[int], sizes: Sequence[int], owners: Sequence[int]) -> Iterator[list[int]]:
         """Mark extents of an earlier server as used. Call this once, before any allocation.
 
-        `extent(i)` returns `(offset, num_bytes, owner)` of extent `i` of `count`. Iterating over the result does the
-        work. Each item has the numbers of the extents taken in one step. An extent that is misaligned, out of range or
-        overlaps an earlier one is not taken. Nothing can be allocated before the end. An arena belongs to the owner of
-        its first extent.
+        Iterating over the result does the work. Each item has the positions of the extents taken in one step. An extent
+        that is misaligned, out of range or overlaps an earlier one is not taken. Nothing can be allocated before the
+        end. An arena belongs to the owner of its first extent.
+
+        Args:
+            offsets: the offset of each extent.
+            sizes: the `num_bytes` that each was allocated for.
+            owners: the owner of each.
         """
         if self.used_bytes:
             raise ValueError("restore comes before the first allocation")
         for start in list(self._size_at):
             self._remove(start)
         self._is_restoring = True
-        return self._restore(count, extent)
+        return self._restore(offsets, sizes, owners)
 
-    def _restore(self, count: int, extent: Callable[[int], tuple[int, int, int]]) -> Iterator[list[int]]:
+    def _restore(self, offsets: Sequence[int], sizes: Sequence[int], owners: Sequence[int]) -> Iterator[list[int]]:
         keys: list[int] = []
-        for place in range(count):
-            offset, num_bytes, _ = extent(place)
-            if offset >= 0:
-                keys.append(offset << 96 | num_bytes << 32 | place)
-            if place % _RESTORE_STEP == 0:
-                yield []
+        for start in range(0, len(offsets), _RESTORE_STEP):
+            some = offsets[start : start + _RESTORE_STEP]
+            keys += [offset << 32 | place for place, offset in enumerate(some, start)]
+            yield []
         runs: list[list[int]] = []
         for run in sorted_runs(keys):
             runs.append(run)
             yield []
+        page, regions, region_bytes, has_arenas = (
+            EXTENT_ALIGNMENT_BYTES,
+            self.region_bytes,
+            self._region_bytes,
+            self._has_arenas,
+        )
         end = 0
         taken: list[int] = []
         for key in merge(*runs):
-            place = key & 0xFFFFFFFF
-            offset, num_bytes, owner = extent(place)
-            size = extent_size(num_bytes)
-            if offset % EXTENT_ALIGNMENT_BYTES or not end <= offset < offset + size <= self.ready_bytes:
+            offset, place = key >> 32, key & 0xFFFFFFFF
+            size = -(-sizes[place] // page) * page
+            if offset % page or not end <= offset < offset + size <= self.ready_bytes:
                 continue
-            for arena in range(offset // self._arena_bytes, (offset + size - 1) // self._arena_bytes + 1):
-                if self._has_arenas and self._owners[arena] == _NOBODY:
-                    self._owners[arena] = owner
-                    self._holes.setdefault(owner, _Holes())
+            if has_arenas:
+                self._own(offset, size, owners[place])
             if offset > end:
                 self._add_free(end, offset - end)
             taken.append(place)
             self.used_bytes += size
-            self.region_bytes[offset // self._region_bytes] += size
+            regions[offset // region_bytes] += size
             end = offset + size
             if len(taken) == _RESTORE_STEP:
                 yield taken
@@ -290,6 +295,13 @@ class ExtentAllocator:
         if end < self.ready_bytes:
             self._add_free(end, self.ready_bytes - end)
         yield taken
+
+    def _own(self, offset: int, size: int, owner: int) -> None:
+        """Give an owner the arenas of an extent that nobody has."""
+        for arena in range(offset // self._arena_bytes, (offset + size - 1) // self._arena_bytes + 1):
+            if self._owners[arena] == _NOBODY:
+                self._owners[arena] = owner
+                self._holes.setdefault(owner, _Holes())
 
     @property
     def free_bytes(self) -> int:

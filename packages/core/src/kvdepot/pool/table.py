@@ -59,6 +59,10 @@ _KEY_OFFSET: Final = 28
 _CHECK_OFFSET: Final = 84
 _WRITER_OFFSET: Final = 88
 CRC_OFFSET: Final = _FIELDS.size
+# Of a record, parts that many records are read for at once: space, place, page, bytes, depth, label and crc; and place,
+# bytes, key, parent, label and last use.
+_SUMMARY: Final = struct.Struct("<8xIQII48xII16xI24x")
+_CONTENT: Final = struct.Struct("<12xQ4xI32s16s4xI36xQ")
 _CHECKSUM_OFFSET: Final = 104  # before sealing: the owner
 _PLACE: Final = struct.Struct("<Q")
 _WRITER: Final = struct.Struct("<QI")
@@ -67,6 +71,12 @@ _U32: Final = struct.Struct("<I")
 
 NewRecord: TypeAlias = tuple[Entry, int, int, int, bytes, bytes, int, int]
 """Entry, place (`place_number`), offset, payload bytes, key, the parent's key (empty without one), depth, and check."""
+
+Summary: TypeAlias = tuple[Entry, int, int, int, int, int, int, int]
+"""Entry, state, space, place (`place_number`), offset, payload bytes, depth, and label."""
+
+Content: TypeAlias = tuple[int, int, bytes, bytes, int, int]
+"""Place (`place_number`), payload bytes, key, the first 16 bytes of the parent's key, label, and last use."""
 
 
 def place_number(group: int, part: int) -> int:
@@ -346,6 +356,28 @@ class IndexTable:
         """Decode one record; None if it is free or does not verify."""
         header = self.headers[entry]
         return self._read(entry, header) if header & _STATE_MASK in (WRITING, SEALED) else None
+
+    def verified(self, first: int, stop: int) -> Iterator[Summary]:
+        """Read the records from `first` to `stop` that are in use and verify, as `record` does one by one."""
+        start, crc32 = HEADER_PAGE_BYTES + first * RECORD_BYTES, zlib.crc32
+        content = bytearray(self._view[start : start + (stop - first) * RECORD_BYTES])
+        states = bytes(content[::RECORD_BYTES])
+        if not any(states):  # the end of a table that never was full
+            return
+        content[::RECORD_BYTES] = bytes(len(states))  # the checksums cover generations without states
+        entries, in_use = cast("Iterable[Entry]", range(first, stop)), (SEALED, WRITING)
+        with memoryview(content) as records:
+            for entry, state, fields, base in zip(
+                entries, states, _SUMMARY.iter_unpack(records), range(0, len(records), RECORD_BYTES), strict=True
+            ):
+                space, place, page, num_bytes, depth, label, crc = fields
+                if state in in_use and crc32(records[base : base + CRC_OFFSET]) == crc:
+                    yield entry, state, space, place, page * EXTENT_ALIGNMENT_BYTES, num_bytes, depth, label
+
+    def contents(self, entries: Iterable[Entry]) -> list[Content]:
+        """Return the contents of records in use."""
+        view, unpack = self._view, _CONTENT.unpack_from
+        return [unpack(view, HEADER_PAGE_BYTES + entry * RECORD_BYTES) for entry in entries]
 
     @property
     def entries(self) -> Sequence[Entry]:
