@@ -33,6 +33,7 @@ CASES: dict[str, tuple[str, dict[str, Any], int, int]] = {
     "sliding windows, groups that share addresses": ("windows", {}, 1408, 896),
     "windows of one block": ("short-windows", {}, 1408, 896),
     "windows that begin within a chunk": ("windows", {"block_size": 32, "kvdepot": {"chunk_tokens": 384}}, 1152, 768),
+    "windows shorter than a chunk": ("short-windows", {"block_size": 32, "kvdepot": {"chunk_tokens": 384}}, 1152, 768),
     "recurrent states in padded int8 pages": (
         "recurrent",
         {"dtype": "bfloat16", "mamba_ssm_cache_dtype": "float32", "kv_cache_memory_bytes": 256 << 20},

@@ -4,7 +4,7 @@
 import contextlib
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -341,6 +341,61 @@ def test_a_window_may_begin_within_a_chunk() -> None:
     it.side.allocated(request, (blocks(1, 3), [0, 0, 0, 13, 14, 15]), 48)
     (load,) = it.step(request, 0, ((), ())).loads
     assert load.block_ids[1] == [NO_BLOCK, 13, 14, 15]
+
+
+SHORT = EngineGroup(1, GroupKind.SLIDING_WINDOW, 4, 7, ("b",), False, False)  # its window spans two of four blocks
+
+
+def test_a_load_fills_the_blocks_of_a_short_window_before_its_end() -> None:
+    it = scene(FULL, SHORT, num_chunks=3)
+    request = it.asks(60)
+    it.side.allocated(request, (blocks(1, 3), [*([0] * 10), 41, 42]), 48)
+    (load,) = it.step(request, 0, ((), ())).loads
+    assert load.block_ids == ([1, 2, 3], [41, 42])
+
+
+def test_a_load_behind_a_local_prefix_fills_the_blocks_of_a_short_window() -> None:
+    """The blocks 38 and 39 of the prefix stay as they are."""
+    it = scene(FULL, SHORT, num_chunks=3)
+    request = it.request(60)
+    it.side.matched_tokens(request, 16)
+    it.side.allocated(request, (blocks(1, 3), [0, 0, 38, 39, *([0] * 6), 41, 42]), 32)
+    (load,) = it.step(request, 0, ((), ())).loads
+    assert (load.block_ids, load.skip_tokens) == (([2, 3], [41, 42]), 0)
+
+
+@pytest.mark.parametrize(
+    ("row", "tokens"),
+    [
+        ([*([0] * 9), 40, 41, 42], 48),  # vLLM has a block that no chunk keeps
+        ([*([0] * 9), 40, 41], 44),  # vLLM ends the load within a chunk
+        ([*([0] * 10), 41], 48),
+    ],
+)
+def test_a_load_whose_short_window_no_chunk_keeps_is_reported_as_failed(row: list[int], tokens: int) -> None:
+    it = scene(FULL, SHORT, num_chunks=3)
+    request = it.asks(60)
+    it.side.allocated(request, (blocks(1, 3), row), tokens)
+    (load,) = it.step(request, 0, ((), ())).loads
+    assert load.key.num_chunks == 0
+
+
+def test_a_store_reads_the_blocks_of_a_short_window_before_each_chunk_s_end() -> None:
+    """Of chunk 0, vLLM has freed one of the two blocks. Of chunk 1, it has freed only a block before them."""
+    it = scene(FULL, SHORT)
+    request = it.asks(60)
+    row = [0, 0, 0, 33, 34, 0, 36, 37, 38, 39, 40, 41, 42]
+    (job,) = it.step(request, 52, (blocks(1, 4), row)).stores
+    assert job.block_ids == ([1, 2, 3], [36, 37, 40, 41])
+
+
+def test_chunks_that_keep_the_end_of_a_window_have_no_tail_and_a_format_of_their_own() -> None:
+    def cache(window: EngineGroup) -> EngineCache:
+        return EngineCache((FULL, window), 2, 128, 1, "bfloat16", state_step=16)
+
+    short = [replace(WINDOW, window_tokens=tokens) for tokens in (113, 114)]  # of 7 and 8 of 8 blocks
+    assert [cache(window).tail_end(300) for window in short] == [0, 300]
+    assert [cache(window).division for window in short] == [" ends8-7", ""]
 
 
 @pytest.mark.promise(13, 18)

@@ -40,15 +40,15 @@ def test_packed_vectors_and_the_indexer_s_keys_come_back(run_code: RunCode) -> N
 @pytest.mark.slow
 @pytest.mark.promise(17, 29)
 def test_compressed_vectors_windows_and_states_of_compressors_come_back(run_code: RunCode) -> None:
-    """DeepSeek-V4: six groups. A window that is shorter than a chunk is kept for each of its blocks, at this cost."""
+    """DeepSeek-V4: six groups. Of a window shorter than a chunk, only the blocks before the end of the chunk count."""
     found = round_trip(run_code, "of_v4")
     sizes = dict(zip(found.pop("groups"), found.pop("bytes"), strict=True))
     assert found == {"chunk": 256, "parts": 1}
     assert sizes == {
         "full_attention 256 0": 2 * ((584 + 132) / 4 + 584 / 128),  # vectors and keys of 4 tokens, vectors of 128
-        "sliding_window 64 128": 2 * 584,  # in three groups
-        "sliding_window 4 8": 2 * 2 * 2 * (512 + 128) * 4,
-        "sliding_window 8 128": 2 * 2 * 512 * 4,
+        "sliding_window 64 128": 2 * 584 / 2,  # in three groups
+        "sliding_window 4 8": 2 * 2 * 2 * (512 + 128) * 4 / 32,
+        "sliding_window 8 128": 2 * 2 * 512 * 4 / 2,
     }
 
 

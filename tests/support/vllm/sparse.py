@@ -153,10 +153,9 @@ def round_trip(config: Any, layers: dict[str, Any], depot: DepotProcess) -> dict
     order = torch.randperm(engine.config.num_blocks, generator=torch.Generator().manual_seed(3)).tolist()
     tables: list[tuple[list[int], list[int]]] = []
     for group in cache.groups:  # a block belongs to one group at a time
-        count = CHUNKS * cache.chunk_tokens // group.block_tokens
-        if group.kind is GroupKind.SLIDING_WINDOW:
-            per_chunk = cache.chunk_tokens // group.block_tokens
-            count = min(count, per_chunk)  # the last chunk has the window
+        count = group.blocks_per_chunk(cache.chunk_tokens)
+        if group.kind is not GroupKind.SLIDING_WINDOW:  # the last chunk has the window
+            count *= CHUNKS
         tables.append(([order.pop() for _ in range(count)], [order.pop() for _ in range(count)]))
     expected: list[dict[str, list[Any]]] = []
     generator = torch.Generator().manual_seed(5)

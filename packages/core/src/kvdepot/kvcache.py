@@ -25,8 +25,9 @@ BlockIds = Sequence[Sequence[int]]
 """Block ids of a run of chunks, one sequence for each layer group, in token order.
 
 A sequence may cover fewer chunks than the run. Then it covers the *last* chunks: a sliding window keeps only the end of
-a prefix, a recurrent group one state for its last chunks. It always covers whole chunks. In a retrieve, `NO_BLOCK`
-stands for a block that is not wanted: one before the window, in the first chunk that the window reaches."""
+a prefix, a recurrent group one state for its last chunks. It always covers whole chunks, each by the last
+`blocks_per_chunk` of its blocks. In a retrieve, `NO_BLOCK` stands for a block that is not wanted: one before the
+window, in the first chunk that the window reaches."""
 
 NO_BLOCK: Final = -1
 

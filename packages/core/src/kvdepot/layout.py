@@ -1,9 +1,9 @@
 """Arithmetic on blocks, pages and chunks: pure, no I/O.
 
 An engine keeps KV in **blocks** of tokens. Each layer has one **page** of opaque bytes per block. Layers that share a
-block table form a **layer group**. A **chunk** has `chunk_tokens` tokens: `blocks_per_chunk` whole blocks in each
-group. In the pool, the bytes of a chunk and group are ordered by layer, then by block:
-`(num_pages, blocks_per_chunk, page_size_bytes)`.
+block table form a **layer group**. A **chunk** has `chunk_tokens` tokens: whole blocks in each group, of which it keeps
+the last `blocks_per_chunk`: all, unless a window or a state needs fewer. In the pool, the bytes of a chunk and group
+are ordered by layer, then by block: `(num_pages, blocks_per_chunk, page_size_bytes)`.
 
 The layers and heads of a group over the whole model are its **plane**. A worker holds a **part** of it, a rectangle.
 Workers of engines with other ranks hold other parts; the cells that two parts share are the same bytes. If ranks divide
@@ -224,8 +224,8 @@ class LayerGroup:
         return sum(page.page_size_bytes for page in self.pages)
 
     def blocks_per_chunk(self, chunk_tokens: int) -> int:
-        """Return the number of blocks per chunk (a recurrent group has one state per chunk)."""
-        return 1 if self.kind is GroupKind.RECURRENT else chunk_tokens // self.block_tokens
+        """Return the number of blocks that a chunk keeps: see the function of this name."""
+        return blocks_per_chunk(self.kind, self.block_tokens, self.window_tokens, chunk_tokens)
 
     def chunk_size_bytes(self, chunk_tokens: int) -> int:
         """Return the bytes of one chunk of this group on this worker."""
@@ -284,6 +284,14 @@ def layers_of_both(mine: Part, other: Part) -> range:
 def window_chunks(window_tokens: int, chunk_tokens: int) -> int:
     """Return how many chunks a window spans before a boundary: the next token sees `window_tokens - 1` tokens."""
     return max(1, -(-(window_tokens - 1) // chunk_tokens))
+
+
+def blocks_per_chunk(kind: GroupKind, block_tokens: int, window_tokens: int, chunk_tokens: int) -> int:
+    """Return how many blocks of a group a chunk keeps, its last ones: one state, or the blocks that a window spans."""
+    if kind is GroupKind.RECURRENT:
+        return 1
+    spanned = chunk_tokens // block_tokens
+    return min(spanned, window_chunks(window_tokens, block_tokens)) if kind is GroupKind.SLIDING_WINDOW else spanned
 
 
 def check_block_ids(

@@ -11,7 +11,7 @@ spans as many times the tokens of a page, and each rank's share of a head counts
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, cast
@@ -20,7 +20,7 @@ from blake3 import blake3
 
 from kvdepot.backends import CacheGroup
 from kvdepot.errors import LayoutError
-from kvdepot.layout import MAXIMUM_HEADS, GroupKind, Part, Plane, default_chunk_tokens
+from kvdepot.layout import MAXIMUM_HEADS, GroupKind, Part, Plane, blocks_per_chunk, default_chunk_tokens
 from kvdepot.wire.messages import CacheSpec, GroupShape
 
 _LEAST_CHUNK_WITH_TAIL: Final = 128  # tokens: the incomplete chunk of smaller ones is quickly computed again
@@ -69,6 +69,16 @@ class EngineGroup:
         """The heads of the plane: one for each shard of each KV head."""
         return self.heads * self.num_shards
 
+    def blocks_per_chunk(self, chunk_tokens: int) -> int:
+        """Return how many blocks a chunk keeps, its last ones."""
+        return blocks_per_chunk(self.kind, self.block_tokens, self.window_tokens, chunk_tokens)
+
+    def kept(self, row: Sequence[int], first: int, stop: int, chunk_tokens: int) -> list[int]:
+        """Return the blocks that chunks `first` to `stop` keep, from a row of vLLM's block table."""
+        stride, count = chunk_tokens // self.block_tokens, self.blocks_per_chunk(chunk_tokens)
+        ends = range((first + 1) * stride, stop * stride + 1, stride)
+        return [block for end in ends for block in row[end - count : end]]
+
 
 @dataclass(frozen=True, slots=True)
 class EngineCache:
@@ -98,12 +108,26 @@ class EngineCache:
         """The number of groups that keep recurrent states."""
         return sum(group.kind is GroupKind.RECURRENT for group in self.groups)
 
+    @property
+    def num_kept(self) -> tuple[int, ...]:
+        """The number of blocks that a chunk keeps, by group."""
+        return tuple(group.blocks_per_chunk(self.chunk_tokens) for group in self.groups)
+
+    @property
+    def has_short_window(self) -> bool:
+        """Whether a chunk keeps only its end in a group of windows."""
+        return any(
+            group.kind is GroupKind.SLIDING_WINDOW and kept * group.block_tokens < self.chunk_tokens
+            for group, kept in zip(self.groups, self.num_kept, strict=True)
+        )
+
     def tail_end(self, prompt_tokens: int) -> int:
         """Return the token up to which prefill engines hand a prompt over, with its last, incomplete chunk.
 
-        Return 0 if chunks are so small that an incomplete one is not worth handing over.
+        Return 0 if chunks are so small that an incomplete one is not worth handing over. A short window ends elsewhere
+        in an incomplete chunk, and could need one block more than a chunk keeps.
         """
-        if self.chunk_tokens < _LEAST_CHUNK_WITH_TAIL:
+        if self.chunk_tokens < _LEAST_CHUNK_WITH_TAIL or self.has_short_window:
             return 0
         if not self.num_recurrent:
             return prompt_tokens
@@ -116,9 +140,10 @@ class EngineCache:
 
     @property
     def division(self) -> str:
-        """The division of a block's tokens among ranks, as a part of the format; "" if each rank has all of them."""
+        """The division of a block's tokens among ranks and the kept ends of chunks, as a part of the format, or ""."""
         shards = max(group.num_shards for group in self.groups)
-        return f" cp{shards}x{self.interleave_tokens}" if shards > 1 else ""
+        text = f" cp{shards}x{self.interleave_tokens}" if shards > 1 else ""
+        return text + " ends" + "-".join(map(str, self.num_kept)) if self.has_short_window else text
 
     def number_of(self, seat: Seat) -> int:
         """Return the number of a worker in its engine."""

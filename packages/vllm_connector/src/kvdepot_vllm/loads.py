@@ -83,9 +83,10 @@ class Loads:
         chunk_tokens = self._cache.chunk_tokens
         first, skip_tokens = divmod(state.local_tokens, chunk_tokens)
         stop = -(-end // chunk_tokens)  # vLLM may end a load within a chunk
-        # A chunk holds only the recurrent state at its end.
-        has_state = not self._cache.num_recurrent or end in (stop * chunk_tokens, state.tail_end)
-        block_ids = blocks_to_fill(self._cache, table, first, end, self._null_block()) if has_state else None
+        # Of a recurrent state or a short window, a chunk holds only the end.
+        is_exact = not (self._cache.num_recurrent or self._cache.has_short_window)
+        has_end = is_exact or end in (stop * chunk_tokens, state.tail_end)
+        block_ids = blocks_to_fill(self._cache, table, state.local_tokens, end, self._null_block()) if has_end else None
         if block_ids is None or stop > state.num_leased:
             logger.error(
                 "request %s: a load of tokens %d to %d does not fit the %d chunks of %d tokens that were found; they"
@@ -126,19 +127,26 @@ class Loads:
 
 
 def blocks_to_fill(
-    cache: EngineCache, table: BlockTable, first: int, stop_tokens: int, null_block: int
+    cache: EngineCache, table: BlockTable, first_tokens: int, stop_tokens: int, null_block: int
 ) -> tuple[list[int], ...] | None:
-    """Return the blocks, as `BlockIds`, that a load of chunks from `first` on fills; None if one is missing.
+    """Return the blocks, as `BlockIds`, that a load of tokens `first_tokens` to `stop_tokens` fills; None if one lacks.
 
-    The load ends at token `stop_tokens`, which may be within its last chunk. That chunk's later blocks are `NO_BLOCK`.
+    The load may end within its last chunk, whose later blocks are `NO_BLOCK`. If a chunk keeps only the end of a
+    window, it ends with that chunk.
     """
     result: list[list[int]] = []
-    for group in cache.groups:
+    first = first_tokens // cache.chunk_tokens
+    for group, kept in zip(cache.groups, cache.num_kept, strict=True):
         row, step = table[group.number], cache.chunk_tokens // group.block_tokens
         num_blocks = -(-stop_tokens // group.block_tokens)
         if group.kind is GroupKind.RECURRENT:
             ids = list(row[num_blocks - 1 : num_blocks])
             if ids in ([], [null_block]):
+                return None
+        elif kept < step:
+            ids = list(row[num_blocks - kept : num_blocks])
+            before = row[first_tokens // group.block_tokens : num_blocks - kept]
+            if len(row) < num_blocks or any(block != null_block for block in before):  # vLLM's window is longer
                 return None
         else:
             ids = list(row[first * step : num_blocks])

@@ -14,7 +14,7 @@ from typing import Any, Final
 from kvdepot.counting import Counts, engine_counter
 from kvdepot.layout import GroupKind
 from kvdepot_vllm.engine import BlockPool, BlockTable
-from kvdepot_vllm.groups import EngineCache, EngineGroup
+from kvdepot_vllm.groups import EngineCache
 from kvdepot_vllm.jobs import StoreJob
 from kvdepot_vllm.settings import Settings
 from kvdepot_vllm.state import RequestState, end_span, start_span
@@ -80,7 +80,7 @@ class Stores:
         self._on_planned = on_planned
         self._on_ended = on_ended
         self._clock = clock
-        self._blocks_per_chunk = [_blocks_per_chunk(cache, group) for group in cache.groups]
+        self._blocks_per_chunk = cache.num_kept
         self._planned: list[StoreJob] = []
         self._pending: dict[int, _PendingStore] = {}
         self._put_off: deque[_PutOff] = deque()  # the oldest first
@@ -192,10 +192,9 @@ class Stores:
 
         def is_held(chunk: int) -> bool:
             for group in self._cache.groups:
-                step = self._cache.chunk_tokens // group.block_tokens
                 if group.kind is GroupKind.RECURRENT and not group.states_by_position:
                     continue
-                for block_id in rest.table[group.number][chunk * step : (chunk + 1) * step]:
+                for block_id in group.kept(rest.table[group.number], chunk, chunk + 1, self._cache.chunk_tokens):
                     known = rest.hashes[block_id]
                     is_same = known is not None and pool.blocks[block_id].block_hash == known
                     if block_id != pool.null_block.block_id and not is_same:
@@ -336,11 +335,6 @@ class Stores:
         self._call_afterwards(state)
 
 
-def _blocks_per_chunk(cache: EngineCache, group: EngineGroup) -> int:
-    """Return how many blocks of a group one chunk takes."""
-    return 1 if group.kind is GroupKind.RECURRENT else cache.chunk_tokens // group.block_tokens
-
-
 def blocks_to_store(
     cache: EngineCache, table: BlockTable, first: int, stop: int, states: Mapping[int, int], null_block: int
 ) -> tuple[list[int], ...]:
@@ -357,15 +351,11 @@ def blocks_to_store(
         null_block: marks places of the table without a block.
     """
     result: list[list[int]] = []
-    for group in cache.groups:
-        row, stride = table[group.number], cache.chunk_tokens // group.block_tokens
-        if group.kind is not GroupKind.RECURRENT:
-            ids = list(row[first * stride : stop * stride])
-        elif group.states_by_position:
-            ids = list(row[(first + 1) * stride - 1 : stop * stride : stride])
+    for group, step in zip(cache.groups, cache.num_kept, strict=True):
+        if group.kind is not GroupKind.RECURRENT or group.states_by_position:
+            ids = group.kept(table[group.number], first, stop, cache.chunk_tokens)
         else:
             ids = [states[group.number]] if group.number in states else []
-        step = _blocks_per_chunk(cache, group)
         whole = range(0, len(ids) - step + 1, step)
         after_lost = (start + step for start in reversed(whole) if null_block in ids[start : start + step])
         result.append(ids[next(after_lost, 0) :])

@@ -297,11 +297,13 @@ class TransferProtocol:
         mapping = channel.session.mapping
         assert mapping is not None
         num_chunks = batch.key.num_chunks
+        chunk_tokens = self._layout.chunk_tokens
+        skip_tokens = max(0, job.skip_tokens - batch.start * chunk_tokens)
         skip_blocks = tuple(
-            max(0, job.skip_tokens - batch.start * self._layout.chunk_tokens) // group.block_tokens
+            max(0, skip_tokens // group.block_tokens - (chunk_tokens // group.block_tokens - kept))
             if group.kind is not GroupKind.RECURRENT
             else 0
-            for group in self._layout.groups
+            for group, kept in zip(self._layout.groups, self._blocks_per_chunk, strict=True)
         )
         after = job.key.num_chunks - batch.start - num_chunks  # chunks of the run behind this batch
         block_ids = tuple(

@@ -10,7 +10,7 @@ from kvdepot.counting import depot_counter, tier_counter
 from kvdepot.index.evictor import CHUNKS_EVICTED, CHUNKS_EVICTED_LEASED
 from kvdepot.index.index import ENTRIES_OVERLAPPING, STORE_ENTRIES_NOT_READY, STORE_ENTRIES_OVER_SHARE
 from kvdepot.index.leases import LEASES_EXPIRED
-from kvdepot.layout import GroupKind, Part
+from kvdepot.layout import GroupKind, Part, blocks_per_chunk
 from kvdepot.operate.operations.server import log_level
 from kvdepot.server.app import DepotServer
 from kvdepot.server.contexts import Context
@@ -146,7 +146,10 @@ def _registered_status(context: Context) -> ContextStatus:
     )
     if registration is None:
         return msgspec.structs.replace(common, remark=context.remark, weights=context.weights.partition(" ")[2])
-    groups = [_group_status(shape, detail) for shape, detail in zip(spec.groups, registration.details, strict=True)]
+    groups = [
+        _group_status(shape, detail, spec.chunk_tokens)
+        for shape, detail in zip(spec.groups, registration.details, strict=True)
+    ]
     return msgspec.structs.replace(
         common,
         role="worker",
@@ -160,9 +163,9 @@ def _registered_status(context: Context) -> ContextStatus:
     )
 
 
-def _group_status(shape: m.GroupShape, detail: m.GroupDetail) -> GroupStatus:
+def _group_status(shape: m.GroupShape, detail: m.GroupDetail, chunk_tokens: int) -> GroupStatus:
     block_tokens, block_size_bytes = shape.row_tokens * detail.rows, sum(detail.page_sizes_bytes)
-    recurrent = shape.kind is GroupKind.RECURRENT
+    kept = block_size_bytes * blocks_per_chunk(shape.kind, block_tokens, shape.window_tokens, chunk_tokens)
     return GroupStatus(
         kind=shape.kind,
         block_tokens=block_tokens,
@@ -179,7 +182,7 @@ def _group_status(shape: m.GroupShape, detail: m.GroupDetail) -> GroupStatus:
         shape=detail.shape,
         attention_backend=detail.attention_backend,
         block_size_bytes=block_size_bytes,
-        bytes_per_token=0.0 if recurrent else block_size_bytes / block_tokens,
+        bytes_per_token=0.0 if shape.kind is GroupKind.RECURRENT else kept / chunk_tokens,
     )
 
 

@@ -11,7 +11,7 @@ from kvdepot.errors import ErrorCode
 from kvdepot.index.entries import PartPlace
 from kvdepot.index.tree import Space, digest_of
 from kvdepot.keys import num_digests
-from kvdepot.layout import MAXIMUM_CELLS, GroupKind, Part, Plane, mask_of
+from kvdepot.layout import MAXIMUM_CELLS, GroupKind, Part, Plane, blocks_per_chunk, mask_of
 from kvdepot.pool.table import MAXIMUM_ENTRY_BYTES, OWNER_BYTES, Writer
 from kvdepot.server.state import DepotState
 from kvdepot.server.turns import Refused, Task
@@ -437,9 +437,10 @@ def _groups_of(request: m.RegisterKVCache) -> tuple[PartPlace, ...]:
         part, plane = Part.of(detail.part), Plane(shape.layers, shape.heads)
         if not part.is_in(plane):
             raise Refused(ErrorCode.BAD_LAYOUT, f"group {number}: {part} of {plane}")
-        blocks = 1
+        block_tokens = shape.row_tokens * detail.rows
         if shape.kind is not GroupKind.RECURRENT:
-            blocks = _check_blocks(number, spec.chunk_tokens, shape.row_tokens * detail.rows)
+            _check_blocks(number, spec.chunk_tokens, block_tokens)
+        blocks = blocks_per_chunk(shape.kind, block_tokens, shape.window_tokens, spec.chunk_tokens)
         size = blocks * sum(detail.page_sizes_bytes)
         if size > MAXIMUM_ENTRY_BYTES:
             raise Refused(ErrorCode.BAD_LAYOUT, f"group {number}: a chunk has {size} bytes")
@@ -451,15 +452,13 @@ def _groups_of(request: m.RegisterKVCache) -> tuple[PartPlace, ...]:
     return tuple(groups)
 
 
-def _check_blocks(number: int, chunk_tokens: int, block_tokens: int) -> int:
-    """Return the number of blocks in a chunk. Refuse chunks that do not consist of whole blocks."""
-    num_blocks, rest = divmod(chunk_tokens, block_tokens)
-    if rest:
+def _check_blocks(number: int, chunk_tokens: int, block_tokens: int) -> None:
+    """Refuse chunks that do not consist of whole blocks."""
+    if chunk_tokens % block_tokens:
         raise Refused(
             ErrorCode.BAD_LAYOUT,
             f"group {number}: chunks of {chunk_tokens} tokens are not whole blocks of {block_tokens}",
         )
-    return num_blocks
 
 
 def _sizes_of_cell(number: int, part: Part, detail: m.GroupDetail) -> tuple[int, ...]:

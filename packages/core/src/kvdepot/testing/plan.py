@@ -14,7 +14,7 @@ import numpy.typing as npt
 from kvdepot.backends import CacheGroup, KVCache, TransferContext
 from kvdepot.keys import KeyRun, Namespace, digest_at, hash_prefix
 from kvdepot.lab.pattern import PagePattern
-from kvdepot.layout import ONE_CELL, THAT_CELL, GroupKind, Part, Plane
+from kvdepot.layout import ONE_CELL, THAT_CELL, GroupKind, Part, Plane, blocks_per_chunk
 from kvdepot.wire.messages import CacheSpec
 
 FULL: Final = GroupKind.FULL_ATTENTION
@@ -73,9 +73,9 @@ class WorkerPlan:
         )
 
     def blocks_per_chunk(self, group: int) -> int:
-        """Return the blocks of one chunk."""
+        """Return the blocks that one chunk keeps."""
         plan = self.groups[group]
-        return 1 if plan.kind is STATE else self.chunk_tokens // plan.block_tokens
+        return blocks_per_chunk(plan.kind, plan.block_tokens, plan.window_tokens, self.chunk_tokens)
 
     def chunk_size_bytes(self, group: int) -> int:
         """Return the size of one chunk in the pool."""
@@ -117,6 +117,7 @@ PLANS: Final = {
     "padded pages": WorkerPlan((GroupPlan(page_sizes_bytes=(1000, 1000), padding_bytes=24),)),
     "several block sizes": WorkerPlan((GroupPlan(), GroupPlan(block_tokens=32, page_sizes_bytes=(2048,)))),
     "window and full": WorkerPlan((GroupPlan(), GroupPlan(WINDOW, window_tokens=128))),
+    "short window": WorkerPlan((GroupPlan(), GroupPlan(WINDOW, page_sizes_bytes=(1000, 8), window_tokens=33))),
     "recurrent and full": WorkerPlan((GroupPlan(), GroupPlan(STATE, page_sizes_bytes=(3000, 720), padding_bytes=376))),
     "only a window": WorkerPlan((GroupPlan(WINDOW, window_tokens=100),)),
     "only states": WorkerPlan((GroupPlan(STATE),)),
