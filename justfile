@@ -1,4 +1,4 @@
-# The five things that one does here; `uv run pytest` needs no justfile.
+# What one does here; `uv run pytest` needs no justfile.
 
 # Run every environment, two at a time: 15 to 23 minutes on two cores.
 test *ARGS:
@@ -16,6 +16,10 @@ fmt:
 # Build the documentation into site/.
 docs:
     uv run --group docs zensical build --strict
+
+# Build the wheels of all packages into dist/.
+wheels:
+    uv build --all-packages --wheel --out-dir dist --clear
 
 # Measure copies, lookups and the server on this machine, as ratios within one run.
 bench:

@@ -1,5 +1,6 @@
 """The wheels agree with each other and require nothing heavy."""
 
+import json
 import re
 import shlex
 import subprocess
@@ -187,6 +188,38 @@ def test_the_core_alone_names_the_command_that_adds_a_package_and_finds_it_then(
     assert f"pip install {wheels[f'kvdepot-{name}']}" in said
     run_line(said[said.index("pip install") :], python)
     assert added in fails(command, tmp_path)
+
+
+ROOT = Path(__file__).parents[2]
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+_INSTALLS = re.compile(r"^ *((?:pip install|uvx) .*?) *(?:#.*)?$", re.MULTILINE)
+LINES = sorted({line for page in PAGES for line in _INSTALLS.findall(page.read_text())})
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_each_page_installs_as_it_says(line: str, wheels: dict[str, Path], tmp_path: Path) -> None:
+    """In an empty environment and the root of a clone. The wheels stand for `dist/` and for an index."""
+    folder = wheels["kvdepot"].parent
+    if line.startswith("uvx"):
+        command = ["uvx", "--isolated", "--python", sys.executable, "--find-links", str(folder), *shlex.split(line)[1:]]
+        done = subprocess.run([*command, "--json"], check=True, capture_output=True, text=True, timeout=300)
+        assert json.loads(done.stdout)["wrong_bytes"] == 0
+        return
+    python = install(set(), tmp_path / "venv")
+    run_line(line.replace("dist/*.whl", shlex.join(map(str, wheels.values()))), python, ROOT, folder)
+    done = subprocess.run([python.with_name("kvdepot"), "backends", "--json"], check=True, capture_output=True)
+    backends = {each["name"]: each for each in json.loads(done.stdout)}
+    for name in ("cpu", "cuda", "hpu"):
+        if re.search(rf"packages/{name}\b|[\[,]{name}[\],]|dist/", line):
+            assert backends[name]["distribution"].startswith("kvdepot-"), backends[name]
+
+
+def test_the_engines_lines_begin_with_a_gpu() -> None:
+    """A reader with a GPU who installs the backend of the CPU gets an engine without a depot."""
+    for name in ("README.md", "docs/quick-start.md", "docs/vllm.md"):
+        first = re.search(r"pip install (.*packages/vllm_connector)", (ROOT / name).read_text())
+        assert first is not None
+        assert "packages/cuda" in first[1]
 
 
 @pytest.mark.promise(35)
