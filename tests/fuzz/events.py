@@ -32,8 +32,8 @@ class _Port:
         holdings, visibility = bench.holdings, bench.index.visibility
         assert holdings is not None
         for request in description(_RUN, 1).requests(0, _RUN):
-            nodes = visibility.find_run(bench.index.spaces[0], request.digests, request.first_chunk)
-            assert holdings.describe(bench.index.spaces[0], MODEL, request, nodes)
+            found = visibility.find_run(bench.index.spaces[0], request.digests, request.first_chunk)
+            assert holdings.describe(bench.index.spaces[0], MODEL, request, *found)
         events, replay = (f"ipc://{FOLDER}/{name}" for name in ("events", "replay"))
         self._publisher = EventPublisher(context, holdings, events, replay, Numbers(), clock=lambda: self._now)
 

@@ -14,10 +14,11 @@ from fuzz.tiers import FOLDER
 from kvdepot.client.connection import Connection
 from kvdepot.client.session import Channel, Session
 from kvdepot.features.routers import feed as module
-from kvdepot.features.routers import holdings
+from kvdepot.features.routers import reader
 from kvdepot.features.routers.feed import NewsFeed
-from kvdepot.features.routers.holdings import LOCAL, POOL, TIER, AllBlocksCleared, BlockRemoved, BlockStored
 from kvdepot.features.routers.messages import AwaitNews, News
+from kvdepot.features.routers.reader import LOCAL, AllBlocksCleared, BlockRemoved, BlockStored
+from kvdepot.features.routers.shelves import POOL, TIER
 from kvdepot.wire import frames
 from kvdepot.wire import messages as m
 
@@ -26,7 +27,7 @@ class _VLLM(ModuleType):
     """Stands for the modules of vLLM that the announcer imports. The classes of events have the schema of vLLM's."""
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(holdings, name, None)
+        return getattr(reader, name, None)
 
 
 _NAMES: Final = ("", ".distributed", ".distributed.kv_events", ".v1", ".v1.core", ".v1.core.kv_cache_utils")

@@ -18,9 +18,10 @@ from kvdepot.errors import ConfigError, ErrorCode, RemoteError
 from kvdepot.features.routers.desk import NewsDesk, _bytes_of  # pyright: ignore[reportPrivateUsage]
 from kvdepot.features.routers.events import END, EventPublisher, _joined, check_endpoint  # pyright: ignore[reportPrivateUsage]
 from kvdepot.features.routers.feed import Description
-from kvdepot.features.routers.holdings import Holdings, Reader
+from kvdepot.features.routers.holdings import Holdings
 from kvdepot.features.routers.messages import DescribeChunks, DescribedGroup
 from kvdepot.features.routers.numbers import NUMBERS_FILE, Numbers
+from kvdepot.features.routers.reader import Reader
 from kvdepot.features.routers.tokens import TOKENS_FILE, TokensFile
 from kvdepot.keys import KeyRun
 from kvdepot.lab.processes import DepotProcess, wait_until
@@ -282,8 +283,8 @@ class Described:
 
     def describe(self, request: DescribeChunks, model: str = MODEL) -> int:
         space = self.bench.index.spaces[0]
-        nodes = self.bench.index.visibility.find_run(space, request.digests, request.first_chunk)
-        return self.holdings.describe(space, model, request, nodes)
+        above, nodes = self.bench.index.visibility.find_run(space, request.digests, request.first_chunk)
+        return self.holdings.describe(space, model, request, above, nodes)
 
     def store(self, run: KeyRun, model: str = MODEL) -> int:
         self.bench.worker().store(run)
@@ -350,9 +351,9 @@ def test_chunks_of_two_tenants_with_the_same_ids_leave_with_the_last_one() -> No
 
 
 def test_tokens_beyond_the_bound_are_declined() -> None:
-    described = Described(holdings=Holdings(most_bytes=50))
+    described = Described(holdings=Holdings(most_bytes=30))
     assert described.store(chunks(5, 1)) == 2
-    assert (described.holdings.num_declined, described.holdings.num_bytes) == (3, 40)
+    assert (described.holdings.num_declined, described.holdings.num_bytes) == (3, 24)
 
 
 @pytest.mark.parametrize("groups", [PLAIN, SHARDED, HYBRID], ids=["plain", "sharded", "hybrid"])
@@ -398,7 +399,7 @@ def test_random_traffic_announces_exactly_what_can_be_found(groups: tuple[m.Grou
 
 
 def test_a_log_that_is_too_long_keeps_its_last_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvdepot.features.routers.holdings.LONGEST_LOG", 4)
+    monkeypatch.setattr("kvdepot.features.routers.shelves.LONGEST_LOG", 4)
     described = Described()
     shelf = described.holdings.shelf_of(MODEL)
     assert shelf is not None
@@ -409,7 +410,7 @@ def test_a_log_that_is_too_long_keeps_its_last_changes(monkeypatch: pytest.Monke
 
 
 def test_a_follower_that_is_far_behind_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvdepot.features.routers.holdings.LONGEST_LOG", 4)
+    monkeypatch.setattr("kvdepot.features.routers.shelves.LONGEST_LOG", 4)
     described = Described()
     reader = described.reader()
     follow(reader, View())
@@ -495,7 +496,8 @@ def test_subscribers_that_come_again_and_again_leave_each_snapshot_its_end(
     monkeypatch.setattr("kvdepot.features.routers.events.BATCH_TOKENS", 1)
     published = Published(context, tmp_path)
     publisher = published.publisher
-    published.store(chunks(5, 1))
+    for name in range(5):
+        published.store(chunks(1, name))
     first = published.subscribe()
     while publisher.num_batches < 2:  # a clear, and one chunk
         publisher.serve()
@@ -516,7 +518,7 @@ def test_a_newcomer_beside_stores_gets_the_state_of_the_last_published_batch(
 ) -> None:
     """It scans in many steps, while chunks come and go. What it is told fits the batches that follow."""
     monkeypatch.setattr("kvdepot.features.routers.holdings.SCANNED_AT_ONCE", 2)
-    monkeypatch.setattr("kvdepot.features.routers.holdings.TAKEN_AT_ONCE", 2)
+    monkeypatch.setattr("kvdepot.features.routers.reader.TAKEN_AT_ONCE", 2)
     monkeypatch.setattr("kvdepot.features.routers.events.SNAPSHOT_TOKENS", 2)
     rng, published = random.Random(1), Published(context, tmp_path, replays=True, topic="{model}")
     publisher, bench = published.publisher, published.bench
@@ -628,7 +630,7 @@ def test_empty_batches_follow_the_last_one(context: Context, tmp_path: Path) -> 
 def test_readers_that_lost_track_ask_for_a_snapshot(
     context: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvdepot.features.routers.holdings.LONGEST_LOG", 4)
+    monkeypatch.setattr("kvdepot.features.routers.shelves.LONGEST_LOG", 4)
     published = Published(context, tmp_path, replays=True, topic="{model}")
     router = published.subscribe()
     published.store(chunks(1, 1), "one")
@@ -665,7 +667,7 @@ def test_a_second_model_of_a_topic_without_models_is_not_published(
 
 def test_as_a_union_a_block_leaves_when_neither_pool_nor_tier_has_it() -> None:
     in_tier = True
-    described = Described(holdings=Holdings(is_in_tier=lambda _node: in_tier, is_union=True))
+    described = Described(holdings=Holdings(in_tier=lambda nodes: nodes if in_tier else (), is_union=True))
     view, run, bench, reader = View(), chunks(3, 1), described.bench, described.reader()
     described.store(run)
     assert follow(reader, view).found == set(ids_of(run))
@@ -762,7 +764,7 @@ def test_a_topic_that_fell_behind_lists_all_topics_again(
     context: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression: it cleared its topic alone, and llm-d drops the blocks of all topics of the node then."""
-    monkeypatch.setattr("kvdepot.features.routers.holdings.LONGEST_LOG", 4)
+    monkeypatch.setattr("kvdepot.features.routers.shelves.LONGEST_LOG", 4)
     published = Published(context, tmp_path, topic="{model}")
     router = published.subscribe()
 
@@ -974,13 +976,13 @@ def test_a_corrupt_chunk_that_a_tier_brought_back_is_described_again(tmp_path: P
 
 
 def test_promoted_chunks_are_announced_as_far_as_their_descriptions_were_kept() -> None:
-    described = Described(holdings=Holdings(is_in_tier=lambda _node: True, most_bytes=20 * 8))
+    described = Described(holdings=Holdings(in_tier=lambda nodes: nodes, most_bytes=12 * 8))
     view, run, bench, reader = View(), chunks(3, 1), described.bench, described.reader()
     assert described.store(run) == 3
     while bench.index.evictor.make_room(1, 1):
         pass
     follow(reader, view)
-    assert (view.in_tier, view.found) == (set(ids_of(run)[:2]), set()), "there is room for 40 bytes: two chunks"
+    assert (view.in_tier, view.found) == (set(ids_of(run)[:2]), set()), "there is room for 24 bytes: two chunks"
     bench.worker().store(run)
     bench.index.visibility.promoted(bench.index.spaces[0], run.digests, 0, 3)
     follow(reader, view)
@@ -993,7 +995,7 @@ def test_promoted_chunks_are_announced_as_far_as_their_descriptions_were_kept() 
 
 def test_chunks_of_a_cleared_tier_are_taken_back_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvdepot.features.routers.holdings.LEFT_AT_ONCE", 2)
-    described, view, run = Described(holdings=Holdings(is_in_tier=lambda _node: True)), View(), chunks(3, 1)
+    described, view, run = Described(holdings=Holdings(in_tier=lambda nodes: nodes)), View(), chunks(3, 1)
     watchers, reader = described.bench.index.watchers, described.reader()
     described.store(run)
     while described.bench.index.evictor.make_room(1, 1):
@@ -1007,7 +1009,7 @@ def test_chunks_of_a_cleared_tier_are_taken_back_in_steps(monkeypatch: pytest.Mo
 
 
 def test_chunks_that_a_tier_lost_are_taken_back_by_the_lookup_that_misses_them() -> None:
-    described = Described(holdings=Holdings(is_in_tier=lambda _node: True, most_bytes=20 * 8))
+    described = Described(holdings=Holdings(in_tier=lambda nodes: nodes, most_bytes=12 * 8))
     view, run = View(), chunks(3, 1)
     bench, reader = described.bench, described.reader()
     for name in (1, 2):
@@ -1018,7 +1020,7 @@ def test_chunks_that_a_tier_lost_are_taken_back_by_the_lookup_that_misses_them()
             assert run.digests[start : start + 32] not in bench.index.spaces[0].nodes
         described.check_integrity()
     told = follow(reader, view).in_tier
-    assert told == set(ids_of(run)[:2]), "there is room for 40 bytes: two chunks, the last evicted ones"
+    assert told == set(ids_of(run)[:2]), "there is room for 24 bytes: two chunks, the last evicted ones"
     described.holdings.missed(bench.index.spaces[0], run.digests, 0)
     assert (follow(reader, view).in_tier, view.found) == (set(), set())
     described.check_integrity()

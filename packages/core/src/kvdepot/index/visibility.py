@@ -95,8 +95,8 @@ class Watcher:
     def hidden(self, nodes: Sequence[int], /, *, has_children: bool) -> None:
         """Note that lookups no longer find the chunks of nodes."""
 
-    def promoted(self, space: Space, digests: bytes, nodes: Sequence[tuple[int, int]], /) -> None:
-        """Note that a tier brought consecutive chunks. `nodes`: as from `Visibility.find_run`."""
+    def promoted(self, space: Space, digests: bytes, above: int, nodes: Sequence[int], /) -> None:
+        """Note that a tier brought consecutive chunks. `above` and `nodes`: as from `Visibility.find_run`."""
 
     def ended(self, key: bytes, /) -> None:
         """Note that the session of a chunk ended, so that it is evicted before others."""
@@ -127,10 +127,10 @@ class Watchers(Watcher):
         for each in self.all:
             each.hidden(nodes, has_children=has_children)
 
-    def promoted(self, space: Space, digests: bytes, nodes: Sequence[tuple[int, int]], /) -> None:
+    def promoted(self, space: Space, digests: bytes, above: int, nodes: Sequence[int], /) -> None:
         """See `Watcher`."""
         for each in self.all:
-            each.promoted(space, digests, nodes)
+            each.promoted(space, digests, above, nodes)
 
     def ended(self, key: bytes, /) -> None:
         """See `Watcher`."""
@@ -226,21 +226,31 @@ class Visibility:
             found.append(node)
         return found
 
-    def find_run(self, space: Space, digests: bytes, depth: int) -> list[tuple[int, int]]:
-        """Return (node, node before it) for each of consecutive chunks; `NO_NODE` for a chunk that is not visible."""
+    def find_run(self, space: Space, digests: bytes, depth: int) -> tuple[int, list[int]]:
+        """Return the node before consecutive chunks, and the nodes of the first ones that are visible.
+
+        The list ends before a chunk that is not visible or, in a forged chain, not below the one before it. Without
+        nodes, the node before them is `NO_NODE`.
+        """
         find, is_visible, depths, parents = space.nodes.get, self.is_visible, self._nodes.depth, self._nodes.tree.parent
-        found: list[tuple[int, int]] = []
+        nodes, above, parent = list[int](), NO_NODE, NO_NODE
         for chunk, key in enumerate(split_digests(digests), depth):
             node = find(key, NO_NODE)
-            is_here = node != NO_NODE and is_visible[node] and depths[node] == chunk
-            found.append((node, parents[node]) if is_here else (NO_NODE, NO_NODE))
-        return found
+            if node == NO_NODE or not is_visible[node] or depths[node] != chunk:
+                break
+            if not nodes:
+                above = parents[node]
+            elif parents[node] != parent:
+                break
+            nodes.append(node)
+            parent = node
+        return above, nodes
 
     def promoted(self, space: Space, digests: bytes, first: int, stop: int) -> None:
         """Tell the watcher that a tier brought the chunks from `first` on, up to `stop`, of a prefix."""
         if self._watcher.awaits_promoted:
             run = slice_digests(digests, first, stop)
-            self._watcher.promoted(space, run, self.find_run(space, run, first))
+            self._watcher.promoted(space, run, *self.find_run(space, run, first))
 
     def is_reachable(self, node: int) -> bool:
         """Return whether a lookup reaches a node: it is visible, and with full attention so are all nodes before it."""

@@ -11,8 +11,10 @@ from msgspec import structs
 
 from kvdepot.counting import depot_counter
 from kvdepot.errors import ErrorCode, KeyFormatError
-from kvdepot.features.routers.holdings import ID_BYTES, Holdings, Reader
+from kvdepot.features.routers.holdings import Holdings
 from kvdepot.features.routers.messages import AwaitNews, DescribeChunks, News
+from kvdepot.features.routers.reader import Reader
+from kvdepot.features.routers.shelves import ID_BYTES
 from kvdepot.features.routers.tokens import TokensFile
 from kvdepot.index.tree import NO_NODE, Space
 from kvdepot.keys import digest_at, num_digests, slice_digests
@@ -85,17 +87,20 @@ class NewsDesk:
     def stored(self, space: Space, digests: bytes) -> None:
         """Note that a store of these chunks was committed. Describe each whose description came before."""
         if self._early:
-            num_stored = num_digests(digests)
-            for chunk in range(num_stored):
+            chunk, num_stored = 0, num_digests(digests)
+            while chunk < num_stored:
                 early = self._take_early((space.number, digest_at(digests, chunk)))
-                if early is not None:
-                    model, request = early
-                    count, most = num_digests(request.digests), num_stored - chunk
-                    # Only these: a long prompt is stored by many commits, and each would look for all of its chunks.
-                    if count > most:
-                        self._wait_for(space, model, _part(request, most, count))
-                        request = _part(request, 0, most)
-                    self._describe(space, model, request)
+                if early is None:
+                    chunk += 1
+                    continue
+                model, request = early
+                count, most = num_digests(request.digests), num_stored - chunk
+                # Only these: a long prompt is stored by many commits, and each would look for all of its chunks.
+                if count > most:
+                    self._wait_for(space, model, _part(request, most, count))
+                    request = _part(request, 0, most)
+                self._describe(space, model, request)
+                chunk += min(count, most)
 
     def _describe(self, space: Space, model: str, request: DescribeChunks) -> int:
         holdings, count = self._holdings, num_digests(request.digests)
@@ -104,9 +109,8 @@ class NewsDesk:
         num_declined = holdings.num_declined
         # An engine describes a prompt before it stores it, so mostly none is here, and the first one tells.
         is_early = self._state.index.visibility.find(space, digest_at(request.digests, 0), request.first_chunk) is None
-        nodes = [(NO_NODE, NO_NODE)] * count if is_early else self._find(space, request)
-        num_new = holdings.describe(space, model, request, nodes)
-        num_here = next((chunk for chunk, (node, _) in enumerate(nodes) if node == NO_NODE), count)
+        above, nodes = (NO_NODE, list[int]()) if is_early else self._find(space, request)
+        num_new, num_here = holdings.describe(space, model, request, above, nodes), len(nodes)
         if num_new:
             self._keep(space, model, request if num_here == count else _part(request, 0, num_here))
         if num_here < count:
@@ -147,7 +151,7 @@ class NewsDesk:
         if file.size_bytes > _LARGE_FILE_BYTES + _MOST_WASTE * self._holdings.num_bytes:
             self._turns.add(file.rewrite(self._is_wanted))
 
-    def _find(self, space: Space, request: DescribeChunks) -> list[tuple[int, int]]:
+    def _find(self, space: Space, request: DescribeChunks) -> tuple[int, list[int]]:
         return self._state.index.visibility.find_run(space, request.digests, request.first_chunk)
 
     def _is_wanted(self, body: bytes) -> bool:
@@ -156,12 +160,12 @@ class NewsDesk:
         try:
             number, model, request = _decoder.decode(body)
             space = self._state.index.spaces[number]
-            nodes = self._find(space, request)
-            holdings.describe(space, model, request, nodes)
+            above, nodes = self._find(space, request)
+            holdings.describe(space, model, request, above, nodes)
         except (msgspec.MsgspecError, RecursionError, LookupError, ValueError, KeyFormatError) as error:
             logger.warning("ignoring tokens of an earlier server: %s", error)
             return False
-        return any(holdings.is_described(node) for node, _ in nodes)
+        return any(map(holdings.is_described, nodes))
 
     def await_news(self, context: Context, request: AwaitNews) -> News | Steps:
         """Answer with news, now or as soon as there are any."""

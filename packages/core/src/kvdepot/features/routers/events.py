@@ -31,8 +31,9 @@ import zmq
 from kvdepot.config import is_loopback
 from kvdepot.counting import depot_counter
 from kvdepot.errors import ConfigError
-from kvdepot.features.routers.holdings import Event, Holdings, Reader
+from kvdepot.features.routers.holdings import Holdings
 from kvdepot.features.routers.numbers import Numbers
+from kvdepot.features.routers.reader import Event, Reader
 from kvdepot.features.routers.zeromq import BoundEndpoint, MessageReader
 
 logger = logging.getLogger(__name__)
@@ -166,19 +167,18 @@ class EventPublisher:
         """
         self._take_subscriptions()
         is_bound = self._heard is None or self._heard.listen_again()
-        replay = self._take_replay() if self.replay is not None else None
+        replay = self._take_replay() if self.replay is not None and _has_input(self.replay) else None
         self._publish()
         self.has_work |= (
-            not is_bound or bool(self.socket.poll(0)) or (self.replay is not None and bool(self.replay.poll(0)))
+            not is_bound or _has_input(self.socket) or (self.replay is not None and _has_input(self.replay))
         )
         return replay
 
     def _take_subscriptions(self) -> None:
         for _ in range(_MOST_NOTICES):
-            try:
-                notice = self.socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
+            if not _has_input(self.socket):
                 return
+            notice = self.socket.recv(zmq.NOBLOCK)
             if notice[:1] == _SUBSCRIBED:
                 self._has_listeners = self._greets = True
                 self._wants_snapshot = self._broadcasts
@@ -416,6 +416,10 @@ def _open(
         opened.close()
         raise ConfigError(f"{flag} {endpoint}: cannot use it: {error}") from error
     return opened, None
+
+
+def _has_input(receiver: "zmq.Socket[bytes]") -> bool:
+    return bool(int(receiver.getsockopt(zmq.EVENTS)) & int(zmq.POLLIN))  # `poll` takes several times as long
 
 
 def _send(sender: "zmq.Socket[bytes]", frames: tuple[bytes, ...]) -> None:

@@ -1,7 +1,7 @@
 """The feature: publishes KV events on ZeroMQ sockets, and serves engines that describe chunks and follow the news."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from typing import Final
@@ -27,6 +27,7 @@ from kvdepot.wire.status import DepotStatus
 
 logger = logging.getLogger(__name__)
 
+_PAUSE_SECONDS: Final = 0.01  # between two batches: each costs a message and a wake-up of ZeroMQ, whatever its size
 _MOST_BROKEN: Final = 128  # chunks removed as corrupt that a lookup considers, in 0.02 ms; nearly always there is none
 
 
@@ -53,7 +54,7 @@ class Routers(Feature):
         config = depot.config
         topic = "" if config is None else config.topic
         is_union = config is not None and config.events_media == "union"
-        self.holdings = Holdings(topic, self._is_in_tier, is_union=is_union) if holdings is None else holdings
+        self.holdings = Holdings(topic, self._in_tier, is_union=is_union) if holdings is None else holdings
         self.desk = NewsDesk(depot.state, self.holdings, depot.background.queue(1))
         self.publishers: list[EventPublisher] = []
         self._state = depot.state
@@ -129,9 +130,9 @@ class Routers(Feature):
                 return True
         return False
 
-    def _is_in_tier(self, node: int) -> bool:
+    def _in_tier(self, nodes: Sequence[int]) -> Collection[int]:
         tiering = self._state.tiering
-        return tiering is not None and tiering.holds(node)
+        return () if tiering is None else {*filter(tiering.holds, nodes)}
 
     # --- the loop -------------------------------------------------------------------------------------------------
 
@@ -156,10 +157,10 @@ class Routers(Feature):
             if each is not None and not check_endpoint(each, flag):
                 logger.warning("%s %s: everybody who can connect sees the tokens of prompts", flag, each)
         self._listeners = Listeners([each for publisher in self.publishers for each in publisher.listeners])
-        self._timer = 0
+        self._timer, self._turned_at = 0, 0.0
         descriptors = [fd for publisher in self.publishers for fd in publisher.filenos()]
         self._state.watched.update(dict.fromkeys(descriptors, self._turn))
-        self.holdings.await_change(self._turn_soon)
+        self.holdings.await_change(self._turn_after_pause)
         self._look(descriptors[0])
 
     def _look(self, descriptor: int) -> None:
@@ -170,12 +171,16 @@ class Routers(Feature):
     def _turn_soon(self) -> None:
         self._turn_at(self._state.clock())
 
+    def _turn_after_pause(self) -> None:
+        self._turn_at(max(self._state.clock(), self._turned_at + _PAUSE_SECONDS))
+
     def _turn_at(self, when: float) -> None:
         self._state.timers.cancel(self._timer)
         self._timer = self._state.timers.call_at(when, self._turn)
 
     def _turn(self) -> None:
         """Serve subscribers. Come back soon if there is more to do."""
+        self._turned_at = self._state.clock()
         for publisher in self.publishers:
             replay = publisher.serve()
             if replay is not None:
@@ -184,4 +189,4 @@ class Routers(Feature):
             self._turn_soon()
         else:
             self._turn_at(min(publisher.due for publisher in self.publishers))
-            self.holdings.await_change(self._turn_soon)
+            self.holdings.await_change(self._turn_after_pause)

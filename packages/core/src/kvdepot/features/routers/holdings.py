@@ -1,183 +1,42 @@
 """`Holdings`: the blocks that are reported to routers, with their tokens and the engines' ids for them.
 
-Engines describe their chunks (`DescribeChunks`) after a store, and after a hit on undescribed chunks. A described
-chunk appears as soon as lookups find it, and leaves when the index reports that they no longer do. If it is evicted and
-a tier has it, it appears in that medium until it is promoted or described again, or a lookup misses it. Each change is
-appended to the log of its model. Readers (the published streams and attached engines) follow the log. A reader that is
-new or too far behind first scans all held chunks, in steps, and then follows the changes since the scan began. Of these
-it leaves out those that the scan has seen: routers count how often a block was announced (llm-d, Dynamo's publisher),
-and a block announced twice would never leave them.
+Engines describe their chunks (`DescribeChunks`) when they store them, and after a hit on undescribed chunks. A
+described chunk appears as soon as lookups find it, and leaves when the index reports that they no longer do. If it is
+evicted and a tier has it, it appears in that medium until it is promoted or described again, or a lookup misses it.
+Each change is appended to the log of its model. Readers (the published streams and attached engines) follow the log. A
+reader that is new or too far behind first scans all held chunks, in steps, and then follows the changes since the scan
+began. Of these it leaves out those that the scan has seen: routers count how often a block was announced (llm-d,
+Dynamo's publisher), and a block announced twice would never leave them.
+
+Chunks are kept in runs of up to 32, as a thousand tokens in chunks of 16 would be 64 objects otherwise.
 """
 
 import logging
-import struct
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Final, TypeAlias
+from typing import Final
 from weakref import WeakValueDictionary
 
-import msgspec
-
-from kvdepot.features.routers.messages import DescribeChunks, DescribedGroup
+from kvdepot.features.routers.messages import DescribeChunks
+from kvdepot.features.routers.shelves import ID_BYTES, POOL, TIER, TOKEN_BYTES, Family, Run, Shelf, spans
 from kvdepot.index.tree import NO_NODE, Space
 from kvdepot.index.visibility import Watcher
 from kvdepot.keys import digest_at, num_digests
 
 logger = logging.getLogger(__name__)
 
-POOL: Final = "CPU"  # vLLM's names: routers score other names wrongly, or not at all
-TIER: Final = "STORAGE"
-LOCAL: Final = "LOCAL"
-
 _MODEL: Final = "{model}"
-ID_BYTES: Final = 8  # engines' ids of blocks have 64 bits
-_TOKEN_BYTES: Final = 4  # no vocabulary needs more than 32 bits
 _MOST_BYTES: Final = 320 << 20  # for tokens and ids: 64 million tokens in blocks of 16 or more
-_MOST_IN_TIER: Final = 65_536  # chunks that are only in a tier: 72 MiB if each has 256 tokens in 16 blocks
+_MOST_IN_TIER: Final = 65_536  # chunks that are only in a tier
 _TIER_SHARE: Final = 4  # 80 MiB: chunks that are only in a tier may take `_MOST_BYTES` divided by this in addition
 _MOST_TOPICS: Final = 1024  # a bound on the model names that engines can invent
-LONGEST_LOG: Final = 65_536  # changes; a reader that is further behind scans. Up to twice as many are kept: 11 MiB
 SCANNED_AT_ONCE: Final = 1024  # nodes per step, in 0.4 ms if all are described
 LEFT_AT_ONCE: Final = 256  # chunks that leave tiers per step, in 0.5 ms
-TAKEN_AT_ONCE: Final = 1024  # changes per step, in 0.7 ms if all are removals of four blocks
 
 
-class BlockStored(msgspec.Struct, omit_defaults=True, tag=True):
-    """A run of blocks can be loaded."""
-
-    block_hashes: list[int]
-    parent_block_hash: int | None
-    token_ids: list[int]
-    block_size: int  # tokens
-    lora_id: int | None
-    medium: str | None
-    lora_name: str | None
-    extra_keys: list[Any] | None = None  # one item per block
-    group_idx: int | None = None
-    kv_cache_spec_kind: str | None = None
-    kv_cache_spec_sliding_window: int | None = None
-    locality: str | None = None
-
-
-class BlockRemoved(msgspec.Struct, omit_defaults=True, tag=True):
-    """Blocks can no longer be loaded from a medium."""
-
-    block_hashes: list[int]
-    medium: str | None
-    group_idx: int | None = None
-    locality: str | None = None
-
-
-class AllBlocksCleared(msgspec.Struct, tag=True):
-    """All earlier events are void."""
-
-
-Event = BlockStored | BlockRemoved | AllBlocksCleared
-
-
-@dataclass(frozen=True, slots=True, weakref_slot=True)
-class Family:
-    """Engines that share chunks, and their division of chunks into blocks."""
-
-    space: int
-    namespace: bytes
-    blocks_per_chunk: int
-    block_tokens: int
-    groups: tuple[DescribedGroup, ...]
-    ids: struct.Struct = field(init=False, compare=False)  # of the blocks of a chunk
-    tokens: struct.Struct = field(init=False, compare=False)  # of a chunk
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "ids", struct.Struct(f"<{self.blocks_per_chunk}Q"))
-        object.__setattr__(self, "tokens", struct.Struct(f"<{self.blocks_per_chunk * self.block_tokens}I"))
-
-
-class Described(msgspec.Struct, gc=False):
-    """A chunk with its tokens."""
-
-    above: int  # node of the chunk before it, `NO_NODE` for a first chunk
-    family: Family
-    shelf: "Shelf"
-    content: bytes  # packed: id of the block before, ids of its own blocks, its tokens
-    name: int  # twice the id of its last block, which identifies all tokens up to there
-    is_first: bool  # whether no block is before it
-    lora_name: str | None
-    extra_keys: tuple[Any, ...]  # one item per block; empty for none
-
-    @property
-    def parent_id(self) -> int | None:
-        """The id of the block before."""
-        return None if self.is_first else int.from_bytes(self.content[:ID_BYTES], "little")
-
-    @property
-    def block_ids(self) -> tuple[int, ...]:
-        """The ids of its blocks."""
-        return self.family.ids.unpack_from(self.content, ID_BYTES)
-
-    @property
-    def tokens(self) -> tuple[int, ...]:
-        """Its tokens."""
-        return self.family.tokens.unpack_from(self.content, ID_BYTES + self.family.ids.size)
-
-
-Change: TypeAlias = tuple[Described, str, bool, bool]
-"""A chunk appeared in a medium, or left it.
-
-The chunk, the medium, whether it appeared, and whether that is public: not if another tenant's chunk with the same ids
-is still there, or was there before. A plain tuple, as a named one takes three times as long to make.
-"""
-
-
-@dataclass(slots=True, eq=False)
-class Shelf:
-    """The state of one model: the log of changes, and the number of chunks with the same ids.
-
-    With `is_union`, a chunk has one medium, the pool's, as long as the pool or a tier has it.
-    """
-
-    topic: str
-    is_union: bool = False
-    log: list[Change] = field(default_factory=list[Change])
-    first: int = 1  # position of `log[0]`
-    # number of chunks by (id of the last block, whether in a tier)
-    counts: dict[int, int] = field(default_factory=dict[int, int])
-
-    def name_of(self, chunk: Described, medium: str) -> int:
-        """Return a number that stands for the ids of a chunk in a medium."""
-        return chunk.name | 1 if medium == TIER and not self.is_union else chunk.name
-
-    @property
-    def end(self) -> int:
-        """The position of the next change."""
-        return self.first + len(self.log)
-
-    def show(self, chunk: Described, medium: str) -> None:
-        """Note that a chunk appeared in a medium."""
-        name, counts = self.name_of(chunk, medium), self.counts
-        count = counts.get(name, 0)
-        counts[name] = count + 1
-        self.log.append((chunk, medium, True, not count))
-
-    def hide(self, chunk: Described, medium: str) -> None:
-        """Note that a chunk left a medium."""
-        name, counts = self.name_of(chunk, medium), self.counts
-        count = counts.pop(name) - 1
-        if count:
-            counts[name] = count
-        self.log.append((chunk, medium, False, not count))
-
-    def forget(self) -> None:
-        """Make all readers scan again."""
-        self.first = self.end
-        self.log.clear()
-
-    def cut(self) -> None:
-        """Drop the oldest changes of a log that is too long."""
-        if len(self.log) > 2 * LONGEST_LOG:
-            num_dropped = len(self.log) - LONGEST_LOG
-            del self.log[:num_dropped]
-            self.first += num_dropped
+def nothing_in_tier(_nodes: Sequence[int]) -> Collection[int]:
+    """Return no nodes, as there is no tier."""
+    return ()
 
 
 class Holdings(Watcher):
@@ -185,7 +44,7 @@ class Holdings(Watcher):
 
     Args:
         topic: the topic of events, in which {model} stands for the model's name. Without it, one model is published.
-        is_in_tier: returns whether a tier has a node that is about to be evicted.
+        in_tier: returns which of the nodes that are about to be evicted a tier has.
         most_bytes: the limit for tokens and ids. Further descriptions are declined.
         is_union: whether the pool and tiers count as one medium, for routers that look at none.
 
@@ -196,7 +55,7 @@ class Holdings(Watcher):
     def __init__(
         self,
         topic: str = "",
-        is_in_tier: Callable[[int], bool] = lambda _node: False,
+        in_tier: Callable[[Sequence[int]], Collection[int]] = nothing_in_tier,
         most_bytes: int = _MOST_BYTES,
         *,
         is_union: bool = False,
@@ -208,14 +67,14 @@ class Holdings(Watcher):
         self._on_change = list[Callable[[], None]]()  # called at the next change
         self.topic = topic
         self._is_union = is_union
-        self._is_in_tier = is_in_tier
+        self._find_in_tier = in_tier
         self._most_bytes = most_bytes
-        self._by_node: list[Described | None] = []  # descriptions of visible nodes
-        self._in_tier: dict[tuple[int, bytes], Described] = {}  # chunks that are only in a tier, first evicted first
+        self._by_node: list[Run | None] = []  # the runs of visible nodes
+        self._in_tier: dict[tuple[int, bytes], Run] = {}  # chunks that are only in a tier, first evicted first
         self._num_tier_bytes = 0
         self._broken: set[int] = set()  # hidden nodes with children
-        # By hash, as long as a chunk has them: engines invent namespaces and groups.
-        self._families = WeakValueDictionary[int, Family]()
+        # As long as a chunk has them: engines invent namespaces and groups.
+        self._families = WeakValueDictionary[tuple[object, ...], Family]()
         if _MODEL not in topic:
             self.shelf_of("")  # an empty depot says so before its first engine comes
 
@@ -241,14 +100,15 @@ class Holdings(Watcher):
         if on_change not in self._on_change:
             self._on_change.append(on_change)
 
-    def describe(self, space: Space, model: str, request: DescribeChunks, nodes: Sequence[tuple[int, int]]) -> int:
+    def describe(self, space: Space, model: str, request: DescribeChunks, above: int, nodes: Sequence[int]) -> int:
         """Take the description of chunks that lookups find. Return the number of newly described ones.
 
         Args:
             space: the space of the chunks.
             model: the name under which engines serve the model.
             request: the description.
-            nodes: the nodes of the chunks, as from `Visibility.find_run`.
+            above: the node before the first chunk, `NO_NODE` if there is none.
+            nodes: the nodes of the first chunks, as from `Visibility.find_run`.
 
         Raises:
             ValueError: the description is inconsistent.
@@ -256,41 +116,37 @@ class Holdings(Watcher):
         count, chunk_tokens = num_digests(request.digests), space.spec.chunk_tokens
         per_chunk = self._check(request, count, chunk_tokens)
         shelf = self.shelf_of(model)
-        if shelf is None or not count:
-            return 0
-        family = Family(space.number, request.namespace, per_chunk, chunk_tokens // per_chunk, request.groups)
-        known = self._families.get(hash(family))
-        if known is not None and known == family:
-            family = known
-        else:
-            self._families[hash(family)] = family
-        parent, num_new, size, token_size = request.parent_id, 0, family.ids.size, family.tokens.size
-        lora_name = request.lora_name or None
-        for chunk, (node, above) in enumerate(nodes):
-            ids = request.block_ids[chunk * size : (chunk + 1) * size]
-            if node == NO_NODE or not (above == NO_NODE or self.is_described(above)):
-                break  # without the chunk before it, a router could not place it
-            if not self.is_described(node):
-                tokens = request.tokens[chunk * token_size : (chunk + 1) * token_size]
-                content = (parent or bytes(ID_BYTES)) + ids + tokens
-                if self.num_bytes + len(content) > self._most_bytes:
-                    self.num_declined += count - chunk
-                    break
-                extra = request.extra_keys[chunk * per_chunk : (chunk + 1) * per_chunk]
-                name = int.from_bytes(ids[-ID_BYTES:], "little") << 1
-                described = Described(above, family, shelf, content, name, not parent, lora_name, extra)
-                self._show(node, described)
+        if shelf is None or not nodes or not (above == NO_NODE or self.is_described(above)):
+            return 0  # without the chunk before it, a router could not place a chunk
+        names = request.namespace, per_chunk, chunk_tokens // per_chunk, request.groups, request.lora_name or None
+        family = self._families.get((shelf, space.number, *names))
+        if family is None:
+            family = self._families[shelf, space.number, *names] = Family(shelf, space.number, *names)
+        whole = Run(family, request.parent_id, request.block_ids, request.tokens, request.extra_keys)
+        by_node, num_new = self._by_node, 0
+        self._make_room(nodes)
+        for is_known, first, stop in spans([by_node[node] is not None for node in nodes]):
+            if is_known:
+                continue
+            last = min(stop, first + (self._most_bytes - self.num_bytes) // family.chunk_bytes)
+            for start in range(first, last, family.most_chunks):
+                end = min(start + family.most_chunks, last)
+                text = whole if end - start == count else whole.part(start, end)
+                self._show(nodes[start - 1] if start else above, nodes[start:end], text)
+                num_new += end - start
                 if self._in_tier:
-                    self._leave_tier((space.number, digest_at(request.digests, chunk)))
-                num_new += 1
-            parent = ids[-ID_BYTES:]
+                    for chunk in range(start, end):
+                        self._leave_tier((space.number, digest_at(request.digests, chunk)))
+            if last < stop:
+                self.num_declined += count - last
+                break
         if num_new:
             self._count()
         return num_new
 
     def _check(self, request: DescribeChunks, count: int, chunk_tokens: int) -> int:
         """Check a description. Return the number of blocks per chunk."""
-        num_tokens, rest = divmod(len(request.tokens), _TOKEN_BYTES)
+        num_tokens, rest = divmod(len(request.tokens), TOKEN_BYTES)
         num_blocks, more = divmod(len(request.block_ids), ID_BYTES)
         if rest or more or num_tokens != count * chunk_tokens:
             raise ValueError(f"{len(request.tokens)} bytes of tokens for {count} chunks of {chunk_tokens}")
@@ -303,37 +159,83 @@ class Holdings(Watcher):
             raise ValueError(f"a parent of {len(request.parent_id)} bytes before chunk {request.first_chunk}")
         return per_chunk
 
-    def _show(self, node: int, chunk: Described) -> None:
-        if node >= len(self._by_node):
-            self._by_node.extend([None] * (node + 1 - len(self._by_node)))
-        self._by_node[node] = chunk
-        self.num_bytes += len(chunk.content)
-        chunk.shelf.show(chunk, POOL)
-        if node in self._broken:
-            self._broken.remove(node)
-            chunk.shelf.forget()  # earlier scans skipped the chunks after it
+    def _make_room(self, nodes: Sequence[int]) -> None:
+        more = max(nodes, default=-1) + 1 - len(self._by_node)
+        if more > 0:
+            self._by_node += [None] * more
+
+    def _show(self, above: int, nodes: Sequence[int], text: Run) -> None:
+        """Show the chunks of a run without nodes, which follow the chunk of the node `above`."""
+        by_node, self.num_bytes = self._by_node, self.num_bytes + text.num_bytes
+        before = None if above == NO_NODE else by_node[above]
+        if before is not None and before.takes(text, above):
+            run, first = before, before.num_chunks
+            run.append(text)
+        else:
+            run, first = text, 0
+            run.above = above
+        run.nodes += nodes
+        for node in nodes:
+            by_node[node] = run
+        shelf = run.family.shelf
+        shelf.show(run, first, first + len(nodes), POOL)
+        if self._broken and not self._broken.isdisjoint(nodes):
+            self._broken.difference_update(nodes)
+            shelf.forget()  # earlier scans skipped the chunks after it
 
     def hidden(self, nodes: Sequence[int], /, *, has_children: bool) -> None:
         """See `Watcher`."""
-        for node in nodes:
-            chunk = self._by_node[node] if node < len(self._by_node) else None
-            if chunk is None:
-                continue
-            self._by_node[node] = None
-            self.num_bytes -= len(chunk.content)
+        by_node = self._by_node
+        for run, first, stop, _ in self._pieces(nodes):
+            left, rest = run.nodes[first:stop], run.nodes[stop:]
+            for node in left:
+                by_node[node] = None
             if has_children:
-                self._broken.add(node)
-            chunk.shelf.hide(chunk, POOL)
+                self._broken.update(left)
+            del run.nodes[first:]
+            if not run.nodes:
+                self.num_bytes -= run.num_bytes
+            if rest:  # chunks after one that was removed as corrupt: from now on a run of their own
+                after = run.part(stop, stop + len(rest))
+                after.above, after.nodes = left[-1], rest
+                self.num_bytes += after.num_bytes
+                for node in rest:
+                    by_node[node] = after
+            run.family.shelf.hide(run, first, stop, POOL)
         self._count()
+
+    def _pieces(self, nodes: Sequence[int]) -> Iterator[tuple[Run, int, int, int]]:
+        """Yield the described ones among nodes, as pieces of runs.
+
+        Of a run's chunks, the last one comes first, as they are evicted. Each piece has the run, the first chunk, the
+        one after the last, and the place of the last chunk in `nodes`.
+        """
+        by_node, place = self._by_node, 0
+        while place < len(nodes):
+            node = nodes[place]
+            run = by_node[node] if node < len(by_node) else None
+            if run is None:
+                place += 1
+                continue
+            start, own = place, run.nodes
+            first = stop = own.index(node) + 1
+            while first and place < len(nodes) and own[first - 1] == nodes[place]:
+                first -= 1
+                place += 1
+            yield run, first, stop, start
 
     def evicted(self, nodes: Sequence[int], keys: Sequence[bytes], /) -> None:
         """Note that chunks are evicted from the pool. A tier may still have them."""
-        for node, key in zip(nodes, keys, strict=True):
-            chunk = self._by_node[node] if node < len(self._by_node) else None
-            if chunk is not None and self._is_in_tier(node):
-                self._in_tier[chunk.family.space, key] = chunk
-                self._num_tier_bytes += len(chunk.content)
-                chunk.shelf.show(chunk, TIER)
+        in_tier = self._find_in_tier(nodes)
+        if not in_tier:
+            return
+        for run, first, stop, place in self._pieces(nodes):
+            for chunk in reversed(range(first, stop)):
+                number = place + stop - 1 - chunk
+                if nodes[number] in in_tier:
+                    kept = self._in_tier[run.family.space, keys[number]] = run.part(chunk, chunk + 1)
+                    self._num_tier_bytes += kept.num_bytes
+                    run.family.shelf.show(kept, 0, 1, TIER)
         while len(self._in_tier) > _MOST_IN_TIER or self._num_tier_bytes > self._most_bytes // _TIER_SHARE:
             self._leave_tier(next(iter(self._in_tier)))
         self._count()
@@ -343,21 +245,20 @@ class Holdings(Watcher):
         """See `Watcher`."""
         return bool(self._in_tier)
 
-    def promoted(self, space: Space, digests: bytes, nodes: Sequence[tuple[int, int]], /) -> None:
+    def promoted(self, space: Space, digests: bytes, above: int, nodes: Sequence[int], /) -> None:
         """Note that a tier brought chunks. Show chunks whose descriptions were kept at their eviction."""
-        for chunk, (node, above) in enumerate(nodes):
-            if node == NO_NODE or not (above == NO_NODE or self.is_described(above)):
+        self._make_room(nodes)
+        for chunk, node in enumerate(nodes):
+            if not (above == NO_NODE or self.is_described(above)):
                 return
-            if self.is_described(node):
-                continue
-            key = digest_at(digests, chunk)
-            described = self._in_tier.get((space.number, key))
-            if described is None or self.num_bytes + len(described.content) > self._most_bytes:
-                return  # the engine that finds it describes it
-            described.above = above
-            self._show(node, described)
-            self._leave_tier((space.number, key))
-            self._count()
+            if not self.is_described(node):
+                name = space.number, digest_at(digests, chunk)
+                kept = self._in_tier.get(name)
+                if kept is None or self.num_bytes + kept.num_bytes > self._most_bytes:
+                    return  # the engine that finds it describes it
+                self._show(above, [node], kept.part(0, 1))
+                self._leave_tier(name)
+            above = node
 
     def forget_tiers(self) -> bool:
         """See `Watcher`. Chunks of other tenants and models, which a tier may still have, appear again by their use."""
@@ -369,8 +270,8 @@ class Holdings(Watcher):
         chunk = self._in_tier.pop(name, None)
         if chunk is None:
             return False
-        self._num_tier_bytes -= len(chunk.content)
-        chunk.shelf.hide(chunk, TIER)
+        self._num_tier_bytes -= chunk.num_bytes
+        chunk.family.shelf.hide(chunk, 0, 1, TIER)
         self._count()
         return True
 
@@ -389,220 +290,49 @@ class Holdings(Watcher):
         for on_change in waiting:
             on_change()
 
-    def scan(self, shelf: Shelf, is_wanted: Callable[[Described], bool]) -> Iterator[tuple[Described, str] | None]:
-        """Yield the chunks of a shelf with their medium, each after the chunk before it. Yield None between steps.
+    def scan(self, shelf: Shelf, is_wanted: Callable[[Run], bool]) -> Iterator[tuple[Run, int, str] | None]:
+        """Yield the runs of a shelf with the number of their chunks and their medium. Yield None between steps.
 
-        Chunks after a broken chunk are left out, as lookups end there.
+        Each comes after the chunk before it. Chunks after a broken chunk are left out, as lookups end there.
         """
-        by_node = self._by_node
-        seen = bytearray(len(by_node))
-        told: list[Described | None] = [None] * len(by_node)  # a node may become another chunk's between two steps
-        for start in range(len(seen)):
+        by_node, end = self._by_node, len(self._by_node)
+        told: dict[Run, int] = {}  # the number of told chunks; a node may become another run's between two steps
+        for start in range(end):
             if start % SCANNED_AT_ONCE == 0:
                 yield None
-            if seen[start] or by_node[start] is None:
-                continue
-            chain, node = list[int](), start
-            while node < len(seen) and not seen[node] and (chunk := by_node[node]) is not None:
-                chain.append(node)
-                node = chunk.above
-            for node in reversed(chain):
-                seen[node] = 1
-                chunk = by_node[node]
-                if chunk is None:
-                    continue
-                above = chunk.above
-                if above == NO_NODE or (
-                    above < len(told) and told[above] is not None and told[above] is by_node[above]
-                ):
-                    told[node] = chunk
-                    if chunk.shelf is shelf and is_wanted(chunk):
-                        yield chunk, POOL
+            chain, run = list[Run](), by_node[start]
+            while run is not None and run not in told:
+                chain.append(run)
+                run = None if run.above == NO_NODE else by_node[run.above]
+            for run in reversed(chain):
+                before = None if run.above == NO_NODE else by_node[run.above]
+                is_placed = run.above == NO_NODE or (
+                    before is not None and run.above in before.nodes[: told.get(before, 0)]
+                )
+                told[run] = len(run.nodes) if is_placed else 0
+                if told[run] and run.family.shelf is shelf and is_wanted(run):
+                    yield run, told[run], POOL
         # Reversed: the last chunk of a prompt is evicted first.
-        for number, chunk in enumerate(reversed(list(self._in_tier.values()))):
+        for number, run in enumerate(reversed(list(self._in_tier.values()))):
             if number % SCANNED_AT_ONCE == 0:
                 yield None
-            if chunk.shelf is shelf and is_wanted(chunk):
-                yield chunk, TIER
+            if run.family.shelf is shelf and is_wanted(run):
+                yield run, 1, TIER
 
     def check_integrity(self, is_visible: Sequence[int]) -> None:
-        """Check that lookups find all described chunks.
+        """Check that lookups find all described chunks, and that they are counted.
 
         Raises:
-            AssertionError: a lookup does not find a described chunk.
+            AssertionError: a lookup does not find a described chunk, or a count is wrong.
         """
-        for node, chunk in enumerate(self._by_node):
-            assert chunk is None or is_visible[node], f"node {node} is not visible"
-        held = [chunk for chunk in self._by_node if chunk is not None]
-        assert self.num_bytes == sum(len(chunk.content) for chunk in held), "the bytes are miscounted"
+        held = [(node, run) for node, run in enumerate(self._by_node) if run is not None]
+        for node, run in held:
+            assert is_visible[node], f"node {node} is not visible"
+            assert run.nodes.count(node) == 1, f"node {node} is not in its run"
+        runs = {run for _, run in held}
+        assert sum(len(run.nodes) for run in runs) == len(held), "a run has nodes of others"
+        assert self.num_bytes == sum(run.num_bytes for run in runs), "the bytes are miscounted"
         in_tier = self._in_tier.values()
-        assert self._num_tier_bytes == sum(len(chunk.content) for chunk in in_tier), "the bytes in tiers are miscounted"
-        assert sum(sum(shelf.counts.values()) for shelf in self.shelves.values()) == len(held) + len(in_tier)
-
-
-class Reader:
-    """Follows one shelf: first all of its chunks, then all changes. `take` returns the next events.
-
-    Args:
-        holdings: the holdings of the shelf.
-        shelf: the shelf to follow.
-        namespace: report only chunks of this namespace. None: report all, but equal ids of several tenants only once.
-
-    Attributes:
-        is_starting: whether the next events begin to list everything.
-    """
-
-    def __init__(self, holdings: Holdings, shelf: Shelf, namespace: bytes | None = None) -> None:
-        self.shelf = shelf
-        self.namespace = namespace
-        self.position = 0
-        self.is_starting = True
-        self.holdings = holdings
-        self._scan: Iterator[tuple[Described, str] | None] | None = None
-        # The names that routers know, from the start of a scan until the log has no change that the scan may have seen.
-        self._told: set[int] | None = None
-        self._settled_at = 0  # the position from which on it has none
-
-    def restart(self) -> None:
-        """Begin to list everything again."""
-        self.is_starting, self._scan = True, None
-
-    def skip(self, position: int | None) -> None:
-        """Report only the changes from a position of the log on. None: from the first change of the shelf on."""
-        self.is_starting, self._scan, self._told = False, None, None
-        self.position = 1 if position is None else position
-
-    @property
-    def is_scanning(self) -> bool:
-        """Whether it is listing everything."""
-        return self._scan is not None
-
-    @property
-    def is_behind(self) -> bool:
-        """Whether the log lacks changes that it needs, so that it must list everything again."""
-        return self._scan is None and not self.is_starting and self.position < self.shelf.first
-
-    @property
-    def has_more(self) -> bool:
-        """Whether `take` has events."""
-        return self.is_starting or self._scan is not None or self.position < self.shelf.end
-
-    def take(self, most_tokens: int, until: int | None = None) -> list[Event]:
-        """Return the next events, with about `most_tokens` tokens or removed blocks at most. The result may be empty.
-
-        The first event, which voids all earlier ones, comes alone. Changes from the position `until` on are left.
-        """
-        told = _Telling()
-        if self.is_starting or self.is_behind:
-            self.is_starting = False
-            self.position = self.shelf.end
-            self._scan, self._told = self.holdings.scan(self.shelf, self._is_wanted), set()
-            return [AllBlocksCleared()]
-        if self._scan is not None:
-            for found in self._scan:
-                if found is None:
-                    break
-                if self._is_news(*found, is_stored=True):
-                    told.add(*found, is_stored=True)
-                if told.num_tokens >= most_tokens:
-                    break
-            else:
-                self._scan, self._settled_at = None, self.shelf.end
-                if self.position == self._settled_at:
-                    self._told = None
-            return told.events
-        start = self.position - self.shelf.first
-        stop = start + TAKEN_AT_ONCE if until is None else min(start + TAKEN_AT_ONCE, until - self.shelf.first)
-        for chunk, medium, is_stored, is_public in self.shelf.log[start:stop]:
-            if self._told is not None and self.position >= self._settled_at:
-                self._told = None
-            self.position += 1
-            if is_public if self.namespace is None else self._is_wanted(chunk):
-                if self._is_news(chunk, medium, is_stored=is_stored):
-                    told.add(chunk, medium, is_stored=is_stored)
-                if told.num_tokens >= most_tokens:
-                    break
-        return told.events
-
-    def _is_news(self, chunk: Described, medium: str, *, is_stored: bool) -> bool:
-        """Return whether a change was not told yet, and note it. Engines compare their news themselves."""
-        told = self._told
-        if told is None or self.namespace is not None:
-            return True
-        name = self.shelf.name_of(chunk, medium)
-        if (name in told) is is_stored:
-            return False
-        told.symmetric_difference_update((name,))
-        return True
-
-    def _is_wanted(self, chunk: Described) -> bool:
-        return self.namespace is None or chunk.family.namespace == self.namespace
-
-
-class _Telling:
-    """Builds events from changes, and joins neighbours."""
-
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-        self.num_tokens = 0  # tokens plus removed blocks
-        self._last: Described | None = None  # the last chunk of the open event
-        self._open: list[Any] = []
-        self._is_stored = False
-        self._medium = ""
-
-    def add(self, chunk: Described, medium: str, *, is_stored: bool) -> None:
-        """Add the change of a chunk in a medium."""
-        last = self._last
-        if chunk.shelf.is_union:
-            medium = POOL
-        is_next = (
-            last is not None
-            and self._is_stored is is_stored
-            and self._medium == medium
-            and last.family is chunk.family
-            and (
-                not is_stored
-                or (
-                    chunk.parent_id == last.name >> 1
-                    and chunk.lora_name == last.lora_name
-                    and bool(chunk.extra_keys) is bool(last.extra_keys)
-                )
-            )
-        )
-        ids = chunk.block_ids
-        if not is_next:
-            groups = chunk.family.groups or (None,)
-            self._open = [(_stored if is_stored else _removed)(chunk, medium, group) for group in groups]
-            self.events += self._open
-        tokens = chunk.tokens if is_stored else ()
-        for event in self._open:
-            event.block_hashes.extend(ids)
-            if is_stored:
-                event.token_ids.extend(tokens)
-                if chunk.extra_keys:
-                    event.extra_keys.extend(chunk.extra_keys)
-        self._last, self._is_stored, self._medium = chunk, is_stored, medium
-        self.num_tokens += len(tokens) or len(ids)
-
-
-def _stored(chunk: Described, medium: str, group: DescribedGroup | None) -> BlockStored:
-    event = BlockStored(
-        [],
-        chunk.parent_id,
-        [],
-        chunk.family.block_tokens,
-        None,
-        medium,
-        chunk.lora_name,
-        [] if chunk.extra_keys else None,
-        locality=LOCAL,
-    )
-    if group is not None:
-        event.group_idx = group.number
-        event.kv_cache_spec_kind = group.kind or None
-        event.kv_cache_spec_sliding_window = group.window_tokens or None
-    return event
-
-
-def _removed(_chunk: Described, medium: str, group: DescribedGroup | None) -> BlockRemoved:
-    return BlockRemoved([], medium, None if group is None else group.number, LOCAL)
+        assert self._num_tier_bytes == sum(run.num_bytes for run in in_tier), "the bytes in tiers are miscounted"
+        counts = {each for shelf in self.shelves.values() for each in shelf.counts.values()}
+        assert sum(map(len, counts)) == len(held) + len(in_tier), "ids are miscounted"
