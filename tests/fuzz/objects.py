@@ -21,13 +21,14 @@ from kvdepot.operate.cleanup import collect
 from kvdepot.testing.tier_traffic import EXTENT_BYTES, PLACE, content, extents_of, fill, make_pool
 from kvdepot.tiers import object as module
 from kvdepot.tiers.base import TierPool
-from kvdepot.tiers.keys import DEPTH_BYTES, RUN_BYTES, name_hash, tier_key
+from kvdepot.tiers.keys import name_hash, tier_key, with_run
 from kvdepot.tiers.object import NAME, ObjectTier
 from support.tiers.direct import read_from, write_to
 
 _NUM_CHUNKS: Final = 6
 _CUTS: Final = (0, 2, 3, 4, 6)  # stores of a prompt: the walk of its first run, of four chunks, finds three objects
 _RUN_CHUNKS: Final = 4
+_SECTION_CHUNKS: Final = 2
 _SIZE: Final = 100
 _NOW: Final = 2e9  # all objects are old
 
@@ -35,11 +36,15 @@ _NOW: Final = 2e9  # all objects are old
 def _keys_of(tenant: str) -> list[bytes]:
     """Return the keys of a prompt's chunks."""
     run = hash_prefix(Namespace("model", tenant=tenant), 1, range(_NUM_CHUNKS))
+    digests = [digest_at(run.digests, chunk) for chunk in range(_NUM_CHUNKS)]
     return [
-        tier_key(name_hash(tenant), name_hash("a model"), PLACE, digest_at(run.digests, chunk))
-        + digest_at(run.digests, chunk - chunk % _RUN_CHUNKS)[:RUN_BYTES]
-        + chunk.to_bytes(DEPTH_BYTES, "big")
-        for chunk in range(_NUM_CHUNKS)
+        with_run(
+            tier_key(name_hash(tenant), name_hash("a model"), PLACE, digest),
+            digests[chunk - chunk % _RUN_CHUNKS],
+            digests[chunk - chunk % _SECTION_CHUNKS],
+            chunk,
+        )
+        for chunk, digest in enumerate(digests)
     ]
 
 

@@ -30,21 +30,20 @@ from kvdepot.operate.cli import main
 from kvdepot.testing.tier_traffic import contains, content, make_pool, read
 from kvdepot.tiers.base import TierPool
 from kvdepot.tiers.keys import (
-    DEPTH_BYTES,
     KEY_BYTES,
-    RUN_BYTES,
     chunks_a_run,
+    chunks_a_section,
     digest_of,
     mark_of,
     name_hash,
     place_of,
-    run_of,
     tier_key,
+    with_run,
 )
 from kvdepot.tiers.names import by_run
 from kvdepot.tiers.object import ObjectTier
 from kvdepot.tiers.queue import TierQueue
-from kvdepot.tiers.runs import object_name
+from kvdepot.tiers.runs import name_of
 from kvdepot.tiers.url import TierUrl, open_tier
 from kvdepot.wire import messages as m
 from support.peer import Peer, find, registration
@@ -65,12 +64,16 @@ def keys_of(
     """Return the keys, with runs and depths, of a prompt's chunks of one token."""
     place = place_of(spec, 0, 0, 7, SIZE, mark_of(weights))
     run = hash_prefix(Namespace("model"), 1, tokens)
-    return [
+    keys = [
         tier_key(name_hash("a"), name_hash(model), place, digest_at(run.digests, chunk))
-        + digest_at(run.digests, chunk - chunk % run_chunks)[:RUN_BYTES]
-        + chunk.to_bytes(DEPTH_BYTES, "big")
         for chunk in range(run.num_chunks)
     ]
+
+    def cut(chunk: int, num_chunks: int) -> bytes:
+        return digest_at(run.digests, chunk - chunk % num_chunks)
+
+    sections = -(-run_chunks // 4)
+    return [with_run(key, cut(chunk, run_chunks), cut(chunk, sections), chunk) for chunk, key in enumerate(keys)]
 
 
 class Node:
@@ -89,7 +92,7 @@ class Node:
         assert write_to(self.tier, self.pool, keys, extents) == [True] * len(keys)
 
     def store(self, keys: Sequence[bytes]) -> None:
-        there = self.tier.contains(keys)
+        there = self.tier.touch(keys, [SIZE] * len(keys))
         missing = [key for key, is_there in zip(keys, there, strict=True) if not is_there]
         if missing:
             self.write(missing)
@@ -202,7 +205,7 @@ def test_a_corrupt_chunk_in_a_later_object_of_a_run_leaves_and_is_stored_again(n
     keys, store = keys_of(range(8)), one.tier.store
     one.store(keys[:3])
     one.store(keys)
-    name = object_name(run_of(keys[3]), digest_of(keys[3])[:RUN_BYTES])
+    name = name_of(keys[3])
     data = bytearray(bytes(obstore.get(store, name).bytes()))
     data[-1] ^= 1
     obstore.put(store, name, bytes(data))
@@ -238,10 +241,74 @@ def test_a_question_that_skips_chunks_is_put_in_their_order(nodes: list[Node]) -
     assert two.tier.contains([asked[number] for number in by_run(asked)]) == [True] * 16
 
 
-def test_a_run_has_a_power_of_two_of_chunks_and_at_most_16_mib() -> None:
-    assert [chunks_a_run(size) for size in (1, 128 << 10, (128 << 10) + 1, 2 << 20, 3 << 20, 16 << 20, 1 << 30)] == [
-        128, 128, 64, 8, 4, 1, 1,
-    ]  # fmt: skip
+def test_a_run_has_a_power_of_two_of_chunks_and_at_most_64_mib_and_a_section_16() -> None:
+    sizes = (1, 128 << 10, (128 << 10) + 1, 512 << 10, 2 << 20, 3 << 20, 16 << 20, 64 << 20, 1 << 30)
+    assert [chunks_a_run(size) for size in sizes] == [128, 128, 128, 128, 32, 16, 4, 1, 1]
+    assert [chunks_a_section(size) for size in sizes] == [128, 128, 64, 32, 8, 4, 1, 1, 1]
+
+
+@pytest.mark.parametrize("num_old", [3, 8, 13, 16, 24])
+def test_objects_of_the_release_before_are_found_in_longer_runs(num_old: int, nodes: list[Node]) -> None:
+    """Its runs are the sections of today's."""
+    old, new = (keys_of(range(30), run_chunks) for run_chunks in (4, 16))
+    nodes[0].store(old[:num_old])
+    for node in nodes:
+        assert node.find(new) == num_old
+    before = nodes[0].names()
+    nodes[1].store(new)
+    assert {*before} < {*nodes[0].names()}, "nothing is written again under another name"
+    assert [node.find(new) for node in nodes] == [30, 30]
+    assert len(nodes[0].names()) - len(before) == (1 if num_old >= 16 else 2)
+
+
+def test_a_question_about_a_long_prefix_asks_for_few_runs_and_finds_its_end(
+    nodes: list[Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (one, two), keys, asked = nodes, keys_of(range(200), 2), list[str]()
+    get = obstore.get_range_async
+
+    async def get_range(store: ObjectStore, path: str, **where: Any) -> Any:
+        asked.append(path)
+        return await get(store, path, **where)
+
+    monkeypatch.setattr(obstore, "get_range_async", get_range)
+    for num_chunks in (2, 15, 16, 17, 130, 198, 200):
+        one.store(keys[:num_chunks])
+        asked.clear()
+        assert two.tier.contains(keys) == [True] * num_chunks + [False] * (200 - num_chunks)
+        assert len(asked) <= 13 + 8 + 2, "one in eight runs, those before the first missing one, and ends of walks"
+
+
+def test_a_run_that_is_gone_behind_others_ends_a_promotion_and_is_noticed(nodes: list[Node]) -> None:
+    (one, two), keys = nodes, keys_of(range(40), 2)
+    one.store(keys)
+    assert two.find(keys) == 40
+    obstore.delete(one.tier.store, name_of(keys[4]))
+    assert two.tier.contains(keys) == [True] * 40
+    extents = [(number * 4096, SIZE) for number in range(40)]
+    assert read_from(two.tier, two.pool, keys, extents) == [True] * 4 + [False] * 2 + [True] * 34
+    assert two.tier.contains(keys[:6]) == [True] * 4 + [False] * 2
+    two.store(keys)
+    assert one.find(keys) == 40
+
+
+def test_two_depots_that_store_one_prompt_at_once_write_it_once(nodes: list[Node]) -> None:
+    keys = keys_of(range(30))
+    for _ in range(10):
+        gate = threading.Barrier(2)
+
+        def store(node: Node, gate: threading.Barrier = gate) -> None:
+            gate.wait()
+            node.write(keys)  # neither asks before
+
+        threads = [threading.Thread(target=store, args=(node,)) for node in nodes]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(nodes[0].names()) == 4
+        assert nodes[1].find(keys) == 30
+        sum(nodes[0].tier.clear(None, None))
 
 
 def test_a_share_under_two_writers_stays_at_its_size_and_readers_see_misses_only(
@@ -389,7 +456,7 @@ def test_a_chunk_of_another_size_than_the_one_that_is_read_is_none(nodes: list[N
 
 
 def test_a_head_with_chunks_far_apart_is_not_followed(nodes: list[Node], tmp_path: Path) -> None:
-    """The object is sparse: fetching it from the first chunk to the last one would take a GiB of memory."""
+    """The object is sparse: from the first chunk to the last one it has a GiB."""
     (node, _), keys = nodes, keys_of(range(2))
     node.store(keys)
     (name,) = node.names()
@@ -400,6 +467,7 @@ def test_a_head_with_chunks_far_apart_is_not_followed(nodes: list[Node], tmp_pat
         file.write((1 << 30).to_bytes(8, "little"))
         file.seek(1 << 30)
         file.write(data[-SIZE:])
+    assert node.tier.contains(keys) == [True] * 2
     with contextlib.closing(TierQueue(node.tier, node.pool, "shared files")) as queue:
         assert read(queue, keys, [(0, SIZE), (4096, SIZE)]) == [False] * 2
         assert queue.counters["corrupt"] == 2

@@ -19,7 +19,7 @@ from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.testing.tier import Damage, TierSuite
 from kvdepot.testing.tier_traffic import EXTENT_BYTES, content, extents_of, fill, make_key, make_pool
 from kvdepot.tiers.base import Tier, TierPool
-from kvdepot.tiers.keys import DEPTH_BYTES, RUN_BYTES
+from kvdepot.tiers.keys import with_run
 from kvdepot.tiers.url import TierUrl, open_tier
 from kvdepot.tiers.valkey.connections import Server, ValkeyConnection
 from kvdepot.tiers.valkey.resp import Reply, ReplyError
@@ -150,7 +150,7 @@ def test_a_head_that_is_damaged_is_a_miss_and_its_parts_go_as_well(server: Valke
 
 def test_entries_leave_some_time_after_their_last_use_and_ends_of_prefixes_first(server: ValkeyServer) -> None:
     pool = make_pool()
-    keys = [make_key(depth) + bytes(RUN_BYTES) + depth.to_bytes(DEPTH_BYTES, "big") for depth in (0, 100, 10**6)]
+    keys = [with_run(make_key(depth), bytes(8), bytes(8), depth) for depth in (0, 100, 10**6)]
     fill(pool, 0, keys, [8192] * 3)
     tier = open_url(server.url(options="ttl=2h"), pool)
     hours = 3_600_000

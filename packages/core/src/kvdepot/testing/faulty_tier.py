@@ -43,6 +43,8 @@ class FaultyTier:
         self.pool = pool
         self.batch_entries = inner.batch_entries
         self.reads_apart = inner.reads_apart
+        self.ends_stalled_reads = False  # they may hang here
+        self.most_writes = inner.most_writes
         self.writer_pid = inner.writer_pid
         self.contains_is_instant = False  # it may hang here
         self.keeps_runs = inner.keeps_runs

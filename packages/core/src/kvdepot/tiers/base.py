@@ -59,6 +59,12 @@ class Tier(Protocol):
     reads_apart: bool = False
     """Whether each entry is read by a call of its own, so that all threads read the entries that a lookup waits for."""
 
+    ends_stalled_reads: bool = False
+    """Whether a read raises when no byte arrives within a deadline. Then one that goes on may take ten deadlines."""
+
+    most_writes: int = 255
+    """The maximum number of concurrent writes. There are fewer if the tier has no more threads than that."""
+
     keeps_runs: bool = False
     """Whether the tier keeps runs (`kvdepot.tiers.runs`). A tier with runs must also set `wants_places`.
 

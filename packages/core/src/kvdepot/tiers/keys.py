@@ -17,12 +17,14 @@ NAME_HASH_BYTES: Final = 8  # of tenants and models, of which there are few: equ
 PLACE_BYTES: Final = 16  # a digest: no two places share one by chance
 KEY_BYTES: Final = 2 * NAME_HASH_BYTES + PLACE_BYTES + DIGEST_BYTES  # tenant, model, place, chunk
 MARK_BYTES: Final = 4  # at the end of the place
-RUN_BYTES: Final = 8  # after a key, for tiers that want it: the first chunk of the chunk's run
-DEPTH_BYTES: Final = 4  # after the run: the number of the chunk in its prefix
+RUN_BYTES: Final = 8  # after a key, for tiers that want it: the first chunk of the chunk's run, then of its section
+DEPTH_BYTES: Final = 4  # after both: the number of the chunk in its prefix
 _RUN: Final = slice(KEY_BYTES, KEY_BYTES + RUN_BYTES)
+_SECTION: Final = slice(_RUN.stop, _RUN.stop + RUN_BYTES)
 _MARK: Final = slice(2 * NAME_HASH_BYTES + PLACE_BYTES - MARK_BYTES, 2 * NAME_HASH_BYTES + PLACE_BYTES)
-MOST_CHUNKS_A_RUN: Final = 128  # 2,048 tokens in chunks of 16
-MOST_BYTES_A_RUN: Final = 16 << 20  # 16 ms at 1 GB/s, so that the overhead of a request is small
+MOST_CHUNKS_A_RUN: Final = 128  # 2,048 tokens in chunks of 16; release 0.1 removes objects with more as malformed
+MOST_BYTES_A_RUN: Final = 64 << 20  # a put of S3 costs as much as twelve gets, so there are few of them
+_BYTES_A_SECTION: Final = 16 << 20  # a run of release 0.1, by which objects are still named
 
 
 def name_hash(name: str) -> bytes:
@@ -62,12 +64,26 @@ def place_of(space: bytes, group: int, part: int, check: int, num_bytes: int, ma
 
 def chunks_a_run(num_bytes: int) -> int:
     """Return the chunks per run for payloads of this size: a power of two, so that runs of all lengths align."""
-    return min(MOST_CHUNKS_A_RUN, 1 << max(1, MOST_BYTES_A_RUN // max(1, num_bytes)).bit_length() - 1)
+    return _chunks_in(MOST_BYTES_A_RUN, num_bytes)
+
+
+def chunks_a_section(num_bytes: int) -> int:
+    """Return the chunks per section of a run for payloads of this size."""
+    return _chunks_in(_BYTES_A_SECTION, num_bytes)
+
+
+def _chunks_in(most_bytes: int, num_bytes: int) -> int:
+    return min(MOST_CHUNKS_A_RUN, 1 << max(1, most_bytes // max(1, num_bytes)).bit_length() - 1)
 
 
 def tier_key(tenant: bytes, model: bytes, place: bytes, chunk: bytes) -> bytes:
     """Return the key of an entry: hashes of tenant and model, place, and the chunk's key."""
     return tenant + model + place + chunk
+
+
+def with_run(key: bytes, run: bytes, section: bytes, depth: int) -> bytes:
+    """Return a key as tiers get it that want places: with the first chunks of its run and section, and its depth."""
+    return key + run[:RUN_BYTES] + section[:RUN_BYTES] + depth.to_bytes(DEPTH_BYTES, "big")
 
 
 def digest_of(key: bytes) -> bytes:
@@ -80,14 +96,24 @@ def run_of(key: bytes) -> bytes:
     return key[: KEY_BYTES - DIGEST_BYTES] + (key[_RUN] or key[KEY_BYTES - RUN_BYTES :])
 
 
+def section_of(key: bytes) -> bytes:
+    """Return the section of a key that all entries of one section of a run share, like `run_of`."""
+    return key[: KEY_BYTES - DIGEST_BYTES] + (key[_SECTION] or key[KEY_BYTES - RUN_BYTES :])
+
+
 def begins_run(key: bytes) -> bool:
     """Return whether an entry's chunk is the first one after a cut."""
     return key[_RUN] in (b"", digest_of(key)[:RUN_BYTES])
 
 
+def begins_section(key: bytes) -> bool:
+    """Return whether an entry's chunk is the first one of its section."""
+    return key[_SECTION] in (b"", digest_of(key)[:RUN_BYTES])
+
+
 def depth_of(key: bytes) -> int:
     """Return the number of an entry's chunk in its prefix, 0 for a key without it."""
-    return int.from_bytes(key[_RUN.stop :], "big")
+    return int.from_bytes(key[_SECTION.stop :], "big")
 
 
 def has_names(key: bytes, tenant: bytes | None, model: bytes | None) -> bool:

@@ -28,9 +28,11 @@ class EntryKeys:
         self._names_of = names_of
         self._hashes: dict[int, tuple[bytes, bytes]] = {}
         self._marks: dict[int, bytes] = {}  # by label
-        # Returns a key without the chunk's key, and the chunks per run.
-        self._start: Callable[[int, bytes, bool, PartPlace], tuple[bytes, int]] = lru_cache(_STARTS)(self._make_start)
-        self._last_runs: dict[int, tuple[int, bytes, bytes]] = {}  # (node, its digest, its run), by chunks per run
+        # Returns a key without the chunk's key, and the chunks per run and per section.
+        self._start: Callable[[int, bytes, bool, PartPlace], tuple[bytes, int, int]] = lru_cache(_STARTS)(
+            self._make_start
+        )
+        self._last_cuts: dict[int, tuple[int, bytes, bytes]] = {}  # (node, its digest, its cut), by chunks between cuts
 
     def hashes(self, label: int) -> tuple[bytes, bytes]:
         """Return the hashes of the names of a tenant and a model."""
@@ -52,14 +54,16 @@ class EntryKeys:
 
         The pool need not have the entry. `digests` are those of a prefix.
         """
-        start, num_chunks = self._start(label, space.digest, bool(space.full_mask & 1 << place.group), place)
-        run = digest_at(digests, chunk - chunk % num_chunks)[: k.RUN_BYTES]
-        return start + digest_at(digests, chunk) + run + chunk.to_bytes(k.DEPTH_BYTES, "big")
+        is_full = bool(space.full_mask & 1 << place.group)
+        start, run_chunks, section_chunks = self._start(label, space.digest, is_full, place)
+        run, section = (digest_at(digests, chunk - chunk % each) for each in (run_chunks, section_chunks))
+        return k.with_run(start + digest_at(digests, chunk), run, section, chunk)
 
-    def _make_start(self, label: int, space: bytes, is_full: bool, place: PartPlace) -> tuple[bytes, int]:
+    def _make_start(self, label: int, space: bytes, is_full: bool, place: PartPlace) -> tuple[bytes, int, int]:
         (tenant, model), mark = self.hashes(label), self._marks[label]
-        start = tenant + model + k.place_of(space, place.group, place.part, place.check, place.num_bytes, mark)
-        return start, _chunks_of_run(place.num_bytes, is_full=is_full)
+        size = place.num_bytes
+        start = tenant + model + k.place_of(space, place.group, place.part, place.check, size, mark)
+        return (start, k.chunks_a_run(size), k.chunks_a_section(size)) if is_full else (start, 1, 1)
 
     def keys_of(self, entries: Sequence[Entry]) -> list[bytes]:
         """Return the keys of entries in the pool, with their runs and depths, in the same order."""
@@ -70,33 +74,32 @@ class EntryKeys:
         for node, digest, place in zip(self._index.entries.nodes_of(entries), digests, places, strict=True):
             space = nodes.spaces[nodes.space_number[node]]
             is_full = bool(space.full_mask & 1 << place.group)
-            start, num_chunks = self._start(nodes.label[node], space.digest, is_full, place)
-            run, depth = self._run_of(node, digest, num_chunks), nodes.depth[node].to_bytes(k.DEPTH_BYTES, "big")
-            keys.append(start + digest + run + depth)
+            start, run_chunks, section_chunks = self._start(nodes.label[node], space.digest, is_full, place)
+            run, section = (self._cut_of(node, digest, each) for each in (run_chunks, section_chunks))
+            keys.append(k.with_run(start + digest, run, section, nodes.depth[node]))
         return keys
 
-    def _run_of(self, node: int, digest: bytes, num_chunks: int) -> bytes:
-        """Return the run of a chunk. The last run is cached, as keys are mostly made in the order of a prefix."""
+    def _cut_of(self, node: int, digest: bytes, num_chunks: int) -> bytes:
+        """Return the last chunk up to this one whose number is a multiple of `num_chunks`.
+
+        The last one is cached, as keys are mostly made in the order of a prefix.
+        """
         depth, tree = self._index.nodes.depth, self._index.nodes.tree
-        last_node, last_digest, run = self._last_runs.get(num_chunks, (NO_NODE, b"", b""))
+        last_node, last_digest, cut = self._last_cuts.get(num_chunks, (NO_NODE, b"", b""))
         here = node
         while depth[here] % num_chunks:
             if here == last_node and tree.keys[here] == last_digest:
                 break
             here = tree.parent[here]
         else:
-            run = digest[: k.RUN_BYTES] if here == node else self._index.nodes.key_of(here)[: k.RUN_BYTES]
-        self._last_runs[num_chunks] = node, digest, run
-        return run
+            cut = (digest if here == node else self._index.nodes.key_of(here))[: k.RUN_BYTES]
+        self._last_cuts[num_chunks] = node, digest, cut
+        return cut
 
 
 def chunks_of_run(space: Space, group: int, num_bytes: int) -> int:
     """Return the chunks per run. Without full attention, where a prefix has gaps, it is one."""
-    return _chunks_of_run(num_bytes, is_full=bool(space.full_mask & 1 << group))
-
-
-def _chunks_of_run(num_bytes: int, *, is_full: bool) -> int:
-    return k.chunks_a_run(num_bytes) if is_full else 1
+    return k.chunks_a_run(num_bytes) if space.full_mask & 1 << group else 1
 
 
 def by_run(keys: Sequence[bytes]) -> list[int]:

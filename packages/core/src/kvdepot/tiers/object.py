@@ -10,8 +10,12 @@ begins to check that, without waiting. If the store refuses such puts, or overwr
 check is repeated every ten minutes.
 
 The requests of a call run concurrently in one event loop on its own thread. The client's time limit ends each request:
-before the call's deadline if a lookup waits for it, after ten times as long for writes and clears. Files have no such
-limit: a hung file system hangs the call, which `TierQueue` expects.
+before the call's deadline for a question, after ten times as long for writes and clears. A read ends when no byte
+arrives for that time. Questions and writes of files have no limit: a hung file system hangs the call, which `TierQueue`
+expects.
+
+A read fills extents as the bytes arrive, so an object takes one request and no memory. A lookup's question about a long
+prefix asks for one run in eight, as depots write the runs before a run first.
 
 A put does not copy: the client reads the extent while it sends. The connection may use the memory a little longer than
 the request lasts, so a call returns only when nothing refers to its extents any more (`_released`).
@@ -33,7 +37,7 @@ import re
 import threading
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
@@ -44,11 +48,13 @@ from obstore.store import AzureStore, GCSStore, LocalStore, ObjectStore, S3Store
 
 from kvdepot.counting import Counts, tier_counter
 from kvdepot.errors import ConfigError
+from kvdepot.keys import DIGEST_BYTES
 from kvdepot.ownership import is_own
 from kvdepot.tiers.base import Extents, Tier, TierPool, TierUsage
-from kvdepot.tiers.keys import MOST_BYTES_A_RUN, MOST_CHUNKS_A_RUN, RUN_BYTES, begins_run, digest_of, run_of
-from kvdepot.tiers.runs import HEAD_BYTES, NO_CHUNK, RunHead, make_head, object_name
-from kvdepot.tiers.url import PATIENCE, TierUrl
+from kvdepot.tiers.keys import KEY_BYTES, MOST_BYTES_A_RUN, MOST_CHUNKS_A_RUN, begins_run, depth_of, digest_of, run_of
+from kvdepot.tiers.runs import HEAD_BYTES, RunHead, first_name, make_head, name_of
+from kvdepot.tiers.scatter import Scatter
+from kvdepot.tiers.url import DEADLINE_SECONDS, PATIENCE, REQUEST_SHARE, TierUrl
 
 logger = logging.getLogger(__name__)
 
@@ -71,10 +77,11 @@ _MARK: Final = "kvdepot-writable"  # the object that checks put; it stays, so th
 RECHECK_SECONDS: Final = 600.0  # after a refused put: an operator may have granted the permission
 _CONFLICT_SECONDS: Final = 0.5  # more than another depot's put of a few bytes takes
 _QUESTIONS_AT_ONCE: Final = 64  # concurrent requests per call: one after the other, each would cost a round trip
+_SAMPLED: Final = 8  # of so many consecutive runs, a question for a long prefix asks for the last
 _MOST_STEPS: Final = 32  # objects per walk, each a round trip: enough for 128 chunks that were stored four at a time
 _MOST_TRIES: Final = 4  # attempts to add an object at the end of a walk while others add there
 _MOST_KNOWN: Final = 1 << 15  # cached places of chunks, 15 MB: eight of the largest questions
-_COPIED_AT_ONCE: Final = 1 << 20  # bytes: about a tenth of a millisecond
+_PIECE_BYTES: Final = 256 << 10  # of an object, at least as many arrive in Python at once; above `HEAD_BYTES`
 _DELETES_A_REQUEST: Final = 250  # Azure allows 256 per request, S3 1,000
 _CLOSE_SECONDS: Final = 1.8  # below the limit of TierQueue
 LAST_STEPS_SECONDS: Final = 0.1  # time that the client's threads spend in Python after a request
@@ -98,13 +105,28 @@ class _Walk:
         return next(((name, head.chunks[digest]) for name, head in self.objects if digest in head.chunks), None)
 
 
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """Extents to fill, and the outcomes: trailers by position, b"" for a chunk that is cut or has another size."""
+
+    keys: Sequence[bytes]
+    extents: Extents
+    trailers: dict[int, bytes | None] = field(default_factory=dict[int, bytes | None])
+
+    def settle(self, chunks: Sequence[tuple[int, tuple[int, int, bytes]]], scatter: Scatter) -> None:
+        """Note the outcomes of chunks: their positions, and their places in an object that was read."""
+        for place, (offset, _, trailer) in chunks:
+            self.trailers[place] = trailer if offset in scatter.complete else b""
+
+
 class ObjectTier(Tier):
     """Runs as objects of any store that obstore supports.
 
     Args:
         pool: contains the extents.
         store: ends requests by its own time limits.
-        patient: the same store with longer time limits, for writes and clears.
+        patient: the same store with longer time limits, for reads, writes and clears.
+        stall_seconds: a read ends when it gets no byte for so long.
         name: the tier's name in logs.
         takes_writes: whether the depot writes to it.
     """
@@ -113,6 +135,8 @@ class ObjectTier(Tier):
     keeps_runs = True
     gathers_stores = True
     wants_places = True
+    ends_stalled_reads = True
+    most_writes = 8
 
     def __init__(
         self,
@@ -120,6 +144,7 @@ class ObjectTier(Tier):
         store: ObjectStore,
         patient: ObjectStore | None = None,
         *,
+        stall_seconds: float = REQUEST_SHARE * DEADLINE_SECONDS,
         name: str = "",
         takes_writes: bool = True,
     ) -> None:
@@ -129,6 +154,7 @@ class ObjectTier(Tier):
         self._known: dict[bytes, _Found] = {}
         self.store = store
         self.patient = patient or store
+        self._stall_seconds = stall_seconds
         self._name = name
         self._is_unchecked = takes_writes  # until the first probe begins to check puts
         self._check_at = math.inf  # when a write checks them again
@@ -147,8 +173,13 @@ class ObjectTier(Tier):
         return bool(self._why_no_puts) and time.monotonic() < self._check_at
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """See `Tier`."""
+        """See `Tier`. Asks for some of the runs only."""
         return self._run(lambda: self._contains(keys))
+
+    def touch(self, keys: Sequence[bytes], sizes: Sequence[int]) -> list[bool]:
+        """See `Tier`. Asks for every run, as depots write the missing ones."""
+        del sizes
+        return self._run(lambda: self._touch(keys))
 
     def write(self, keys: Sequence[bytes], trailers: Sequence[bytes], extents: Extents) -> list[bool]:
         """See `Tier`. Raises only if no entry was written, unless the store takes none."""
@@ -279,8 +310,36 @@ class ObjectTier(Tier):
                 raise
             return ()
 
+    async def _touch(self, keys: Sequence[bytes]) -> list[bool]:
+        there = [False] * len(keys)
+        await self._ask(_by_run(keys), keys, there)
+        return there
+
     async def _contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """Walk all runs. Stop after an error, as the rest would fail just as slowly."""
+        there, prefixes = [False] * len(keys), _by_prefix(_by_run(keys), keys)
+        # One request for each run would cost as much as the reads.
+        await self._ask([run for prefix in prefixes for run in _samples(prefix)], keys, there)
+        doubtful = list[list[int]]()
+        for prefix in prefixes:
+            num_found = 0
+            for number, run in enumerate(prefix, 1):
+                if run in _samples(prefix):
+                    if not there[run[0]]:
+                        break
+                    num_found = number
+                else:
+                    doubtful.append(run)
+            for run in prefix[: max(0, num_found - 1)]:
+                for place in run:
+                    there[place] = True
+        await self._ask([run for run in doubtful if not there[run[0]]], keys, there)
+        return there
+
+    async def _ask(self, runs: Sequence[Sequence[int]], keys: Sequence[bytes], there: list[bool]) -> None:
+        """Walk runs, and note in `there` which keys are there.
+
+        Stop after an error, as the rest would fail just as slowly.
+        """
         room, failed = asyncio.Semaphore(_QUESTIONS_AT_ONCE), asyncio.Event()
 
         async def ask(places: Sequence[int]) -> _Walk | None:
@@ -293,46 +352,55 @@ class ObjectTier(Tier):
                     failed.set()
                     raise
 
-        runs, there = _by_run(keys), [False] * len(keys)
         walks = await asyncio.gather(*map(ask, runs), return_exceptions=True)
         for places, walk in zip(runs, walks, strict=True):
             if isinstance(walk, BaseException):
                 raise walk
             for place in places:
                 there[place] = walk is not None and walk.find(keys[place]) is not None
-        return there
 
-    async def _walk(self, places: Sequence[int], keys: Sequence[bytes]) -> _Walk:
-        """Find the objects of a run that have chunks of a prefix. `places` are the positions of its keys."""
-        run, left, first = run_of(keys[places[0]]), [digest_of(keys[place]) for place in places], NO_CHUNK
-        objects = list[tuple[str, RunHead]]()
-        name: str | None = None
+    async def _walk(self, places: Sequence[int], keys: Sequence[bytes], reading: "_Reading | None" = None) -> _Walk:
+        """Find the objects of a run that have chunks of a prefix. `places` are the positions of its keys.
+
+        With `reading`, read the objects that begin with a wanted chunk, instead of their heads.
+        """
+        left, objects = list(places), list[tuple[str, RunHead]]()
+        name: str | None = first_name(keys[left[0]])
         for _ in range(_MOST_STEPS):
-            name = object_name(run, first)
-            head = await self._head(name)
+            if reading is not None and name == name_of(keys[left[0]]):
+                head = await self._load(name, left, reading)
+            else:
+                head = await self._head(name)
             if head is None:
                 break
             objects.append((name, head))
-            left = [digest for digest in left if digest not in head.chunks]
+            self._learn(name, keys[left[0]], head)
+            left = [place for place in left if digest_of(keys[place]) not in head.chunks]
             if not left:
                 break
-            first = left[0][:RUN_BYTES]
+            name = name_of(keys[left[0]])
         else:
             name = None
-        walk = _Walk(objects, name)
-        for place in places:
-            found = walk.find(keys[place])
-            if found is not None:
-                self._known.pop(keys[place], None)
-                self._known[keys[place]] = found
+        return _Walk(objects, name)
+
+    def _learn(self, name: str, key: bytes, head: RunHead) -> None:
+        """Note the places of an object's chunks, which share a place with `key`."""
+        start = key[: KEY_BYTES - DIGEST_BYTES]
+        for digest, place in head.chunks.items():
+            self._known.pop(start + digest, None)
+            self._known[start + digest] = name, place
         while len(self._known) > _MOST_KNOWN:
             del self._known[next(iter(self._known))]
-        return walk
+
+    def _forget(self, names: set[str]) -> None:
+        """Forget the chunks of objects that are gone."""
+        for key in [key for key, (name, _) in self._known.items() if name in names]:
+            del self._known[key]
 
     async def _look_up(self, places: Sequence[int], keys: Sequence[bytes]) -> None:
         """Walk for the chunks of a run, unless the places of all are known."""
         # A chunk whose place is not known counts as missing: its entry would not be read, or a broken one not removed.
-        if not all(keys[place] in self._known for place in places):
+        if not all(keys[place][:KEY_BYTES] in self._known for place in places):
             await self._walk(places, keys)
 
     async def _head(self, name: str) -> RunHead | None:
@@ -366,8 +434,9 @@ class ObjectTier(Tier):
     async def _remove(self, keys: Sequence[bytes]) -> None:
         for places in _by_run(keys):
             await self._look_up(places, keys)
-        names = {found[0] for key in keys if (found := self._known.pop(key, None))}
+        names = {found[0] for key in keys if (found := self._known.get(key[:KEY_BYTES]))}
         if names:
+            self._forget(names)
             await self._delete(self.store, list(names))
 
     async def _each(self, works: Sequence[Coroutine[Any, Any, T]]) -> list["T | None"]:
@@ -392,7 +461,7 @@ class ObjectTier(Tier):
         """
         first = keys[places[0]]
         # The first object of a run has a known name. Trying it first saves a new prompt the walk.
-        name, left = object_name(run_of(first)) if begins_run(first) else None, list(places)
+        name, left = first_name(first) if begins_run(first) else None, list(places)
         for _ in range(_MOST_TRIES):
             if name is not None and await self._put(name, left, keys, trailers, extents):
                 return set(places)
@@ -425,43 +494,89 @@ class ObjectTier(Tier):
 
     async def _get_run(self, places: Sequence[int], keys: Sequence[bytes], extents: Extents) -> dict[int, bytes | None]:
         """Fill extents with chunks of a run. Return their trailers by position, b"" for a chunk of another size."""
-        await self._look_up(places, keys)
-        trailers: dict[int, bytes | None] = {}
-        by_object: dict[str, list[tuple[int, int, int]]] = {}  # (offset, size, position)
+        reading = _Reading(keys, extents)
+        if not all(keys[place][:KEY_BYTES] in self._known for place in places):
+            await self._walk(places, keys, reading)
+        by_object: dict[str, list[tuple[int, tuple[int, int, bytes]]]] = {}
         for place in places:
-            found = self._known.get(keys[place])
-            if found is None:
-                continue
-            name, (offset, size, trailer) = found
-            if size != extents[place][1]:
-                trailers[place] = b""
-            else:
-                trailers[place] = trailer
-                by_object.setdefault(name, []).append((offset, size, place))
+            found = self._known.get(keys[place][:KEY_BYTES])
+            if found is not None and place not in reading.trailers:
+                by_object.setdefault(found[0], []).append((place, found[1]))
         for name, chunks in by_object.items():
-            trailers |= await self._fill(name, chunks, extents)
-        return trailers
+            await self._fill(name, chunks, reading)
+        return reading.trailers
 
-    async def _fill(
-        self, name: str, chunks: Sequence[tuple[int, int, int]], extents: Extents
-    ) -> dict[int, bytes | None]:
-        """Fill extents with chunks of one object. Return None or b"" by position for chunks that did not arrive."""
-        start, stop = min(offset for offset, _, _ in chunks), max(offset + size for offset, size, _ in chunks)
-        if stop - start > max(MOST_BYTES_A_RUN, *(size for _, size, _ in chunks)):  # a forged head
-            return dict.fromkeys((place for _, _, place in chunks), b"")
+    async def _load(self, name: str, places: Sequence[int], reading: "_Reading") -> RunHead | None:
+        """Read an object that begins with the first of some wanted chunks. Return its head as `_head` does."""
+        stop, head, scatter = HEAD_BYTES + sum(reading.extents[place][1] for place in places), None, Scatter(())
+        chunks = list[tuple[int, tuple[int, int, bytes]]]()
         try:
-            data = await self._get_range(name, start, stop)
+            async for position, piece in self._pieces(name, 0, stop):
+                if head is None:
+                    head = RunHead.parse(bytes(piece[:HEAD_BYTES]))
+                    if head is None:
+                        break
+                    digests = [(place, digest_of(reading.keys[place])) for place in places]
+                    chunks = [(place, head.chunks[digest]) for place, digest in digests if digest in head.chunks]
+                    # Others lie behind chunks that nobody wants.
+                    chunks = [chunk for chunk in chunks if chunk[1][0] + chunk[1][1] <= stop]
+                    scatter = self._scatter(chunks, reading)
+                scatter.feed(position, piece)
         except FileNotFoundError:
-            return dict.fromkeys((place for _, _, place in chunks), None)
-        cut: dict[int, bytes | None] = {}
-        for offset, size, place in chunks:
-            (payload,) = self._payloads([extents[place]])
-            arrived = data[offset - start : offset - start + size]
-            if len(arrived) == size:
-                copy(arrived, payload)
-            else:
-                cut[place] = b""
-        return cut
+            return None
+        except Exception as error:
+            if _BEYOND_END.search(str(error)) is None:
+                raise
+        if head is None:
+            return await self._head(name)
+        reading.settle(chunks, scatter)
+        return head
+
+    async def _fill(self, name: str, chunks: Sequence[tuple[int, tuple[int, int, bytes]]], reading: "_Reading") -> None:
+        """Fill extents with chunks of one object: their positions, and their places in it."""
+        start = min(offset for _, (offset, _, _) in chunks)
+        stop = max(offset + size for _, (offset, size, _) in chunks)
+        scatter = Scatter(())
+        # A forged head.
+        if stop - start <= max(MOST_BYTES_A_RUN, *(size for _, (_, size, _) in chunks)):
+            scatter = self._scatter(chunks, reading)
+            try:
+                async for position, piece in self._pieces(name, start, stop):
+                    scatter.feed(position, piece)
+            except FileNotFoundError:
+                self._forget({name})
+                return
+        reading.settle(chunks, scatter)
+
+    def _scatter(self, chunks: Sequence[tuple[int, tuple[int, int, bytes]]], reading: "_Reading") -> Scatter:
+        """Return the places of chunks in the pool. Leave out chunks of another size than expected."""
+        wanted = [
+            (offset, reading.extents[place]) for place, (offset, size, _) in chunks if size == reading.extents[place][1]
+        ]
+        return Scatter(
+            zip((offset for offset, _ in wanted), self._payloads([extent for _, extent in wanted]), strict=True)
+        )
+
+    async def _pieces(self, name: str, start: int, stop: int) -> AsyncIterator[tuple[int, memoryview]]:
+        """Yield a range of an object in pieces with their positions; fewer bytes if the object ends before `stop`.
+
+        Raises:
+            TimeoutError: no byte arrived for too long.
+        """
+        position, pieces = start, None
+        while True:
+            try:
+                async with asyncio.timeout(self._stall_seconds):
+                    if pieces is None:
+                        found = await obstore.get_async(self.patient, name, options={"range": (start, stop)})
+                        pieces = aiter(found.stream(min_chunk_size=_PIECE_BYTES))
+                    piece = await anext(pieces, None)
+            except TimeoutError:
+                raise TimeoutError(f"no byte of an object for {self._stall_seconds:g} s") from None
+            if piece is None:
+                return
+            yield position, memoryview(piece)
+            position += len(piece)
 
     async def _clear(self, tenant: bytes | None, model: bytes | None) -> AsyncIterator[int]:
         if tenant is None and model is not None:
@@ -476,6 +591,7 @@ class ObjectTier(Tier):
             async for objects in pages:
                 names = [meta["path"] for meta in objects if NAME.fullmatch(meta["path"])]
                 if names:
+                    self._forget({*names})
                     await self._delete(self.patient, names)
                 yield len(names)
 
@@ -521,6 +637,24 @@ def _by_run(keys: Sequence[bytes]) -> list[list[int]]:
     return list(runs.values())
 
 
+def _by_prefix(runs: Sequence[list[int]], keys: Sequence[bytes]) -> list[list[list[int]]]:
+    """Join consecutive runs of a prefix. Runs of one chunk may be windows, of which depots leave out some."""
+    prefixes = list[list[list[int]]]()
+    for run in runs:
+        first, last = keys[run[0]], keys[prefixes[-1][-1][-1]] if prefixes else b""
+        goes_on = first[: KEY_BYTES - DIGEST_BYTES] == last[: KEY_BYTES - DIGEST_BYTES]
+        if goes_on and depth_of(first) == depth_of(last) + 1 and len(prefixes[-1][-1]) > 1:
+            prefixes[-1].append(run)
+        else:
+            prefixes.append([run])
+    return prefixes
+
+
+def _samples(prefix: list[list[int]]) -> list[list[int]]:
+    """Return the runs to ask for first: all of a few, otherwise the last one and one in `_SAMPLED` before it."""
+    return prefix if len(prefix) < _SAMPLED else [*prefix[_SAMPLED - 1 : -1 : _SAMPLED], prefix[-1]]
+
+
 async def _released(view: memoryview) -> None:
     """Wait until no one reads this memory any more: releasing a view fails while it is in use."""
     while True:
@@ -542,12 +676,6 @@ def in_one_line(error: BaseException) -> str:
     """Return an error's first line, without the queries of URLs, which may contain signatures, and without XML."""
     first, code = str(error).strip().partition("\n")[0].partition("<?xml")[0], _CODE.search(str(error))
     return f"{type(error).__name__}: {_QUERY.sub('?...', first)[:300]}{code[1] if code else ''}"
-
-
-def copy(source: memoryview, target: memoryview) -> None:
-    """Copy bytes in pieces, so that threads that wait for the GIL, like the depot's loop, get it in between."""
-    for first in range(0, len(source), _COPIED_AT_ONCE):
-        target[first : first + _COPIED_AT_ONCE] = source[first : first + _COPIED_AT_ONCE]
 
 
 async def _list_folders(store: ObjectStore, prefix: str | None) -> list[str]:
@@ -583,7 +711,7 @@ def open_tier(url: TierUrl, pool: TierPool) -> ObjectTier:
         raise
     except Exception as error:
         raise ConfigError(f"--tier {url.name}: {in_one_line(error)}") from None
-    return ObjectTier(pool, store, patient, name=url.name, takes_writes=url.takes_writes)
+    return ObjectTier(pool, store, patient, stall_seconds=timeout, name=url.name, takes_writes=url.takes_writes)
 
 
 def _open_file(url: TierUrl) -> ObjectStore:

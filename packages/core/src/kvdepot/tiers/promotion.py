@@ -36,6 +36,7 @@ _PROMOTIONS_LATE: Final = depot_counter("promotions_late", "Lookups that the tie
 MAXIMUM_QUESTIONS: Final = (
     4096  # keys per question: eight calls of `queue._QUESTIONS_A_CALL`, two for each of 4 threads
 )
+_RUNS_A_REQUEST: Final = 8  # in such a question, an object store asks for one run in so many (`object._SAMPLED`)
 MAXIMUM_PROMOTIONS: Final = 4096  # at a time: each keeps its prefix in memory, 32 bytes a chunk
 
 _Claims: TypeAlias = set[tuple[int, int, int]]  # entries that a tier claims to have: chunk, group, part
@@ -130,9 +131,9 @@ class Promotion:
             is_there = claims is not None and len(claims) == len(first)
         else:
             # No chunk needs the one before it, so a tier without the first one may still have the end.
-            first = yield from self._missing_before(self._limit)
+            first = yield from self._missing_before(self._limit(tier))
             claims = yield from self._ask(tier, first)
-            is_there = claims is not None and (yield from self._usable_prefix(self._limit, claims)) > self._found
+            is_there = claims is not None and (yield from self._usable_prefix(self._limit(tier), claims)) > self._found
         if claims is None:
             self._log(tier, "it did not answer in time")
             return 0
@@ -141,7 +142,7 @@ class Promotion:
                 self._log(tier, "it does not have chunk %d", self._found)
                 return 0
             first = []  # these were of another split
-        limit = self._limit
+        limit = self._limit(tier)
         missing = yield from self._missing_before(limit)
         # If nothing else is missing, the first question has the answer. Without this, a prompt that lacks one chunk
         # would be asked for twice.
@@ -171,11 +172,10 @@ class Promotion:
             self._log(tier, "brought no chunk from chunk %d on", self._found)
         return limit
 
-    @property
-    def _limit(self) -> int:
-        """The number of leading chunks of which one question can ask for all entries that are not found."""
-        prefix = self.prefix
-        return min(num_digests(prefix.digests), self._found + max(1, MAXIMUM_QUESTIONS // len(prefix.places)))
+    def _limit(self, tier: TierState) -> int:
+        """Return the number of leading chunks of which one question can ask for all entries that are not found."""
+        prefix, most = self.prefix, MAXIMUM_QUESTIONS * (_RUNS_A_REQUEST if tier.queue.keeps_runs else 1)
+        return min(num_digests(prefix.digests), self._found + max(1, most // len(prefix.places)))
 
     def _find_split(self, tier: TierState, missing: Sequence[Wanted]) -> Steps[bool]:
         """Switch to the split in which the tier has the deepest of some missing chunks. Return False if it has none.

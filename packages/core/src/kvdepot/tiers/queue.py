@@ -19,7 +19,7 @@ from kvdepot.counting import Counts, tier_counter
 from kvdepot.tiers.base import Tier, TierPool, TierUsage
 from kvdepot.tiers.breaker import ERRORS_TO_SUSPEND, MAXIMUM_HUNG_CALLS, Breaker
 from kvdepot.tiers.jobs import Call, Job, JobKind, JobPart
-from kvdepot.tiers.keys import KEY_BYTES, MOST_CHUNKS_A_RUN, NAME_HASH_BYTES, has_names, run_of
+from kvdepot.tiers.keys import KEY_BYTES, NAME_HASH_BYTES, has_names, run_of
 from kvdepot.tiers.url import DEADLINE_SECONDS, DEFAULT_THREADS, PATIENCE
 from kvdepot.tiers.workers import TierWorkers
 from kvdepot.wire.status import TierStatus
@@ -87,7 +87,8 @@ class TierQueue:
         from kvdepot.tiers.checked import CheckedTier  # needs xxhash, which is installed only with tiers
 
         self._checked = CheckedTier(tier, pool, name)
-        self._workers = TierWorkers(name, self._num_threads - 1, self._make, self._on_ended, clock)
+        most_writes = min(tier.most_writes, self._num_threads - 1)
+        self._workers = TierWorkers(name, most_writes, self._make, self._on_ended, clock)
         most_hung = max(MAXIMUM_HUNG_CALLS, self._num_threads)
         self.breaker = Breaker(name, tier, self.counters, most_hung, wake, clock)
         self._done: deque[Call] = deque()
@@ -143,20 +144,21 @@ class TierQueue:
     def _cuts(self, job: Job) -> list[int]:
         """Return the boundaries of the calls of a job: their starts, and the end of the last.
 
-        A call has at most 16 MiB, all of one tenant and model. For a tier that keeps runs, questions have whole runs,
-        and other calls have one run.
+        A call has at most 16 MiB, all of one tenant and model. For a tier that keeps runs, a question is one call, and
+        other calls have one run.
         """
         keys, cuts, num_bytes, run, names = job.keys, [0], 0, b"", b""
         is_question = job.operation in (JobKind.CONTAINS, JobKind.TOUCH)
-        most = _QUESTIONS_A_CALL if is_question else MOST_CHUNKS_A_RUN if self.keeps_runs else self.tier.batch_entries
+        # With runs, a question is whole: the tier asks for a sample of the runs, concurrently.
+        most = sys.maxsize if self.keeps_runs else _QUESTIONS_A_CALL if is_question else self.tier.batch_entries
         if job.operation is JobKind.READ and self.tier.reads_apart:
             most = 1
         for place, key in enumerate(keys):
             size = 0 if is_question else job.extents[place][1]
             is_full = place - cuts[-1] >= most or num_bytes + size > _BYTES_A_CALL
-            if self.keeps_runs:
+            if self.keeps_runs and not is_question:
                 before, run = run, run_of(key)
-                is_full = run != before and (is_full or not is_question)
+                is_full = run != before
             elif not is_question:  # so that `drop_writes` drops whole calls
                 before, names = names, key[: 2 * NAME_HASH_BYTES]
                 is_full = is_full or names != before
@@ -236,7 +238,8 @@ class TierQueue:
 
     def _due_at(self, call: Call) -> float:
         """Return when a call becomes late. A write may take longer, as no request waits for it."""
-        return call.started_at + self.deadline_seconds * (1 if call.is_urgent else PATIENCE)
+        is_patient = not call.is_urgent or (call.operation is JobKind.READ and self.tier.ends_stalled_reads)
+        return call.started_at + self.deadline_seconds * (PATIENCE if is_patient else 1)
 
     def usage(self) -> TierUsage:
         """Return the tier's contents; if that raises, the last known ones."""

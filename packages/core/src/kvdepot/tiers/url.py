@@ -23,10 +23,11 @@ KNOWN_TIERS: Final = {
 """Extras by scheme."""
 DEADLINE_SECONDS: Final = 1.0  # the default: as long as a lookup waits for tiers (`--promote-seconds`)
 DEFAULT_THREADS: Final = 4  # calls at one time, to hide round trips
+_DISTANT_THREADS: Final = {"s3": 32, "gs": 32, "az": 32}  # where a round trip is long
 PATIENCE: Final = 10  # a write or a step of a clear may take this many deadlines
 _MOST_THREADS: Final = 256  # they are threads of the server and share its interpreter lock
 _MOST: Final = 1_000_000.0  # seconds: fits into 32 bits in milliseconds
-_REQUEST_SHARE: Final = 0.75  # of the deadline, for one request
+REQUEST_SHARE: Final = 0.75  # of the deadline, for one request
 
 
 @dataclass(slots=True)
@@ -100,7 +101,7 @@ class TierUrl:
         Raises:
             ConfigError: the timeout is not below the deadline.
         """
-        timeout = self.take_number("timeout", _REQUEST_SHARE * self.deadline_seconds, 0.001)
+        timeout = self.take_number("timeout", REQUEST_SHARE * self.deadline_seconds, 0.001)
         if timeout >= self.deadline_seconds:
             raise ConfigError(
                 f"--tier {self.name}: timeout={timeout:g} is not below the tier's deadline of"
@@ -143,7 +144,8 @@ def open_tier(url: TierUrl, pool: TierPool) -> Tier:
         way_out = f"pip install 'kvdepot[{extra}]'" if extra else "install its library"
         raise ConfigError(f"--tier {url.name} needs {error.name or 'a library'}: {way_out}") from error
     url.deadline_seconds = url.take_number("deadline", DEADLINE_SECONDS, 0.01)
-    url.num_threads = int(url.take_number("threads", DEFAULT_THREADS, 2, _MOST_THREADS))
+    default_threads = _DISTANT_THREADS.get(url.scheme, DEFAULT_THREADS)
+    url.num_threads = int(url.take_number("threads", default_threads, 2, _MOST_THREADS))
     tier = opener(url, pool)
     try:
         check_shape(tier, url.name)
@@ -169,6 +171,8 @@ def check_shape(tier: object, name: str) -> None:
     values = (
         "batch_entries",
         "reads_apart",
+        "ends_stalled_reads",
+        "most_writes",
         "writer_pid",
         "keeps_runs",
         "gathers_stores",
