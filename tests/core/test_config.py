@@ -124,6 +124,15 @@ def test_a_pool_that_does_not_fit_is_an_error_that_names_size_flag_and_way_out(t
     assert not (tmp_path / "pool").exists()
 
 
+@pytest.mark.parametrize(("page_bytes", "rest"), [(4096, 3 * 4096), (65536, 0)])
+def test_a_pool_is_whole_pages_of_the_machine(
+    page_bytes: int, rest: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mmap.PAGESIZE", page_bytes)
+    config = ServerConfig(tmp_path, pool_directory=tmp_path / "pool", pool_size_bytes=(4 << 20) + 3 * 4096 + 5)
+    assert resolve_pool_size(config) == (4 << 20) + rest
+
+
 def test_an_earlier_pool_in_the_same_place_counts_as_room(tmp_path: Path) -> None:
     config = ServerConfig(tmp_path, pool_directory=tmp_path, pool_size_bytes=(4 << 20) + 5)
     assert resolve_pool_size(config) == 4 << 20

@@ -15,7 +15,7 @@ from typing import Final
 
 from kvdepot.errors import require
 
-EXTENT_ALIGNMENT_BYTES: Final = 4096  # a page: direct I/O and memory registration need whole pages
+EXTENT_ALIGNMENT_BYTES: Final = 4096  # for direct I/O; a page, or a part of one on machines with larger pages
 NUM_REGIONS: Final = 96  # in the map of the pool: two lines of the map in `kvdepot top`
 ARENA_BYTES: Final = 1 << 30  # whole registered pieces (`kvdepot_cuda.registration`)
 _LEAST_ARENAS: Final = 64  # smaller pools have one: eight devices register 64 GiB in 2.5 minutes

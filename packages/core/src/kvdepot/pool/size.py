@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import mmap
 import os
 from pathlib import Path
 from typing import Final
@@ -86,7 +87,8 @@ def resolve_pool_size(config: ServerConfig) -> int:
                 ENLARGE_TMPFS,
             )
         return size
-    size = config.pool_size_bytes - config.pool_size_bytes % EXTENT_ALIGNMENT_BYTES
+    # With pages of 64 KiB (aarch64), a pool that ended within one would show its trailer to clients.
+    size = config.pool_size_bytes - config.pool_size_bytes % max(EXTENT_ALIGNMENT_BYTES, mmap.PAGESIZE)
     if size < 1 << 20:
         raise ConfigError(f"--pool-size {format_size(config.pool_size_bytes)} is too small: at least 1 MiB")
     if size > room:
