@@ -24,6 +24,7 @@ from kvdepot.features.sessions.messages import Hint
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot_sglang import HOOKS, around_add_one_req, around_load_back, around_offload_nodes, around_on_idle, register
 from kvdepot_sglang.identity import engine_namespace
+from kvdepot_sglang.loads import Load, Loads
 from kvdepot_sglang.pools import Unsupported
 from kvdepot_sglang.ranks import Ranks
 from support.sglang import stand_in
@@ -272,7 +273,9 @@ def test_a_request_that_waits_for_its_load_stops_no_other(engine: MakeEngine, mo
     assert not one.inserted
     done.set()
     one.linker.num_completed_offloads()
-    assert len(one.inserted) == 1
+    (inserted,) = one.inserted
+    assert inserted.value.tolist() == one.slots(10, 4).tolist()
+    assert (inserted.priority, inserted.prev_prefix_len) == (0, 0)
     assert (one.request.storage_hit_start, one.request.storage_hit_length) == (0, 4 * PAGE)
     assert adder.add("r") is verdicts.CONTINUE
     assert adder.asked[-1] == "r"
@@ -305,6 +308,7 @@ def test_pages_are_inserted_under_the_key_of_their_prompt(engine: MakeEngine) ->
     one.end_loads()
     (inserted,) = one.inserted
     assert inserted.key == (list(range(4 * PAGE)), "adapter", {"cache_salt": "salt"})
+    assert inserted.value.tolist() == [*range(PAGE), *one.slots(10, 3).tolist()]
     assert (inserted.priority, inserted.session_id, inserted.prev_prefix_len) == (3, "chat", PAGE)
     assert (one.request.storage_hit_start, one.request.storage_hit_length) == (PAGE, 3 * PAGE)
 
@@ -343,6 +347,26 @@ def test_an_idle_scheduler_waits_for_loads_and_checks_for_leaks_after_them(
     one.end_loads()
     around_on_idle(checks.append, scheduler)
     assert checks == [scheduler] * 2
+
+
+def test_an_idle_scheduler_waits_for_the_oldest_load_alone() -> None:
+    """Without a wait, it would poll in a busy loop. A load that could not be submitted has nothing to wait for."""
+    waited: list[Any] = []
+
+    def load(name: str) -> Any:
+        def result(seconds: float) -> bool:
+            waited.append((name, seconds))
+            raise TimeoutError
+
+        job = SimpleNamespace(result=result) if name else None
+        return Load(None, SimpleNamespace(rid=name), 0, (), None, None, None, job)  # type: ignore[arg-type]
+
+    loads = [Loads(SimpleNamespace(), lambda *_: None) for _ in range(3)]  # type: ignore[arg-type]
+    for each in (load("a"), load("b")):
+        loads[0].begin(each)
+    loads[1].begin(load(""))
+    assert [each.wait(0.5) for each in loads] == [True, True, False]
+    assert waited == [("a", 0.5)]
 
 
 def test_a_flush_waits_for_loads_and_forgets_them(engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
