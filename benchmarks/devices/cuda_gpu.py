@@ -2,15 +2,17 @@
 """The plan for a GPU: `python benchmarks/devices/cuda_gpu.py --out FOLDER [--only PHASE,..]`.
 
 Run it from the repository on an otherwise idle machine with torch, triton, numpy, cuda-bindings, pytest and hypothesis,
-and with kvdepot and kvdepot-cuda installed. Each phase is a process with a time limit. A phase that fails, hangs or
-cannot run is reported, and the next one starts. Findings go to `cuda_gpu.jsonl`, one a line. `--fake` rehearses without
-a device, on a small scale and with the tests' driver: it shows that the script works, and its figures mean nothing.
-README.md beside it says in which order, and what to expect; docs/devices.md has the results on an H100 and H200s.
+and with kvdepot and kvdepot-cuda installed. Each phase is a process with a limit of at most three minutes. A phase that
+fails, hangs or cannot run is reported, and the next one starts. Findings go to `cuda_gpu.jsonl`, one a line, and as
+tables to `cuda_gpu.md`. `--fake` rehearses without a device, on a small scale and with the tests' driver: it shows that
+the script works, and its figures mean nothing.
+README.md beside it says what to expect; docs/devices.md has the results on an H100 and H200s.
 """
 
 import argparse
 import contextlib
 import importlib
+import importlib.util
 import itertools
 import json
 import mmap
@@ -35,6 +37,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 
 from kvdepot.backends import CacheGroup, KVCache  # noqa: E402  # after the path
+from kvdepot.errors import KVDepotError  # noqa: E402
 from kvdepot.keys import Namespace, hash_prefix  # noqa: E402
 from kvdepot.lab.processes import DepotProcess, wait_until  # noqa: E402
 from kvdepot_cuda.context import CudaOptions, CudaTransferContext  # noqa: E402
@@ -110,6 +113,7 @@ class Cache:
         page: int = PAGE,
         block_outermost: bool = True,
         verify: str = "sample",
+        is_full: bool = False,
         **options: Any,
     ) -> None:
         self.half: list[int] = np.random.default_rng(0).permutation(num_blocks)[: num_blocks // 2].tolist()
@@ -121,6 +125,7 @@ class Cache:
         self.driver = open_driver()
         with self.driver.activated():
             self.address = self.driver.allocate_device(self.num_bytes)
+            self.others = fill_device(self.driver) if is_full else []
         step, stride = (page, self.block_bytes) if block_outermost else (page * num_blocks, page)
         tensors = [FakeTensor(self.address + n * step, (num_blocks, page), (stride, 1)) for n in range(layers)]
         if FAKE:
@@ -144,7 +149,8 @@ class Cache:
         self.depot.close()
         if not FAKE:  # the context has already closed the fake device's only driver
             with self.driver.activated():
-                self.driver.free_device(self.address)
+                for address in (self.address, *self.others):
+                    self.driver.free_device(address)
 
     def move(self, way: str, salt: object, blocks: list[int]) -> float:
         """Store or retrieve a prompt. Return the seconds."""
@@ -168,6 +174,17 @@ class Cache:
         """Retrieve the prompt "kept", or store a new prompt. Return the seconds."""
         return self.move(way, "kept" if way == "retrieve" else next(self.salts), self.half)
 
+    def brings_bytes_back(self) -> bool:
+        """Store random bytes, clear the device and retrieve them. Return whether all are right."""
+        host = np.random.default_rng(7).integers(0, 256, self.num_bytes, np.uint8)
+        expected, blocks = host.copy(), list(range(2 * len(self.half)))[::-1]
+        self.copy(host, CopyKind.TO_DEVICE)
+        self.move("store", "bytes", blocks)
+        self.copy(np.zeros_like(host), CopyKind.TO_DEVICE)
+        self.move("retrieve", "bytes", blocks)
+        self.copy(host, CopyKind.TO_HOST)
+        return bool(np.array_equal(host, expected))
+
     @property
     def state(self) -> dict[str, Any]:
         """Return the mode, and when the pool was registered. A mover's pieces and kernel are not known here."""
@@ -182,14 +199,27 @@ def bytes_(_seconds: float) -> None:
             continue  # a mover has no kernel
         shape: dict[str, Any] = {"layers": 4, "page": 8192, "block_outermost": outermost, "gather_kernel": kernel}
         with part(f"{mode}, {outermost=}, {kernel=}"), Cache(mode, 64, **shape) as cache:
-            host = np.random.default_rng(7).integers(0, 256, cache.num_bytes, np.uint8)
-            expected, blocks = host.copy(), list(range(64))[::-1]
-            cache.copy(host, CopyKind.TO_DEVICE)
-            cache.move("store", "bytes", blocks)
-            cache.copy(np.zeros_like(host), CopyKind.TO_DEVICE)
-            cache.move("retrieve", "bytes", blocks)
-            cache.copy(host, CopyKind.TO_HOST)
-            report("bytes", **cache.state, block_outermost=outermost, right=bool(np.array_equal(host, expected)))
+            report("bytes", **cache.state, block_outermost=outermost, right=cache.brings_bytes_back())
+
+
+def full(_seconds: float) -> None:
+    """Do the same while the device has no free memory: pieces that it refuses to register are copied as pageable."""
+    for mode in ("direct", "ipc"):
+        with part(mode), Cache(mode, 64, layers=4, page=8192, is_full=True) as cache:
+            report("full", **cache.state, allocations=len(cache.others), right=cache.brings_bytes_back())
+
+
+def fill_device(driver: Any) -> list[int]:
+    """Allocate the rest of the device, down to 2 MiB. The fake refuses the registration of the first piece instead."""
+    if FAKE:
+        driver.fail("cuMemHostRegister", "CUDA_ERROR_OUT_OF_MEMORY (2)", times=1)
+        return []
+    found: list[int] = []
+    for mib in (16384, 2048, 256, 32, 2):
+        with contextlib.suppress(KVDepotError):
+            while True:
+                found.append(driver.allocate_device(mib * MIB))
+    return found
 
 
 def captures(_seconds: float) -> None:
@@ -379,18 +409,48 @@ def copies(_seconds: float) -> None:
             report("copies", direction=kind.value, page_bytes=size, gb_per_s=gb_per_s, ratios=ratios)
 
 
-def ranks(_seconds: float) -> None:
-    """Register a pool by several processes: see `register_ranks.py`."""
-    script = str(Path(__file__).with_name("register_ranks.py"))
-    subprocess.run([sys.executable, script, *["--fake"] * FAKE], check=True)
+def run_script(_seconds: float, name: str, options: Sequence[str] = (), needs: str = "kvdepot_cuda") -> None:
+    """Run a script whose findings are lines in the same form."""
+    if importlib.util.find_spec(needs) is None:
+        report("skipped", why=f"needs {needs}")
+        return
+    script = str(Path(__file__).parent / name)
+    subprocess.run([sys.executable, script, *options, *["--fake"] * FAKE], check=True)
 
 
+def vllm(*options: str) -> Callable[[float], None]:
+    return partial(run_script, name="vllm_cuda.py", needs="vllm", options=options)
+
+
+SGLANG = ("--device", "cuda", "--kinds", "--rounds", "2", "--steps", "300")
+# In the order in which a fault would harm users. To add a check, for example of another kernel, add a function here.
 PHASES: dict[str, tuple[Callable[[float], None], float]] = {  # with each one's time limit in seconds
-    "machine": (machine, 30), "bytes": (bytes_, 90), "order": (partial(run_tests, names=ORDER), 90),
-    "captures": (captures, 60), "stress": (stress, 120), "conformance": (partial(run_tests, names=CONFORMANCE), 200),
-    "interference": (interference, 150), "retrieve": (retrieve, 150), "copies": (copies, 60),
-    "ranks": (ranks, 180),
+    "machine": (machine, 30), "bytes": (bytes_, 90), "ranks": (partial(run_script, name="register_ranks.py"), 150),
+    "kinds": (vllm("--only", "kinds"), 180), "sleep": (vllm("--only", "sleep"), 120),
+    "sglang": (partial(run_script, name="../engine/sglang_decoders.py", options=SGLANG, needs="sglang"), 180),
+    "served": (vllm("--only", "large", "--engines", "alone,offloading,direct"), 180),
+    "full": (full, 60), "kills": (vllm("--only", "kills"), 120),
+    "order": (partial(run_tests, names=ORDER), 90), "captures": (captures, 60), "stress": (stress, 120),
+    "conformance": (partial(run_tests, names=CONFORMANCE), 180), "interference": (interference, 150),
+    "retrieve": (retrieve, 150), "copies": (copies, 60),
+    "shared": (vllm("--only", "large", "--engines", "direct,other,ipc"), 180),
 }  # fmt: skip
+
+
+def tables(findings: Sequence[dict[str, Any]]) -> str:
+    """Return a table for each kind of finding."""
+    kinds: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for line in findings:
+        values = {key: value for key, value in line.items() if key not in ("phase", "what", "is_a_gpu", "said", "why")}
+        kinds.setdefault((line["phase"] * (line["what"] != "end"), line["what"]), []).append(
+            {"phase": line["phase"], **values} if line["what"] == "end" else values
+        )
+    text: list[str] = []
+    for (phase, what), rows in kinds.items():
+        columns = list(dict.fromkeys(key for row in rows for key in row))
+        cells = [columns, ["---"] * len(columns), *([row.get(key, "") for key in columns] for row in rows)]
+        text += [f"## {phase} {what}", "", *("| " + " | ".join(map(str, each)) + " |" for each in cells), ""]
+    return "\n".join(text)
 
 
 def run_phase(name: str, limit: float) -> list[dict[str, Any]]:
@@ -439,6 +499,7 @@ def main() -> None:
     for name in options.only.split(","):
         findings += run_phase(name, PHASES[name][1])
         (options.out / "cuda_gpu.jsonl").write_text("".join(json.dumps(line) + "\n" for line in findings))
+        (options.out / "cuda_gpu.md").write_text(tables(findings))
         print(name, *list(findings[-1].values())[3:], flush=True)
     if FAKE:
         shutil.rmtree(os.environ["KVDEPOT_FAKE_DEVICE"])

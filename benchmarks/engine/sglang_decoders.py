@@ -7,7 +7,11 @@ Needs an environment like that of `tox -e sglang`. Copies out of the depot take 
 for 328 MB, float32). In each round, the decoders run alone, beside prompts that arrive and are in SGLang's own cache,
 and beside the same prompts from the depot. A step is the time between two tokens of a decoder, so it includes the
 computation of an arrived prompt's last tokens. With `--kills`, more rounds follow, in which the depot is killed and
-restarted. Tokens are compared with those of the decoders alone, and of the prompts when they were computed.
+restarted. Tokens are compared with those of the decoders alone, and of the prompts when they were computed. With
+`--kinds`, models with other kinds of caches serve prompts before, twice, the second time from the depot.
+
+`--device cuda` has the shape of Llama 3.1 8B with random weights, SGLang's own attention, and the device's own link (no
+GPU has run it). `--fake` rehearses it on a CPU. Findings are lines of JSON.
 
 This module is also a plugin of SGLang, which slows copies and notes the time of each step. With it, `torch_native`
 computes attention for the last 100 tokens of an arriving prompt and for decoders alone, and none for other tokens. That
@@ -17,6 +21,7 @@ of 10,000 tokens takes minutes on a CPU, and SGLang's own computes it again for 
 import argparse
 import importlib
 import itertools
+import json
 import os
 import statistics
 import subprocess
@@ -42,6 +47,8 @@ BYTES_PER_SECOND = 5e9
 _ATTENTION: Final = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_extend"
 _RESULTS: Final = "sglang.srt.managers.scheduler.Scheduler.process_batch_result"
 FEW = 512  # tokens of prompts that are attended as a whole
+KINDS = ("gqa", "mla-dense", "window-pool")
+FAKE_KINDS = KINDS[:1]
 WAYS = ("alone", "own cache", "depot")
 
 
@@ -66,26 +73,59 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300, help="of the decoders, in each way of a round")
     parser.add_argument("--arrivals", type=int, default=8, help="in each way of a round")
     parser.add_argument("--pause", type=float, default=0.3, help="seconds before each arrival")
+    parser.add_argument("--device", default="cpu", help="of SGLang (default %(default)s)")
+    parser.add_argument("--kinds", action="store_true", help="other kinds of caches, too")
+    parser.add_argument("--fake", action="store_true", help="rehearse a few steps on a CPU")
     parser.add_argument("--kills", type=int, default=0, help="of the depot, after the measurement")
     options = parser.parse_args()
+    if options.fake:
+        options.device, options.rounds, options.tokens, options.steps, options.arrivals = "cpu", 1, 1000, 40, 2
     with tempfile.TemporaryDirectory() as folder:
         os.environ["PYTHONPATH"] = str(Path(__file__).parent)  # of the plugin
         os.environ["KVDEPOT_STEPS"] = str(Path(folder) / "steps")
         os.environ["KVDEPOT_LAST"] = str(options.tokens - 100)
-        command = [sys.executable, str(MODELS), folder, "long", "0"]
-        model = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1]
-        with DepotProcess(pool_size="2GiB", new_session=True) as depot:
+        chosen: dict[str, Any] = {"device": options.device}
+        if options.device != "cpu":
+            chosen |= {"attention_backend": "triton", "dtype": "bfloat16", "load_format": "dummy"}
+        if options.kinds:
+            kinds(folder, chosen, FAKE_KINDS if options.fake else KINDS)
+        with DepotProcess(pool_size="8GiB" if options.device != "cpu" else "2GiB", new_session=True) as depot:
             engine = Engine(
-                Path(model),
+                make(folder, "long" if options.device == "cpu" else "8b"),
                 plugin="sglang_decoders",
                 **linker(depot.url, keep_after_reset=True, lookup_seconds=1.0, deadline_seconds=5.0, copy_threads=1),
                 max_total_tokens=options.tokens + 64 * (DECODERS * (4 + options.steps // 64) + 16),
                 context_length=options.tokens + 1024,
                 chunked_prefill_size=2048,
+                **chosen,
             )
             with engine:
                 engine.wait_until_ready()
                 measure(engine, depot, Steps(Path(os.environ["KVDEPOT_STEPS"])), options)
+
+
+def report(what: str, **values: Any) -> None:
+    print(json.dumps({"what": what, **values}), flush=True)
+
+
+def make(folder: str, name: str) -> Path:
+    command = [sys.executable, str(MODELS), folder, name, "0"]
+    return Path(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
+
+
+def kinds(folder: str, chosen: dict[str, Any], names: tuple[str, ...]) -> None:
+    """Serve prompts with each kind of cache, and again from the depot. Compare tokens."""
+    wanted = prompts(2, 900, seed=3)
+    chosen = {name: value for name, value in chosen.items() if name != "load_format"}
+    with DepotProcess(pool_size="512MiB", new_session=True) as depot:
+        for name in names:
+            with Engine(make(folder, name), **linker(depot.url, keep_after_reset=True), **chosen) as engine:
+                engine.wait_until_ready()
+                expected = tokens(engine.each(wanted))
+                engine.flush()
+                again = engine.each(wanted)
+                right, loaded = tokens(again) == expected, [each.from_depot for each in again]
+                report("kind", kind=name, right=right and min(loaded) > 0, loaded_tokens=loaded)
 
 
 def measure(engine: Engine, depot: DepotProcess, steps: Steps, options: argparse.Namespace) -> None:
@@ -114,11 +154,12 @@ def measure(engine: Engine, depot: DepotProcess, steps: Steps, options: argparse
             gaps, arrived = run(way)
             found[way] += gaps
             loaded = sum(each.from_depot > 0 for each in arrived)
-            print(f"{way:9} {len(gaps)} steps, {loaded} of {len(arrived)} prompts loaded", flush=True)
+            report("round", way=way, steps=len(gaps), prompts=len(arrived), loaded=loaded)
     for way in WAYS:
         p50, p99 = (statistics.quantiles(found[way], n=100)[percent - 1] for percent in (50, 99))
         base = statistics.quantiles(found["own cache"], n=100)[98]
-        print(f"{way:9} step median {p50 * 1e3:6.1f} ms, p99 {p99 * 1e3:6.1f} ms, {p99 / base:.2f} of own cache's p99")
+        ms = {"p50_ms": round(p50 * 1e3, 1), "p99_ms": round(p99 * 1e3, 1)}
+        report("steps", way=way, **ms, of_own_cache_s_p99=round(p99 / base, 2))
     if options.kills:
         kill(depot, lambda: run("depot"), options.kills)
 
@@ -142,7 +183,7 @@ def kill(depot: DepotProcess, run: Callable[[], tuple[list[float], list[Answer]]
         _, arrived = run()
         served += len(arrived)
         loaded += sum(each.from_depot > 0 for each in arrived)
-    print(f"{kills} kills: {served} prompts beside decoders, {loaded} loaded, none aborted, all tokens equal")
+    report("kills", kills=kills, prompts=served, loaded=loaded, aborted=0, right=True)
 
 
 # --- the plugin ---------------------------------------------------------------------------------------------------

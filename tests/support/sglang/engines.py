@@ -7,6 +7,8 @@ import os
 import random
 import select
 import signal
+import subprocess
+import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,16 +16,16 @@ from types import TracebackType
 from typing import IO, Any, Self
 
 from kvdepot.lab.processes import wait_until
-from support.nursery import Nursery
+from support.nursery import Fork, Nursery
 
 Prompt = list[int]
 
 TESTS = Path(__file__).parents[2]
 
+ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "SGLANG_USE_CPU_ENGINE": "1"}
 ENVIRONMENT = {
+    **ON_CPU,
     "HF_HUB_OFFLINE": "1",
-    "CUDA_VISIBLE_DEVICES": "",
-    "SGLANG_USE_CPU_ENGINE": "1",
     "TORCHDYNAMO_DISABLE": "1",  # some models are compiled
     "TOKENIZERS_PARALLELISM": "false",
 }
@@ -64,7 +66,7 @@ class Answer:
 
 
 class Engine:
-    """An SGLang engine on CPU.
+    """An SGLang engine, on CPU unless `device` among its options says otherwise.
 
     Args:
         model: folder of the model.
@@ -75,17 +77,28 @@ class Engine:
     def __init__(self, model: Path, *, plugin: str = "", **options: Any) -> None:
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the engine
         self._plugins = tempfile.TemporaryDirectory(prefix="kvd-")
-        environment = _environment()
+        device = options.get("device", "cpu")
+        environment = _environment(device)
         if options.get("tp_size", 1) > 1:
             environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(options["tp_size"])))
         if plugin:
             _install(plugin, Path(self._plugins.name))
-        self._process = nursery().fork(
-            Path(__file__).with_name("engine_child.py"),
-            self._plugins.name,
-            environment=environment,
-            stderr=self._log.fileno(),
-        )
+        script = Path(__file__).with_name("engine_child.py")
+        self._process: Fork | subprocess.Popen[bytes]
+        if device == "cpu":
+            self._process = nursery().fork(
+                script, self._plugins.name, environment=environment, stderr=self._log.fileno()
+            )
+        else:  # a fork of a process that has asked the driver for devices has none
+            self._process = subprocess.Popen(
+                [sys.executable, str(script), self._plugins.name],
+                bufsize=0,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._log,
+                env=environment,
+                start_new_session=True,
+            )
         self._send({"model_path": str(model), "port": _free_port(), **options})
 
     def wait_until_ready(self) -> Self:
@@ -143,9 +156,11 @@ class Engine:
         self._process.wait()
 
     def _send(self, command: dict[str, Any]) -> None:
+        assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(command).encode() + b"\n")
 
     def _receive(self, seconds: float) -> Any:
+        assert self._process.stdout is not None
         if not select.select([self._process.stdout], [], [], seconds)[0]:
             raise AssertionError(f"no answer within {seconds} s: {self.log()[-4000:]}")
         line = self._process.stdout.readline()
@@ -160,7 +175,8 @@ class Engine:
     ) -> None:
         self.kill()
         for file in (self._process.stdin, self._process.stdout, self._log):
-            file.close()
+            if file is not None:
+                file.close()
         self._plugins.cleanup()
 
 
@@ -174,9 +190,10 @@ def nursery() -> Nursery:
     return Nursery("support.sglang.engine_child", environment=_environment())
 
 
-def _environment() -> dict[str, str]:
+def _environment(device: str = "cpu") -> dict[str, str]:
     path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
-    found = {**os.environ, **ENVIRONMENT, "PYTHONPATH": path}
+    own = {name: value for name, value in ENVIRONMENT.items() if device == "cpu" or name not in ON_CPU}
+    found = {**os.environ, **own, "PYTHONPATH": path}
     found.pop("PYTHONDONTWRITEBYTECODE", None)
     return found
 

@@ -71,6 +71,19 @@ def _configurations() -> dict[str, Any]:
                 "max_position_embeddings": 16384,
             }
         ),
+        # the shape of Llama 3.1 8B: only the configuration is written, for engines that make up random weights
+        "8b": lambda: t.LlamaConfig(
+            vocab_size=128256,
+            hidden_size=4096,
+            intermediate_size=14336,
+            num_hidden_layers=32,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            head_dim=128,
+            max_position_embeddings=131072,
+            bos_token_id=0,
+            eos_token_id=1,
+        ),
         # the shape of SmolLM2-135M: a realistic ratio of computation to KV
         "smol": lambda: t.LlamaConfig(
             intermediate_size=1536,
@@ -239,6 +252,11 @@ def make_model(directory: Path, name: str, seed: int = 0) -> Path:
     import torch
     import transformers as t
 
+    if name == "8b":
+        config = _configurations()[name]()
+        config.architectures = ["LlamaForCausalLM"]
+        config.save_pretrained(path)
+        return path
     torch.manual_seed(seed)
     model = t.AutoModelForCausalLM.from_config(_configurations()[name](), dtype=torch.float32)
     _spread(model).save_pretrained(path, safe_serialization=True)
