@@ -21,6 +21,10 @@ docs:
 wheels:
     uv build --all-packages --wheel --out-dir dist --clear
 
+# Make a release: its commit, its tag, and its files in dist/. With --dry-run, only the files.
+release VERSION *ARGS:
+    python3 release.py {{VERSION}} {{ARGS}}
+
 # Measure copies, lookups and the server on this machine, as ratios within one run.
 bench:
     uv run kvdepot bench transfer
