@@ -44,7 +44,7 @@ from kvdepot_cuda.context import CudaOptions, CudaTransferContext  # noqa: E402
 from kvdepot_cuda.driver import CopyKind  # noqa: E402
 from kvdepot_cuda.gather import Gather, compile_gather  # noqa: E402
 from kvdepot_cuda.nvidia import CudaDriver  # noqa: E402
-from support.cuda.fake import DEFAULT_STREAM, FakeDriver, FakeTensor, fake_gather  # noqa: E402
+from support.cuda.fake import DEFAULT_STREAM, FakeDriver, FakeTensor, fake_gather, fake_sums  # noqa: E402
 from support.forked import forked_children  # noqa: E402
 
 FAKE = "--fake" in sys.argv
@@ -130,6 +130,7 @@ class Cache:
         tensors = [FakeTensor(self.address + n * step, (num_blocks, page), (stride, 1)) for n in range(layers)]
         if FAKE:
             options |= {"open_driver": lambda _: self.driver, "mover": "fake-cuda", "compile_gather": fake_gather}
+            options["compile_sums"] = fake_sums
         began = time.monotonic()
         self.context = CudaTransferContext(
             KVCache([CacheGroup(tensors, 16)], "cuda_gpu", "bytes", chunk_tokens=16),
@@ -409,6 +410,28 @@ def copies(_seconds: float) -> None:
             report("copies", direction=kind.value, page_bytes=size, gb_per_s=gb_per_s, ratios=ratios)
 
 
+def sums(_seconds: float) -> None:
+    """Compare digests of the device with xxhash, and stores whose checksums the device or threads compute, in turn."""
+    page, layers = (8192, 4) if FAKE else (65536, 32)
+    for outermost, size in itertools.product((True, False), (page, 8192)):
+        shape: dict[str, Any] = {"block_outermost": outermost, "page": size, "layers": layers * page // size}
+        ways: dict[str, dict[str, Any]] = {"off": {"verify": "off"}, "threads": {}, "device": {"checksum_kernel": True}}
+        with contextlib.ExitStack() as stack, part(f"{shape}"):
+            caches = dict[str, Cache]()
+            for way, options in ways.items():
+                all_options: dict[str, Any] = {"verify": "all"} | shape | options
+                caches[way] = stack.enter_context(Cache("direct", COUNT, **all_options))
+            for cache in caches.values():
+                cache.copy(np.random.default_rng(5).integers(0, 256, cache.num_bytes, np.uint8), CopyKind.TO_DEVICE)
+                cache.move("store", "kept", cache.half)
+            caches["device"].again("retrieve")  # a miss if a digest is not that of xxhash
+            rounds = [{way: cache.again("store") for way, cache in caches.items()} for _ in range(7)]
+            ratios = {way: round(statistics.median(r[way] / r["off"] for r in rounds), 3) for way in caches}
+            store_ms = {way: round(statistics.median(r[way] for r in rounds) * 1e3, 2) for way in caches}
+            shape["block_outermost"] = outermost
+            report("sums", **shape, right=caches["device"].context.uses_sums, ratios=ratios, store_ms=store_ms)
+
+
 def run_script(_seconds: float, name: str, options: Sequence[str] = (), needs: str = "kvdepot_cuda") -> None:
     """Run a script whose findings are lines in the same form."""
     if importlib.util.find_spec(needs) is None:
@@ -432,7 +455,7 @@ PHASES: dict[str, tuple[Callable[[float], None], float]] = {  # with each one's 
     "full": (full, 60), "kills": (vllm("--only", "kills"), 120),
     "order": (partial(run_tests, names=ORDER), 90), "captures": (captures, 60), "stress": (stress, 120),
     "conformance": (partial(run_tests, names=CONFORMANCE), 180), "interference": (interference, 150),
-    "retrieve": (retrieve, 150), "copies": (copies, 60),
+    "retrieve": (retrieve, 150), "copies": (copies, 60), "sums": (sums, 90),
     "shared": (vllm("--only", "large", "--engines", "direct,other,ipc"), 180),
 }  # fmt: skip
 

@@ -13,7 +13,7 @@ from kvdepot.testing.faults import FaultSuite
 from kvdepot.testing.plan import PLANS, Cache, WorkerPlan, prompt
 from kvdepot_cuda.context import CHECKSUM_THREADS, CudaOptions
 from support.cuda.device_worker import DeviceWorker
-from support.cuda.fake import FakeDriver, fake_gather
+from support.cuda.fake import FakeDriver, fake_gather, fake_sums
 from support.cuda.fake_worker import FakeWorker
 from support.cuda.node import FakeDevice
 from support.cuda.on_device import ByAMover
@@ -67,10 +67,15 @@ class TestWithAPoolThatCannotBeRegistered(_OverTheFakeDriver):
 
 
 @pytest.mark.slow
-class TestWithTheKernel(_OverTheFakeDriver):
-    """The kernel copies every aligned page, in both directions: also single and large runs."""
+class TestWithTheKernels(_OverTheFakeDriver):
+    """A kernel copies every aligned page, in both directions: also single and large runs. Others compute checksums."""
 
-    options: ClassVar[Mapping[str, Any]] = {"gather_kernel": True, "compile_gather": fake_gather}
+    options: ClassVar[Mapping[str, Any]] = {
+        "gather_kernel": True,
+        "compile_gather": fake_gather,
+        "checksum_kernel": True,
+        "compile_sums": fake_sums,
+    }
     # The parts are cut as for copies, and `test_every_block_size_reads_every_other` has small ones, too.
     test_every_split_reads_every_other = None  # pyright: ignore[reportAssignmentType]
 

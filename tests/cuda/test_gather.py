@@ -17,15 +17,14 @@ from kvdepot_cuda.context import CudaTransferContext
 from kvdepot_cuda.gather import (
     LEAST_RUNS,
     MOST_RUN_BYTES,
-    GatherImage,
-    KernelUnavailable,
     compile_gather,
     runs_for_kernel,
 )
+from kvdepot_cuda.images import KernelImage, KernelUnavailable
 from support.cuda.fake import FakeDriver
 from support.cuda.fake_worker import NUM_PIECES, FakeWorker
 
-IMAGE = GatherImage(b"image", "gather_runs", 128, 1024, 2)
+IMAGE = KernelImage(b"image", "gather_runs", 128, 1024, 2)
 WAIT_SECONDS = 20.0
 KERNEL: dict[str, Any] = {"gather_kernel": True, "compile_gather": lambda _: IMAGE}  # pyright: ignore[reportUnknownLambdaType]
 
@@ -107,7 +106,7 @@ def test_nothing_waits_for_the_compiler(depot: DepotProcess, driver: FakeDriver)
     """Until it is done, DMA copies everything, and the pool is registered."""
     gate = threading.Event()
 
-    def compile_late(_capability: int) -> GatherImage:
+    def compile_late(_capability: int) -> KernelImage:
         assert gate.wait(WAIT_SECONDS)
         return IMAGE
 
@@ -165,7 +164,7 @@ def test_without_addresses_of_the_pool_nothing_goes_by_the_kernel(cache: MakeCac
 def test_a_kernel_that_cannot_be_loaded_is_one_warning(
     call: str, after: int, cache: MakeCache, driver: FakeDriver, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def compile_late(_capability: int) -> GatherImage:
+    def compile_late(_capability: int) -> KernelImage:
         if call == "compile":
             raise KernelUnavailable("triton is not installed")
         wait_until(lambda: driver.calls["register_host"] == NUM_PIECES)  # the next calls are for the kernel

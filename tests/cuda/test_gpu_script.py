@@ -22,6 +22,7 @@ PHASES = (
     "interference",
     "retrieve",
     "copies",
+    "sums",
     *NEEDS_A_DEVICE,
     *NEEDS_AN_ENGINE,
 )

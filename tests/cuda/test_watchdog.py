@@ -15,8 +15,8 @@ from kvdepot.backends import Direction, TransferFuture
 from kvdepot.copying.runs import Addresses
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.testing.plan import PLANS, Cache, prompt
-from kvdepot_cuda.copy import Watchdog
 from kvdepot_cuda.driver import CopyKind
+from kvdepot_cuda.watchdog import Watchdog
 from support.cuda.fake import FakeDriver, fake_gather
 from support.cuda.fake_worker import NUM_PIECES, FakeWorker
 

@@ -16,7 +16,7 @@ from kvdepot.lab.processes import wait_until
 from kvdepot.testing.plan import WorkerPlan
 from kvdepot_cuda.context import CudaOptions, CudaTransferContext
 from kvdepot_cuda.driver import CopyKind, Driver, OpenDriver
-from kvdepot_cuda.gather import has_triton
+from kvdepot_cuda.images import has_triton
 from kvdepot_cuda.nvidia import CudaDriver
 from support.cuda.fake import DEFAULT_STREAM, FakeTensor
 

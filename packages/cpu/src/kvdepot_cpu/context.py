@@ -17,7 +17,7 @@ import numpy.typing as npt
 from kvdepot.backends import Copier, CopyBatch, KVCache
 from kvdepot.client.transfers import TransferOptions, WorkerTransfers
 from kvdepot.copying.arrays import page_layout_of
-from kvdepot.copying.runs import EXTENT_DTYPE, Addresses, BatchRuns, Rows
+from kvdepot.copying.runs import EXTENT_DTYPE, Addresses, BatchRuns, Rows, order_of
 from kvdepot.layout import CacheLayout
 from kvdepot.wire.messages import CHECKSUM_BYTES
 from kvdepot_cpu.kernels import (
@@ -139,7 +139,7 @@ class PageCopier(Copier):
         if not batch.with_checksums:
             return None
         records = np.frombuffer(batch.extents, EXTENT_DTYPE)
-        order = np.lexsort((records["heads"], records["layers"], records["group"]))  # the order of the runs
+        order = order_of(records)
         digests = self._sum(sources, targets, sizes, records["num_bytes"][order], num_threads)
         if digests is None:
             return None

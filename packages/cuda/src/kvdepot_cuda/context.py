@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, TypeVar
 
 import msgspec.structs
@@ -34,10 +35,12 @@ from kvdepot.layout import CacheLayout
 from kvdepot.wire import messages as m
 from kvdepot_cuda.copy import BATCH_RUNS, PIECE_BYTES, CopyEngine
 from kvdepot_cuda.driver import Driver, DriverError, OpenDriver
-from kvdepot_cuda.gather import CompileGather, compile_gather, has_triton
+from kvdepot_cuda.gather import CompileGather, compile_gather
+from kvdepot_cuda.images import has_triton
 from kvdepot_cuda.move import MoverUnavailable, await_mover, move
 from kvdepot_cuda.mover import MOVER, offer_of
 from kvdepot_cuda.nvidia import CudaDriver
+from kvdepot_cuda.sums import CompileSums, OpenSums, compile_sums, open_sums
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +73,9 @@ class CudaOptions(TransferOptions):
     there can be none. A mover has none: without MPS a GPU runs either the mover's kernels or the model's, while copies
     run beside both."""
     compile_gather: CompileGather = compile_gather  # compiles that kernel
+    checksum_kernel: bool = False
+    """Have kernels compute the checksums of a store where the worker copies. Off, because no device has run them."""
+    compile_sums: CompileSums = compile_sums  # compiles those kernels
     open_driver: OpenDriver = CudaDriver  # opens the driver of the device with a number
     mover: str = MOVER  # entry point of the mover, in the depot's environment
 
@@ -113,6 +119,11 @@ class CudaTransferContext(WorkerTransfers):
     def uses_kernel(self) -> bool:
         """Whether this process has loaded the kernel that copies small pages. A mover has none."""
         return self._engine.uses_kernel
+
+    @property
+    def uses_sums(self) -> bool:
+        """Whether this process has loaded the kernels that compute checksums. A mover has none."""
+        return self._engine.uses_sums
 
     @property
     def is_warm(self) -> bool:
@@ -175,6 +186,7 @@ def _open(ordinal: int, cache: KVCache, layout: CacheLayout, options: CudaOption
             piece_bytes=options.piece_bytes,
             batch_runs=options.batch_runs,
             compile_gather=_compiler_of(options),
+            open_sums=_opener_of(options, layout),
             register_when_asked=options.register_when_asked,
         )
     except BaseException as error:
@@ -193,6 +205,14 @@ def _compiler_of(options: CudaOptions) -> CompileGather | None:
         if not is_wanted:
             logger.info("DMA copies small pages, as the kernel for them needs Triton, which is not installed")
     return options.compile_gather if is_wanted else None
+
+
+def _opener_of(options: CudaOptions, layout: CacheLayout) -> OpenSums | None:
+    """Return a function that opens the kernels of the checksums, None if the worker uses none."""
+    if not options.checksum_kernel:
+        return None
+    max_bytes = max(options.batch_bytes, sum(layout.chunk_sizes_bytes))  # a batch has at least one chunk
+    return partial(open_sums, compile_sums=options.compile_sums, max_bytes=max_bytes)
 
 
 def _offer(registration: m.RegisterKVCache, driver: Driver, layout: CacheLayout, mover: str) -> m.RegisterKVCache:

@@ -14,9 +14,7 @@ import collections
 import contextlib
 import logging
 import threading
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from kvdepot.backends import Copier, CopyBarrier, CopyBatch, Direction, ReadyEvent, UnrecordedEvent
@@ -25,8 +23,11 @@ from kvdepot.errors import ConfigError
 from kvdepot.layout import CacheLayout
 from kvdepot.pool.files import PoolMemory
 from kvdepot_cuda.driver import MAXIMUM_REGISTERED_BYTES, CopyKind, Driver, DriverError
-from kvdepot_cuda.gather import CompileGather, Gather, KernelUnavailable, runs_for_kernel
+from kvdepot_cuda.gather import CompileGather, Gather, runs_for_kernel
+from kvdepot_cuda.images import KernelUnavailable
 from kvdepot_cuda.registration import PoolRegistration, unit_bytes_of
+from kvdepot_cuda.sums import DeviceSums, OpenSums
+from kvdepot_cuda.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +50,7 @@ class CopyEngine(Copier):
         batch_runs: the runs per driver call.
         runs: computes the runs of a batch; None for those of `layout`, unchecked.
         compile_gather: compiles the kernel for small runs. Called once, on a thread of its own. None for no kernel.
+        open_sums: opens the kernels that compute the checksums of stores, on the same thread. None for no such kernels.
         register_when_asked: register the pool after the first copy or `start_registering`, not at `attach`. Engines
             capture CUDA graphs before that, and captures were reported to fail or hang beside a registration.
 
@@ -68,6 +70,7 @@ class CopyEngine(Copier):
         batch_runs: int = BATCH_RUNS,
         runs: BatchRuns | None = None,
         compile_gather: CompileGather | None = None,
+        open_sums: OpenSums | None = None,
         register_when_asked: bool = False,
     ) -> None:
         if piece_bytes % _PAGE_BYTES or not 0 < piece_bytes <= MAXIMUM_REGISTERED_BYTES:
@@ -86,7 +89,10 @@ class CopyEngine(Copier):
         self._compile_gather = compile_gather
         self._gathers: list[Gather] = []  # by direction
         self.uses_kernel = False  # whether the kernel is loaded and in use
-        self._loading: threading.Thread | None = None  # of the kernel
+        self._open_sums = open_sums
+        self._sums: DeviceSums | None = None
+        self.uses_sums = False  # whether the kernels of the checksums are loaded and in use
+        self._loading: threading.Thread | None = None  # of the kernels
         self._registration: PoolRegistration | None = None  # of the mapping that copies use
         self._latest: PoolRegistration | None = None  # the same, or the one that will replace it
         self._registering: threading.Thread | None = None
@@ -190,9 +196,10 @@ class CopyEngine(Copier):
         if self._is_closed:
             return
         compile_gather, self._compile_gather = self._compile_gather, None
-        if compile_gather is not None:
+        open_sums, self._open_sums = self._open_sums, None
+        if compile_gather is not None or open_sums is not None:
             loading = threading.Thread(
-                target=self._load_kernel, args=(compile_gather,), name="kvdepot-kernel", daemon=True
+                target=self._load_kernels, args=(compile_gather, open_sums), name="kvdepot-kernel", daemon=True
             )
             loading.start()
             self._loading = loading
@@ -215,9 +222,9 @@ class CopyEngine(Copier):
 
     # --- copies ---------------------------------------------------------------------------------------------------
 
-    def store(self, batch: CopyBatch) -> None:
+    def store(self, batch: CopyBatch) -> bytes | None:
         """See `Copier`."""
-        self._move(Direction.STORE, batch)
+        return self._move(Direction.STORE, batch)
 
     def retrieve(self, batch: CopyBatch) -> None:
         """See `Copier`."""
@@ -259,9 +266,10 @@ class CopyEngine(Copier):
                 thread.join()
         if self._registration is not None:
             self._registration.close()
-        for gather in self._gathers:
+        for kernel in (*self._gathers, self._sums):
             with contextlib.suppress(DriverError), self._driver.activated():
-                gather.close()
+                if kernel is not None:
+                    kernel.close()
         with contextlib.suppress(DriverError), self._driver.activated():  # nothing can be freed on a failed device
             for event in self._events:
                 self._driver.destroy_event(event)
@@ -270,14 +278,15 @@ class CopyEngine(Copier):
         with contextlib.suppress(DriverError):
             self._driver.close()
 
-    def _move(self, direction: Direction, batch: CopyBatch) -> None:
-        def move() -> None:
+    def _move(self, direction: Direction, batch: CopyBatch) -> bytes | None:
+        def move() -> bytes | None:
             try:
-                self._enqueue(direction, batch)
+                checksums = self._enqueue(direction, batch)
             finally:
                 self._synchronize(direction)
+            return None if checksums is None else checksums()
 
-        self._watched(direction, move)
+        return self._watched(direction, move)
 
     def _watched(self, direction: Direction, work: Callable[[], _T]) -> _T:
         """Do work that calls the driver. Fail if the watchdog gave it up meanwhile."""
@@ -297,39 +306,67 @@ class CopyEngine(Copier):
         with self._driver.activated():
             self._driver.synchronize_stream(self._streams[direction])
 
-    def _enqueue(self, direction: Direction, batch: CopyBatch) -> None:
+    def _enqueue(self, direction: Direction, batch: CopyBatch) -> Callable[[], bytes] | None:
+        """Queue a batch.
+
+        Return a function that returns its checksums once the stream is synchronised, None if the device computes none.
+        """
         if not self._may_register:
             self.start_registering()
         runs = split(merge(self._runs.of(batch), self._runs.starts), self._unit_bytes)
-        registration = self._registration
         with self._driver.activated():
-            if registration is None or registration.mapping is not batch.mapping:
-                self._copy_singly(direction, batch, runs)
-                return
-            is_registered = registration.covers(runs.offsets)
-            is_all = bool(is_registered.all())
-            reachable = runs if is_all else runs.where(is_registered)
-            if self.uses_kernel:
-                reachable = self._launch_for(direction, registration, reachable)
-            self._copy_in_batches(direction, batch, reachable)
-            if not is_all:
-                others = runs.where(~is_registered)
-                registration.want(others)
-                self._copy_singly(direction, batch, others)
+            checksums = self._begin_sums(batch, runs) if direction is Direction.STORE else None
+            self._copy(direction, batch, runs)
+        return checksums
 
-    # --- the kernel -----------------------------------------------------------------------------------------------
+    def _copy(self, direction: Direction, batch: CopyBatch, runs: Runs) -> None:
+        registration = self._registration
+        if registration is None or registration.mapping is not batch.mapping:
+            self._copy_singly(direction, batch, runs)
+            return
+        is_registered = registration.covers(runs.offsets)
+        is_all = bool(is_registered.all())
+        reachable = runs if is_all else runs.where(is_registered)
+        if self.uses_kernel:
+            reachable = self._launch_for(direction, registration, reachable)
+        self._copy_in_batches(direction, batch, reachable)
+        if not is_all:
+            others = runs.where(~is_registered)
+            registration.want(others)
+            self._copy_singly(direction, batch, others)
 
-    def _load_kernel(self, compile_gather: CompileGather) -> None:
-        """Compile and load the kernel. Until then, DMA copies everything."""
+    # --- kernels --------------------------------------------------------------------------------------------------
+
+    def _load_kernels(self, compile_gather: CompileGather | None, open_sums: OpenSums | None) -> None:
+        """Compile and load the kernels. Until then, DMA copies everything, and stores compute no checksums."""
+        if compile_gather is not None:
+            try:
+                image = compile_gather(self._driver.capability)
+                with self._driver.activated():
+                    for _ in Direction:
+                        self._gathers.append(Gather(self._driver, image, self._batch_runs))
+                self.uses_kernel = True
+            except (DriverError, KernelUnavailable, OSError) as error:
+                logger.warning("DMA copies small pages, as the kernel for them cannot be loaded: %s", error)
+        if open_sums is not None:
+            try:
+                self._sums = open_sums(self._driver)
+                self.uses_sums = True
+            except (DriverError, KernelUnavailable, OSError) as error:
+                logger.warning("threads compute checksums, as the kernels for them cannot be loaded: %s", error)
+
+    def _begin_sums(self, batch: CopyBatch, runs: Runs) -> Callable[[], bytes] | None:
+        """Queue the computation of a store's checksums, in front of its copies. Return None if threads compute them."""
+        if self._sums is None or not self.uses_sums or not batch.with_checksums:
+            return None
         try:
-            image = compile_gather(self._driver.capability)
-            with self._driver.activated():
-                for _ in Direction:
-                    self._gathers.append(Gather(self._driver, image, self._batch_runs))
-        except (DriverError, KernelUnavailable, OSError) as error:
-            logger.warning("DMA copies small pages, as the kernel for them cannot be loaded: %s", error)
-        else:
-            self.uses_kernel = True
+            return self._sums.begin(batch, runs, self._streams[Direction.STORE])
+        except DriverError as error:
+            if error.is_permanent:
+                raise
+            self.uses_sums = False
+            logger.warning("threads compute checksums from now on, as the kernels for them failed: %s", error)
+            return None
 
     def _launch_for(self, direction: Direction, registration: PoolRegistration, runs: Runs) -> Runs:
         """Make the kernel copy the suitable runs. Return the others."""
@@ -401,69 +438,3 @@ class Mark:
     def synchronize(self) -> None:
         """Do not call this: `CopyEngine.wait_for` does."""
         raise NotImplementedError("a mark is waited for by its engine")
-
-
-@dataclass(slots=True)
-class _Watched:
-    began: float
-    is_hung: bool = False
-
-
-class Watchdog:
-    """Notices copies that hang in the driver: watches one copy per direction, on its own thread.
-
-    In mode `ipc` the depot kills a hung mover; here, only a thread hangs.
-
-    Args:
-        on_hang: called once, on that thread, with the direction and the reason.
-        seconds: the longest time of a copy.
-    """
-
-    def __init__(self, on_hang: Callable[[Direction, str], None], seconds: float) -> None:
-        self._on_hang = on_hang
-        self._seconds = seconds
-        self._lock = threading.Lock()
-        self._copies: list[_Watched | None] = [None, None]
-        self._reported = threading.Event()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._loop, name="kvdepot-watchdog", daemon=True)
-        self._thread.start()
-
-    @property
-    def has_hung_copy(self) -> bool:
-        """Whether a reported copy has not returned yet."""
-        return any(copy is not None and copy.is_hung for copy in self._copies)
-
-    def begin(self, direction: Direction) -> None:
-        """Start watching the copy that the calling thread begins now."""
-        self._copies[direction] = _Watched(time.monotonic())
-
-    def end(self, direction: Direction) -> bool:
-        """Stop watching the copy. Return whether it was reported; if so, wait until `on_hang` has returned."""
-        with self._lock:
-            copy, self._copies[direction] = self._copies[direction], None
-        if copy is None or not copy.is_hung:
-            return False
-        self._reported.wait()
-        return True
-
-    def close(self) -> None:
-        """End the thread."""
-        self._stop.set()
-        self._thread.join()
-
-    def _loop(self) -> None:
-        while not self._stop.wait(self._seconds / 4):
-            for direction in Direction:
-                with self._lock:
-                    copy = self._copies[direction]
-                    if copy is None or copy.is_hung or time.monotonic() - copy.began < self._seconds:
-                        continue
-                    copy.is_hung = True
-                try:
-                    self._on_hang(
-                        direction,
-                        f"a {direction.name.lower()} has not returned from the driver for {self._seconds:.0f} s",
-                    )
-                finally:
-                    self._reported.set()

@@ -6,19 +6,16 @@ The kernel reads and writes the pool directly, so it gets only runs in registere
 
 import contextlib
 import ctypes
-import importlib
-import importlib.util
 import mmap
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from kvdepot.copying.runs import Addresses
-from kvdepot.errors import KVDepotError
 from kvdepot_cuda.driver import CopyKind, Driver
+from kvdepot_cuda.images import KernelImage, compile_kernels
 
 # Measured on an H100 (PCIe 5.0 x16) as ratios to one large copy, as `cuda_gpu.py --only copies` does: batches of
 # scattered runs against the kernel, which is alike in both directions.
@@ -32,10 +29,6 @@ NUM_PROGRAMS: Final = 12
 """Thread blocks: the share of the device that the kernel takes from the model. Read at each launch."""
 _ALIGNMENT: Final = 16  # of the words that a lane copies
 _ROW_BYTES: Final = 24  # source, target and size of a run, 8 bytes each
-
-
-class KernelUnavailable(KVDepotError):
-    """The kernel cannot be compiled here; the text gives the reason."""
 
 
 def runs_for_kernel(pool: Addresses, blocks: Addresses, sizes: Addresses) -> npt.NDArray[np.bool_]:
@@ -53,41 +46,13 @@ def runs_for_kernel(pool: Addresses, blocks: Addresses, sizes: Addresses) -> npt
     return suits
 
 
-@dataclass(frozen=True, slots=True)
-class GatherImage:
-    """The kernel, compiled for one kind of device (`kvdepot_cuda.gather_kernel`).
-
-    Its parameters are an address (u64), a count (u32), and hidden null pointers.
-    """
-
-    image: bytes
-    name: str
-    num_threads: int
-    shared_bytes: int
-    num_hidden: int
-
-
-CompileGather = Callable[[int], GatherImage]
+CompileGather = Callable[[int], KernelImage]
 """Makes the kernel for a compute capability (90 is 9.0); raises `KernelUnavailable`."""
 
 
-def has_triton() -> bool:
-    """Return whether Triton is installed, without importing it."""
-    return importlib.util.find_spec("triton") is not None
-
-
-def compile_gather(capability: int) -> GatherImage:
-    """Compile the kernel with the installed Triton. The first time takes some seconds; Triton caches the result.
-
-    Raises:
-        KernelUnavailable: Triton is missing or cannot compile it.
-    """
-    if not has_triton():
-        raise KernelUnavailable("triton is not installed: pip install 'triton>=3.3'")
-    try:
-        return GatherImage(**importlib.import_module("kvdepot_cuda.gather_kernel").image_for(capability))
-    except Exception as error:  # a compiler may raise anything
-        raise KernelUnavailable(f"triton cannot compile it: {type(error).__name__}: {error}") from error
+def compile_gather(capability: int) -> KernelImage:
+    """Compile the kernel: see `compile_kernels`."""
+    return compile_kernels("gather_kernel", capability)[0]
 
 
 class Gather:
@@ -105,7 +70,7 @@ class Gather:
         DriverError: the kernel cannot be loaded. All resources are released then.
     """
 
-    def __init__(self, driver: Driver, image: GatherImage, max_runs: int) -> None:
+    def __init__(self, driver: Driver, image: KernelImage, max_runs: int) -> None:
         self._driver = driver
         self._image = image
         self._max_runs = max_runs

@@ -5,8 +5,7 @@ It is compiled for a given kind of device, without needing one. `kvdepot_cuda.dr
 torch and without Triton's own launcher.
 """
 
-import re
-from typing import Any, Final
+from typing import Final
 
 import triton
 import triton.language as tl
@@ -15,7 +14,6 @@ from triton.compiler import ASTSource
 
 WORDS: Final = 1024  # words of 8 bytes that a program copies at a time: 8 KiB
 NUM_WARPS: Final = 4  # 64 bytes of each lane under way, in words of 16 bytes
-_NUM_PARAMETERS: Final = 2
 
 
 @triton.jit
@@ -57,26 +55,4 @@ def compile_for(capability: int):
         signature={"table": "i64", "num_runs": "i32", "WORDS": "constexpr"},
         constexprs={(2,): WORDS},
     )
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": NUM_WARPS})
-
-
-def image_for(capability: int) -> dict[str, Any]:
-    """Return the kernel for a compute capability, ready to load, as the fields of a `gather.GatherImage`.
-
-    Raises:
-        ValueError: this Triton's kernels need scratch memory, which they do not get here.
-    """
-    compiled = compile_for(capability)
-    metadata = compiled.metadata
-    for name in ("global_scratch_size", "profile_scratch_size"):
-        if getattr(metadata, name, 0):
-            raise ValueError(f"triton {triton.__version__} asks for a {name} of {getattr(metadata, name)}")
-    entry = re.search(r"\.entry\s.*?\)", compiled.asm["ptx"], re.DOTALL)
-    assert entry is not None
-    return {
-        "image": compiled.asm["cubin"],
-        "name": metadata.name,
-        "num_threads": metadata.num_warps * 32,
-        "shared_bytes": metadata.shared,
-        "num_hidden": entry.group().count(".param") - _NUM_PARAMETERS,
-    }
+    return [triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": NUM_WARPS})]

@@ -8,8 +8,7 @@ refuses: without a current context, with addresses in no allocation, with host m
 stream. `violations` has the errors that a real driver would not report (unregistering under a copy, targets that
 overlap, a kernel's table in two streams). `fail` makes any call fail.
 
-Kernels do not run here: `launch_kernel` copies like the gather kernel, with the addresses in the table, or passes them
-to `run_kernel`.
+Kernels do not run here: `launch_kernel` uses their models (`kernels`), or passes its arguments to `run_kernel`.
 
 It proves the worker's side: order, waits, errors, when memory is registered, which resources are released; with handles
 also the life of the processes. It proves nothing about a device: no speed, no ordering inside hardware, and no
@@ -31,7 +30,7 @@ import numpy.typing as npt
 
 from kvdepot.copying.runs import Addresses
 from kvdepot_cuda.driver import CopyKind, DriverError
-from kvdepot_cuda.gather import GatherImage
+from support.cuda.fake.kernels import RunKernel, run_kernel, touched
 from support.cuda.fake.memory import FakeMemory, FakeTensor
 from support.cuda.fake.streams import FakeStream
 
@@ -65,14 +64,14 @@ class _Failure:
 class FakeDriver:
     """See `kvdepot_cuda.driver.Driver`.
 
-    `calls` counts calls by name, also `"pageable"` copies, all `"runs"`, and `"gathered"` runs, which kernels copied.
+    `calls` counts calls by name, also `"pageable"` copies, all `"runs"`, `"gathered"` runs, which kernels copied, and
+    the extents of `"digest_extents"`.
 
     Args:
         ordinal: number of the device.
         has_batch_copy: whether the driver supports batches.
         root: folder of the device's memory. None: memory without handles.
-        run_kernel: called when the stream reaches a launch, with the launch's arguments (table, number of rows) and the
-            number of programs. Addresses are those of this process.
+        run_kernel: replaces the models.
     """
 
     capability = 90
@@ -84,12 +83,12 @@ class FakeDriver:
         *,
         has_batch_copy: bool = True,
         root: Path | None = None,
-        run_kernel: Callable[[int, int, int], None] | None = None,
+        run_kernel: RunKernel = run_kernel,
     ) -> None:
         self.ordinal = ordinal
         self.uuid = f"GPU-{ordinal}"
         self.has_batch_copy = has_batch_copy
-        self._run_kernel = run_kernel or _gather
+        self.run_kernel = run_kernel
         self.calls: collections.Counter[str] = collections.Counter()
         self.violations: list[str] = []
         self.largest_batch = 0
@@ -100,7 +99,7 @@ class FakeDriver:
         self._local = threading.local()
         self._lock = threading.RLock()
         self._numbers = itertools.count(0x1000)
-        self._kernels: set[int] = set()
+        self._kernels: dict[int, str] = {}
         self._tables: collections.Counter[int] = collections.Counter()  # of launches that have not finished
         self._table_streams: dict[int, int] = {}  # the stream of each table's launches
         self._events: dict[int, tuple[FakeStream, int] | None] = {}
@@ -304,7 +303,7 @@ class FakeDriver:
         if not image or not name:
             raise DriverError("load_kernel", "CUDA_ERROR_INVALID_IMAGE (200)")
         kernel = next(self._numbers)
-        self._kernels.add(kernel)
+        self._kernels[kernel] = name
         return kernel
 
     def unload_kernel(self, kernel: int) -> None:
@@ -312,39 +311,34 @@ class FakeDriver:
         self._enter("unload_kernel")
         if kernel not in self._kernels:
             raise DriverError("unload_kernel", "CUDA_ERROR_INVALID_HANDLE (400)")
-        self._kernels.remove(kernel)
+        del self._kernels[kernel]
 
     def launch_kernel(
         self, kernel: int, num_programs: int, num_threads: int, shared_bytes: int, arguments: Sequence[Any], stream: int
     ) -> None:
-        """See `Driver`: a gather."""
+        """See `Driver`."""
         self._enter("launch_kernel")
         found = self._copy_stream(stream, "launch_kernel")
         if kernel not in self._kernels or num_programs < 1 or num_threads % 32 or len(arguments) < 2:
             raise DriverError("launch_kernel", "CUDA_ERROR_INVALID_VALUE (1)")
-        table, num_runs = int(arguments[0].value), int(arguments[1].value)
+        name, values = self._kernels[kernel], tuple(int(each.value) for each in arguments)
+        table = values[0]
 
-        def gather() -> None:
+        def run() -> None:
             with self._lock:
                 self._tables[table] -= 1
                 self._fail_if_told("execute")
-                rows = np.frombuffer(memoryview((ctypes.c_uint64 * (3 * num_runs)).from_address(table)).cast("B"), "u8")
-                for source, target, size in rows.reshape(-1, 3).tolist():
-                    if not (
-                        self.memory.is_reached_by_kernels(source, size)
-                        and self.memory.is_reached_by_kernels(target, size)
-                    ):
-                        raise DriverError(
-                            "launch_kernel", "CUDA_ERROR_ILLEGAL_ADDRESS (700)", f"{source:#x} to {target:#x}"
-                        )
-                self._run_kernel(table, num_runs, num_programs)
-                self.calls["gathered"] += num_runs
+                for address, size in touched(name, values):
+                    if not self.memory.is_reached_by_kernels(address, size):
+                        raise DriverError(name, "CUDA_ERROR_ILLEGAL_ADDRESS (700)", f"{size} bytes at {address:#x}")
+                self.run_kernel(name, values, num_programs)
+                self.calls["gathered" if name == "gather_runs" else name] += values[1]
 
         with self._lock:
             if self._table_streams.setdefault(table, stream) != stream:
                 self._note("two streams use one table of runs")
             self._tables[table] += 1
-            found.add(gather, self.memory.registered)  # the kernel may touch all of it
+            found.add(run, self.memory.registered)  # the kernel may touch all of it
 
     def copy(self, source: int, target: int, num_bytes: int, direction: CopyKind, stream: int) -> None:
         """See `Driver`."""
@@ -432,14 +426,3 @@ class FakeDriver:
                 ctypes.memmove(target, source, size)
 
         return stream.add(copy, [(target if to_host else source, size) for source, target, size in runs])
-
-
-def fake_gather(_capability: int) -> GatherImage:
-    """Return a kernel that only the fake driver can load."""
-    return GatherImage(b"a fake", "gather_runs", 128, 0, 2)
-
-
-def _gather(table: int, num_runs: int, _num_programs: int) -> None:
-    for row in range(num_runs):
-        source, target, size = (ctypes.c_uint64 * 3).from_address(table + 24 * row)
-        ctypes.memmove(target, source, size)

@@ -139,6 +139,11 @@ def _joined(parts: list[Runs]) -> Runs:
     )
 
 
+def order_of(records: npt.NDArray[Any]) -> npt.NDArray[np.intp]:
+    """Return the order in which the runs of a batch fill its extents, `(num_extents,)`."""
+    return np.lexsort((records["heads"], records["layers"], records["group"]))
+
+
 def merge(runs: Runs, starts: Addresses | None = None) -> Runs:
     """Join successive runs that continue each other on the device and in the pool.
 

@@ -1,5 +1,5 @@
 # pyright: basic
-"""The gather kernel copies the right bytes in Triton's interpreter, and compiles for its devices.
+"""The kernels move the right bytes and make the right digests in Triton's interpreter, and compile for their devices.
 
 The import of Triton chooses the interpreter for the whole process, so each of the two runs in its own child. Neither
 shows races, addresses of host memory on a device, or speed.
@@ -7,6 +7,7 @@ shows races, addresses of host memory on a device, or speed.
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -39,20 +40,24 @@ def test_every_byte_is_right_for_any_size_and_alignment() -> None:
     assert "runs are right" in run("interpret", "bytes", TRITON_INTERPRET="1")
 
 
-def test_a_worker_s_copies_by_the_interpreted_kernel_are_right() -> None:
-    """Around it are a depot, the copy engine and the fake driver, whose launches run the kernel."""
+def test_every_digest_is_that_of_xxhash() -> None:
+    assert re.search(r"extents in 10\d{3} runs are right", run("interpret", "digests", TRITON_INTERPRET="1"))
+
+
+def test_a_worker_s_copies_and_checksums_by_the_interpreted_kernels_are_right() -> None:
+    """Around it are a depot, the copy engine and the fake driver, whose launches run the kernels."""
     assert "copies are right" in run("interpret", "worker", TRITON_INTERPRET="1")
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
-def test_it_compiles_for_every_device_that_it_is_meant_for(capability: int, tmp_path: Path) -> None:
+def test_they_compile_for_every_device_that_they_are_meant_for(capability: int, tmp_path: Path) -> None:
     out = run("compile_ahead", str(capability), TRITON_CACHE_DIR=str(tmp_path))
     assert f"sm_{capability}" in out
 
 
 def test_the_compiler_is_asked_once_and_its_answer_fits_the_launch(tmp_path: Path) -> None:
     out = run("compile_ahead", "image", TRITON_CACHE_DIR=str(tmp_path))
-    assert "an image of" in out
+    assert out.count("an image of") == 3
 
 
 def test_under_the_interpreter_there_is_no_kernel_to_load_and_the_reason_says_so() -> None:
