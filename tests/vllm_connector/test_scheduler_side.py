@@ -46,6 +46,7 @@ class Client:
     announced: list[int] = field(default_factory=list[int])  # tokens ahead of each announcing lookup
     ended: list[str] = field(default_factory=list[str])
     awaited: list[int] = field(default_factory=list[int])  # chunks that each lookup expects of another engine
+    peers: list[str] = field(default_factory=list[str])
     handing_over: list[str] = field(default_factory=list[str])
     waits: list[float | None] = field(default_factory=list["float | None"])
     described: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])  # first chunk, chunks
@@ -70,12 +71,14 @@ class Client:
         ahead_tokens: int,
         awaits: int,
         hands_over: bool,
+        peer: str,
         wait_seconds: float | None,
     ) -> Any:
         assert joins or not announces
         self.waits.append(wait_seconds)
         self.asked.append(key.num_chunks)
         self.awaited.append(awaits)
+        self.peers.append(peer)
         if hands_over:
             self.handing_over.append(request_id)
         if announces:

@@ -8,6 +8,7 @@ import dataclasses
 import enum
 import hashlib
 import ipaddress
+import logging
 import math
 import os
 import platform
@@ -18,7 +19,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, get_args, get_origin, get_type_hints
 
-from kvdepot.errors import ConfigError
+from kvdepot.errors import ConfigError, reason_of
+
+logger = logging.getLogger(__name__)
 
 CONTROL_SOCKET: Final = "control.sock"  # Unix stream: requests and replies
 HTTP_TOKEN: Final = "http.token"  # file with the bearer token, if none was given
@@ -29,6 +32,8 @@ DEFAULT_TOPIC: Final = "kv@{node}@{model}"  # as llm-d expects it
 # `--promote-seconds` (1 s). For machines that stall, docs/operating.md has a longer one.
 DEADLINE_SECONDS: Final = 2.0
 
+_LAST_PORT: Final = 65_535
+_SHORTEST_TOKEN: Final = 16  # characters: 64 bits in hexadecimal, too many to guess
 LONGEST_TENANT: Final = 256  # characters of a tenant's name: the depot refuses requests with a longer one
 
 MAXIMUM_NUMBER: Final = 1e9  # bound for plain numbers, e.g. seconds; larger ones overflow timers
@@ -105,6 +110,51 @@ def parse_tenant(text: str) -> str:
     if not 1 <= len(text) <= LONGEST_TENANT:
         raise ConfigError(f"{len(text)} characters: a tenant's name has 1 to {LONGEST_TENANT}")
     return text
+
+
+def parse_address(text: str, flag: str) -> tuple[str, int]:
+    """Parse `HOST:PORT`, with brackets around an IPv6 address. Return both.
+
+    Raises:
+        ConfigError: `text` is malformed; the error names `flag`.
+    """
+    host, separator, port = text.removeprefix("tcp://").rpartition(":")
+    if not separator or not port.isdecimal() or int(port) > _LAST_PORT:
+        raise ConfigError(f"{flag} {text!r}: give HOST:PORT, for example 127.0.0.1:9461")
+    return host.strip("[]") or "127.0.0.1", int(port)
+
+
+def parse_peer(text: str) -> tuple[str, str]:
+    """Parse `NAME=HOST:PORT`. Return the name and the address.
+
+    Raises:
+        ConfigError: `text` is malformed.
+    """
+    name, _, address = text.partition("=")
+    if not name or len(name) > LONGEST_TENANT:
+        raise ConfigError(f"{text!r}: give NAME=HOST:PORT")
+    parse_address(address, "the peer")
+    return name, address
+
+
+def read_secret(path: Path, flag: str) -> str:
+    """Read a token from a file.
+
+    Raises:
+        ConfigError: the file cannot be read, or the token is so short that it can be guessed.
+    """
+    try:
+        token = path.read_text().strip()
+        if path.stat().st_mode & 0o044:
+            logger.warning("%s %s: other users can read the token; chmod 600 it", flag, path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{flag} {path}: {reason_of(error)}") from error
+    if len(token) < _SHORTEST_TOKEN:
+        raise ConfigError(
+            f"{flag} {path}: a token of {len(token)} characters can be guessed; give at least {_SHORTEST_TOKEN}:"
+            f" openssl rand -hex 32 > {path}"
+        )
+    return token
 
 
 def parse_quota(text: str) -> tuple[str, int]:
@@ -347,6 +397,19 @@ class ServerConfig:
     promotion_seconds: float = setting(
         1.0, "longest time a lookup waits for the tiers (default {default})", "--promote-seconds", "SECONDS", most=60.0
     )
+    peers: str | None = setting(
+        None, "let the depots of other nodes read chunks from this one's pool; needs --peer-token", metavar="HOST:PORT"
+    )
+    peer_addresses: Mapping[str, str] = setting(
+        dict,
+        "a depot to ask for missing chunks, by the HOST:PORT of its --peers; repeatable, asked in this order",
+        "--peer",
+        "NAME=HOST:PORT",
+        parse=parse_peer,
+    )
+    peer_token: Path | None = setting(
+        None, "file with the secret that all peers share; lookups may then name any of them", metavar="FILE"
+    )
     events: str | None = setting(
         None,
         "publish which blocks can be loaded and their tokens, in vLLM's format; for example tcp://127.0.0.1:5557",
@@ -404,6 +467,8 @@ class ServerConfig:
                 raise ConfigError(
                     f"{each.flag} {getattr(self, name):g}: give a number above 0, at most {each.most:,.0f}"
                 )
+        if (self.peers or self.peer_addresses) and not self.peer_token:
+            raise ConfigError("--peers and --peer need --peer-token FILE, the secret that all peers share")
         if self.events_replay and not self.events:
             raise ConfigError("--events-replay needs --events tcp://HOST:PORT")
         if not self.events_topic.isprintable():

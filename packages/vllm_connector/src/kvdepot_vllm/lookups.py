@@ -14,7 +14,7 @@ from kvdepot.client.answers import MISS, Lease
 from kvdepot.client.scheduler import PendingLookup, SchedulerClient
 from kvdepot.counting import Counts, engine_counter
 from kvdepot.wire.messages import MAXIMUM_CHUNKS
-from kvdepot_vllm.params import asks_for_hand_over
+from kvdepot_vllm.params import asks_for_hand_over, peer_of
 from kvdepot_vllm.settings import Settings
 from kvdepot_vllm.state import Outcome, RequestState, end_span, start_span
 
@@ -176,6 +176,7 @@ class Lookups:
             ahead_tokens=self._ahead_tokens(state),
             awaits=state.awaits,
             hands_over=hands_over,
+            peer=peer_of(state.request.kv_transfer_params),
             wait_seconds=wait_seconds,
         )
 

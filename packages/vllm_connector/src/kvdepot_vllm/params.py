@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 _OURS: Final = "kvdepot"  # the key of our parameters
 _LONGEST_SESSION: Final = 256  # characters; the depot keeps the names
 _MOST_SESSIONS: Final = 64  # sessions that one request may name
+_LONGEST_PEER: Final = 256  # as `kvdepot.wire.messages.Name`
 _A_SESSION: Final = f"a name of 1 to {_LONGEST_SESSION} characters"
 _A_TIME_TO_RETAIN: Final = f"a number from 0 to {MAXIMUM_RETAIN_SECONDS:g}"
 _WAIT_SECONDS: Final = 1.0  # for the prefill engine to begin, unless the request says `wait_ms`
@@ -261,6 +262,18 @@ class HandOver:
 def asks_for_hand_over(params: Mapping[str, Any] | None) -> bool:
     """Return whether the prefill engine must report its chunks to the decode engine."""
     return isinstance(params, dict) and bool(params.get("do_remote_decode"))
+
+
+def peer_of(params: Mapping[str, Any] | None) -> str:
+    """Return the depot that has the prompt as the router says, empty for none. A wrong value is ignored and logged."""
+    if not isinstance(params, dict):
+        return ""
+    expected = f"the name of a depot's peer, or HOST:PORT, of 1 to {_LONGEST_PEER} characters"
+    return _checked(params, "remote_kv_source", _is_peer, expected) or ""
+
+
+def _is_peer(value: Any) -> bool:
+    return isinstance(value, str) and 1 <= len(value) <= _LONGEST_PEER
 
 
 def handed_over(key: KeyRun, num_tokens: int) -> dict[str, Any]:

@@ -163,6 +163,7 @@ class SchedulerClient:
         ahead_tokens: int = 0,
         awaits: int = 0,
         hands_over: bool = False,
+        peer: str = "",
         wait_seconds: float | None = None,
     ) -> PendingLookup:
         """Like `lookup`, without waiting.
@@ -177,6 +178,8 @@ class SchedulerClient:
             awaits: the number of leading chunks that another engine, perhaps of another node, computes for this
                 request. A depot with tiers waits until the tiers bring them, within the deadline.
             hands_over: another engine waits for the chunks that the request stores. `end_request` withdraws this.
+            peer: the depot of another node that has the chunks, as a router says: a name that this depot knows, or
+                HOST:PORT.
             wait_seconds: the limit of the depot's wait for tiers and other engines; by default and at most a share of
                 the deadline.
         """
@@ -198,6 +201,7 @@ class SchedulerClient:
                 joins,
                 awaits,
                 hands_over,
+                peer,
             ),
             MISS,
             lease_of,

@@ -29,7 +29,17 @@ from typing import Any, Final, Literal, cast
 
 import msgspec
 
-from kvdepot.config import HTTP_TOKEN, ServerConfig, Setting, is_loopback, plain_settings, setting, settings_in
+from kvdepot.config import (
+    HTTP_TOKEN,
+    ServerConfig,
+    Setting,
+    is_loopback,
+    parse_address,
+    plain_settings,
+    read_secret,
+    setting,
+    settings_in,
+)
 from kvdepot.errors import ConfigError, KVDepotError, reason_of
 from kvdepot.logs import set_up_logs
 from kvdepot.operate.commandline import add_settings
@@ -40,7 +50,6 @@ _PREFIX: Final = "KVDEPOT_"
 _TRUE: Final = frozenset({"1", "true", "yes", "on"})
 _FALSE: Final = frozenset({"0", "false", "no", "off", ""})
 
-_SHORTEST_TOKEN: Final = 16  # characters: 64 bits in hexadecimal, too many to guess
 _NEEDED: Final = ("uvicorn", "starlette", "prometheus_client")
 BACKLOG: Final = 128  # HTTP connections waiting to be accepted: half of those that are served at one time
 _PAUSE_SECONDS: Final = 1.0  # before another child is started, so that one that fails at once costs little
@@ -68,10 +77,8 @@ class HttpSettings:
         Raises:
             ConfigError: the address is malformed, or the token file is missing off loopback, unreadable or too short.
         """
-        host, separator, port = address.rpartition(":")
-        if not separator or not port.isdigit() or int(port) > 65535:
-            raise ConfigError(f"--http {address!r}: give HOST:PORT, for example 127.0.0.1:9460")
-        settings = cls(host.strip("[]") or "127.0.0.1", int(port), secrets.token_hex(32), tuple(names))
+        host, port = parse_address(address, "--http")
+        settings = cls(host, port, secrets.token_hex(32), tuple(names))
         if token_file is None:
             if not settings.is_loopback:
                 raise ConfigError(
@@ -79,18 +86,7 @@ class HttpSettings:
                     " give --http-token FILE, or listen on 127.0.0.1"
                 )
             return settings
-        try:
-            token = token_file.read_text().strip()
-            if token_file.stat().st_mode & 0o044:
-                logger.warning("--http-token %s: other users can read the token; chmod 600 it", token_file)
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--http-token {token_file}: {reason_of(error)}") from error
-        if len(token) < _SHORTEST_TOKEN:
-            raise ConfigError(
-                f"--http-token {token_file}: a token of {len(token)} characters can be guessed; give at least"
-                f" {_SHORTEST_TOKEN}: openssl rand -hex 32 > {token_file}"
-            )
-        return replace(settings, token=token)
+        return replace(settings, token=read_secret(token_file, "--http-token"))
 
     def write_token(self, path: Path) -> None:
         """Write the token to a file that only this user can read. Replace the file of an earlier server.
@@ -284,7 +280,7 @@ def run_serve(options: argparse.Namespace) -> int:
     finally:
         if http is not None:
             http.close()
-    if config.tiers:
+    if config.tiers or config.peer_token:
         # Libraries of tiers run threads that may hang in a call; only os._exit ends them.
         logging.shutdown()
         sys.stdout.flush()

@@ -74,7 +74,8 @@ class DepotServer:
             self.sockets = self._open_sockets(undo)
             movers = self.depot.state.movers = self._make_movers(self.sockets.sessions)
             undo.callback(movers.close)
-            if config.tiers:
+            self.depot.state.opener = self.opener
+            if config.tiers or config.peer_token:
                 self.depot.state.tiering = self.make_tiering(self.opener.open_all(config.tiers))
             extents = self.depot.index.extents
             self._results = ThreadResults(self._files, extents, self.opener, self._waker, str(config.pool_path))

@@ -14,8 +14,9 @@ class Rank(IntEnum):
     """The order in which a lookup asks the sources of further chunks."""
 
     COMPUTED_HERE = 1  # before tiers: what is being computed arrives without a read, and no tier has it yet
-    TIERS = 2
-    COMPUTED_ELSEWHERE = 3  # after tiers, as it comes through them
+    PEERS = 2  # before tiers: another node's memory answers sooner than storage that nodes share
+    TIERS = 3
+    COMPUTED_ELSEWHERE = 4  # after tiers, as it comes through them
 
 
 class Outcome(Enum):

@@ -1,6 +1,6 @@
 """Sources: where the missing chunks of a lookup may come from. A lookup asks them one after the other."""
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Final
 
 from kvdepot.counting import depot_counter
@@ -10,6 +10,7 @@ from kvdepot.server.query import Query, Rank
 from kvdepot.server.state import DepotState
 from kvdepot.server.turns import Awaited, Refused, Wait
 from kvdepot.tiers.reading import Prefix
+from kvdepot.tiers.tier_state import TierState
 
 _LOOKUPS_WITHOUT_NAME: Final = depot_counter(
     "lookups_without_name", "Lookups that did not ask the tiers because the name of their tenant or model found no room"
@@ -52,6 +53,12 @@ class TierSource(Source):
 
     def complete(self, query: Query, on_end: Callable[[], None]) -> bool:
         """See `Source`. Promotes the rest of a prefix."""
+        return self.ask(query, on_end, self.rank, "the tiers")
+
+    def ask(
+        self, query: Query, on_end: Callable[[], None], rank: Rank, who: str, guests: Sequence[TierState] = ()
+    ) -> bool:
+        """Promote the rest of a prefix from the tiers, or only from `guests`: see `Source.complete`."""
         state, context, request = self._state, query.context, query.request
         tiering = state.tiering
         if tiering is None:
@@ -77,10 +84,12 @@ class TierSource(Source):
             context.space, query.digests, places, label, request.token_seconds, request.request_id, query.brought
         )
         is_awaited = query.found < request.awaits
-        query.waited_for[self.rank] = "the tiers"  # first, as a tier may answer at once
-        if tiering.promote(prefix, query.match, on_end, wait_seconds=wait_seconds, is_awaited=is_awaited):
+        query.waited_for[rank] = who  # first, as a tier may answer at once
+        if tiering.promote(
+            prefix, query.match, on_end, wait_seconds=wait_seconds, is_awaited=is_awaited, guests=guests
+        ):
             return True
-        del query.waited_for[self.rank]
+        del query.waited_for[rank]
         query.why = (
             "the tiers are not asked for so few tokens or by so many lookups"
             if tiering.is_usable

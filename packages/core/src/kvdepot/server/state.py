@@ -15,6 +15,7 @@ from kvdepot.index.tree import Space
 from kvdepot.movers.table import MoverTable
 from kvdepot.pool.names import Label, Names
 from kvdepot.server.turns import Background, Refused
+from kvdepot.tiers.opening import TierOpener
 from kvdepot.tiers.tiering import Tiering
 from kvdepot.timers import Timers
 from kvdepot.wire import frames
@@ -147,8 +148,8 @@ class Usage:
 class DepotState:
     """The state that the handlers of one depot share.
 
-    `tiering` is None until there is a tier, `movers` only in tests. `watched` has functions by descriptor, to be called
-    when it is readable. The loop knows those that are there when it starts.
+    `tiering` is None until there is a tier or a peer, `movers` and `opener` only in tests. `watched` has functions by
+    descriptor, to be called when it is readable. The loop knows those that are there when it starts.
     """
 
     index: ChunkIndex
@@ -165,6 +166,7 @@ class DepotState:
     watched: dict[int, Callable[[], None]] = field(default_factory=dict[int, Callable[[], None]])
     numbers: "count[int]" = field(default_factory=lambda: count(1))  # for contexts and tickets
     tiering: Tiering | None = None
+    opener: TierOpener | None = None
     movers: MoverTable | None = None
     accepts_stores: bool = True  # False while restoring and while stopping
     is_restoring: bool = False  # while an earlier server's table is being read

@@ -3,10 +3,11 @@
 The child's module calls `obey` with a function that makes its worker. The child answers each line of input with a line
 of output. `store SALT N` and `retrieve SALT N` move the first N chunks of a prompt and report how many arrived (a
 retrieve reports "wrong" if a byte differs from the stored one). `lookup SALT N` leases chunks and reports their number;
-`await SALT N` does so for chunks that another engine hands over, and `hand_over SALT N` stores for such a lookup.
-`gate store|retrieve before|half|after` stops the next copy in that direction at that place: the child says `reached`
-and continues after the line `go`. `fork` leaves a child that keeps all descriptors and does nothing, and reports its
-process number; the parent of the engine kills that child. The worker's context must be built on `WorkerTransfers`.
+`lookup PEER SALT N` names the depot that has them. `await SALT N` does so for chunks that another engine hands over,
+and `hand_over SALT N` stores for such a lookup. `gate store|retrieve before|half|after` stops the next copy in that
+direction at that place: the child says `reached` and continues after the line `go`. `fork` leaves a child that keeps
+all descriptors and does nothing, and reports its process number; the parent of the engine kills that child. The
+worker's context must be built on `WorkerTransfers`.
 """
 
 import ctypes
@@ -48,8 +49,8 @@ def obey(make_worker: MakeWorker, url: str, instance: str, plan: WorkerPlan = PL
         elif command == "fork":
             _say(_fork())
         else:
-            salt, num_chunks = map(int, words)
-            _say(_answer(command, prompt(num_chunks, salt=salt), cache, scheduler))
+            *peer, salt, num_chunks = words
+            _say(_answer(command, prompt(int(num_chunks), salt=int(salt)), cache, scheduler, "".join(peer)))
     worker.context.close()
     scheduler.close()
 
@@ -67,7 +68,7 @@ def _fork() -> int:
     return pid
 
 
-def _answer(command: str, run: Any, cache: Cache, scheduler: SchedulerClient) -> object:
+def _answer(command: str, run: Any, cache: Cache, scheduler: SchedulerClient, peer: str) -> object:
     match command:
         case "store" | "hand_over":
             if command == "hand_over":
@@ -84,7 +85,7 @@ def _answer(command: str, run: Any, cache: Cache, scheduler: SchedulerClient) ->
             finally:
                 scheduler.end_request("request")
         case "lookup":
-            return scheduler.lookup("request", run).num_chunks
+            return scheduler.submit_lookup("request", run, peer=peer).result().num_chunks
         case "await":
             return scheduler.submit_lookup("request", run, joins=True, awaits=run.num_chunks).result().num_chunks
         case _:

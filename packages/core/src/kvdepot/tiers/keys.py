@@ -116,6 +116,11 @@ def depth_of(key: bytes) -> int:
     return int.from_bytes(key[_SECTION.stop :], "big")
 
 
+def place_in(key: bytes) -> bytes:
+    """Return the place in a key, without its end, which may be a mark of weights."""
+    return key[2 * NAME_HASH_BYTES : _MARK.start]
+
+
 def has_names(key: bytes, tenant: bytes | None, model: bytes | None) -> bool:
     """Return whether a key has the hashes of these names (None: any)."""
     return tenant in (None, key[:NAME_HASH_BYTES]) and model in (None, key[NAME_HASH_BYTES : 2 * NAME_HASH_BYTES])

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from kvdepot.errors import ConfigError
-from kvdepot.tiers.base import TierPool
+from kvdepot.tiers.base import Tier, TierPool
 from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.url import TierUrl, open_tier
 
@@ -83,9 +83,7 @@ class TierOpener:
         url = TierUrl.parse(text)
         waiting = url.take_size("queue", min(1 << 30, self._size_bytes // 2))
         url.takes_writes = waiting > 0
-        if self._memory is None:
-            self._memory = mmap.mmap(self._pool_fd, self._size_bytes)
-        pool = TierPool(self._pool_fd, memoryview(self._memory))
+        pool = self._pool()
         tier = open_tier(url, pool)
         queue = TierQueue(
             tier,
@@ -98,3 +96,15 @@ class TierOpener:
         )
         queue.breaker.begin()
         return queue
+
+    def host(self, make: Callable[[TierPool], Tier], name: str, num_threads: int) -> TierQueue:
+        """Return the queue of a tier that is only read, and that `make` opens without waiting."""
+        pool = self._pool()
+        queue = TierQueue(make(pool), pool, name, num_threads=num_threads, write_bytes=0, wake=self._wake)
+        queue.breaker.begin()
+        return queue
+
+    def _pool(self) -> TierPool:
+        if self._memory is None:
+            self._memory = mmap.mmap(self._pool_fd, self._size_bytes)
+        return TierPool(self._pool_fd, memoryview(self._memory))

@@ -378,10 +378,17 @@ class Promotions:
         """Whether the maximum number is reached."""
         return len(self._moves) >= MAXIMUM_PROMOTIONS
 
-    def begin(self, prefix: Prefix, match: Match, wait_seconds: float, on_answer: Callable[[], None]) -> None:
-        """Promote the chunks after the match, which stays pinned until the end."""
+    def begin(
+        self,
+        prefix: Prefix,
+        match: Match,
+        wait_seconds: float,
+        on_answer: Callable[[], None],
+        guests: Sequence[TierState] = (),
+    ) -> None:
+        """Promote the chunks after the match, which stays pinned until the end. `guests`: only from these."""
         promotion = Promotion(
-            self._context, self._tiers, prefix, match.num_chunks, wait_seconds, on_answer, self._moves.wake
+            self._context, guests or self._tiers, prefix, match.num_chunks, wait_seconds, on_answer, self._moves.wake
         )
         if self._moves.step(promotion, promotion.run()):
             # Stores must not evict the chunks before those that arrive. Most new prompts have ended by now, unpinned.

@@ -121,6 +121,7 @@ class Tiering:
         self._timers = timers
         self._clock = clock
         self._tiers = [TierState(queue, index.table.num_records) for queue in queues]
+        self._guests: list[TierState] = []
         self._keys = EntryKeys(index, names_of)
         self._demotions = Demotions(
             index, self._tiers, self._keys, settings.demotion, settings.least_tokens, self.counters, on_corrupt, clock
@@ -140,6 +141,10 @@ class Tiering:
     def queues(self) -> list[TierQueue]:
         """All tiers, including removed ones."""
         return [tier.queue for tier in self._tiers]
+
+    @property
+    def _driven(self) -> list[TierQueue]:
+        return [*self.queues, *(guest.queue for guest in self._guests)]
 
     @property
     def num_used(self) -> int:
@@ -163,7 +168,7 @@ class Tiering:
 
     def status(self) -> list[TierStatus]:
         """Return the state of each tier for operators."""
-        return [queue.status() for queue in self.queues if not queue.is_retired]
+        return [queue.status() for queue in self._driven if not queue.is_retired]
 
     # --- operators ------------------------------------------------------------------------------------------------
 
@@ -177,6 +182,20 @@ class Tiering:
         """
         self._tiers.append(TierState(queue, self._index.table.num_records))
         self._tick_at(self._clock())
+
+    def invite(self, queue: TierQueue) -> TierState:
+        """Drive a guest: a tier that only lookups which name it ask. It is read, never written, cleared or outdated.
+
+        It leaves some time after its queue was retired.
+
+        Raises:
+            OSError: there is not enough memory for the table of its entries.
+        """
+        guest = TierState(queue, self._index.table.num_records)
+        guest.knows_outdated = True
+        self._guests.append(guest)
+        self._tick_at(self._clock())
+        return guest
 
     def remove(self, name: str) -> bool:
         """Stop using a tier: fail its waiting calls, and close it when no call runs.
@@ -289,6 +308,7 @@ class Tiering:
         *,
         wait_seconds: float,
         is_awaited: bool = False,
+        guests: Sequence[TierState] = (),
     ) -> bool:
         """Promote the part of a prefix that the pool lacks.
 
@@ -298,19 +318,21 @@ class Tiering:
             on_answer: called once, when no more entries can arrive or the time is up.
             wait_seconds: the longest wait of the lookup.
             is_awaited: whether another engine hands over missing chunks. Then tiers are asked however few they are.
+            guests: ask only these, not the tiers.
 
         Returns:
             False if no tier can be asked, or too many lookups wait. Then `on_answer` is never called.
         """
         missing_tokens = (num_digests(prefix.digests) - match.num_chunks) * prefix.space.spec.chunk_tokens
         is_worth_it = is_awaited or missing_tokens >= self.settings.promotion_least_tokens
-        if not prefix.places or not is_worth_it or not self.is_usable:
+        is_usable = not all(guest.queue.is_suspended for guest in guests) if guests else self.is_usable
+        if not prefix.places or not is_worth_it or not is_usable:
             return False
         if self.promotions.is_full:
             self.counters[_PROMOTIONS_REFUSED] += 1
             return False
         self.counters[_PROMOTIONS] += 1
-        self.promotions.begin(prefix, match, wait_seconds, on_answer)
+        self.promotions.begin(prefix, match, wait_seconds, on_answer, guests)
         self.has_work |= self.promotions.has_work
         return True
 
@@ -322,7 +344,7 @@ class Tiering:
         Do at least one step of each kind of work, then continue until `is_over`.
         """
         self.has_work = False
-        for tier in self._tiers:
+        for tier in (*self._tiers, *self._guests):
             while parts := tier.queue.poll(1):
                 for part in parts:
                     # A promotion's results concern it alone. Otherwise each of them would wake demotion, refreshing and
@@ -367,14 +389,15 @@ class Tiering:
         A thread that begins a call does not notify the loop. So ticks are no further apart than the shortest deadline.
         """
         try:
-            for tier in self._tiers:
-                for job in tier.queue.expire():
+            for queue in self._driven:
+                for job in queue.expire():
                     self.counters[_TIER_JOBS_LATE] += 1
                     job.on_late()
         # Whatever raised, the ticks go on: without them, no late call would ever be noticed again.
         finally:
             self._wake()
-            now, queues = self._clock(), self.queues
+            self._guests = [each for each in self._guests if each.queue.num_calls or not each.queue.is_retired]
+            now, queues = self._clock(), self._driven
             times = [due for queue in queues if (due := queue.next_deadline()) is not None]
             self._tick_at(min([now + _TICK_SECONDS, *(now + queue.deadline_seconds for queue in queues), *times]))
 
@@ -403,7 +426,7 @@ class Tiering:
 
     def close(self, drain_seconds: float = 0.0) -> None:
         """Stop all tiers, in a bounded time."""
-        for queue in self.queues:
+        for queue in self._driven:
             queue.close(drain_seconds)
 
 

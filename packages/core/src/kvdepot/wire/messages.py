@@ -205,6 +205,7 @@ class Lookup(ContextRequest, tag="lookup", frozen=True):
     `awaits`: an engine, perhaps of another node, computes the first `awaits` chunks for this request. If the depot has
     tiers, wait up to `wait_seconds` until the chunks arrive through them.
     `hands_over`: another engine waits for the chunks that this request stores. Write them to the tiers first.
+    `peer`: the depot that has the missing chunks, as its router says: a name of `--peer`, or HOST:PORT.
     """
 
     request_id: Text
@@ -217,6 +218,7 @@ class Lookup(ContextRequest, tag="lookup", frozen=True):
     joins: bool = False
     awaits: Count = 0
     hands_over: bool = False
+    peer: Name = ""
 
 
 class Release(ContextRequest, tag="release", frozen=True):

@@ -1,0 +1,139 @@
+"""The feature: reads missing chunks from the pools of peers, and lets them read from this one's.
+
+A lookup names the peer to ask (`Lookup.peer`), as its router knows who has a prefix. Without a name, the peers of
+`--peer` are asked in their order; without these, nobody. A peer is driven as a tier is: `kvdepot.features.peers.tier`.
+"""
+
+import logging
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Final
+
+from kvdepot.config import ServerConfig, parse_address, read_secret
+from kvdepot.counting import depot_counter
+from kvdepot.errors import ConfigError
+from kvdepot.features.peers.shelf import Shelf
+from kvdepot.pool.files import PoolFiles
+from kvdepot.server.depot import Depot
+from kvdepot.server.feature import Feature
+from kvdepot.server.query import Query, Rank
+from kvdepot.server.sources import Source
+from kvdepot.server.state import DepotState
+from kvdepot.tiers.tier_state import TierState
+
+logger = logging.getLogger(__name__)
+
+_PEERS_UNKNOWN: Final = depot_counter("peers_unknown", "Lookups that named a peer that cannot be asked")
+
+MOST_PEERS: Final = 64  # named by lookups at one time; each has two threads
+_IDLE_SECONDS: Final = 60.0  # then a peer makes room for another one
+_TIMEOUT_SECONDS: Final = 0.75  # of a call, below the deadline of a tier, which suspends it
+_THREADS: Final = 2
+
+
+def make(depot: Depot) -> "Peers | None":
+    """Make the feature of a depot whose settings name peers or a token for them."""
+    config = depot.config
+    return (
+        None
+        if config is None or depot.files is None or config.peer_token is None
+        else Peers(depot, config, depot.files)
+    )
+
+
+class Peers(Feature):
+    """See the module.
+
+    Raises:
+        ConfigError: the token cannot be read, or the address to listen on cannot be used.
+    """
+
+    name = "peers"
+
+    def __init__(self, depot: Depot, config: ServerConfig, files: PoolFiles) -> None:
+        assert config.peer_token is not None
+        token = read_secret(config.peer_token, "--peer-token").encode()
+        if find_spec("xxhash") is None:  # for trailers
+            raise ConfigError("peers need xxhash: pip install 'kvdepot[peers]'")
+        self._source = PeerSource(depot, config, token)
+        self.sources = (self._source,)
+        self.shelf: Shelf | None = None
+        if config.peers:
+            self.shelf = Shelf(depot, files.pool_fd, parse_address(config.peers, "--peers"), token)
+
+    def swept(self, now: float) -> None:
+        """See `Feature`."""
+        self._source.open_listed()
+        if self.shelf is not None:
+            self.shelf.swept(now)
+
+    def close(self) -> None:
+        """See `Feature`."""
+        if self.shelf is not None:
+            self.shelf.close()
+
+
+class PeerSource(Source):
+    """The pools of peers, by the names that lookups give them."""
+
+    rank = Rank.PEERS
+
+    def __init__(self, depot: Depot, config: ServerConfig, token: bytes) -> None:
+        self._state: DepotState = depot.state
+        self._tiers = depot.tiers
+        self._token = token
+        self._listed = {name: parse_address(text, f"--peer {name}") for name, text in config.peer_addresses.items()}
+        self._peers: dict[str, TierState] = {}
+        self._named_at: dict[str, float] = {}
+
+    def complete(self, query: Query, on_end: Callable[[], None]) -> bool:
+        """See `Source`."""
+        name = query.request.peer
+        if not name and not self._listed:
+            return False
+        found = [self._peer(name)] if name else [self._peer(each) for each in self._listed]
+        peers = [peer for peer in found if peer is not None]
+        if not peers:
+            self._state.counters[_PEERS_UNKNOWN] += 1
+            query.why = f"peer {name} cannot be asked"
+            return False
+        return self._tiers.ask(query, on_end, self.rank, f"peer {name}" if name else "peers", peers)
+
+    def open_listed(self) -> None:
+        """Open the listed peers that are not open yet, so that the status shows whether they answer."""
+        for name in self._listed:
+            self._peer(name)
+
+    def _peer(self, name: str) -> TierState | None:
+        """Return the peer of a name, None if it cannot be asked."""
+        now = self._state.clock()
+        peer = self._peers.get(name) or self._open(name, now)
+        if peer is not None:
+            self._named_at[name] = now
+        return peer
+
+    def _open(self, name: str, now: float) -> TierState | None:
+        from kvdepot.features.peers.tier import PeerTier  # needs xxhash
+
+        tiering, opener = self._state.tiering, self._state.opener
+        try:
+            address = self._listed.get(name) or parse_address(name, "the peer of a lookup")
+        except ConfigError:
+            return None
+        if tiering is None or opener is None or not self._has_room(now):
+            return None
+        queue = opener.host(
+            lambda pool: PeerTier(address, self._token, pool, _TIMEOUT_SECONDS), f"peer {name}", _THREADS
+        )
+        peer = self._peers[name] = tiering.invite(queue)
+        return peer
+
+    def _has_room(self, now: float) -> bool:
+        """Close peers that no lookup has named for a while if there are too many. Return whether there is room."""
+        if len(self._peers) < MOST_PEERS + len(self._listed):
+            return True
+        for name in [name for name in self._peers if name not in self._listed]:
+            if now - self._named_at[name] > _IDLE_SECONDS:
+                self._peers.pop(name).queue.retire()
+                del self._named_at[name]
+        return len(self._peers) < MOST_PEERS + len(self._listed)
