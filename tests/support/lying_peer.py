@@ -18,14 +18,17 @@ def frame(message: p.FromPeer) -> bytes:
     return len(body).to_bytes(4, "little") + body
 
 
+def _first_two_swapped(entries: list[bytes]) -> list[bytes]:
+    return [*entries[1::-1], *entries[2:]]
+
+
 def _swapped(coming: p.Coming, payloads: list[bytes]) -> Iterable[bytes]:
-    return frame(coming), *payloads[1::-1], *payloads[2:]
+    return frame(coming), *_first_two_swapped(payloads)
 
 
 def _reordered(coming: p.Coming, payloads: list[bytes]) -> Iterable[bytes]:
-    return frame(p.Coming(coming.sizes, [*coming.trailers[1::-1], *coming.trailers[2:]])), *_swapped(coming, payloads)[
-        1:
-    ]
+    reordered = p.Coming(coming.sizes, _first_two_swapped(coming.trailers))
+    return frame(reordered), *_first_two_swapped(payloads)
 
 
 def _flipped(coming: p.Coming, payloads: list[bytes]) -> Iterable[bytes]:

@@ -1,9 +1,9 @@
 """`benchmarks/devices/vllm_cuda.py`, vLLM's part of the plan for a GPU, on a CPU: no part finds a fault."""
 
 import json
+import os
 import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,7 @@ PARTS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("part", PARTS)
 def test_a_part_finds_no_fault_on_a_cpu(part: str) -> None:
-    if part == "sleep" and version("vllm").startswith("0.32"):
+    if part == "sleep" and "KVDEPOT_NEXT_VLLM" not in os.environ:
         pytest.skip("sleep needs vLLM 0.33")
     command = [sys.executable, str(SCRIPT), "--fake", "--only", part]
     done = subprocess.run(command, check=True, timeout=900, stdin=subprocess.DEVNULL, capture_output=True, text=True)
