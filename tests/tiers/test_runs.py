@@ -261,6 +261,17 @@ def test_objects_of_the_release_before_are_found_in_longer_runs(num_old: int, no
     assert len(nodes[0].names()) - len(before) == (1 if num_old >= 16 else 2)
 
 
+@pytest.mark.parametrize("first", [1, 2, 3, 4, 5])
+def test_the_end_of_a_run_that_is_stored_before_its_beginning_hides_nothing(first: int, nodes: list[Node]) -> None:
+    (one, two), keys = nodes, keys_of(range(8))  # in sections of two
+    one.write(keys[first:])
+    one.store(keys)
+    assert [node.find(keys) for node in nodes] == [8, 8]
+    other = keys_of([*range(first), *range(100, 108)])
+    two.store(other)
+    assert one.find(other) == first + 8
+
+
 def test_a_question_about_a_long_prefix_asks_for_few_runs_and_finds_its_end(
     nodes: list[Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -378,7 +378,7 @@ class ObjectTier(Tier):
             left = [place for place in left if digest_of(keys[place]) not in head.chunks]
             if not left:
                 break
-            name = name_of(keys[left[0]])
+            name = name_of(keys[left[0]], [found for found, _ in objects])
         else:
             name = None
         return _Walk(objects, name)

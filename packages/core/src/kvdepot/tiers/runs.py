@@ -14,7 +14,7 @@ An object begins with its **head**: the key, the trailer and the place of the pa
 """
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -71,9 +71,14 @@ def first_name(key: bytes) -> str:
     return _object_name(run_of(key), _NO_CHUNK)
 
 
-def name_of(key: bytes) -> str:
-    """Return the name of the object that begins with the chunk of a key."""
-    return _object_name(section_of(key), _NO_CHUNK if begins_section(key) else digest_of(key)[:RUN_BYTES])
+def name_of(key: bytes, taken: Collection[str] = ()) -> str:
+    """Return the name of the object that begins with the chunk of a key.
+
+    `taken` are names of objects without that chunk: the end of a run may have been stored before its beginning.
+    """
+    section, first = section_of(key), digest_of(key)[:RUN_BYTES]
+    name = _object_name(section, _NO_CHUNK if begins_section(key) else first)
+    return _object_name(section, first) if name in taken else name
 
 
 def _object_name(section: bytes, first: bytes) -> str:
