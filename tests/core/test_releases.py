@@ -56,8 +56,9 @@ def test_each_message_of_a_release_is_read_with_the_same_meaning(release: Path) 
 @pytest.mark.parametrize("release", RELEASES, ids=lambda path: path.name)
 def test_a_message_may_have_more_fields_than_this_release_knows(release: Path) -> None:
     for table, tag, body in kept_frames(release):
-        longer = msgspec.msgpack.encode([*msgspec.msgpack.decode(body), "of a later release"])
-        assert _decode(table, longer) == _decode(table, body), tag
+        message = _decode(table, body)
+        fields = msgspec.msgpack.decode(msgspec.msgpack.encode(message))  # with those that came after the release
+        assert _decode(table, msgspec.msgpack.encode([*fields, "of a later release"])) == message, tag
 
 
 @pytest.mark.parametrize("release", RELEASES, ids=lambda path: path.name)
