@@ -99,7 +99,7 @@ def test_a_miss_in_a_tier_that_answers_from_memory_ends_within_the_turn(
     assert {"features/flights/feature", "tiers/promotion", "tiers/disk/listing"} <= set(modules)
     assert len(set(least)) <= 80, f"an engineer reads these: {sorted(set(least))}"
     assert len(set(modules)) <= 26
-    assert sum(one != other for one, other in itertools.pairwise(modules)) <= 66
+    assert sum(one != other for one, other in itertools.pairwise(modules)) <= 67
     assert not {"tiers/workers", "tiers/breaker", "tiers/splits", "timers"} & set(modules)
 
 
