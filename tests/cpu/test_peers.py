@@ -13,11 +13,14 @@ from pathlib import Path
 
 import pytest
 
+from kvdepot.config import ServerConfig
+from kvdepot.errors import ConfigError
 from kvdepot.lab.processes import DepotProcess, wait_until
+from kvdepot.server.app import DepotServer
 from kvdepot.testing.engine import EngineProcess
 from kvdepot.wire.status import TierStatus
 from support.cpu.engines import large_engine
-from support.lying_peer import CHANGES, LyingPeer, frame
+from support.lying_peer import CHANGES, Forger, LyingPeer
 
 pytestmark = pytest.mark.slow
 
@@ -37,6 +40,7 @@ class Node:
 
     def __init__(self, token: Path, *options: str, pool_size: str = "64MiB") -> None:
         self.port = free_port()
+        self.token = token.read_text().encode()
         self.address = f"127.0.0.1:{self.port}"
         self.depot = DepotProcess("--peers", self.address, "--peer-token", str(token), *options, pool_size=pool_size)
         self.engine: EngineProcess = large_engine(self.depot, "engine")
@@ -155,7 +159,7 @@ def test_entries_changed_on_their_way_are_misses_and_the_peer_is_left_alone(
 ) -> None:
     (owner, reader), salt = pair, 1 + list(CHANGES).index(change)
     owner.store(salt)
-    liar = LyingPeer(owner.port, CHANGES[change])
+    liar = LyingPeer(owner.port, owner.token, CHANGES[change])
     began = time.monotonic()
     assert reader.find(salt, liar.address) < NUM_CHUNKS
     assert time.monotonic() - began < LOOKUP_SECONDS
@@ -167,9 +171,19 @@ def test_entries_changed_on_their_way_are_misses_and_the_peer_is_left_alone(
     liar.close()
 
 
+def test_a_relay_without_the_token_can_forge_no_entry(pair: tuple[Node, Node]) -> None:
+    owner, reader = pair
+    owner.store(99)
+    forger = Forger(owner.port)
+    assert reader.find(99, forger.address) == 0
+    assert forger.num_changed == 1
+    assert reader.find(99, owner.address) == NUM_CHUNKS
+    forger.close()
+
+
 def test_bytes_after_the_entries_are_not_taken_for_an_answer(pair: tuple[Node, Node]) -> None:
     owner, reader = pair
-    liar = LyingPeer(owner.port, lambda coming, payloads: (frame(coming), *payloads, bytes(100)))
+    liar = LyingPeer(owner.port, owner.token, lambda coming, payloads: (coming, *payloads, bytes(100)))
     for salt in (100, 101):
         owner.store(salt)
         assert reader.find(salt, liar.address) == NUM_CHUNKS
@@ -197,6 +211,15 @@ def test_a_process_that_is_no_depot_of_this_version_is_a_miss_and_is_left_alone(
             connection.close()
 
 
+def test_a_port_for_peers_that_is_taken_is_an_error_in_words(token: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(ConfigError, match=f"--peers {address}: .*in use"):
+            DepotServer(
+                ServerConfig(token.parent, pool_size_bytes=1 << 20, ephemeral=True, peers=address, peer_token=token)
+            )
+
+
 def test_a_name_that_is_no_address_is_a_miss(make: MakeNode) -> None:
     reader = make()
     assert reader.find(1, "nobody") == 0
@@ -221,7 +244,7 @@ def test_a_reader_that_hangs_keeps_nothing_pinned_after_it_is_killed(make: MakeN
     owner, reader = make(), make()
     owner.store(1)
     wait_until(lambda: owner.listener)
-    stuck = LyingPeer(owner.port, CHANGES["silence"])
+    stuck = LyingPeer(owner.port, owner.token, CHANGES["silence"])
     assert reader.find(1, stuck.address) == 0
     stuck.close()
     reader.depot.kill()

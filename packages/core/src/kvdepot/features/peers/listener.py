@@ -10,11 +10,9 @@ It ends with its depot. If it dies, the depot ends its leases and starts another
 """
 
 import contextlib
-import hmac
 import logging
 import mmap
 import os
-import secrets
 import socket
 import sys
 import threading
@@ -99,7 +97,8 @@ class _Listener:
 
     def _serve(self, reader: p.Stream) -> None:
         try:
-            self._greet(reader)
+            reader.until = time.monotonic() + _GREETING_SECONDS
+            reader.greet_as_listener(self._token)
             while True:
                 reader.until = time.monotonic() + _SILENT_SECONDS
                 request = p.decode_from_reader(reader.receive_frame())
@@ -118,19 +117,6 @@ class _Listener:
         finally:
             reader.close()
             self._free.release()
-
-    def _greet(self, reader: p.Stream) -> None:
-        """Let the reader prove that it knows the token. Then prove it, too."""
-        reader.until = time.monotonic() + _GREETING_SECONDS
-        own = p.MAGIC + secrets.token_bytes(p.NONCE_BYTES)
-        reader.send(own)
-        hello = bytes(reader.receive(p.HELLO_BYTES))
-        if not hello.startswith(p.MAGIC):
-            raise p.PeerError("it is no depot of this version")
-        nonces = own + hello
-        if not hmac.compare_digest(reader.receive(p.PROOF_BYTES), p.proof(self._token, b"reader", nonces)):
-            raise p.PeerError("it has another token")
-        reader.send(p.proof(self._token, b"listener", nonces))
 
     def _send_entries(self, reader: p.Stream, keys: Sequence[bytes]) -> None:
         """Send entries, pinned until the reader has them. Pages on their way in the network are the pool's own."""

@@ -6,9 +6,12 @@ A reader connects to a listener, and both prove that they know the token before 
     reader -> listener    MAGIC, a random nonce, its proof
     listener -> reader    its proof
 
-Then the reader sends frames, each preceded by its length (u32, little-endian): `Ask`, answered by `Have`, and `Read`,
-answered by `Coming` and the payloads, after which the reader sends `Done`. The token is never sent. A depot of another
-version has another MAGIC and is refused.
+Then the reader sends frames: `Ask`, answered by `Have`, and `Read`, answered by `Coming` and the payloads, after which
+the reader sends `Done`. A depot of another version has another MAGIC and is refused.
+
+A frame is its length (u32, little-endian), its message, and a code of both, the frame's number and its sender. The
+code's key comes from the token, which is never sent, and the nonces. Without codes, a process that relays the greeting
+of two depots could read from one, and give the other bytes of its own. Payloads have the checksums of their trailers.
 
 The listener asks its depot over a socket that keeps packets apart: `Find`, answered by `Have`, `Pin`, answered by
 `Pinned`, and `Unpin`, which has no answer.
@@ -16,6 +19,7 @@ The listener asks its depot over a socket that keeps packets apart: `Find`, answ
 
 import hmac
 import os
+import secrets
 import socket
 import struct
 import time
@@ -31,6 +35,7 @@ from kvdepot.tiers.trailer import TRAILER_BYTES
 MAGIC: Final = b"KVPEER01"
 NONCE_BYTES: Final = 32
 PROOF_BYTES: Final = 32
+CODE_BYTES: Final = 32
 HELLO_BYTES: Final = len(MAGIC) + NONCE_BYTES
 FRAME_BYTES: Final = 1 << 16  # 512 keys take 40 KiB
 MOST_ASKED: Final = 512  # keys per question: as many as a tier is asked for by one call
@@ -158,9 +163,12 @@ def decode_from_depot(body: bytes) -> FromDepot:
     return _decode(_from_depot, body)
 
 
-def proof(token: bytes, side: bytes, nonces: bytes) -> bytes:
-    """Return the proof that a side, `b"reader"` or `b"listener"`, knows the token."""
-    return hmac.digest(token, side + nonces, "sha256")
+READER: Final = b"reader"
+LISTENER: Final = b"listener"
+
+
+def _derived(token: bytes, purpose: bytes, nonces: bytes) -> bytes:
+    return hmac.digest(token, purpose + nonces, "sha256")
 
 
 class Stream:
@@ -176,6 +184,9 @@ class Stream:
     def __init__(self, connection: socket.socket) -> None:
         self.until = 0.0
         self._socket = connection
+        self._key = b""
+        self._sides = b"", b""  # this one, the other
+        self._num_sent = self._num_received = 0  # frames
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a node that lost its power says nothing
 
@@ -220,17 +231,64 @@ class Stream:
             self.receive_into([memoryview(data)])
         return data
 
-    def receive_frame(self) -> bytearray:
-        """Receive the body of a frame.
+    def greet_as_listener(self, token: bytes) -> None:
+        """Let a reader prove that it knows the token. Then prove it, too.
 
         Raises:
-            PeerError: it is longer than agreed.
+            PeerError: it does not, or is no depot of this version.
             OSError: as `receive_into`.
         """
-        (length,) = _LENGTH.unpack(self.receive(_LENGTH.size))
+        own = MAGIC + secrets.token_bytes(NONCE_BYTES)
+        self.send(own)
+        nonces = own + self._hello("the reader is no depot of this version")
+        if not hmac.compare_digest(self.receive(PROOF_BYTES), _derived(token, READER, nonces)):
+            raise PeerError("the reader has another token")
+        self.send(_derived(token, LISTENER, nonces))
+        self._agree(token, nonces, LISTENER, READER)
+
+    def greet_as_reader(self, token: bytes) -> None:
+        """Prove to a listener that this side knows the token, and let it prove that, too. Raise as its counterpart."""
+        hello = self._hello("no depot of this version listens there")
+        own = MAGIC + secrets.token_bytes(NONCE_BYTES)
+        nonces = hello + own
+        self.send(own + _derived(token, READER, nonces))
+        try:
+            answer = self.receive(PROOF_BYTES)
+        except ConnectionError:
+            answer = b""
+        if not hmac.compare_digest(answer, _derived(token, LISTENER, nonces)):
+            raise PeerError("the peer has another token: give both the same --peer-token")
+        self._agree(token, nonces, READER, LISTENER)
+
+    def _hello(self, refusal: str) -> bytes:
+        hello = bytes(self.receive(HELLO_BYTES))
+        if not hello.startswith(MAGIC):
+            raise PeerError(refusal)
+        return hello
+
+    def _agree(self, token: bytes, nonces: bytes, own_side: bytes, other_side: bytes) -> None:
+        self._key, self._sides = _derived(token, b"frames", nonces), (own_side, other_side)
+
+    def _code(self, side: bytes, number: int, frame: bytes | bytearray) -> bytes:
+        return hmac.digest(self._key, side + number.to_bytes(8, "little") + frame, "sha256")
+
+    def receive_frame(self) -> bytearray:
+        """Receive the message of a frame, after the greeting.
+
+        Raises:
+            PeerError: it is longer than agreed, or its code is not that of the other side's next frame.
+            OSError: as `receive_into`.
+        """
+        head = self.receive(_LENGTH.size)
+        (length,) = _LENGTH.unpack(head)
         if length > FRAME_BYTES:
             raise PeerError(f"a frame of {length} bytes")
-        return self.receive(length)
+        body = self.receive(length)
+        code = self._code(self._sides[1], self._num_received, head + body)
+        self._num_received += 1
+        if not hmac.compare_digest(self.receive(CODE_BYTES), code):
+            raise PeerError("a frame was changed on its way")
+        return body
 
     def send(self, data: bytes) -> None:
         """Send bytes. Raise OSError if the connection is closed, or time is up."""
@@ -243,9 +301,14 @@ class Stream:
                 continue
 
     def send_frame(self, message: FromReader | FromPeer) -> None:
-        """Send a message as a frame. Raise OSError as `send`."""
-        body = encode(message)
-        self.send(_LENGTH.pack(len(body)) + body)
+        """Send a message as a frame, after the greeting. Raise OSError as `send`."""
+        self.send(self.frame(encode(message)))
+
+    def frame(self, body: bytes) -> bytes:
+        """Return the next frame to send, with this message."""
+        frame = _LENGTH.pack(len(body)) + body
+        self._num_sent += 1
+        return frame + self._code(self._sides[0], self._num_sent - 1, frame)
 
     def send_file(self, fd: int, offset: int, num_bytes: int) -> None:
         """Send a part of a file without copying it. Raise OSError as `send`."""

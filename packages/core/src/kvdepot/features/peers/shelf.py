@@ -11,6 +11,7 @@ import select
 import socket
 import subprocess
 import sys
+import time
 from typing import Final
 
 from kvdepot.counting import depot_counter
@@ -30,6 +31,8 @@ _PEER_READ_BYTES: Final = depot_counter("peer_read_bytes", "Bytes sent to peers"
 _MODULE: Final = "kvdepot.features.peers.listener"
 _BACKLOG: Final = 128
 _PAUSE_SECONDS: Final = 1.0  # before another listener is started, so that one that fails at once costs little
+_PORT_SECONDS: Final = 2.0  # to wait for a port at the start
+_PORT_PAUSE_SECONDS: Final = 0.02
 _MESSAGES_A_TURN: Final = 4  # of up to 512 keys, each about 2 us
 
 
@@ -56,14 +59,7 @@ class Shelf:
         self._socket: socket.socket | None = None
         self._pidfd = -1
         self._start_at = 0.0
-        self._address = address
-        self._listening: socket.socket | None = None
-        try:
-            self._listen()
-        except OSError as error:
-            # The listener of a killed depot dies with it, but perhaps a little later.
-            if error.errno != errno.EADDRINUSE:
-                raise ConfigError(f"--peers {address[0]}:{address[1]}: {error}") from error
+        self._listening = _listen(address)
         self._epoll = select.epoll()
         depot.state.watched[self._epoll.fileno()] = self._serve
 
@@ -77,19 +73,14 @@ class Shelf:
         if self._process is None and now >= self._start_at:
             self._start_at = now + _PAUSE_SECONDS
             try:
-                self._start(self._listening or self._listen())
+                self._start()
             except OSError as error:
-                logger.error("peers cannot read: no listener at %s:%d: %s", *self._address, error)
+                logger.error("peers cannot read: their listener does not start: %s", error)
 
-    def _listen(self) -> socket.socket:
-        family = socket.AF_INET6 if ":" in self._address[0] else socket.AF_INET
-        self._listening = socket.create_server(self._address, family=family, backlog=_BACKLOG)
-        return self._listening
-
-    def _start(self, listening: socket.socket) -> None:
+    def _start(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            fds = self._pool_fd, listening.fileno(), theirs.fileno()
+            fds = self._pool_fd, self._listening.fileno(), theirs.fileno()
             command = [sys.executable, "-P", "-m", _MODULE, str(os.getpid()), *map(str, fds)]
             process = subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
         except OSError:
@@ -186,6 +177,18 @@ class Shelf:
     def close(self) -> None:
         """Kill the listener, and stop listening. Idempotent."""
         self._stop()
-        if self._listening is not None:
-            self._listening.close()
+        self._listening.close()
         self._epoll.close()
+
+
+def _listen(address: tuple[str, int]) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+    until = time.monotonic() + _PORT_SECONDS
+    while True:
+        try:
+            return socket.create_server(address, family=family, backlog=_BACKLOG)
+        except OSError as error:
+            # The listener of a killed depot dies with it, but perhaps a little later.
+            if error.errno != errno.EADDRINUSE or time.monotonic() > until:
+                raise ConfigError(f"--peers {address[0]}:{address[1]}: {error}") from error
+            time.sleep(_PORT_PAUSE_SECONDS)

@@ -8,8 +8,6 @@ the other one's call fails at once. A peer that hangs costs one call its `timeou
 """
 
 import contextlib
-import hmac
-import secrets
 import socket
 import threading
 import time
@@ -143,17 +141,7 @@ class PeerTier(Tier):
         peer = p.Stream(connection)
         peer.until = until
         try:
-            hello = bytes(peer.receive(p.HELLO_BYTES))
-            if not hello.startswith(p.MAGIC):
-                raise p.PeerError(f"no depot of this version listens at {self._address[0]}:{self._address[1]}")
-            own = p.MAGIC + secrets.token_bytes(p.NONCE_BYTES)
-            peer.send(own + p.proof(self._token, b"reader", hello + own))
-            try:
-                answer = peer.receive(p.PROOF_BYTES)
-            except ConnectionError:
-                answer = b""
-            if not hmac.compare_digest(answer, p.proof(self._token, b"listener", hello + own)):
-                raise p.PeerError("the peer has another token: give both the same --peer-token")
+            peer.greet_as_reader(self._token)
         except BaseException:
             peer.close()
             raise
