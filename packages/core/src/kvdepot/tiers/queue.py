@@ -145,7 +145,7 @@ class TierQueue:
         """Return the boundaries of the calls of a job: their starts, and the end of the last.
 
         A call has at most 16 MiB, all of one tenant and model. For a tier that keeps runs, a question is one call, and
-        other calls have one run.
+        other calls have one run each, of up to 64 MiB.
         """
         keys, cuts, num_bytes, run, names = job.keys, [0], 0, b"", b""
         is_question = job.operation in (JobKind.CONTAINS, JobKind.TOUCH)
