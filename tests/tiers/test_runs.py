@@ -9,15 +9,17 @@ import select
 import socket
 import threading
 import time
+import tracemalloc
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import obstore
 import pytest
-from obstore.store import LocalStore, ObjectStore
+from obstore.store import LocalStore, MemoryStore, ObjectStore
 
 from kvdepot.errors import ConfigError
 from kvdepot.features.sessions import operations as sessions
@@ -432,6 +434,39 @@ def test_gc_removes_the_oldest_objects_and_no_more_than_it_must(nodes: list[Node
         total = left.num_bytes.total() - left.removed_bytes
         found = [n for n in ages if nodes[1].find(keys_of(range(100 * n, 101 * n)))]
         assert found == list(ages)[-num_left:]
+
+
+def test_gc_of_twenty_times_as_many_objects_takes_no_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone, peaks = list[str](), list[int]()
+
+    def pages(count: int) -> Iterator[list[dict[str, Any]]]:
+        for start in range(0, count, 1000):
+            yield [
+                {
+                    "path": f"{0:016x}/{0:016x}/00/{number:064x}",
+                    "size": 1,
+                    "last_modified": datetime.fromtimestamp(1e9 + number % 1000 * 60, UTC),
+                }
+                for number in range(start, start + 1000)
+            ]
+
+    def delete(store: object, paths: list[str]) -> None:
+        gone.extend(paths[:1])
+
+    monkeypatch.setattr(obstore, "delete", delete)
+    for count in (2000, 40_000):
+
+        def list_objects(*_: object, count: int = count, **__: object) -> Iterator[list[dict[str, Any]]]:
+            return pages(count)
+
+        monkeypatch.setattr(obstore, "list", list_objects)
+        tracemalloc.start()
+        done = collect(MemoryStore(), 2e9, capacity_bytes=count // 4)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        assert done.num_removed == done.removed_bytes == count * 3 // 4
+    assert len(gone) > 100
+    assert peaks[1] < 2 * peaks[0]
 
 
 def test_gc_goes_on_while_depots_write_more_than_it_removes(

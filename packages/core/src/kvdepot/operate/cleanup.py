@@ -11,7 +11,7 @@ import pwd
 import sys
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -312,10 +312,12 @@ def collect(
 ) -> Collected:
     """Count the objects of depots in a store, and remove some. Other objects are neither counted nor removed.
 
+    This lists the store twice: to find the age that the capacity allows, and to remove. So its memory is bounded.
+
     Args:
         store: the store, with the prefix of the tier.
         now: Unix time.
-        capacity_bytes: remove the oldest objects until the rest has at most this size; 0 for no limit.
+        capacity_bytes: remove the oldest objects, to the minute, until the rest has at most this size; 0 for no limit.
         older_than_seconds: remove objects that were written longer ago; 0 for none.
         unwritten_seconds: remove all objects of each place (`kvdepot.tiers.keys`) without an object written since; 0
             for none.
@@ -330,44 +332,102 @@ def collect(
         ConfigError: by their times all objects were written later, and age decides. This machine's clock is behind.
         obstore.exceptions.BaseError: the store does not answer, or refuses to list or to delete.
     """
+    collected, doomed = Collected(), list[_Object]()
+    # By minute, and by place the newest object's time: the objects themselves, 200 bytes each, may be 100 million.
+    ages, written_at = Counter[int](), dict[str, float]()
+    for each in _objects(store, now):
+        collected.num_objects[each.kind] += 1
+        collected.num_bytes[each.kind] += each.num_bytes
+        ages[each.minute] += each.num_bytes
+        written_at[each.place] = max(each.written_at, written_at.get(each.place, each.written_at))
+    if written_at and max(written_at.values()) < 0 and (older_than_seconds or unwritten_seconds):
+        count = collected.num_objects.total()
+        raise ConfigError(f"all {count:,} objects are from the future: this machine's clock is behind, so set it")
+    excess = collected.num_bytes.total() - capacity_bytes if capacity_bytes else 0
+    last_minute, excess = _last_minute(ages, excess)
+    if last_minute is None and not (older_than_seconds or unwritten_seconds or format_name or model):
+        return collected
+    folder, marks = f"/{name_hash(model).hex()}/", {mark_of(f" {name}").hex() for name in kept_generations}
+    for each in _objects(store, now):
+        is_old = bool(older_than_seconds) and now - each.written_at > older_than_seconds
+        newest = written_at.get(each.place, now)  # or it was written since
+        is_old |= bool(unwritten_seconds) and now - newest > unwritten_seconds
+        is_outdated = bool(model) and folder in each.path and each.path[_MARK_IN_NAME] not in marks
+        is_beyond = last_minute is not None and each.minute < last_minute
+        if not is_beyond and each.minute == last_minute and excess > 0:
+            excess -= each.num_bytes
+            is_beyond = True
+        if each.kind == format_name or is_old or is_outdated or is_beyond:
+            doomed.append(each)
+        if len(doomed) == _DELETED_AT_ONCE:
+            _delete(store, doomed, collected)
+    _delete(store, doomed, collected)
+    return collected
+
+
+@dataclass(frozen=True, slots=True)
+class _Object:
+    """An object of depots."""
+
+    path: str
+    num_bytes: int
+    written_at: float  # below 0 if the clock that wrote it ran ahead
+
+    @property
+    def kind(self) -> str:
+        """Its format."""
+        return _FORMATS[len(self.path.rpartition("/")[2])]
+
+    @property
+    def place(self) -> str:
+        """The place of its entries."""
+        return self.path[_PLACE_IN_NAME]
+
+    @property
+    def minute(self) -> int:
+        """The minute in which it was written."""
+        return int(self.written_at // 60)
+
+
+def _objects(store: "ObjectStore", now: float) -> "Iterator[_Object]":
+    """List the objects of depots."""
     import obstore  # an extra; `open_tier` says how to get it
 
     from kvdepot.tiers.object import NAME
 
-    collected, found = Collected(), list[tuple[float, int, str, str]]()
     pages: Iterable[Sequence[ObjectMeta]] = obstore.list(store, chunk_size=_LISTED_AT_ONCE)  # pyright: ignore[reportUnknownMemberType]
     for page in pages:
         for meta in page:
             if NAME.fullmatch(meta["path"]):
-                kind = _FORMATS[len(meta["path"].rpartition("/")[2])]
-                collected.num_objects[kind] += 1
-                collected.num_bytes[kind] += meta["size"]
                 at = meta["last_modified"].timestamp()
                 is_ahead = at > now + _MOST_SKEW_SECONDS
-                found.append((at - _BEFORE_ALL_SECONDS * is_ahead, meta["size"], meta["path"], kind))
-    found.sort()
-    if found and found[-1][0] < 0 and (older_than_seconds or unwritten_seconds):
-        raise ConfigError(f"all {len(found):,} objects are from the future: this machine's clock is behind, so set it")
-    written_at = {path[_PLACE_IN_NAME]: at for at, _, path, _ in found}  # the newest object's
-    folder, marks = f"/{name_hash(model).hex()}/", {mark_of(f" {name}").hex() for name in kept_generations}
-    excess = collected.num_bytes.total() - capacity_bytes if capacity_bytes else 0
-    doomed: list[tuple[int, str]] = []
-    for at, size, path, kind in found:
-        is_old = bool(older_than_seconds) and now - at > older_than_seconds
-        is_old |= bool(unwritten_seconds) and now - written_at[path[_PLACE_IN_NAME]] > unwritten_seconds
-        is_outdated = bool(model) and folder in path and path[_MARK_IN_NAME] not in marks
-        if kind == format_name or is_old or is_outdated or excess > 0:
-            doomed.append((size, path))
-            excess -= size
-    for start in range(0, len(doomed), _DELETED_AT_ONCE):
-        some = doomed[start : start + _DELETED_AT_ONCE]
-        paths = [path for _, path in some]
-        try:
+                yield _Object(meta["path"], meta["size"], at - _BEFORE_ALL_SECONDS * is_ahead)
+
+
+def _last_minute(ages: Counter[int], excess: int) -> tuple[int | None, int]:
+    """Return the last minute of which objects exceed a capacity, and the bytes to remove of it.
+
+    Objects of the minutes before are removed as a whole. None if there is no excess.
+    """
+    for minute in sorted(ages):
+        if 0 < excess <= ages[minute]:
+            return minute, excess
+        excess -= ages[minute]
+    return None, 0
+
+
+def _delete(store: "ObjectStore", doomed: list[_Object], collected: Collected) -> None:
+    """Remove objects, and empty the list."""
+    import obstore
+
+    paths = [each.path for each in doomed]
+    try:
+        if paths:
             obstore.delete(store, paths)
-        except FileNotFoundError:  # only with files: another process removes objects, too
-            for path in paths:
-                with contextlib.suppress(FileNotFoundError):
-                    obstore.delete(store, path)
-        collected.num_removed += len(some)
-        collected.removed_bytes += sum(size for size, _ in some)
-    return collected
+    except FileNotFoundError:  # only with files: another process removes objects, too
+        for path in paths:
+            with contextlib.suppress(FileNotFoundError):
+                obstore.delete(store, path)
+    collected.num_removed += len(doomed)
+    collected.removed_bytes += sum(each.num_bytes for each in doomed)
+    doomed.clear()
