@@ -15,6 +15,7 @@ import pytest
 
 from kvdepot.config import ServerConfig
 from kvdepot.errors import ConfigError
+from kvdepot.features.peers import protocol as p
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.server.app import DepotServer
 from kvdepot.testing.engine import EngineProcess
@@ -250,6 +251,28 @@ def test_a_reader_that_hangs_keeps_nothing_pinned_after_it_is_killed(make: MakeN
     reader.depot.kill()
     wait_until(lambda: owner.depot.status().num_leases == 0, what="the end of its leases")
     reader.depot.start()
+
+
+def test_a_reader_that_takes_no_bytes_has_its_entries_pinned_for_a_while_only(make: MakeNode) -> None:
+    owner, reader = make(), make()
+    owner.store(1)
+    wait_until(lambda: owner.listener)
+    between = LyingPeer(owner.port, owner.token, lambda coming, payloads: (coming, *payloads))
+    assert reader.find(1, between.address) == NUM_CHUNKS
+    between.close()
+    with contextlib.closing(p.Stream(socket.create_connection(("127.0.0.1", owner.port)))) as greedy:
+        greedy.until = time.monotonic() + 30
+        greedy.greet_as_reader(owner.token)
+        greedy.send_frame(p.Read((between.keys * p.MOST_READ)[: p.MOST_READ]))  # more than the kernel buffers
+        wait_until(lambda: owner.depot.status().num_leases == 1)
+        wait_until(lambda: owner.depot.status().num_leases == 0, 20.0, "the end of the lease")
+
+
+def test_entries_without_checksums_are_read(make: MakeNode) -> None:
+    owner, reader = make("--verify", "off"), make()
+    owner.store(1)
+    wait_until(lambda: owner.listener)
+    assert reader.find(1, owner.address) == NUM_CHUNKS
 
 
 @pytest.mark.parametrize("victim", ["listener", "owner", "reader"])

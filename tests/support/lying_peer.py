@@ -78,9 +78,10 @@ class _Between:
 
 
 class LyingPeer(_Between):
-    """Knows the token, and changes the depot's entries."""
+    """Knows the token, and changes the depot's entries. `keys` are those that were read last."""
 
     def __init__(self, port: int, token: bytes, change: Change) -> None:
+        self.keys: list[bytes] = []
         self._token = token
         self._change = change
         super().__init__(port)
@@ -97,6 +98,8 @@ class LyingPeer(_Between):
             if isinstance(answer, p.Have):
                 reader.send_frame(answer)
                 continue
+            assert isinstance(request, p.Read)
+            self.keys = request.keys
             payloads = [bytes(depot.receive(size)) for size in answer.sizes]
             self.num_changed += 1
             for part in self._change(answer, payloads):
