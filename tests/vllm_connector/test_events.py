@@ -11,19 +11,20 @@ from support.vllm.engines import Engine, MakeModel, RunCode, connector, prompts
 
 _DECODE = """
 import msgspec
-from kvdepot.features.routers import holdings as ours
+from kvdepot.features.routers import reader as ours
+from kvdepot.features.routers.shelves import POOL
 from vllm.distributed import kv_events as vllm
 
-stored = ours.BlockStored([7, 8], 6, [1, 2, 3, 4], 2, None, ours.POOL, "poet", [["salt"], None], 1, "mla_attention")
+stored = ours.BlockStored([7, 8], 6, [1, 2, 3, 4], 2, None, POOL, "poet", [["salt"], None], 1, "mla_attention")
 stored.locality, stored.kv_cache_spec_sliding_window = ours.LOCAL, 128
-removed = ours.BlockRemoved([8], ours.POOL, 1, ours.LOCAL)
+removed = ours.BlockRemoved([8], POOL, 1, ours.LOCAL)
 events = [ours.AllBlocksCleared(), stored, removed]
 decoder = msgspec.msgpack.Decoder(list[vllm.BlockStored | vllm.BlockRemoved | vllm.AllBlocksCleared])
 for mine, theirs in zip(events, decoder.decode(msgspec.msgpack.encode(events)), strict=True):
     for name in mine.__struct_fields__:
         told, read = getattr(mine, name), getattr(theirs, name)
         assert told == read or [list(e or ()) for e in told] == [list(e or ()) for e in read], name
-assert (vllm.MEDIUM_CPU, vllm.MEDIUM_STORAGE) == (ours.POOL, "STORAGE")
+assert (vllm.MEDIUM_CPU, vllm.MEDIUM_STORAGE) == (POOL, "STORAGE")
 print(vllm.ZmqEventPublisher.END_SEQ.hex())
 """
 
