@@ -20,7 +20,7 @@ from kvdepot.operate.operations.cache import clear_pool
 from kvdepot.pool.extents import ExtentAllocator
 from kvdepot.pool.files import open_pool
 from kvdepot.pool.names import Label
-from kvdepot.pool.table import SEALED, WRITING, Entry, IndexTable, Writer
+from kvdepot.pool.table import FREE, SEALED, WRITING, Entry, IndexTable, Writer
 from kvdepot.processes import process_start_time
 from kvdepot.server.app import DepotServer
 from kvdepot.server.depot import Depot
@@ -60,7 +60,7 @@ def memory() -> bytearray:
 class Successor:
     """A depot that reads a table back step by step."""
 
-    def __init__(self, memory: bytearray) -> None:
+    def __init__(self, memory: bytearray, num_labels: int = 1) -> None:
         self.now = 20_000.0
         self.table = IndexTable(bytearray(memory), NUM_RECORDS)
         self.index = ChunkIndex(ExtentAllocator(NUM_RECORDS * PAGE), self.table)
@@ -71,7 +71,7 @@ class Successor:
         self.queue = TierQueue(MemoryTier(pool, 1 << 20), pool, "memory", write_bytes=1 << 20, clock=lambda: self.now)
         self.tiering = put_tiers_below(depot, [self.queue], TieringSettings(Demotion.EVICT))
         spec = m.CacheSpec(1, SHARDED, "bytes")
-        self.steps = restore(self.index, [spec], 1)
+        self.steps = restore(self.index, [spec], num_labels)
         self.num_steps = 0
         details = (m.GroupDetail((PAGE,), 8),)
         self.register = m.RegisterKVCache(m.PROTOCOL_VERSION, "new", 0, 2, "none", "none", "model", spec, details)
@@ -190,6 +190,15 @@ def fail_once(number: int, function: Callable[..., Any]) -> Callable[..., Any]:
         return function(*arguments)
 
     return failing
+
+
+def test_records_of_a_label_that_has_no_name_are_freed(memory: bytearray) -> None:
+    successor = Successor(memory, num_labels=0)
+    unfinished = successor.finish()
+    assert found(successor.depot) == [0] * (1 + len(SHORT))
+    assert successor.index.entries.num_sealed == 0
+    assert sum(successor.table.state(entry) != FREE for entry in successor.table.entries) == len(unfinished) == 1
+    successor.close()
 
 
 @pytest.mark.promise(23)
