@@ -31,6 +31,7 @@ def run(*command: str, folder: Path = ROOT) -> str:
         ReleaseError: it failed.
     """
     environment = {**os.environ, "UV_FIND_LINKS": ""}  # uv would write that place into the lock
+    environment.pop("UV_LOCKED", None)  # a release has another lock
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
         raise ReleaseError(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")

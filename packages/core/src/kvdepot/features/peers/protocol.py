@@ -30,7 +30,6 @@ from msgspec import Meta, Struct
 
 from kvdepot.errors import KVDepotError
 from kvdepot.tiers.keys import DEPTH_BYTES, KEY_BYTES, RUN_BYTES
-from kvdepot.tiers.trailer import TRAILER_BYTES
 
 MAGIC: Final = b"KVPEER01"
 NONCE_BYTES: Final = 32
@@ -46,7 +45,6 @@ _TIME: Final = struct.Struct("@ll")  # struct timeval
 KEY_WITH_PLACE_BYTES: Final = KEY_BYTES + 2 * RUN_BYTES + DEPTH_BYTES
 Key = Annotated[bytes, Meta(min_length=KEY_WITH_PLACE_BYTES, max_length=KEY_WITH_PLACE_BYTES)]
 Natural = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
-Trailer = Annotated[bytes, Meta(max_length=TRAILER_BYTES)]
 
 T = TypeVar("T")
 
@@ -82,7 +80,7 @@ class Coming(Struct, frozen=True, array_like=True, tag="coming"):
     """
 
     sizes: Annotated[list[Natural], Meta(max_length=MOST_READ)]
-    trailers: Annotated[list[Trailer], Meta(max_length=MOST_READ)]
+    trailers: Annotated[list[bytes], Meta(max_length=MOST_READ)]
 
 
 class Done(Struct, frozen=True, array_like=True, tag="done"):
