@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+import subprocess
 import sys
 from contextlib import closing
 
@@ -33,6 +34,12 @@ def test_printable_text_stays_as_it_is(text: str) -> None:
 
 def test_unprintable_characters_are_escaped() -> None:
     assert printable("a\n\x1b[0m\x9b\u202e\udcff") == r"a\n\x1b[0m\x9b\u202e\udcff"
+
+
+def test_characters_are_escaped_in_a_process_without_descriptors() -> None:
+    code = "import resource as r, kvdepot.errors as e; r.setrlimit(r.RLIMIT_NOFILE, (3, 3)); print(e.printable('\\n'))"
+    shown = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
+    assert shown.stdout == "\\n\n"
 
 
 def test_an_exception_cannot_look_like_a_record() -> None:

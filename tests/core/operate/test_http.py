@@ -267,7 +267,7 @@ def test_requests_without_the_token_take_one_thread_however_many_they_are(http: 
 
 @pytest.mark.slow
 @pytest.mark.promise(63)
-def test_health_is_answered_with_few_descriptors(http: Http) -> None:
+def test_health_is_answered_with_few_descriptors(http: Http, capfd: pytest.CaptureFixture[str]) -> None:
     assert http.get("/healthz", token="")[0] == 200
     resource.prlimit(http.server.pid, resource.RLIMIT_NOFILE, (80, 80))
     pid = http.server.pid
@@ -276,6 +276,7 @@ def test_health_is_answered_with_few_descriptors(http: Http) -> None:
             stack.enter_context(http.connect())
         assert http.get("/healthz", token="")[0] == 200
     assert http.server.pid == pid, "the same process"
+    assert not capfd.readouterr().err
 
 
 @pytest.mark.parametrize("sent", [SILENT, HALF_A_HEADER, HALF_A_BODY], ids=["silent", "header", "body"])

@@ -3,8 +3,13 @@
 An error reply contains an `ErrorCode`. The client raises it as a `RemoteError`.
 """
 
+import codecs
 import enum
 import re
+from typing import Final
+
+# Found at import: its module is a file, and a process that has no descriptors left logs that, too.
+_ESCAPE: Final = codecs.getencoder("unicode_escape")
 
 
 class KVDepotError(Exception):
@@ -71,7 +76,7 @@ def printable(text: str) -> str:
     """Escape unprintable characters of foreign text, so that it is one line without control characters."""
     if text.isprintable():
         return text
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+    return "".join(each if each.isprintable() else _ESCAPE(each)[0].decode() for each in text)
 
 
 def describe_os_error(error: OSError) -> str:

@@ -22,6 +22,12 @@ _CONSTANTS: Final = tl.constexpr(len(CONSTANTS))
 
 
 @triton.jit
+def _product(mixed):
+    """Return the products of 32 by 32 bits of words, their low half by their high half."""
+    return mixed.to(tl.uint32).to(tl.uint64) * (mixed >> 32).to(tl.uint32).to(tl.uint64)
+
+
+@triton.jit
 def sum_blocks(table, num_extents, num_runs, scratch, RUNS: tl.constexpr, BLOCKS: tl.constexpr):  # noqa: N803  # Triton's way to write a constant
     """Sum the blocks of runs; each program takes every `num_programs`-th group of `RUNS` runs.
 
@@ -61,20 +67,14 @@ def sum_blocks(table, num_extents, num_runs, scratch, RUNS: tl.constexpr, BLOCKS
                     eviction_policy="evict_first",  # a value is read only once
                 )
                 mixed = value ^ tl.load(words + half + stripe + lane)
-                # Each lane adds a product of 32 by 32 bits, and its neighbour's data.
-                product = mixed.to(tl.uint32).to(tl.uint64) * (mixed >> 32).to(tl.uint32).to(tl.uint64)
-                even_product, odd_product = tl.split(product)
+                # Each lane adds its product, and its neighbour's data.
+                even_product, odd_product = tl.split(_product(mixed))
                 even_value, odd_value = tl.split(value)
                 even += tl.sum(even_product + odd_value, 1)
                 odd += tl.sum(odd_product + even_value, 1)
             target = sums + (first + block)[:, None] * 8 + pair
             tl.store(target, even, mask=inside)
             tl.store(target + 1, odd, mask=inside)
-
-
-@triton.jit
-def _product(mixed):
-    return mixed.to(tl.uint32).to(tl.uint64) * (mixed >> 32).to(tl.uint32).to(tl.uint64)
 
 
 @triton.jit

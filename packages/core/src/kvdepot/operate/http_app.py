@@ -64,6 +64,9 @@ _HEALTH_SECONDS: Final = 1.0  # a healthy loop answers within this
 _LARGEST_BODY_BYTES: Final = 8 << 20  # 65,536 keys in hexadecimal take 4 MiB
 _STOP_SECONDS: Final = 5.0  # for requests under way, before the process exits
 _MOST_CONNECTIONS: Final = 256  # dashboards and scrapers hold a few each
+# asyncio's `backlog`: also how often it tries to accept before connections above the limit are closed. With 128 and few
+# descriptors, each turn logged 100 tracebacks, and no probe was answered meanwhile.
+_ACCEPTED_A_TURN: Final = 8
 _HOST: Final = re.compile(r"(?:\[(?P<address>[^\[\]]*)\]|(?P<name>[^:]*))(?::\d*)?")
 
 
@@ -288,6 +291,16 @@ class HttpConnection(H11Protocol):
         super().connection_lost(exc)
 
 
+class _Server(uvicorn.Server):
+    """A server that accepts few connections a turn, and keeps many waiting."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start serving; the loop has set the length of the kernel's queue to the number accepted a turn."""
+        await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(BACKLOG)
+
+
 def serve(url: str, settings: HttpSettings, listener: socket.socket) -> None:
     """Serve HTTP until standard input is closed."""
 
@@ -299,7 +312,7 @@ def serve(url: str, settings: HttpSettings, listener: socket.socket) -> None:
         http=HttpConnection,
         ws="none",
         lifespan="off",
-        backlog=BACKLOG,
+        backlog=_ACCEPTED_A_TURN,
         headers=[("connection", "close")],
         timeout_keep_alive=1,
         proxy_headers=False,
@@ -307,7 +320,7 @@ def serve(url: str, settings: HttpSettings, listener: socket.socket) -> None:
         log_level=logging.ERROR,
         access_log=False,  # clients without the token could fill the log
     )
-    server = uvicorn.Server(config)
+    server = _Server(config)
 
     def work() -> None:
         try:
