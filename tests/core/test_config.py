@@ -14,6 +14,8 @@ from kvdepot.config import (
     default_pool_directory,
     directory_of_url,
     format_size,
+    is_hinted,
+    parse_hint,
     parse_number,
     parse_size,
 )
@@ -136,3 +138,34 @@ def test_a_pool_is_whole_pages_of_the_machine(
 def test_an_earlier_pool_in_the_same_place_counts_as_room(tmp_path: Path) -> None:
     config = ServerConfig(tmp_path, pool_directory=tmp_path, pool_size_bytes=(4 << 20) + 5)
     assert resolve_pool_size(config) == 4 << 20
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names", "others"),
+    [
+        (
+            "10.0.*.*:9461",
+            ["10.0.3.17:9461", "tcp://10.0.3.17:9461"],
+            ["10.1.3.17:9461", "10.0.3.17:22", "10.0.3:9461"],
+        ),
+        ("depot-*:9461", ["depot-7:9461"], ["depot-:9461", "depot-x.stranger.net:9461", "a.depot-7:9461"]),
+        ("*.depots:*", ["a.depots:1"], ["a.b.depots:1", "a.depots:", "axdepots:1", ".depots:1"]),
+        ("tcp://[fd00::*]:9461", ["[fd00::7]:9461"], ["[fd00::7:1]:9461", "[fe80::7]:9461"]),
+    ],
+)
+def test_a_pattern_of_peers_matches_parts_of_a_name_and_never_another_domain(
+    pattern: str, names: list[str], others: list[str]
+) -> None:
+    patterns = ["127.0.0.1:1", parse_hint(pattern)]
+    assert [name for name in names + others if is_hinted(name, patterns)] == names
+
+
+@pytest.mark.parametrize("text", ["*", "10.0.*.*", ":9461", "node:http", ""])
+def test_a_pattern_that_is_no_host_and_port_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="give HOST:PORT"):
+        parse_hint(text)
+
+
+def test_hints_need_the_token_of_the_peers(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--peer-hints need --peer-token"):
+        ServerConfig(tmp_path, peer_hints=("node-*:9461",))

@@ -43,7 +43,8 @@ class Node:
         self.port = free_port()
         self.token = token.read_text().encode()
         self.address = f"127.0.0.1:{self.port}"
-        self.depot = DepotProcess("--peers", self.address, "--peer-token", str(token), *options, pool_size=pool_size)
+        peers = ("--peers", self.address, "--peer-token", str(token), "--peer-hints", "127.0.0.1:*")
+        self.depot = DepotProcess(*peers, *options, pool_size=pool_size)
         self.engine: EngineProcess = large_engine(self.depot, "engine")
 
     def store(self, salt: int) -> None:
@@ -221,10 +222,17 @@ def test_a_port_for_peers_that_is_taken_is_an_error_in_words(token: Path) -> Non
             )
 
 
-def test_a_name_that_is_no_address_is_a_miss(make: MakeNode) -> None:
+def test_a_lookup_that_names_a_host_of_its_own_opens_no_connection(make: MakeNode) -> None:
     reader = make()
-    assert reader.find(1, "nobody") == 0
-    assert reader.counter("peers_unknown") == 1
+    with socket.create_server(("127.0.0.2", 0)) as stranger:
+        stranger.setblocking(False)
+        port = stranger.getsockname()[1]
+        for number, name in enumerate((f"127.0.0.2:{port}", f"tcp://127.0.0.2:{port}", "nobody", "127.0.0.1:x"), 1):
+            assert reader.find(1, name) == 0
+            assert reader.counter("peers_unknown") == number
+        with pytest.raises(BlockingIOError):
+            stranger.accept()
+    assert not reader.depot.status().tiers
 
 
 def test_a_stopped_peer_costs_one_deadline_and_answers_again_when_it_continues(make: MakeNode) -> None:

@@ -137,6 +137,28 @@ def parse_peer(text: str) -> tuple[str, str]:
     return name, address
 
 
+def parse_hint(text: str) -> str:
+    """Return a pattern of peers that requests may name: HOST:PORT, where `*` stands for characters but `.` and `:`.
+
+    Raises:
+        ConfigError: it has another form, and would match no peer.
+    """
+    pattern = text.removeprefix("tcp://")
+    host, _, port = pattern.rpartition(":")
+    if not host or not (port.isdecimal() or port == "*"):
+        raise ConfigError(f"{text!r}: give HOST:PORT, for example 10.0.*.*:9461 or depot-*:9461")
+    return pattern
+
+
+def is_hinted(name: str, patterns: Iterable[str]) -> bool:
+    """Return whether a pattern of `parse_hint` matches a peer's HOST:PORT.
+
+    A `*` stops at a dot, as those of certificates do: `node-*:9461` must not match a name in a stranger's domain.
+    """
+    address = name.removeprefix("tcp://")
+    return any(re.fullmatch(re.escape(pattern).replace(r"\*", "[^.:]+"), address) for pattern in patterns)
+
+
 def read_secret(path: Path, flag: str) -> str:
     """Read a token from a file.
 
@@ -407,9 +429,14 @@ class ServerConfig:
         "NAME=HOST:PORT",
         parse=parse_peer,
     )
-    peer_token: Path | None = setting(
-        None, "file with the secret that all peers share; lookups may then name any of them", metavar="FILE"
+    peer_hints: tuple[str, ...] = setting(
+        (),
+        "depots that a request may name besides those of --peer; * stands for characters but . and :, for example"
+        " 10.0.*.*:9461; repeatable",
+        metavar="HOST:PORT",
+        parse=parse_hint,
     )
+    peer_token: Path | None = setting(None, "file with the secret that all peers share", metavar="FILE")
     events: str | None = setting(
         None,
         "publish which blocks can be loaded and their tokens, in vLLM's format; for example tcp://127.0.0.1:5557",
@@ -467,8 +494,10 @@ class ServerConfig:
                 raise ConfigError(
                     f"{each.flag} {getattr(self, name):g}: give a number above 0, at most {each.most:,.0f}"
                 )
-        if (self.peers or self.peer_addresses) and not self.peer_token:
-            raise ConfigError("--peers and --peer need --peer-token FILE, the secret that all peers share")
+        if (self.peers or self.peer_addresses or self.peer_hints) and not self.peer_token:
+            raise ConfigError(
+                "--peers, --peer and --peer-hints need --peer-token FILE, the secret that all peers share"
+            )
         if self.events_replay and not self.events:
             raise ConfigError("--events-replay needs --events tcp://HOST:PORT")
         if not self.events_topic.isprintable():

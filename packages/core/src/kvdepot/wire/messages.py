@@ -205,7 +205,8 @@ class Lookup(ContextRequest, tag="lookup", frozen=True):
     `awaits`: an engine, perhaps of another node, computes the first `awaits` chunks for this request. If the depot has
     tiers, wait up to `wait_seconds` until the chunks arrive through them.
     `hands_over`: another engine waits for the chunks that this request stores. Write them to the tiers first.
-    `peer`: the depot that has the missing chunks, as its router says: a name of `--peer`, or HOST:PORT.
+    `peer`: the depot that has the missing chunks, as its router says: a name of `--peer`, or HOST:PORT,
+    which `--peer-hints` must allow.
     """
 
     request_id: Text

@@ -1,15 +1,18 @@
 """The feature: reads missing chunks from the pools of peers, and lets them read from this one's.
 
-A lookup names the peer to ask (`Lookup.peer`), as its router knows who has a prefix. Without a name, the peers of
-`--peer` are asked in their order; without these, nobody. A peer is driven as a tier is: `kvdepot.features.peers.tier`.
+A lookup names the peer to ask (`Lookup.peer`), as its router knows who has a prefix: one of `--peer`, or one that
+`--peer-hints` allows, as otherwise whoever sends requests could let the depot connect to any host. Without a name, the
+peers of `--peer` are asked in their order; without these, nobody. A peer is driven as a tier is:
+`kvdepot.features.peers.tier`.
 """
 
+import contextlib
 import logging
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Final
 
-from kvdepot.config import ServerConfig, parse_address, read_secret
+from kvdepot.config import ServerConfig, is_hinted, parse_address, read_secret
 from kvdepot.counting import depot_counter
 from kvdepot.errors import ConfigError
 from kvdepot.features.peers.shelf import Shelf
@@ -83,6 +86,7 @@ class PeerSource(Source):
         self._tiers = depot.tiers
         self._token = token
         self._listed = {name: parse_address(text, f"--peer {name}") for name, text in config.peer_addresses.items()}
+        self._hints = config.peer_hints
         self._peers: dict[str, TierState] = {}
         self._named_at: dict[str, float] = {}
 
@@ -95,7 +99,7 @@ class PeerSource(Source):
         peers = [peer for peer in found if peer is not None]
         if not peers:
             self._state.counters[_PEERS_UNKNOWN] += 1
-            query.why = f"peer {name} cannot be asked"
+            query.why = f"peer {name} cannot be asked, see --peer and --peer-hints"
             return False
         return self._tiers.ask(query, on_end, self.rank, f"peer {name}" if name else "peers", peers)
 
@@ -116,9 +120,11 @@ class PeerSource(Source):
         from kvdepot.features.peers.tier import PeerTier  # needs xxhash
 
         tiering, opener = self._state.tiering, self._state.opener
-        try:
-            address = self._listed.get(name) or parse_address(name, "the peer of a lookup")
-        except ConfigError:
+        address = self._listed.get(name)
+        if address is None and is_hinted(name, self._hints):
+            with contextlib.suppress(ConfigError):
+                address = parse_address(name, "the peer of a lookup")
+        if address is None:
             return None
         if tiering is None or opener is None or not self._has_room(now):
             return None
