@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from kvdepot import SchedulerClient
-from kvdepot.client.connection import Connection, open_session
+from kvdepot.client.connection import SLOW_WAITS_TO_SUSPEND, Connection, open_session
 from kvdepot.client.session import Channel, Session
 from kvdepot.config import CONTROL_SOCKET
 from kvdepot.errors import DepotUnavailable, ErrorCode, KVDepotError, RemoteError
@@ -394,31 +394,38 @@ def test_a_depot_that_dies_is_a_miss_at_once_also_while_something_abandoned_is_t
 
 
 def test_a_depot_that_is_slow_all_the_time_is_left_alone_until_it_is_not(
-    client: SchedulerClient, depot: DepotProcess
+    client: SchedulerClient, depot: DepotProcess, caplog: pytest.LogCaptureFixture
 ) -> None:
-    over = threading.Event()
+    def look_up_slowly() -> None:
+        depot.signal(signal.SIGSTOP)
+        resuming = threading.Timer(DEADLINE / 4, depot.signal, [signal.SIGCONT])
+        resuming.start()
+        client.lookup("r", prompt(3))
+        resuming.join()
 
-    def make_slow() -> None:
-        while not over.is_set():
-            depot.signal(signal.SIGSTOP)
-            over.wait(DEADLINE / 2)
-            depot.signal(signal.SIGCONT)
-            over.wait(0.002)
-
-    slowing = threading.Thread(target=make_slow)
-    slowing.start()
-    try:
-        waits = [seconds_of(lambda: client.lookup("r", prompt(3))) for _ in range(60)]
-    finally:
-        over.set()
-        slowing.join()
-    assert max(waits) < DEADLINE * 2
-    assert sum(waits) < 60 * DEADLINE / 4 * 0.75, "less than what it would cost to wait each time"
-    assert sum(wait < 0.01 for wait in waits) > 30
+    for _ in range(2 * SLOW_WAITS_TO_SUSPEND):
+        client.lookup("r", prompt(3))
+    for _ in range(SLOW_WAITS_TO_SUSPEND - 1):
+        look_up_slowly()
+    assert client.is_connected and "is slow" not in caplog.text
+    look_up_slowly()
+    assert "is slow" in caplog.text
     wait_until(lambda: client.lookup("again", prompt(3)).num_chunks == 3)
     for request in ("r", "again"):
         client.end_request(request)
     wait_until(lambda: depot.status().num_leases == 0, what="the leases that were granted too late to come back")
+
+
+def test_a_lookup_never_waits_to_ask_whether_a_depot_is_coming(tmp_path: Path, make_client: MakeClient) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener, contextlib.ExitStack() as waiting:
+        listener.bind(str(tmp_path / CONTROL_SOCKET))
+        listener.listen(0)
+        with contextlib.suppress(BlockingIOError):
+            while True:  # until its queue is full
+                caller = waiting.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+                caller.setblocking(False)
+                caller.connect(listener.getsockname())
+        assert make_client(str(tmp_path)).lookup("r", prompt(3)).num_chunks == 0
 
 
 @pytest.mark.slow
