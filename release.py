@@ -39,7 +39,7 @@ def run(*command: str, folder: Path = ROOT) -> str:
 
 
 def set_versions(folder: Path, version: str, repository: str | None) -> None:
-    """Set the version of every package, the pins between them, the tags of images, and the projects' URLs."""
+    """Set the version of the chart and of every package, their pins of each other, tags of images, and URLs."""
     before = VERSION.findall((folder / "packages/core/pyproject.toml").read_text())[0]
     series, minor = before.rpartition(".")[0], version.rpartition(".")[0]
     for path in (*folder.glob("packages/*/pyproject.toml"), *folder.glob("examples/*/pyproject.toml")):
@@ -53,7 +53,8 @@ def set_versions(folder: Path, version: str, repository: str | None) -> None:
                 text = text.replace("[build-system]", f"{urls}[build-system]", 1)
         path.write_text(text)
     for path in (*folder.glob("deploy/**/*.yaml"), *folder.glob("deploy/**/*.yml")):
-        path.write_text(path.read_text().replace(f"kvdepot:{before}", f"kvdepot:{version}"))
+        text = path.read_text().replace(f"kvdepot:{before}", f"kvdepot:{version}")
+        path.write_text(text.replace(f"\nversion: {before}\n", f"\nversion: {version}\n"))
 
 
 def write_changelog(folder: Path, version: str) -> None:

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from kvdepot.operate.cli import make_parser
 from kvdepot.operate.http_app import create_app
 from kvdepot.operate.serve import HttpSettings, read_configs
 from kvdepot.tiers.url import TierUrl
+from support.chart import TEMPLATES, templates
 from support.http import status_of_app
 from support.tools import needs_tool
 
@@ -33,8 +35,10 @@ COMPOSE: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
 
 
 def needs_checker(name: str) -> pytest.MarkDecorator:
-    """Return a mark for tests of a program of the group `deploy`. If it is missing, they fail in tox's `lint` alone."""
-    is_missing = shutil.which(name) is None and not os.environ.get("KVDEPOT_REQUIRE_CHECKERS")
+    """Return a mark for tests of a tool of the group `deploy`. If it is missing, they fail in tox's `lint` alone."""
+    is_missing = (
+        shutil.which(name) is None and find_spec(name) is None and not os.environ.get("KVDEPOT_REQUIRE_CHECKERS")
+    )
     return pytest.mark.skipif(is_missing, reason=f"needs {name}: uv sync --group deploy")
 
 
@@ -199,6 +203,61 @@ def test_each_socket_has_a_depot_and_its_engines_find_it() -> None:
     assert configuration is not None
     settings = json.loads(configuration[1].replace("""'"$socket"'""", "1"))
     assert settings["kv_connector_extra_config"]["kvdepot.url"] == "/run/kvdepot/socket-1"
+
+
+def rendered_chart(values: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the objects that `helm install -n kvdepot` would send."""
+    import helm_python
+
+    with helm_python.Chart.load(str(TEMPLATES.parent)) as chart:
+        texts = chart.render(values, name="kvdepot", namespace="kvdepot")
+    return [document for text in texts.values() for document in yaml.safe_load_all(text)]
+
+
+def test_the_chart_s_templates_are_those_of_the_manifests() -> None:
+    remedy = "run `python -m support.chart` in the folder `tests`"
+    assert {path.name: path.read_text() for path in TEMPLATES.iterdir()} == templates(), remedy
+
+
+@needs_checker("helm_python")
+@needs_kubectl
+def test_the_chart_is_sound_and_sends_what_kustomize_sends() -> None:
+    import helm_python
+
+    assert helm_python.lint(str(TEMPLATES.parent))["errors"] == []
+    by_kustomize = {each["kind"]: each for each in documents("base") if each["metadata"].get("namespace") == "kvdepot"}
+    objects = rendered_chart({})
+    assert [each["kind"] for each in objects] == ["DaemonSet", "NetworkPolicy"]
+    for each in objects:
+        each["metadata"]["namespace"] = "kvdepot"  # as Helm's client does
+        assert each == by_kustomize[each["kind"]]
+
+
+@needs_checker("helm_python")
+def test_values_of_the_chart_reach_the_depot() -> None:
+    values: dict[str, Any] = {
+        "image": "here/kvdepot:1",
+        "poolSize": "1GiB",
+        "memory": "2Gi",
+        "nodeSelector": {"nvidia.com/gpu.present": None, "disk": "fast"},
+        "tolerations": [{"key": "any", "operator": "Exists"}],
+        "args": ["--tier=disk:///cache/kvdepot"],
+        "env": [{"name": "AWS_REGION", "value": "eu-central-1"}],
+        "volumes": [{"name": "cache", "hostPath": {"path": "/var/cache", "type": "Directory"}}],
+        "volumeMounts": [{"name": "cache", "mountPath": "/cache"}],
+    }
+    assert values.keys() == yaml.safe_load((TEMPLATES.parent / "values.yaml").read_text()).keys()
+    pod = rendered_chart(values)[0]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    options, config = read_configs(vars(make_parser().parse_args(container["args"])), {})
+    assert config.tiers == ("disk:///cache/kvdepot",)
+    assert "--pool-size=1GiB" in container["args"]
+    assert options.http_token == Path("/etc/kvdepot/token")
+    assert container["image"] == values["image"]
+    assert [container["resources"][each]["memory"] for each in ("requests", "limits")] == ["2Gi", "2Gi"]
+    assert (container["env"], pod["tolerations"]) == (values["env"], values["tolerations"])
+    assert pod["nodeSelector"] == {"disk": "fast"}
+    assert (pod["volumes"][-1], container["volumeMounts"][-1]) == (values["volumes"][0], values["volumeMounts"][0])
 
 
 @needs_checker("check-jsonschema")

@@ -60,6 +60,7 @@ def test_a_release_is_a_commit_a_tag_and_files_that_agree(clone: Path) -> None:
         assert [each.name for each in (clone / "changes").iterdir()] == ["README.md"]
         assert (clone / "tests" / "releases" / version / "frames.txt").is_file()
         assert f"image: kvdepot:{version}" in (clone / "deploy/kubernetes/depot/depot.yaml").read_text()
+        assert f"\nversion: {version}\n" in (clone / "deploy/helm/Chart.yaml").read_text()
         wheels, archives = ([*(clone / "dist").glob(pattern)] for pattern in ("*.whl", "*.tar.gz"))
         assert len(wheels) == len(archives) == 8, "and none of the release before"
         assert all(f"-{version}" in path.name for path in (*wheels, *archives))
