@@ -67,7 +67,7 @@ def test_python_runs_as_it_stands(place: str, tmp_path: Path) -> None:
 
 
 def test_the_quick_start_has_an_example() -> None:
-    assert any(place.startswith("quick-start.md") for place in BLOCKS)
+    assert any(place.startswith("index.md") for place in BLOCKS)
 
 
 @pytest.mark.parametrize("place", COMMANDS)

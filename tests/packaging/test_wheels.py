@@ -216,7 +216,7 @@ def test_each_page_installs_as_it_says(line: str, wheels: dict[str, Path], tmp_p
 
 def test_the_engines_lines_begin_with_a_gpu() -> None:
     """A reader with a GPU who installs the backend of the CPU gets an engine without a depot."""
-    for name in ("README.md", "docs/quick-start.md", "docs/vllm.md"):
+    for name in ("README.md", "docs/index.md", "docs/vllm.md"):
         first = re.search(r"pip install (.*packages/vllm_connector)", (ROOT / name).read_text())
         assert first is not None
         assert "packages/cuda" in first[1]

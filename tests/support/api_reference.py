@@ -17,7 +17,7 @@ _INTRODUCTION: Final = """\
 # Python objects
 
 Written from the docstrings by `python -m support.api_reference`, in the folder `tests`.
-[Quick start](../quick-start.md) has an example. Names that are not here may change at any time.
+[The quick start](../index.md#your-own-engine) has an example. Names that are not here may change at any time.
 """
 
 OBJECTS: Final = {
