@@ -208,6 +208,33 @@ def test_a_request_that_stalls_ends_before_the_deadline_and_costs_only_itself() 
         is_over.set()
 
 
+@pytest.mark.parametrize(("one_in", "is_overloaded"), [(5, False), (1, True)])
+def test_a_store_that_answers_slow_down_is_overloaded_until_a_probe_succeeds(one_in: int, is_overloaded: bool) -> None:
+    numbers, asked = range(40), set[bytes]()
+    slow = {name_of(make_key(number)).encode() for number in numbers if number % one_in == 0}
+    is_over = threading.Event()
+
+    def answer(connection: socket.socket) -> None:
+        while request := connection.recv(1 << 16):
+            asked.add(request.split()[1])
+            refused = not is_over.is_set() and any(name in request for name in slow)
+            status = b"503 Slow Down" if refused else b"200 OK" if b"list-type" in request else b"404 Not Found"
+            body = b"<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>" if b"200" in status else b""
+            connection.sendall(b"HTTP/1.1 %s\r\nContent-Length: %d\r\n\r\n%s" % (status, len(body), body))
+
+    with listening(answer) as port:
+        url = TierUrl.parse(f"s3://bucket?endpoint=http://127.0.0.1:{port}&deadline=20")
+        with Shelf(lambda pool: open_tier(url, pool)) as shelf:
+            for number in numbers:
+                with contextlib.suppress(OSError):
+                    shelf.get(number)
+            assert len(asked) == len(numbers)
+            assert shelf.tier.is_overloaded == is_overloaded
+            is_over.set()
+            shelf.tier.probe()
+            assert not shelf.tier.is_overloaded
+
+
 @pytest.mark.parametrize("words", ["", "InvalidRange"])
 def test_an_object_stays_if_the_store_fails_with_words_that_resemble_an_empty_object(words: str) -> None:
     """The URL in the client's error text ends in `0416`."""

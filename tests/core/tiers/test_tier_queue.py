@@ -33,6 +33,7 @@ class PartlyDeadTier(MemoryTier):
         self.hanging: set[JobKind] = set()
         self.failing: set[JobKind] = set()
         self.error: BaseException = OSError(5, "Input/output error")
+        self.asks_for_less = False
         self.num_waiting = 0
         self.askers: list[int] = []  # threads
         self.is_over = threading.Event()
@@ -43,6 +44,10 @@ class PartlyDeadTier(MemoryTier):
             self.is_over.wait()
         if operation in self.failing:
             raise self.error
+
+    @property
+    def is_overloaded(self) -> bool:
+        return self.asks_for_less
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         self.askers.append(threading.get_ident())
@@ -218,6 +223,16 @@ def test_a_read_shows_that_questions_and_writes_work_as_well(bench: Bench) -> No
     read(bench.queue, bench.keys[:1], extents_of(1, [4096]))
     bench.hang(JobKind.WRITE, seconds=10.1)
     assert bench.probe() == 0.5
+
+
+def test_a_tier_whose_storage_asks_for_fewer_requests_rests_until_a_probe(bench: Bench) -> None:
+    bench.tier.asks_for_less = True
+    assert contains(bench.queue, bench.keys) == [False] * NUM_KEYS
+    assert bench.queue.is_suspended
+    assert "fewer requests" in bench.queue.status().why_open
+    bench.tier.asks_for_less = False
+    assert bench.probe() == 0.5
+    assert not bench.queue.is_suspended
 
 
 def test_a_call_of_before_the_probe_says_nothing_about_the_trial(bench: Bench) -> None:

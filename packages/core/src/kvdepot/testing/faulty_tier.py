@@ -51,6 +51,7 @@ class FaultyTier:
         self.gathers_stores = inner.gathers_stores
         self.wants_places = inner.wants_places
         self.declines_writes = inner.declines_writes
+        self.is_overloaded = inner.is_overloaded
         self.error: Exception | None = None
         self.lie = False
         self.forget = False

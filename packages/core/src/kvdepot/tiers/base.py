@@ -89,6 +89,14 @@ class Tier(Protocol):
         return False
 
     @property
+    def is_overloaded(self) -> bool:
+        """Whether the storage refuses many requests because there are too many. Then the depot suspends the tier.
+
+        A probe that succeeds makes this False.
+        """
+        return False
+
+    @property
     def writer_pid(self) -> int:
         """The pid of the process that accesses the pool for this tier; 0 for the depot's own."""
         return 0

@@ -36,6 +36,7 @@ import math
 import re
 import threading
 import time
+from collections import deque
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -88,6 +89,8 @@ LAST_STEPS_SECONDS: Final = 0.1  # time that the client's threads spend in Pytho
 _BEYOND_END: Final = re.compile("status code: 416|InvalidRange")  # the client has no exception class for it
 # Refusals that another attempt does not change. For all others, the tier is suspended as usual.
 _REFUSED: Final = re.compile(r"status code: (?:400|405|411|501)\b|\(os error (?:1|13|30)\)")
+_SLOW_DOWN: Final = re.compile(r"status code: (?:429|503)\b")
+_JUDGED: Final = 20  # last requests, by which a store is overloaded: enough not to suspend it for a tenth of refusals
 _QUERY: Final = re.compile(r"\?[\w.-]+=[^\s\"')]*")
 _CODE: Final = re.compile(r"<Code>(\w+)</Code>")  # in an answer of S3
 
@@ -160,6 +163,8 @@ class ObjectTier(Tier):
         self._check_at = math.inf  # when a write checks them again
         self._one_check = asyncio.Lock()
         self._why_no_puts = ""
+        self._were_refused = deque[bool]([], _JUDGED)  # whether the store asked for fewer of the last requests
+        self._is_overloaded = False
         self._counters = Counts()
         self._changed = threading.Condition()
         self._num_calls = 0
@@ -171,6 +176,11 @@ class ObjectTier(Tier):
     def declines_writes(self) -> bool:
         """See `Tier`. False when it is time for another check, which the next write makes."""
         return bool(self._why_no_puts) and time.monotonic() < self._check_at
+
+    @property
+    def is_overloaded(self) -> bool:
+        """See `Tier`. True once half of the last requests were refused in vain, that is, after the client's retry."""
+        return self._is_overloaded
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """See `Tier`. Asks for some of the runs only."""
@@ -238,6 +248,8 @@ class ObjectTier(Tier):
 
     async def _probe(self) -> None:
         await _list_folders(self.store, _NOTHING)
+        self._were_refused.clear()
+        self._is_overloaded = False
         if self._is_unchecked:
             self._is_unchecked, self._check_at = False, 0.0
             self._first_check = asyncio.create_task(self._check())  # the loop itself keeps no reference
@@ -353,6 +365,7 @@ class ObjectTier(Tier):
                     raise
 
         walks = await asyncio.gather(*map(ask, runs), return_exceptions=True)
+        self._judge(walks)
         for places, walk in zip(runs, walks, strict=True):
             if isinstance(walk, BaseException):
                 raise walk
@@ -446,11 +459,18 @@ class ObjectTier(Tier):
             Exception: the first error, if all failed.
         """
         outcomes = await asyncio.gather(*works, return_exceptions=True)
+        self._judge(outcomes)
         errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
         self._counters[_REQUEST_ERRORS] += len(errors)
         if errors and len(errors) == len(outcomes):
             raise errors[0]
         return [None if isinstance(outcome, BaseException) else outcome for outcome in outcomes]
+
+    def _judge(self, outcomes: Sequence[object]) -> None:
+        self._were_refused.extend(
+            isinstance(outcome, Exception) and _SLOW_DOWN.search(str(outcome)) is not None for outcome in outcomes
+        )
+        self._is_overloaded = 2 * sum(self._were_refused) >= _JUDGED
 
     async def _put_run(
         self, places: Sequence[int], keys: Sequence[bytes], trailers: Sequence[bytes], extents: Extents

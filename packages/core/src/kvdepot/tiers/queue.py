@@ -281,6 +281,8 @@ class TierQueue:
 
     def _report(self, call: Call) -> JobPart:
         self.breaker.judge(call)
+        if self.tier.is_overloaded and not self.is_suspended:
+            self.breaker.suspend("its storage asks for fewer requests", call.operation)
         self.num_calls -= 1
         # Its thread was replaced and is back now. Without this, each hang would leave one thread more.
         if call.is_late:

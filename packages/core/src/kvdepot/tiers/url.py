@@ -179,6 +179,7 @@ def check_shape(tier: object, name: str) -> None:
         "contains_is_instant",
         "wants_places",
         "declines_writes",
+        "is_overloaded",
     )
     missing += [each for each in values if not isinstance(getattr(tier, each, None), int)]
     if missing:
