@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -169,6 +170,19 @@ def test_llm_d_finds_engines_by_their_label_and_reads_topics_that_name_their_add
     assert events["endpoint"] == f"tcp://*:{ports['kv-events']}"
     assert events["topic"] == f"kv@$(POD_IP):{ports['http']}@{container['args'][0].removeprefix('--model=')}"
     assert [each["name"] for each in container["env"]] == ["POD_IP"]
+
+
+def test_kserve_s_engines_get_the_arguments_and_the_folder_of_the_others() -> None:
+    page = (DEPLOY.parent / "docs" / "many-nodes.md").read_text()
+    template = yaml.safe_load(page.partition("```yaml")[2].partition("```")[0])["spec"]["template"]
+    others = next(yaml.safe_load_all((DEPLOY / "kubernetes/engines/vllm.yaml").read_text()))["spec"]["template"]["spec"]
+    (container,), (other,) = template["containers"], others["containers"]
+    (arguments,) = (each["value"] for each in container["env"] if each["name"] == "VLLM_ADDITIONAL_ARGS")
+    flag = "--kv-transfer-config"
+    assert settings_after(shlex.split(arguments), flag) == settings_after(other["args"], flag)
+    for volume, mount in zip(template["volumes"], container["volumeMounts"], strict=True):
+        assert volume in others["volumes"]
+        assert mount in other["volumeMounts"]
 
 
 @needs_kubectl
