@@ -87,6 +87,25 @@ def test_an_unlimited_tier_finds_what_one_unlimited_pool_finds_whatever_routes()
     assert all(row.tier_hit_rate > 0 for row in table.rows)
 
 
+def test_peers_bring_what_other_nodes_hold_and_only_if_that_is_sooner_than_computing() -> None:
+    trace = conversations(12, 16)
+    slow = Cluster(4, prefill_tokens_per_second=10_000)
+    peers = simulate_cluster(trace, slow, (1000 * CHUNK,), (RANDOM,), peers=(False, True))
+    without, beside = (peers.row(RANDOM, 1000 * CHUNK, has_peers=each) for each in (False, True))
+    one = simulate_cluster(trace, Cluster(1), (UNLIMITED,), (RANDOM,)).rows[0]
+    assert without.hit_rate < beside.hit_rate == pytest.approx(one.hit_rate)
+    assert beside.mean_seconds < without.mean_seconds
+    # At 128 KiB a token, 10 GB/s are 76,000 tokens a second.
+    fast = Cluster(4, prefill_tokens_per_second=80_000)
+    assert simulate_cluster(trace, fast, (1000 * CHUNK,), (RANDOM,), peers=(True,)).rows[0].peer_hit_rate == 0
+
+
+def test_an_evicted_chunk_is_read_from_no_peer() -> None:
+    trace = [request(100 * number, number % 2, 10 + number % 2) for number in range(20)]  # one evicts the other
+    table = simulate_cluster(trace, Cluster(1), (2 * CHUNK,), (RANDOM,), peers=(True,))
+    assert table.rows[0].hit_rate == 0
+
+
 @given(
     st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), min_size=1, max_size=40),
     st.integers(1, 4),
@@ -99,8 +118,10 @@ def test_no_routing_finds_more_than_one_pool_without_limit(
 ) -> None:
     trace = [request(number, *ids) for number, ids in enumerate(prompts)]
     one = simulate_cluster(trace, Cluster(1), (UNLIMITED,), (RANDOM,)).rows[0].hit_rate
-    for row in simulate_cluster(trace, Cluster(nodes, engines), (chunks * CHUNK,), ROUTINGS, (shared,)).rows:
-        assert 0 <= row.tier_hit_rate <= row.hit_rate <= one + 1e-12
+    table = simulate_cluster(trace, Cluster(nodes, engines), (chunks * CHUNK,), ROUTINGS, (shared,), (False, True))
+    for row in table.rows:
+        assert 0 <= row.tier_hit_rate + row.peer_hit_rate <= row.hit_rate + 1e-12 <= one + 2e-12
+        assert row.has_peers or row.peer_hit_rate == 0
         assert 0 < row.mean_seconds <= row.p99_seconds or row.p99_seconds > 0
 
 
@@ -121,6 +142,7 @@ def test_the_table_and_the_plot_name_every_row() -> None:
     assert all(word in text for word in ("sticky", "kv-aware", "none", "64.0 GiB", "unlimited", "2 nodes"))
     ElementTree.fromstring(table.plot())
     assert "kv-aware + unlimited" in table.plot()
+    assert "sticky + peers<" in simulate_cluster(conversations(3, 3), Cluster(2), (), (STICKY,), peers=(True,)).plot()
 
 
 def test_arguments_that_cannot_be_are_named() -> None:
@@ -175,6 +197,23 @@ def test_a_real_trace_on_many_nodes_finds_what_another_simulator_found(nodes: in
             trace, Cluster(nodes, copies=nodes // 8), (2000 * CHUNK,), (routing,), (shared,)
         )
         assert tables[shared].rows[0].hit_rate == pytest.approx(hit_rate, abs=0.01), (routing, shared)
+
+
+# The same, with peers.
+WITH_PEERS = {
+    8: {RANDOM: 0.239, LEAST_LOADED: 0.258, STICKY: 0.273, KV_AWARE: 0.270},
+    64: {LEAST_LOADED: 0.259, KV_AWARE: 0.234},
+}
+
+
+@pytest.mark.skipif("KVDEPOT_TRACE" not in os.environ, reason="KVDEPOT_TRACE names Mooncake's conversation trace")
+@pytest.mark.slow
+@pytest.mark.parametrize("nodes", sorted(WITH_PEERS))
+def test_a_real_trace_on_nodes_with_peers_finds_what_another_simulator_found(nodes: int) -> None:
+    trace, fleet = list(read_trace(Path(os.environ["KVDEPOT_TRACE"]))), Cluster(nodes, copies=nodes // 8)
+    for routing, hit_rate in WITH_PEERS[nodes].items():
+        table = simulate_cluster(trace, fleet, (2000 * CHUNK,), (routing,), peers=(True,))
+        assert table.rows[0].hit_rate == pytest.approx(hit_rate, abs=0.01), routing
 
 
 @pytest.mark.skipif("KVDEPOT_TRACE" not in os.environ, reason="KVDEPOT_TRACE names Mooncake's conversation trace")

@@ -1,11 +1,15 @@
 """Simulates a trace on several nodes: hit rate and time to first token for each routing and shared tier.
 
 The engines of a node share its pool. Each request goes to one engine, waits for the requests before it, loads the
-chunks that its node holds, loads more from the shared tier, and computes the rest. Pools and tier evict the least
-recently used chunk, a prefix from its end. No bytes move, and decoding takes no time: the figures compare arrangements
-and predict no latency.
+chunks that its node holds, loads more from a peer and the shared tier, and computes the rest. Pools and tier evict the
+least recently used chunk, a prefix from its end. No bytes move, and decoding takes no time: the figures compare
+arrangements and predict no latency.
+
+With peers, a node reads from the node that has the longest continuation, as if the router always named it. A network
+adapter moves one prefix at a time, and what would take longer than computing is not read.
 """
 
+import itertools
 import random
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -33,7 +37,7 @@ ROUTINGS: Final = (RANDOM, LEAST_LOADED, STICKY, ENGINE_AWARE, KV_AWARE)
 UNLIMITED: Final = 1 << 62  # bytes of a shared tier that evicts nothing
 PREFILL_TOKENS_PER_SECOND: Final = 10_000.0  # an 8B model on one H100, rounded
 _POOL_BYTES_PER_SECOND: Final = 52e9  # from host memory to one GPU over PCIe 5 x16
-_TIER_BYTES_PER_SECOND: Final = 10e9  # a network of 100 Gbit/s
+_NETWORK_BYTES_PER_SECOND: Final = 10e9  # a network of 100 Gbit/s
 _WARM_UP: Final = 0.2  # share of the requests that fill the pools and are not counted
 _SAMPLE: Final = 4  # engines drawn to compare their loads: enough to avoid the busiest
 _SPREAD_MS: Final = (
@@ -73,13 +77,17 @@ class Cluster:
         """Bytes that one block of the trace takes in a pool."""
         return extent_size(max(1, round(BLOCK_TOKENS * self.bytes_per_token)))
 
-    def seconds(self, num_tokens: int, pool_tokens: int, tier_tokens: int) -> float:
-        """Return the seconds to load and compute a prompt: pool tokens first, then tier tokens, the rest computed."""
+    def seconds(self, num_tokens: int, pool_tokens: int, network_tokens: int) -> float:
+        """Return the seconds for a prompt: pool tokens first, then those of a peer or the tier, the rest computed."""
         return (
-            (num_tokens - pool_tokens - tier_tokens) / self.prefill_tokens_per_second
+            (num_tokens - pool_tokens - network_tokens) / self.prefill_tokens_per_second
             + pool_tokens * self.bytes_per_token / _POOL_BYTES_PER_SECOND
-            + tier_tokens * self.bytes_per_token / _TIER_BYTES_PER_SECOND
+            + self.network_seconds(network_tokens)
         )
+
+    def network_seconds(self, num_tokens: int) -> float:
+        """Return the seconds in which an adapter moves the KV of tokens."""
+        return num_tokens * self.bytes_per_token / _NETWORK_BYTES_PER_SECOND
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,15 +97,18 @@ class ClusterRow:
     routing: str
     pool_bytes: int  # of one node
     shared_bytes: int  # of the tier that all nodes share; 0: there is none
-    hit_rate: float  # share of the prompt tokens, from pool and tier
+    has_peers: bool  # whether nodes read from each other's pools
+    hit_rate: float  # share of the prompt tokens, from pool, peers and tier
     tier_hit_rate: float  # share of the prompt tokens, from the tier
+    peer_hit_rate: float  # share of the prompt tokens, from peers
     mean_seconds: float  # to the first token, with the wait for an engine
     p99_seconds: float
 
     @property
     def name(self) -> str:
         """Routing and sizes in a few words."""
-        return f"{self.routing}, pools of {format_size(self.pool_bytes)}, shared tier {_shared_name(self.shared_bytes)}"
+        pools = f"pools of {format_size(self.pool_bytes)}" + (" and peers" if self.has_peers else "")
+        return f"{self.routing}, {pools}, shared tier {_shared_name(self.shared_bytes)}"
 
     def as_dict(self) -> dict[str, Any]:
         """Return the row as plain values, for JSON."""
@@ -112,12 +123,13 @@ class ClusterTable:
     num_requests: int
     rows: tuple[ClusterRow, ...]
 
-    def row(self, routing: str, pool_bytes: int, shared_bytes: int = 0) -> ClusterRow:
+    def row(self, routing: str, pool_bytes: int, shared_bytes: int = 0, *, has_peers: bool = False) -> ClusterRow:
         """Return one row; raise KeyError if there is none."""
+        wanted = routing, pool_bytes, shared_bytes, has_peers
         for row in self.rows:
-            if (row.routing, row.pool_bytes, row.shared_bytes) == (routing, pool_bytes, shared_bytes):
+            if (row.routing, row.pool_bytes, row.shared_bytes, row.has_peers) == wanted:
                 return row
-        raise KeyError((routing, pool_bytes, shared_bytes))
+        raise KeyError(wanted)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the table as plain values, for JSON."""
@@ -130,7 +142,7 @@ class ClusterTable:
 
     def describe(self) -> str:
         """Return the table as text."""
-        head = ("routing", "pool a node", "shared tier", "hits", "of the tier", "mean", "p99")
+        head = ("routing", "pool a node", "shared tier", "hits", "of the tier", "of peers", "mean", "p99")
         cells = [head] + [
             (
                 row.routing,
@@ -138,6 +150,7 @@ class ClusterTable:
                 _shared_name(row.shared_bytes),
                 f"{row.hit_rate:.1%}",
                 f"{row.tier_hit_rate:.1%}",
+                f"{row.peer_hit_rate:.1%}" if row.has_peers else "no peers",
                 f"{row.mean_seconds:.2f} s",
                 f"{row.p99_seconds:.2f} s",
             )
@@ -152,17 +165,17 @@ class ClusterTable:
 
     def plot(self) -> str:
         """Return an SVG of hit rate against the pool of a node."""
-        kinds = dict.fromkeys((row.routing, row.shared_bytes) for row in self.rows)
+        kinds = dict.fromkeys((row.routing, row.has_peers, row.shared_bytes) for row in self.rows)
         curves = [
             (
-                routing if not shared else f"{routing} + {_shared_name(shared)}",
+                " + ".join([routing, *(["peers"] if has_peers else []), *([_shared_name(shared)] if shared else [])]),
                 sorted(
                     (row.pool_bytes, row.hit_rate)
                     for row in self.rows
-                    if (row.routing, row.shared_bytes) == (routing, shared)
+                    if (row.routing, row.has_peers, row.shared_bytes) == (routing, has_peers, shared)
                 ),
             )
-            for routing, shared in kinds
+            for routing, has_peers, shared in kinds
         ]
         title = f"{self.num_requests:,} requests on {self.fleet.num_nodes} nodes: share of the prompt tokens found"
         return curves_as_svg(title, curves, "pool of one node")
@@ -195,6 +208,7 @@ def simulate_cluster(
     pool_sizes: Sequence[int] = (),
     routings: Sequence[str] = ROUTINGS,
     shared_sizes: Sequence[int] = (0,),
+    peers: Sequence[bool] = (False,),
     on_row: Callable[[ClusterRow], None] | None = None,
 ) -> ClusterTable:
     """Replay a trace on a fleet with each routing, pool size and shared tier.
@@ -207,6 +221,7 @@ def simulate_cluster(
         pool_sizes: of one node, in bytes; if empty, all nodes together hold the shares `LADDER` of the trace's chunks.
         routings: some of `ROUTINGS`.
         shared_sizes: bytes of the tier that all nodes share; 0 is none.
+        peers: whether nodes read from each other's pools.
         on_row: called with each finished row.
 
     Raises:
@@ -225,12 +240,13 @@ def simulate_cluster(
         raise ConfigError(f"a pool of {sizes[0]} bytes: one chunk takes {format_size(chunk_bytes)}")
     rows: list[ClusterRow] = []
     for routing in routings:
-        for shared in shared_sizes:
-            for size in sizes:
-                cluster = _Cluster(fleet, workload, size // chunk_bytes, shared // chunk_bytes, routing)
-                rows.append(cluster.replay(times, size, shared))
-                if on_row is not None:
-                    on_row(rows[-1])
+        for has_peers, shared, size in itertools.product(peers, shared_sizes, sizes):
+            cluster = _Cluster(
+                fleet, workload, size // chunk_bytes, shared // chunk_bytes, routing, has_peers=has_peers
+            )
+            rows.append(cluster.replay(times, size, shared))
+            if on_row is not None:
+                on_row(rows[-1])
     return ClusterTable(fleet, len(times), tuple(rows))
 
 
@@ -259,7 +275,16 @@ def _copied(requests: list[TraceRequest], copies: int) -> list[TraceRequest]:
 class _Cluster:
     """Nodes, their router and the shared tier during one replay."""
 
-    def __init__(self, fleet: Cluster, workload: Workload, pool_chunks: int, tier_chunks: int, routing: str) -> None:
+    def __init__(
+        self,
+        fleet: Cluster,
+        workload: Workload,
+        pool_chunks: int,
+        tier_chunks: int,
+        routing: str,
+        *,
+        has_peers: bool,
+    ) -> None:
         self._fleet = fleet
         self._workload = workload
         self._routing = routing
@@ -267,14 +292,17 @@ class _Cluster:
         self._free_at = [0.0] * fleet.num_engines  # seconds
         self._pools = [_Chunks(pool_chunks) for _ in range(fleet.num_nodes)]
         self._tier = _Chunks(tier_chunks)
-        # By chunk: the nodes that hold it or, with engine-aware routing, the engines that stored it.
-        self._holders: list[set[int]] = [set() for _ in workload.digests]
+        self._has_peers = has_peers
+        self._network_free_at = [0.0] * fleet.num_nodes
+        self._holders: list[set[int]] = [set() for _ in workload.digests]  # by chunk: the nodes that hold it
+        # By chunk: the engines that stored it, whether or not it was evicted, for engine-aware routing.
+        self._writers: list[set[int]] = [set() for _ in workload.digests] if routing == ENGINE_AWARE else []
 
     def replay(self, times: Sequence[float], pool_bytes: int, shared_bytes: int) -> ClusterRow:
         """Serve all requests, which arrive at `times` in seconds; return the cluster's hit rates and times."""
-        fleet, holders, is_engine_aware = self._fleet, self._holders, self._routing == ENGINE_AWARE
+        fleet, holders = self._fleet, self._holders
         num_cold = int(len(times) * _WARM_UP)
-        num_tokens = pool_tokens = tier_tokens = 0
+        num_tokens = pool_tokens = tier_tokens = peer_tokens = 0
         waits: list[float] = []
         for number, (now, length, path) in enumerate(
             zip(times, self._workload.lengths, self._workload.paths, strict=True)
@@ -283,20 +311,27 @@ class _Cluster:
             engine = self._choose(now, length, path, most)
             node = engine // fleet.engines_per_node
             from_pool = min(self._pools[node].num_leading(path), most)
-            from_tier = min(self._tier.num_leading(path), most) - from_pool if self._tier.capacity else 0
-            found = from_pool * BLOCK_TOKENS, max(0, from_tier) * BLOCK_TOKENS
-            self._free_at[engine] = max(now, self._free_at[engine]) + fleet.seconds(length, *found)
+            start = max(now, self._free_at[engine])
+            from_peer, begins = (
+                self._read_from_peer(start, node, path, from_pool, most) if self._has_peers else (0, start)
+            )
+            found = from_pool + from_peer
+            from_tier = max(0, min(self._tier.num_leading(path), most) - found) if self._tier.capacity else 0
+            from_network = (from_peer + from_tier) * BLOCK_TOKENS
+            self._free_at[engine] = begins + fleet.seconds(length, from_pool * BLOCK_TOKENS, from_network)
             if number >= num_cold:
                 num_tokens += length
-                pool_tokens += found[0]
-                tier_tokens += found[1]
+                pool_tokens += from_pool * BLOCK_TOKENS
+                tier_tokens += from_tier * BLOCK_TOKENS
+                peer_tokens += from_peer * BLOCK_TOKENS
                 waits.append(self._free_at[engine] - now)
             stored, evicted = self._pools[node].use(path)
             for chunk in stored:
-                holders[chunk].add(engine if is_engine_aware else node)
-            if not is_engine_aware:
-                for chunk in evicted:
-                    holders[chunk].discard(node)
+                holders[chunk].add(node)
+                if self._writers:
+                    self._writers[chunk].add(engine)
+            for chunk in evicted:
+                holders[chunk].discard(node)
             if self._tier.capacity:
                 self._tier.use(path)
         waits.sort()
@@ -304,11 +339,38 @@ class _Cluster:
             self._routing,
             pool_bytes,
             shared_bytes,
-            (pool_tokens + tier_tokens) / num_tokens if num_tokens else 0.0,
+            self._has_peers,
+            (pool_tokens + peer_tokens + tier_tokens) / num_tokens if num_tokens else 0.0,
             tier_tokens / num_tokens if num_tokens else 0.0,
+            peer_tokens / num_tokens if num_tokens else 0.0,
             sum(waits) / len(waits) if waits else 0.0,
             waits[int(len(waits) * 0.99)] if waits else 0.0,
         )
+
+    def _read_from_peer(
+        self, start: float, node: int, path: Sequence[int], in_pool: int, most: int
+    ) -> tuple[int, float]:
+        """Return the chunks that a peer brings behind those of the pool, and when they begin to move.
+
+        Return none if computing them takes no longer.
+        """
+        sources, end = set[int](), in_pool
+        while end < most:
+            others = self._holders[path[end]] - {node}
+            others = others if end == in_pool else sources & others
+            if not others:
+                break
+            sources, end = others, end + 1
+        if not sources:
+            return 0, start
+        free_at, tokens = self._network_free_at, (end - in_pool) * BLOCK_TOKENS
+        source = min(sources, key=free_at.__getitem__)
+        begins = max(start, free_at[source], free_at[node])
+        ends = begins + self._fleet.network_seconds(tokens)
+        if ends - start > tokens / self._fleet.prefill_tokens_per_second:
+            return 0, start
+        free_at[source] = free_at[node] = ends
+        return end - in_pool, begins
 
     def _choose(self, now: float, length: int, path: Sequence[int], most: int) -> int:
         """Return the engine that the router chooses for a prompt."""
@@ -337,8 +399,9 @@ class _Cluster:
         """Return for each engine the leading chunks of a prompt that the router expects there, without zeros."""
         holders: set[int] | None = None
         depths: dict[int, int] = {}
+        known = self._writers or self._holders
         for depth, chunk in enumerate(path, 1):
-            holders = self._holders[chunk] if holders is None else holders & self._holders[chunk]
+            holders = known[chunk] if holders is None else holders & known[chunk]
             if not holders:
                 break
             depths.update(dict.fromkeys(holders, depth))

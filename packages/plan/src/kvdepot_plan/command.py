@@ -80,6 +80,11 @@ def add_replay(commands: Any, common: argparse.ArgumentParser, json_output: argp
         help="sizes of a tier that all nodes share, e.g. 0,4TiB,unlimited (default 0: none)",
     )
     cluster.add_argument(
+        "--p2p",
+        action="store_true",
+        help="compare with nodes that read from each other's pools, as with serve --peers",
+    )
+    cluster.add_argument(
         "--copies",
         type=count_argument,
         default=1,
@@ -97,7 +102,7 @@ def add_replay(commands: Any, common: argparse.ArgumentParser, json_output: argp
 def _replay(options: argparse.Namespace) -> int:
     from kvdepot_plan.trace import read_trace
 
-    for option in ("plot", "nodes", "shared", "routing"):
+    for option in ("plot", "nodes", "shared", "routing", "p2p"):
         if getattr(options, option) and not options.simulate:
             raise ConfigError(f"--{option} needs --simulate")
     if options.simulate:
@@ -128,7 +133,7 @@ def _simulate_pool(options: argparse.Namespace) -> "SimulationTable":
     from kvdepot_plan.simulate import parse_pool_sizes, simulate
     from kvdepot_plan.trace import read_trace
 
-    for option in ("shared", "routing"):
+    for option in ("shared", "routing", "p2p"):
         if getattr(options, option):
             raise ConfigError(f"--{option} needs --nodes")
     return simulate(
@@ -160,5 +165,6 @@ def _simulate_nodes(options: argparse.Namespace) -> "ClusterTable":
         parse_pool_sizes(options.pool_size) if options.pool_size else (),
         cluster.parse_routings(options.routing) if options.routing else cluster.ROUTINGS,
         cluster.parse_shared_sizes(options.shared or "0"),
+        (False, True) if options.p2p else (False,),
         on_row=lambda row: print(f"{row.name}: {row.hit_rate:.1%}", file=sys.stderr),
     )
