@@ -78,7 +78,7 @@ class Cluster:
         return extent_size(max(1, round(BLOCK_TOKENS * self.bytes_per_token)))
 
     def seconds(self, num_tokens: int, pool_tokens: int, network_tokens: int) -> float:
-        """Return the seconds for a prompt: pool tokens first, then those of a peer or the tier, the rest computed."""
+        """Return the seconds for a prompt: pool tokens first, then tokens of a peer or the tier, the rest computed."""
         return (
             (num_tokens - pool_tokens - network_tokens) / self.prefill_tokens_per_second
             + pool_tokens * self.bytes_per_token / _POOL_BYTES_PER_SECOND
@@ -350,7 +350,7 @@ class _Cluster:
     def _read_from_peer(
         self, start: float, node: int, path: Sequence[int], in_pool: int, most: int
     ) -> tuple[int, float]:
-        """Return the chunks that a peer brings behind those of the pool, and when they begin to move.
+        """Return how many chunks a peer brings behind the pool's, and when they begin to move.
 
         Return none if computing them takes no longer.
         """
