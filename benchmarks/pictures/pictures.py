@@ -27,11 +27,11 @@ class _Picture:
 
 PICTURES: Final = {
     "serve": _Picture("Mean time to the first token, vLLM's own client", "ms", "no depot"),
-    "hand-over": _Picture("In units of one engine's time, of one prompt's tokens"),
-    "transfers": _Picture("Stores: ratio to memcpy, by block, chunk, threads"),
+    "hand-over": _Picture("Ratio to one engine's time, or to one prompt's tokens; less is better"),
+    "transfers": _Picture("Stores, as a ratio to memcpy, by block, chunk, threads; more is better"),
     "lookups": _Picture("Median time of a lookup of 128k tokens", "ms"),
     "vllm-h200": _Picture(
-        "Time to the first token of 10,000 tokens, vLLM on an H200", "ms", "computed|vLLM's", "devices.md"
+        "Time to the first token of 10,000 tokens, vLLM on an H200, first run", "ms", "computed|vLLM's", "devices.md"
     ),
 }
 

@@ -143,6 +143,7 @@ def test_the_table_and_the_plot_name_every_row() -> None:
     ElementTree.fromstring(table.plot())
     assert "kv-aware + unlimited" in table.plot()
     assert "sticky + peers<" in simulate_cluster(conversations(3, 3), Cluster(2), (), (STICKY,), peers=(True,)).plot()
+    assert " s</text>" in table.plot(), "times, because the routing that finds most is not the fastest"
 
 
 def test_arguments_that_cannot_be_are_named() -> None:

@@ -164,21 +164,24 @@ class ClusterTable:
         )
 
     def plot(self) -> str:
-        """Return an SVG of hit rate against the pool of a node."""
+        """Return an SVG of the mean time to the first token against the pool of a node.
+
+        Not of the hit rate: a router that keeps conversations on busy nodes finds most, and serves them late.
+        """
         kinds = dict.fromkeys((row.routing, row.has_peers, row.shared_bytes) for row in self.rows)
         curves = [
             (
                 " + ".join([routing, *(["peers"] if has_peers else []), *([_shared_name(shared)] if shared else [])]),
                 sorted(
-                    (row.pool_bytes, row.hit_rate)
+                    (row.pool_bytes, row.mean_seconds)
                     for row in self.rows
                     if (row.routing, row.has_peers, row.shared_bytes) == (routing, has_peers, shared)
                 ),
             )
             for routing, has_peers, shared in kinds
         ]
-        title = f"{self.num_requests:,} requests on {self.fleet.num_nodes} nodes: share of the prompt tokens found"
-        return curves_as_svg(title, curves, "pool of one node")
+        title = f"{self.num_requests:,} requests on {self.fleet.num_nodes} nodes: mean time to the first token"
+        return curves_as_svg(title, curves, "pool of one node", height_text="{:.1f} s".format)
 
 
 def parse_routings(text: str) -> tuple[str, ...]:

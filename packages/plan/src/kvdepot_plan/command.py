@@ -42,7 +42,10 @@ def add_replay(commands: Any, common: argparse.ArgumentParser, json_output: argp
         "--pool-size", metavar="SIZE", help="size of the pool (default 1GiB); with --simulate a list, e.g. 64GiB,256GiB"
     )
     replay.add_argument(
-        "--plot", type=Path, metavar="FILE", help="with --simulate: draw hit rate against pool size as an SVG"
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="with --simulate: draw hit rate against pool size as an SVG; with --nodes, the time to the first token",
     )
     replay.add_argument(
         "--session-ends",

@@ -1,4 +1,4 @@
-"""Draws SVGs of rates as curves, as in `kvdepot replay TRACE --simulate --plot FILE`."""
+"""Draws SVGs of curves, as in `kvdepot replay TRACE --simulate --plot FILE`."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -14,6 +14,7 @@ _HEIGHT: Final = 400
 _LEFT: Final = 60
 _TOP: Final = 40
 _BOTTOM: Final = 60
+_STEPS: Final = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 _LETTER: Final = 7  # width of a wide letter
 _COLORS: Final = (
     "#1b6fb5",
@@ -67,8 +68,9 @@ def curves_as_svg(
     label: str = "size of the pool",
     text: Callable[[float], str] = lambda size: format_size(int(size)),
     scale: Callable[[float], float] = math.log,
+    height_text: Callable[[float], str] = "{:.0%}".format,
 ) -> str:
-    """Return an SVG of rates as curves over pool sizes or other values.
+    """Return an SVG of rates or times as curves over pool sizes or other values.
 
     Args:
         title: text above the picture.
@@ -76,10 +78,11 @@ def curves_as_svg(
         label: text below the picture: the meaning of the values.
         text: formats a value.
         scale: maps a value to its distance on the axis.
+        height_text: formats a rate or a time.
     """
     sizes = sorted({size for _, points in curves for size, _ in points})
     most = max((rate for _, points in curves for _, rate in points), default=0.0)
-    step = next(step for step in (0.01, 0.02, 0.05, 0.1, 0.2) if most <= 5 * step or step == 0.2)
+    step = next(step for step in _STEPS if most <= 5 * step or step == _STEPS[-1])
     num_steps = max(1, math.ceil(round(most / step, 6)))
     top = step * num_steps
     right = 40 + _LETTER * max(len(name) for name, _ in curves)
@@ -97,7 +100,7 @@ def curves_as_svg(
         rate = step * number
         parts.append(
             f'<path d="M{_LEFT} {y(rate):.1f}H{_WIDTH - right}" class="grid"/>'
-            f'<text x="{_LEFT - 8}" y="{y(rate) + 4:.1f}" text-anchor="end">{rate:.0%}</text>'
+            f'<text x="{_LEFT - 8}" y="{y(rate) + 4:.1f}" text-anchor="end">{height_text(rate)}</text>'
         )
     for size in sizes:
         parts.append(
