@@ -100,3 +100,11 @@ def test_it_takes_the_flags_of_every_command_and_says_in_a_sentence_what_it_does
     with pytest.raises(SystemExit):
         make_parser().parse_args(["replay", "--help"])
     assert capsys.readouterr().out.split("\n\n")[1].endswith(".")
+
+
+def test_the_cost_of_a_tier_is_told_for_both_demotions(trace: str) -> None:
+    cost = run_json("tier", "cost", "s3://bucket/kv", trace, "--nodes", "2", "--prices", "put=1")
+    assert [bill["demote"] for bill in cost["bills"]] == ["store", "reuse"]
+    assert cost["prices"]["put"] == 1.0
+    assert cost["bills"][0]["puts"] > cost["bills"][1]["puts"] > 0
+    assert "name one" in refused("tier", "cost", "s3://bucket/kv", trace, "--routing", "random,sticky")

@@ -162,7 +162,7 @@ def help_of(*command: str) -> str:
 def names_in_help(*group: str) -> list[str]:
     """Return the commands of the core in a help; none if it is of a single command."""
     names = re.findall(r"^    (\w+) ", help_of(*group), re.MULTILINE)
-    return [name for name in names if name not in KNOWN_COMMANDS]
+    return [name for name in names if not any(name in known for known in KNOWN_COMMANDS.values())]
 
 
 def commands(*group: str) -> Iterator[list[str]]:

@@ -38,7 +38,7 @@ UNLIMITED: Final = 1 << 62  # bytes of a shared tier that evicts nothing
 PREFILL_TOKENS_PER_SECOND: Final = 10_000.0  # an 8B model on one H100, rounded
 _POOL_BYTES_PER_SECOND: Final = 52e9  # from host memory to one GPU over PCIe 5 x16
 _NETWORK_BYTES_PER_SECOND: Final = 10e9  # a network of 100 Gbit/s
-_WARM_UP: Final = 0.2  # share of the requests that fill the pools and are not counted
+WARM_UP: Final = 0.2  # share of the requests that fill the pools and are not counted
 _SAMPLE: Final = 4  # engines drawn to compare their loads: enough to avoid the busiest
 _SPREAD_MS: Final = (
     600_000.0  # copies of a trace begin at random times within ten minutes, so that no requests coincide
@@ -88,6 +88,16 @@ class Cluster:
     def network_seconds(self, num_tokens: int) -> float:
         """Return the seconds in which an adapter moves the KV of tokens."""
         return num_tokens * self.bytes_per_token / _NETWORK_BYTES_PER_SECOND
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt that was served, with its chunks."""
+
+    num_chunks: int
+    in_pool: int  # leading chunks, with those of a peer
+    from_tier: int  # chunks after them
+    written: int  # to the tier, the last ones that may be written
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +168,7 @@ class ClusterTable:
         ]
         return (
             f"{self.num_requests:,} requests on {self.fleet.num_nodes} nodes with"
-            f" {self.fleet.num_engines:,} engines, the first {_WARM_UP:.0%} not counted\n"
+            f" {self.fleet.num_engines:,} engines, the first {WARM_UP:.0%} not counted\n"
             "hits: share of the prompt tokens; mean and p99: time to the first token at"
             f" {self.fleet.prefill_tokens_per_second:,.0f} computed tokens a second\n\n" + as_table(cells)
         )
@@ -184,7 +194,7 @@ class ClusterTable:
         return curves_as_svg(title, curves, "pool of one node", height_text="{:.1f} s".format)
 
 
-def parse_routings(text: str) -> tuple[str, ...]:
+def parse_routings(text: str) -> Sequence[str]:
     """Return the routings in a list like "sticky,kv-aware".
 
     Raises:
@@ -231,7 +241,7 @@ def simulate_cluster(
         ConfigError: a pool is smaller than one chunk.
         TraceError: there is nothing to replay, or `requests` raised it.
     """
-    arrivals = _copied(list(requests), fleet.copies)
+    arrivals = copied(list(requests), fleet.copies)
     workload = Workload.of(arrivals)
     if not workload.digests:
         raise TraceError("the trace has no requests with blocks")
@@ -244,7 +254,7 @@ def simulate_cluster(
     rows: list[ClusterRow] = []
     for routing in routings:
         for has_peers, shared, size in itertools.product(peers, shared_sizes, sizes):
-            cluster = _Cluster(
+            cluster = ClusterReplay(
                 fleet, workload, size // chunk_bytes, shared // chunk_bytes, routing, has_peers=has_peers
             )
             rows.append(cluster.replay(times, size, shared))
@@ -253,7 +263,7 @@ def simulate_cluster(
     return ClusterTable(fleet, len(times), tuple(rows))
 
 
-def _copied(requests: list[TraceRequest], copies: int) -> list[TraceRequest]:
+def copied(requests: list[TraceRequest], copies: int) -> list[TraceRequest]:
     """Return `copies` copies of the trace, merged by time. They share only the block that begins most prompts."""
     draw = random.Random(_SEED)
     arrivals = list(requests)
@@ -275,8 +285,18 @@ def _copied(requests: list[TraceRequest], copies: int) -> list[TraceRequest]:
     return sorted(arrivals, key=attrgetter("timestamp_ms"))
 
 
-class _Cluster:
-    """Nodes, their router and the shared tier during one replay."""
+class ClusterReplay:
+    """Nodes, their router and the shared tier during one replay.
+
+    Args:
+        fleet: the nodes.
+        workload: the traffic of all nodes together.
+        pool_chunks: of one node.
+        tier_chunks: of the shared tier.
+        routing: one of `ROUTINGS`.
+        has_peers: whether nodes read from each other's pools.
+        waits_for_reuse: whether a chunk is written to the tier when a prompt finds it again, not when it is stored.
+    """
 
     def __init__(
         self,
@@ -286,7 +306,8 @@ class _Cluster:
         tier_chunks: int,
         routing: str,
         *,
-        has_peers: bool,
+        has_peers: bool = False,
+        waits_for_reuse: bool = False,
     ) -> None:
         self._fleet = fleet
         self._workload = workload
@@ -296,15 +317,25 @@ class _Cluster:
         self._pools = [_Chunks(pool_chunks) for _ in range(fleet.num_nodes)]
         self._tier = _Chunks(tier_chunks)
         self._has_peers = has_peers
+        self._waits_for_reuse = waits_for_reuse
         self._network_free_at = [0.0] * fleet.num_nodes
         self._holders: list[set[int]] = [set() for _ in workload.digests]  # by chunk: the nodes that hold it
         # By chunk: the engines that stored it, whether or not it was evicted, for engine-aware routing.
         self._writers: list[set[int]] = [set() for _ in workload.digests] if routing == ENGINE_AWARE else []
 
-    def replay(self, times: Sequence[float], pool_bytes: int, shared_bytes: int) -> ClusterRow:
-        """Serve all requests, which arrive at `times` in seconds; return the cluster's hit rates and times."""
+    def replay(
+        self,
+        times: Sequence[float],
+        pool_bytes: int,
+        shared_bytes: int,
+        on_prompt: Callable[[Prompt], None] | None = None,
+    ) -> ClusterRow:
+        """Serve all requests, which arrive at `times` in seconds; return the cluster's hit rates and times.
+
+        Call `on_prompt` after each prompt that is counted.
+        """
         fleet, holders = self._fleet, self._holders
-        num_cold = int(len(times) * _WARM_UP)
+        num_cold = int(len(times) * WARM_UP)
         num_tokens = pool_tokens = tier_tokens = peer_tokens = 0
         waits: list[float] = []
         for number, (now, length, path) in enumerate(
@@ -335,8 +366,11 @@ class _Cluster:
                     self._writers[chunk].add(engine)
             for chunk in evicted:
                 holders[chunk].discard(node)
+            written: Sequence[int] = ()
             if self._tier.capacity:
-                self._tier.use(path)
+                written, _ = self._tier.use(path[: found + from_tier] if self._waits_for_reuse else path)
+            if number >= num_cold and on_prompt is not None:
+                on_prompt(Prompt(len(path), found, from_tier, len(written)))
         waits.sort()
         return ClusterRow(
             self._routing,

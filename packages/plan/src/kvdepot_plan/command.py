@@ -1,4 +1,4 @@
-"""`kvdepot replay`: its flags, and the choice between a real depot and a simulation."""
+"""The flags of `kvdepot replay` and `kvdepot tier cost`, and the choice between a real depot and a simulation."""
 
 import argparse
 import json
@@ -100,6 +100,63 @@ def add_replay(commands: Any, common: argparse.ArgumentParser, json_output: argp
         metavar="N",
         help="tokens that an engine computes in a second (default 10000: an 8B model on an H100)",
     )
+
+
+def add_tier_cost(commands: Any, common: argparse.ArgumentParser, json_output: argparse.ArgumentParser) -> None:
+    """Add `cost` to the subparsers of `kvdepot tier`. See `kvdepot.operate.extensions`."""
+    cost = commands.add_parser(
+        "cost",
+        parents=[common, json_output],
+        help="estimate the requests, bytes and dollars of a shared object store",
+        description="Simulate a trace in Mooncake's format on nodes that share an object store, and print the requests,"
+        " bytes and dollars of a day with --demote store and reuse. The store is not asked.",
+        epilog=ASKS_NO_DEPOT,
+    )
+    cost.set_defaults(run=_cost)
+    cost.add_argument(
+        "tier", metavar="URL", help="as for serve --tier; without an endpoint, the cloud's list prices apply"
+    )
+    cost.add_argument("trace", type=Path, help="JSON lines with timestamp, input_length, output_length and hash_ids")
+    cost.add_argument("--nodes", type=count_argument, default=8, metavar="N", help="nodes that share it (default 8)")
+    cost.add_argument(
+        "--copies", type=count_argument, default=1, metavar="N", help="replay the traffic N times at once (default 1)"
+    )
+    cost.add_argument(
+        "--pool-size", type=size_argument, default=125 << 30, metavar="SIZE", help="pool of a node (default 125GiB)"
+    )
+    cost.add_argument("--routing", default="kv-aware", metavar="NAME", help="as for replay (default kv-aware)")
+    cost.add_argument(
+        "--bytes-per-token",
+        type=size_argument,
+        default=128 << 10,
+        metavar="SIZE",
+        help="size of one token (default 128KiB: an 8B model in bf16)",
+    )
+    cost.add_argument(
+        "--chunk-tokens", type=count_argument, default=64, metavar="N", help="tokens of a chunk (default 64)"
+    )
+    cost.add_argument(
+        "--prices",
+        default="",
+        metavar="LIST",
+        help="dollars, e.g. put=0.005,get=0.0004 (for 1,000), read=0 (for a GiB), month=0.023 (for a GiB kept a month)",
+    )
+
+
+def _cost(options: argparse.Namespace) -> int:
+    from kvdepot_plan import cluster, cost
+    from kvdepot_plan.trace import read_trace
+
+    prices = cost.prices_of(options.tier, options.prices)
+    fleet = cluster.Cluster(options.nodes, copies=options.copies, bytes_per_token=options.bytes_per_token)
+    routings = cluster.parse_routings(options.routing)
+    if len(routings) > 1:
+        raise ConfigError(f"--routing {options.routing}: name one")
+    bills = cost.simulate_cost(
+        read_trace(options.trace), fleet, options.pool_size, routings[0], prices, options.chunk_tokens
+    )
+    show(options, cost.bills_as_dict(bills, fleet, prices), lambda: cost.describe_bills(bills, fleet))
+    return 0
 
 
 def _replay(options: argparse.Namespace) -> int:

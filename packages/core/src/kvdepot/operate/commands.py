@@ -10,6 +10,7 @@ from msgspec.structs import fields
 from kvdepot.errors import ConfigError, reason_of_invalid
 from kvdepot.operate.cleanup import add_tier_gc
 from kvdepot.operate.commandline import as_argument, ask
+from kvdepot.operate.extensions import add_extensions
 from kvdepot.operate.operations.tiers import TIER
 from kvdepot.wire.operation import (
     Argument,
@@ -60,6 +61,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser, json_output: ar
                         further["nargs"] = "+"  # words in hex, as in the list of an HTTP body
                     _add_argument(parser, each.name, argument, each.default, **further)
     add_tier_gc(groups[TIER], common)
+    add_extensions(groups[TIER], common, json_output, TIER.name)
 
 
 def _add_argument(parser: argparse.ArgumentParser, name: str, argument: Argument, default: Any, **options: Any) -> None:

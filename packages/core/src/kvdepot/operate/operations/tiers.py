@@ -24,8 +24,9 @@ _PROBE_SECONDS: Final = DEADLINE_SECONDS + 0.25  # a probe is late after the tie
 
 TIER: Final = Group(
     "tier",
-    "add a tier to a running depot, remove one, or remove old objects from one",
-    "Add a tier to a running depot, or remove one, until the depot stops; or remove old objects from a store.",
+    "add a tier to a running depot, remove one, remove old objects from one, or estimate its cost",
+    "Add a tier to a running depot, or remove one, until the depot stops; remove old objects from a store, or estimate"
+    " its cost.",
 )
 
 
