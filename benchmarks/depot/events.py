@@ -1,34 +1,39 @@
-"""Times stores and lookups at a depot that publishes KV events and at one that does not.
+"""Measures the cost of KV events: `python benchmarks/depot/events.py`.
 
-Run `python benchmarks/depot/events.py`. Each of two depots has an engine without a model; one depot has `--events` and
-a subscriber. A round stores the same prompt at both in turn, sends its tokens to the depot with events as a connector
-does, and looks the prompt up at both. This gives three ratios: the store with events to the store without; the store
-including the sending of tokens to the store alone; and the lookups. After `--rounds`, a new pair of depots takes over,
-as the memory that a process happens to get makes it up to 15 % faster or slower than another one. Prints the quartiles
-of the pairs' medians.
+Two depots with full indexes get the traffic of `node.py`, one after the other: prompts that share nothing, so that each
+chunk is stored and evicts another. One of them publishes events to a subscriber in another process, and its engines
+describe their chunks as vLLM's connector does. Prints, for each size of chunks, the median and the quartiles of two
+ratios over the rounds: the processor time of the server's thread for a stored chunk, until its event is sent, and the
+time of a lookup that finds a whole prompt.
 """
 
 import argparse
+import itertools
 import json
+import random
 import socket
 import statistics
+import subprocess
+import sys
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any
 
-import numpy as np
-import zmq
+from node import MODELS, REQUEST_TOKENS, Link, Node, depot_for, new_prompts
 
-from kvdepot.client import SchedulerClient
-from kvdepot.client.operator import ask_depot
-from kvdepot.features.routers.feed import Description
-from kvdepot.keys import KeyRun, Namespace, hash_prefix
+from kvdepot.keys import DIGEST_BYTES
 from kvdepot.lab.bench import describe_machine
-from kvdepot.lab.engine_model import GEOMETRY_8B, EngineModel
-from kvdepot.lab.processes import DepotProcess, wait_until
-from kvdepot.operate import operations as o
+from kvdepot.wire import messages as m
 
-BLOCK_TOKENS = GEOMETRY_8B.block_tokens
+_SUBSCRIBER = """
+import sys, zmq
+subscriber = zmq.Context().socket(zmq.SUB)
+subscriber.connect(sys.argv[1])
+subscriber.subscribe(b"")
+while subscriber.poll(60_000):
+    subscriber.recv_multipart()
+"""
+_SETTLE_SECONDS = 0.1  # for the last events of a round, which are sent within 0.02 s
 
 
 def free_port() -> int:
@@ -36,99 +41,82 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-class Side:
-    """One depot with one engine."""
-
-    def __init__(self, name: str, stack: ExitStack, num_tokens: int, chunk_tokens: int, *flags: str) -> None:
-        num_blocks = num_tokens // BLOCK_TOKENS
-        size = 2 * num_blocks * GEOMETRY_8B.block_size_bytes + (64 << 20)
-        self.depot = stack.enter_context(DepotProcess(*flags, pool_size=str(size)))
-        url = self.depot.url
-        self.engine = EngineModel(name, GEOMETRY_8B, num_blocks, Namespace("bench"), url=url, chunk_tokens=chunk_tokens)
-        stack.callback(self.engine.close)
-        self.engine.wait_until_connected()
-        self.blocks = [np.random.default_rng(0).permutation(num_blocks).tolist()]
-        spec = self.engine.context.spec
-        self.client = stack.enter_context(SchedulerClient(spec, f"{name} scheduler", url=url, served_model="model"))
-        self.client.wait_until_connected(10)
-        wait_until(lambda: self.depot.status().pool_ready_bytes == self.depot.status().pool_size_bytes, 600)
-
-    def store(self, key: KeyRun, tokens: list[int]) -> tuple[float, float]:
-        """Store a prompt, then describe it if the depot wants tokens. Return the seconds until the end of each."""
-        ids = [hash((tokens[0], block)) & (1 << 63) - 1 for block in range(len(tokens) // BLOCK_TOKENS)]
-        began = time.perf_counter()
-        assert self.engine.context.submit_store("r", key, self.blocks).result()
-        stored = time.perf_counter() - began
-        if self.client.wants_tokens:
-            description = Description(bytes(32), tokens, ids)
-            self.client.post(lambda context: description.requests(context, key))
-        return stored, time.perf_counter() - began
-
-    def lookup(self, key: KeyRun) -> float:
-        """Look up a prompt. Return the seconds."""
-        began = time.perf_counter()
-        lease = self.client.lookup("r", key)
-        seconds = time.perf_counter() - began
-        assert lease.num_chunks == key.num_chunks
-        self.client.release(lease)
-        return seconds
+def store(node: Node, prompts: Sequence[bytes]) -> float:
+    """Store prompts. Return the processor seconds of the server."""
+    before = node.server_seconds()
+    counts = node.run(prompts)
+    assert not counts.found
+    time.sleep(_SETTLE_SECONDS)
+    return node.server_seconds() - before
 
 
-def measure(
-    num_tokens: int, chunk_tokens: int, rounds: int, lookups: int, rng: np.random.Generator, names: tuple[str, str]
-) -> dict[str, float]:
-    """Return the medians of the ratios for a new pair of depots, started in the order of their names."""
-    ratios: dict[str, list[float]] = {"store": [], "told": [], "lookup": []}
+def look_up(link: Link, digests: bytes) -> float:
+    """Look up a prompt. Return the seconds."""
+    began = time.perf_counter()
+    reply = link.channel.call(m.Lookup(link.context, "r", digests), 10)
+    seconds = time.perf_counter() - began
+    assert isinstance(reply, m.LookupReply)
+    assert reply.num_chunks == len(digests) // DIGEST_BYTES
+    link.channel.call(m.EndRequest(link.context, "r"), 10)
+    return seconds
+
+
+def quartiles(values: Sequence[float]) -> list[float]:
+    """Return the first quartile, the median and the third one."""
+    return [round(value, 3) for value in statistics.quantiles(values, n=4)]
+
+
+def measure(num_entries: int, chunk_tokens: int, num_rounds: int, num_prompts: int, num_lookups: int) -> None:
+    """Print the ratios for one size of chunks."""
+    num_chunks, endpoint = REQUEST_TOKENS // chunk_tokens, f"tcp://127.0.0.1:{free_port()}"
+    new = new_prompts(random.Random(0), num_chunks)
     with ExitStack() as stack:
-        endpoint = f"tcp://127.0.0.1:{free_port()}"
-        flags = {"plain": (), "events": ("--events", endpoint)}
-        sides = {name: Side(name, stack, num_tokens, chunk_tokens, *flags[name]) for name in names}
-        subscriber = stack.enter_context(zmq.Context()).socket(zmq.SUB)
-        stack.callback(subscriber.close, 0)
-        subscriber.connect(endpoint)
-        subscriber.subscribe(b"")
-        for number in range(rounds + 1):
-            tokens = rng.integers(0, 128_000, num_tokens).tolist()
-            key = hash_prefix(Namespace("bench"), chunk_tokens, tokens)
-            order = names[:: 1 if number % 2 else -1]
-            stores = {name: sides[name].store(key, tokens) for name in order}
-            times: dict[str, list[float]] = {name: [] for name in sides}
-            for turn in range(lookups):
-                for name in order[:: 1 if turn % 2 else -1]:
-                    times[name].append(sides[name].lookup(key))
-            if number:  # the first round warms up
-                ratios["store"].append(stores["events"][0] / stores["plain"][0])
-                ratios["told"].append(stores["events"][1] / stores["events"][0])
-                ratios["lookup"].append(statistics.median(times["events"]) / statistics.median(times["plain"]))
-            for side in sides.values():
-                ask_depot(o.Clear(), side.depot.url, 30)
-        told = sides["events"].depot.status().counters["chunks_described"]
-        assert told == (rounds + 1) * num_tokens // chunk_tokens, "each chunk is described once"
-    return {name: statistics.median(values) for name, values in ratios.items()}
+        plain = stack.enter_context(depot_for(num_entries))
+        publishing = stack.enter_context(depot_for(num_entries, "--events", endpoint))
+        subscriber = stack.enter_context(subprocess.Popen([sys.executable, "-c", _SUBSCRIBER, endpoint]))
+        stack.callback(subscriber.kill)
+        nodes = [
+            Node(plain, MODELS["8B"], chunk_tokens, stack),
+            Node(publishing, MODELS["8B"], chunk_tokens, stack, "model"),
+        ]
+        for node in nodes:
+            node.run(itertools.islice(new, int(1.2 * num_entries / num_chunks)))
+        times, ratios, lookups = [list[float](), list[float]()], list[float](), list[float]()
+        for number in range(num_rounds):
+            order = (0, 1) if number % 2 else (1, 0)
+            prompts = [*itertools.islice(new, num_prompts)]
+            for side in order:
+                times[side].append(store(nodes[side], prompts) / num_prompts / num_chunks)
+            ratios.append(times[1][-1] / times[0][-1])
+            links = [node.engines[0].scheduler for node in nodes]
+            seconds = [list[float](), list[float]()]
+            for turn, side in itertools.product(range(num_lookups), order):
+                seconds[side].append(look_up(links[side], prompts[-1 - turn % 4]))
+            lookups.append(statistics.median(seconds[1]) / statistics.median(seconds[0]))
+        counters = publishing.status().counters
+        assert counters["chunks_described"] >= num_rounds * num_prompts * num_chunks
+        assert counters["event_batches"] > num_rounds
+    row = {
+        "chunk_tokens": chunk_tokens,
+        "us_a_chunk": [round(statistics.median(each) * 1e6, 1) for each in times],
+        "stored": quartiles(ratios),
+        "lookup": quartiles(lookups),
+    }
+    print(json.dumps(row), flush=True)
 
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--pairs", type=int, default=8, help="of depots, one after the other")
-    parser.add_argument("--rounds", type=int, default=10, help="with each pair")
-    parser.add_argument("--lookups", type=int, default=200, help="at each depot in each round")
+    parser.add_argument("--entries", type=int, default=100_000)
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--prompts", type=int, default=40, help="of 8,000 tokens in each round (%(default)s)")
+    parser.add_argument("--lookups", type=int, default=200, help="at each depot in each round (%(default)s)")
     parser.add_argument("--chunk-tokens", type=int, nargs="*", default=[16, 64, 256])
     options = parser.parse_args()
     print(describe_machine())
-    rng = np.random.default_rng(1)
     for chunk_tokens in options.chunk_tokens:
-        num_tokens = options.tokens // chunk_tokens * chunk_tokens
-        pairs = [
-            measure(num_tokens, chunk_tokens, options.rounds, options.lookups, rng, names)
-            for names in (("plain", "events"), ("events", "plain"))
-            for _ in range(max(1, options.pairs // 2))
-        ]
-        row: dict[str, Any] = {"tokens": num_tokens, "chunk_tokens": chunk_tokens, "pairs": len(pairs)}
-        for name in ("store", "told", "lookup"):
-            row[name] = [round(value, 3) for value in statistics.quantiles([pair[name] for pair in pairs], n=4)]
-        print(json.dumps(row), flush=True)
+        measure(options.entries, chunk_tokens, options.rounds, options.prompts, options.lookups)
 
 
 if __name__ == "__main__":

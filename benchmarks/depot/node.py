@@ -25,6 +25,7 @@ from typing import Final
 from kvdepot.client.connection import Connection
 from kvdepot.client.session import Channel
 from kvdepot.client.transfers import BATCH_BYTES
+from kvdepot.features.routers.messages import MAXIMUM_DESCRIBED_CHUNKS, MAXIMUM_DESCRIBED_TOKENS, DescribeChunks
 from kvdepot.keys import DIGEST_BYTES
 from kvdepot.lab.bench import ENTRY_BYTES, describe_machine
 from kvdepot.lab.processes import DepotProcess, wait_until
@@ -38,6 +39,8 @@ NUM_DOCUMENTS: Final = 32  # beginnings that requests share
 AT_ONCE: Final = 4  # requests, while the processor time is measured
 SHARE_OF_A_CORE: Final = 0.8  # above it, requests begin to wait for each other
 _PATIENT_SECONDS: Final = 30.0
+BLOCK_TOKENS: Final = 16  # of vLLM on GPUs
+_SOME_TOKENS: Final = random.Random(0).randbytes(4 * MAXIMUM_DESCRIBED_TOKENS)
 _ROOT: Final = bytes(DIGEST_BYTES)  # the first chunk has no parent
 
 
@@ -79,9 +82,12 @@ class Engine:
         model: its model.
         chunk_tokens: tokens of a chunk.
         stack: closes the connections.
+        served_model: the name under which routers know the model. If given, the chunks are described to them.
     """
 
-    def __init__(self, name: str, url: str, model: Model, chunk_tokens: int, stack: ExitStack) -> None:
+    def __init__(
+        self, name: str, url: str, model: Model, chunk_tokens: int, stack: ExitStack, served_model: str = ""
+    ) -> None:
         plane = Plane(1, model.num_parts)
         shape = m.GroupShape(GroupKind.FULL_ATTENTION, chunk_tokens, heads=plane.heads)
         spec = m.CacheSpec(chunk_tokens, (shape,), "bfloat16", "node")
@@ -91,7 +97,9 @@ class Engine:
             stack.callback(connection.close)
             return connection
 
-        self.scheduler = Link(connect(m.RegisterScheduler(m.PROTOCOL_VERSION, name, "node", spec)))
+        scheduler = m.RegisterScheduler(m.PROTOCOL_VERSION, name, "node", spec, served_model=served_model)
+        self.scheduler = Link(connect(scheduler))
+        self._described_tokens = chunk_tokens if served_model else 0
         self.stores: list[Link] = []
         self.retrieves: list[Link] = []
         for rank in range(model.num_ranks):
@@ -120,6 +128,8 @@ class Engine:
         (reply,) = yield [(self.scheduler, lookup)]
         assert isinstance(reply, m.LookupReply)
         found = reply.num_chunks
+        if self._described_tokens:
+            self._describe(digests, found)
         for start in range(0, found, self._retrieve_chunks):
             stop = min(start + self._retrieve_chunks, found)
             batch = digests[start * DIGEST_BYTES : stop * DIGEST_BYTES]
@@ -150,6 +160,26 @@ class Engine:
         counts.chunks += total
         counts.found += found
 
+    def _describe(self, digests: bytes, first: int) -> None:
+        """Send the tokens of the chunks that will be stored, and ids of their blocks."""
+        tokens, blocks = self._described_tokens, max(1, self._described_tokens // BLOCK_TOKENS)
+        ids = [digests[start + 8 : start + 16] for start in range(0, len(digests), DIGEST_BYTES) for _ in range(blocks)]
+        most = max(1, min(MAXIMUM_DESCRIBED_CHUNKS, MAXIMUM_DESCRIBED_TOKENS // tokens))
+        for start in range(first, len(digests) // DIGEST_BYTES, most):
+            batch = digests[start * DIGEST_BYTES : (start + most) * DIGEST_BYTES]
+            num_tokens = len(batch) // DIGEST_BYTES * tokens
+            before = ids[start * blocks - 1] if start else b""
+            message = DescribeChunks(
+                self.scheduler.context,
+                _ROOT,
+                batch,
+                start,
+                _SOME_TOKENS[: 4 * num_tokens],
+                b"".join(ids[start * blocks : (start + most) * blocks]),
+                before,
+            )
+            self.scheduler.channel.post(message)
+
 
 @dataclass(slots=True)
 class Counts:
@@ -169,13 +199,17 @@ class Node:
         model: the model of all engines.
         chunk_tokens: tokens of a chunk.
         stack: closes the connections.
+        served_model: as in `Engine`.
     """
 
-    def __init__(self, depot: DepotProcess, model: Model, chunk_tokens: int, stack: ExitStack) -> None:
+    def __init__(
+        self, depot: DepotProcess, model: Model, chunk_tokens: int, stack: ExitStack, served_model: str = ""
+    ) -> None:
         names = [f"engine-{number}" for number in range(NUM_WORKERS // model.num_ranks)]
-        engines = [Engine(name, depot.url, model, chunk_tokens, stack) for name in names]
+        engines = [Engine(name, depot.url, model, chunk_tokens, stack, served_model) for name in names]
         self.seconds: defaultdict[str, list[float]] = defaultdict(list)  # until the reply, by kind of message
         self._depot = depot
+        self.engines = engines
         self._next = itertools.cycle(engines)
         self._links: dict[int, Link] = {}
         self._poller = select.epoll()
@@ -310,9 +344,9 @@ def of_trace(path: Path, chunk_tokens: int) -> Iterator[bytes]:
 # --- figures ----------------------------------------------------------------------------------------------------------
 
 
-def depot_for(num_entries: int) -> DepotProcess:
+def depot_for(num_entries: int, *flags: str) -> DepotProcess:
     """Start a depot with room for that many entries, and wait until its pool is ready."""
-    depot = DepotProcess("--max-entries", str(num_entries), pool_size=str(num_entries * ENTRY_BYTES))
+    depot = DepotProcess("--max-entries", str(num_entries), *flags, pool_size=str(num_entries * ENTRY_BYTES))
     wait_until(lambda: depot.status().pool_ready_bytes == depot.status().pool_size_bytes, 600)
     return depot
 

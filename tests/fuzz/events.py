@@ -33,7 +33,9 @@ class _Port:
         assert holdings is not None
         for request in description(_RUN, 1).requests(0, _RUN):
             found = visibility.find_run(bench.index.spaces[0], request.digests, request.first_chunk)
-            assert holdings.describe(bench.index.spaces[0], MODEL, request, *found)
+            text = holdings.read(bench.index.spaces[0], MODEL, request)
+            assert text is not None
+            assert holdings.describe(text, request.digests, *found)
         events, replay = (f"ipc://{FOLDER}/{name}" for name in ("events", "replay"))
         self._publisher = EventPublisher(context, holdings, events, replay, Numbers(), clock=lambda: self._now)
 

@@ -2,6 +2,7 @@
 
 import random
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,6 +22,11 @@ NAMESPACE: Final = bytes(range(32))
 MODEL: Final = "served"
 kept: list[object] = []
 FLAGS: Final = ("--events", "tcp://127.0.0.1:0", "--events-replay", "tcp://127.0.0.1:0")
+
+
+def plain(events: Sequence[object]) -> list[dict[str, Any]]:
+    """Return events as subscribers decode them."""
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(events))
 
 
 def events_of(payload: bytes) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ import zmq
 from kvdepot.client.operator import ask_depot
 from kvdepot.config import ServerConfig
 from kvdepot.errors import ConfigError, ErrorCode, RemoteError
-from kvdepot.features.routers.desk import NewsDesk, _bytes_of  # pyright: ignore[reportPrivateUsage]
+from kvdepot.features.routers.desk import NewsDesk, _Early  # pyright: ignore[reportPrivateUsage]
 from kvdepot.features.routers.events import END, EventPublisher, _joined, check_endpoint  # pyright: ignore[reportPrivateUsage]
 from kvdepot.features.routers.feed import Description
 from kvdepot.features.routers.holdings import Holdings
@@ -43,6 +43,7 @@ from support.events import (
     events_of,
     ids_of,
     kept,
+    plain,
     tokens_of,
 )
 from support.index import HYBRID, PLAIN, SHARDED, Bench
@@ -238,7 +239,10 @@ def test_descriptions_that_wait_for_their_chunks_are_bounded(monkeypatch: pytest
     described.bench.worker()
     space, runs = described.bench.index.spaces[0], [chunks(2, name) for name in range(4)]
     requests = [next(description(run, 1).requests(0, run)) for run in runs]
-    monkeypatch.setattr("kvdepot.features.routers.desk.MOST_EARLY_BYTES", 3 * _bytes_of(requests[0]))
+    text = described.holdings.read(space, MODEL, requests[0])
+    assert text is not None
+    each = _Early(space, MODEL, requests[0], text).num_bytes
+    monkeypatch.setattr("kvdepot.features.routers.desk.MOST_EARLY_BYTES", 3 * each)
     scheduler = SimpleNamespace(space=space, served_model=MODEL)
     for request in (*requests, requests[3]):
         assert desk.describe(scheduler, request).count == 0  # type: ignore[arg-type]
@@ -284,7 +288,8 @@ class Described:
     def describe(self, request: DescribeChunks, model: str = MODEL) -> int:
         space = self.bench.index.spaces[0]
         above, nodes = self.bench.index.visibility.find_run(space, request.digests, request.first_chunk)
-        return self.holdings.describe(space, model, request, above, nodes)
+        text = self.holdings.read(space, model, request)
+        return 0 if text is None else self.holdings.describe(text, request.digests, above, nodes)
 
     def store(self, run: KeyRun, model: str = MODEL) -> int:
         self.bench.worker().store(run)
@@ -327,7 +332,7 @@ class Published(Described):
 def follow(reader: Reader, view: View, most: int = 100) -> View:
     """Take all events of a reader."""
     while reader.has_more:
-        for event in msgspec.to_builtins(reader.take(most)):
+        for event in plain(reader.take(most)):
             view.take(event)
     return view
 
@@ -348,6 +353,83 @@ def test_chunks_of_two_tenants_with_the_same_ids_leave_with_the_last_one() -> No
             assert bench.index.evictor.evict(space.nodes[run.digests[start : start + 32]])
         assert follow(reader, view).found == rest
     described.check_integrity()
+
+
+def test_chunks_of_a_second_tenant_appear_once_those_of_the_first_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvdepot.features.routers.holdings.COUNTED_AT_ONCE", 2)
+    described, view = Described(), View()
+    bench, reader = described.bench, described.reader()
+    worker, runs = bench.worker(), [chunks(3, name) for name in range(4)]
+
+    def describe(run: int, tenant: int, first_id: int) -> int:
+        names = range(first_id, first_id + 3)
+        num_new = described.describe(next(Description(bytes([tenant]) * 32, [1] * 3, names).requests(0, runs[run])))
+        described.check_integrity()
+        return num_new
+
+    def evict(run: int, chunk: int) -> set[int]:
+        key = runs[run].digests[chunk * 32 : (chunk + 1) * 32]
+        assert bench.index.evictor.evict(bench.index.spaces[0].nodes[key])
+        described.check_integrity()
+        return {*follow(reader, view).found}
+
+    for run in runs:
+        worker.store(run)
+    assert [describe(0, 1, 10), describe(1, 1, 20), describe(2, 2, 10)] == [3, 3, 0]
+    assert evict(0, 2) == {10, 11, 20, 21, 22}, "it is not counted again"
+    assert evict(1, 2) == {10, 11, 20, 21}, "it is not counted yet"
+    assert [describe(3, 1, 30), describe(2, 2, 10)] == [3, 0]
+    assert next(tries for tries in range(2, 9) if describe(2, 2, 10) == 3) <= 6
+    assert evict(2, 2) == {10, 11, 20, 21, 30, 31, 32}
+    assert [evict(0, 1), evict(2, 1)] == [{10, 11, 20, 21, 30, 31, 32}, {10, 20, 21, 30, 31, 32}]
+
+
+def test_a_restart_finds_the_descriptions_of_two_tenants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, runs = tmp_path / TOKENS_FILE, [chunks(3, name) for name in range(4)]
+    requests = [
+        next(Description(bytes([number % 2]) * 32, [1] * 3, [1, 2, 3]).requests(0, run))
+        for number, run in enumerate(runs)
+    ]
+
+    def start(file: TokensFile) -> Described:
+        described = Described()
+        for run in runs:
+            described.bench.worker().store(run)
+        depot_of = described.bench.depot
+        desk = NewsDesk(depot_of.state, described.holdings, depot_of.background.queue(1))
+        desk.keep_in(file)
+        desk.restore()
+        depot_of.background.work()
+        for request in requests:
+            desk.describe(SimpleNamespace(space=described.bench.index.spaces[0], served_model=MODEL), request)  # type: ignore[arg-type]
+        file.close()
+        return described
+
+    start(TokensFile.create(path))
+    size = path.stat().st_size
+    monkeypatch.setattr("kvdepot.features.routers.holdings.COUNTED_AT_ONCE", 1)
+    requests, described = [], start(TokensFile.open(path))
+    described.check_integrity()
+    assert described.holdings.num_bytes == 4 * 3 * (4 + 8)
+    assert path.stat().st_size == size
+
+
+def test_a_prompt_whose_parts_become_visible_out_of_order_is_described() -> None:
+    described, run = Described(), chunks(100)
+    bench = described.bench = Bench(pages=256, num_records=256, holdings=described.holdings)
+    desk = NewsDesk(bench.depot.state, described.holdings, bench.depot.background.queue(1))
+    worker, parts = bench.worker(), [run.slice(start, start + 10) for start in range(0, 100, 10)]
+    (request,) = description(run, 1).requests(0, run)
+    who = SimpleNamespace(space=bench.index.spaces[0], served_model=MODEL)
+    assert desk.describe(who, request).count == 0  # type: ignore[arg-type]
+    tickets = [worker.prepare(part) for part in parts]
+    found: list[int] = []
+    for number in (0, 2, 3, 1, *range(5, 10), 4):
+        worker.commit(tickets[number])
+        desk.stored(who.space, parts[number].digests)
+        described.check_integrity()
+        found.append(described.holdings.num_bytes // 12)
+    assert found == [10, 10, 10, 40, 40, 40, 40, 40, 40, 100]
 
 
 def test_tokens_beyond_the_bound_are_declined() -> None:
@@ -391,7 +473,7 @@ def test_random_traffic_announces_exactly_what_can_be_found(groups: tuple[m.Grou
                 reader.restart()
             if rng.random() < 0.7:
                 while reader.has_more:
-                    for event in msgspec.to_builtins(reader.take(rng.choice((1, 3, 1000)))):
+                    for event in plain(reader.take(rng.choice((1, 3, 1000)))):
                         view.take(event)
                         num_told += 1
                 assert view.reached() == expected
@@ -419,7 +501,7 @@ def test_a_follower_that_is_far_behind_starts_again(monkeypatch: pytest.MonkeyPa
     view, is_first = View(), True
     view.found = {1, 2, 3}
     while reader.has_more:
-        for event in msgspec.to_builtins(reader.take(3)):
+        for event in plain(reader.take(3)):
             assert not is_first or event["type"] == "AllBlocksCleared"
             is_first = False
             view.take(event)

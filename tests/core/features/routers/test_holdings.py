@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvdepot.features.routers.ids import IdCounts
-from kvdepot.features.routers.shelves import POOL, Family, Run, Shelf, spans
+from kvdepot.features.routers.shelves import ALL_NODES, Family, Run, Shelf, spans
 
 BLOCK_TOKENS = 16
 
@@ -56,9 +56,10 @@ def test_spans_are_maximal_and_cover_all_flags(flags: list[bool]) -> None:
 def test_changes_of_a_run_that_others_hold_in_part_say_which_chunks_are_public() -> None:
     shelf = Shelf("topic")
     run = run_of(family_of(shelf), [1, 2, 3, 4, 5])
-    shelf.show(run_of(run.family, [3]), 0, 1, POOL)
-    shelf.show(run, 1, 5, POOL)
-    shelf.hide(run, 1, 5, POOL)
+    shelf.num_counted = ALL_NODES
+    shelf.show(run_of(run.family, [3]), 0, 1, [9])
+    shelf.show(run, 1, 5, [4, 5, 6, 7])
+    shelf.hide(run, 1, 5, [4, 5, 6, 7])
     shown, hidden = shelf.log[1:4], shelf.log[4:]
     assert [(first, stop, is_public) for _, first, stop, _, _, is_public in shown] == [
         (1, 2, True),

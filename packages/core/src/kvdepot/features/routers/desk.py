@@ -2,21 +2,20 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, TypeVar
+from typing import Final
 
 import msgspec
-from msgspec import structs
 
 from kvdepot.counting import depot_counter
 from kvdepot.errors import ErrorCode, KeyFormatError
 from kvdepot.features.routers.holdings import Holdings
 from kvdepot.features.routers.messages import AwaitNews, DescribeChunks, News
 from kvdepot.features.routers.reader import Reader
-from kvdepot.features.routers.shelves import ID_BYTES
+from kvdepot.features.routers.shelves import Run
 from kvdepot.features.routers.tokens import TokensFile
-from kvdepot.index.tree import NO_NODE, Space
+from kvdepot.index.tree import Space
 from kvdepot.keys import digest_at, num_digests, slice_digests
 from kvdepot.server.contexts import Context
 from kvdepot.server.state import DepotState
@@ -24,8 +23,6 @@ from kvdepot.server.turns import Refused, Steps, Turns
 from kvdepot.wire import messages as m
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T", bytes, tuple[object, ...])
 
 _decoder: Final = msgspec.msgpack.Decoder(tuple[m.Count, str, DescribeChunks])
 
@@ -35,10 +32,30 @@ _DESCRIPTIONS_DECLINED: Final = depot_counter(
 )
 
 MOST_EARLY_BYTES: Final = 16 << 20  # of descriptions that wait for their chunks, 4 million tokens of running prompts
+_CHUNKS_AT_ONCE: Final = 32  # as one store has at most
 _LARGE_FILE_BYTES: Final = 64 << 20  # a smaller file is not worth rewriting
 _MOST_WASTE: Final = 3  # times the bytes of the chunks in the pool: rewriting then removes at least two thirds of it
 _COALESCE_SECONDS: Final = 0.02  # changes within this time after the first are reported together
 _NEWS_TOKENS: Final = 4096  # per reply: 0.2 ms to encode
+
+
+@dataclass(slots=True, eq=False)
+class _Early:
+    """A description of chunks that are not all stored yet."""
+
+    space: Space
+    model: str
+    request: DescribeChunks
+    text: Run  # the same chunks
+    count: int = field(init=False)  # of the chunks
+    num_bytes: int = field(init=False)  # about how many it takes
+    first: int = 0  # the first of its chunks that waits
+    is_kept: bool = False  # whether the file has it
+
+    def __post_init__(self) -> None:
+        self.count = num_digests(self.request.digests)
+        size = len(self.request.digests) + self.text.num_bytes
+        self.num_bytes = size + 200 * len(self.request.extra_keys) + 500
 
 
 @dataclass(slots=True, eq=False)
@@ -69,7 +86,7 @@ class NewsDesk:
         self._timer = 0  # answers all waiting requests
         self._file: TokensFile | None = None
         # Descriptions of chunks that are not stored yet, by the space and the digest of the first one. Oldest first.
-        self._early: dict[tuple[int, bytes], tuple[str, DescribeChunks]] = {}
+        self._early: dict[tuple[int, bytes], _Early] = {}
         self._num_early_bytes = 0
 
     def describe(self, context: Context, request: DescribeChunks) -> m.Done:
@@ -78,60 +95,59 @@ class NewsDesk:
         Raises:
             Refused: the message contradicts itself.
         """
+        space, model = context.space, context.served_model
         try:
-            num_new = self._describe(context.space, context.served_model, request)
+            text = self._holdings.read(space, model, request)
         except ValueError as error:
             raise Refused(ErrorCode.MALFORMED, str(error)) from error
+        num_new = 0 if text is None else self._go_on(_Early(space, model, request, text))
         return m.Done(self._state.epoch, num_new)
 
     def stored(self, space: Space, digests: bytes) -> None:
         """Note that a store of these chunks was committed. Describe each whose description came before."""
-        if self._early:
-            chunk, num_stored = 0, num_digests(digests)
-            while chunk < num_stored:
-                early = self._take_early((space.number, digest_at(digests, chunk)))
-                if early is None:
-                    chunk += 1
-                    continue
-                model, request = early
-                count, most = num_digests(request.digests), num_stored - chunk
-                # Only these: a long prompt is stored by many commits, and each would look for all of its chunks.
-                if count > most:
-                    self._wait_for(space, model, _part(request, most, count))
-                    request = _part(request, 0, most)
-                self._describe(space, model, request)
-                chunk += min(count, most)
+        chunk, num_stored = 0, num_digests(digests)
+        while self._early and chunk < num_stored:
+            early = self._take_early((space.number, digest_at(digests, chunk)))
+            if early is None:
+                chunk += 1
+            else:
+                first = early.first
+                self._go_on(early)
+                chunk += max(1, early.first - first)
 
-    def _describe(self, space: Space, model: str, request: DescribeChunks) -> int:
-        holdings, count = self._holdings, num_digests(request.digests)
-        if not count:
-            return 0
-        num_declined = holdings.num_declined
-        # An engine describes a prompt before it stores it, so mostly none is here, and the first one tells.
-        is_early = self._state.index.visibility.find(space, digest_at(request.digests, 0), request.first_chunk) is None
-        above, nodes = (NO_NODE, list[int]()) if is_early else self._find(space, request)
-        num_new, num_here = holdings.describe(space, model, request, above, nodes), len(nodes)
-        if num_new:
-            self._keep(space, model, request if num_here == count else _part(request, 0, num_here))
-        if num_here < count:
-            self._wait_for(space, model, _part(request, num_here, count))
+    def _go_on(self, early: _Early) -> int:
+        """Describe the next chunks that lookups find, and wait for the others. Return the number of new ones."""
+        holdings, digests, num_new = self._holdings, early.request.digests, 0
+        num_declined, is_going = holdings.num_declined, True
+        while is_going:
+            # In pieces: a long prompt is stored by many commits, and each would look for all of its chunks.
+            stop = min(early.count, early.first + _CHUNKS_AT_ONCE)
+            above, nodes = self._find(early.space, early.request, early.first, stop)
+            num_new += holdings.describe(early.text, digests, above, nodes, early.first)
+            early.first += len(nodes)
+            is_going = early.first == stop < early.count
+        if num_new and not early.is_kept:
+            early.is_kept = True
+            self._keep(early)
+        if early.first < early.count:
+            self._wait_for(early)
         self._state.counters[_CHUNKS_DESCRIBED] += num_new
         self._state.counters[_DESCRIPTIONS_DECLINED] += holdings.num_declined - num_declined
         return num_new
 
-    def _wait_for(self, space: Space, model: str, request: DescribeChunks) -> None:
-        """Keep the description of chunks until the first of them is stored."""
-        name = space.number, digest_at(request.digests, 0)
+    def _wait_for(self, early: _Early) -> None:
+        """Keep a description until the next of its chunks is stored."""
+        name = early.space.number, digest_at(early.request.digests, early.first)
         self._take_early(name)
-        self._early[name] = model, request
-        self._num_early_bytes += _bytes_of(request)
+        self._early[name] = early
+        self._num_early_bytes += early.num_bytes
         while self._num_early_bytes > MOST_EARLY_BYTES:
             self._take_early(next(iter(self._early)))
 
-    def _take_early(self, name: tuple[int, bytes]) -> tuple[str, DescribeChunks] | None:
+    def _take_early(self, name: tuple[int, bytes]) -> _Early | None:
         early = self._early.pop(name, None)
         if early is not None:
-            self._num_early_bytes -= _bytes_of(early[1])
+            self._num_early_bytes -= early.num_bytes
         return early
 
     def keep_in(self, file: TokensFile) -> None:
@@ -143,25 +159,31 @@ class NewsDesk:
         if self._file is not None:
             self._turns.add(self._file.rewrite(self._is_wanted))
 
-    def _keep(self, space: Space, model: str, request: DescribeChunks) -> None:
+    def _keep(self, early: _Early) -> None:
         file = self._file
         if file is None:
             return
-        file.append(self._encoder.encode((space.number, model, request)))
+        file.append(self._encoder.encode((early.space.number, early.model, early.request)))
         if file.size_bytes > _LARGE_FILE_BYTES + _MOST_WASTE * self._holdings.num_bytes:
             self._turns.add(file.rewrite(self._is_wanted))
 
-    def _find(self, space: Space, request: DescribeChunks) -> tuple[int, list[int]]:
-        return self._state.index.visibility.find_run(space, request.digests, request.first_chunk)
+    def _find(self, space: Space, request: DescribeChunks, first: int, stop: int) -> tuple[int, list[int]]:
+        digests = slice_digests(request.digests, first, stop)
+        return self._state.index.visibility.find_run(space, digests, request.first_chunk + first)
 
-    def _is_wanted(self, body: bytes) -> bool:
-        """Describe the chunks in a kept message again; return whether some of them are still here."""
+    def _is_wanted(self, body: bytes) -> bool | None:
+        """Describe the chunks in a kept message again; return whether some of them are still here, None if not yet."""
         holdings = self._holdings
         try:
             number, model, request = _decoder.decode(body)
             space = self._state.index.spaces[number]
-            above, nodes = self._find(space, request)
-            holdings.describe(space, model, request, above, nodes)
+            text = holdings.read(space, model, request)
+            if text is None:
+                return False
+            if not holdings.may_show(text.family):
+                return None
+            above, nodes = self._find(space, request, 0, num_digests(request.digests))
+            holdings.describe(text, request.digests, above, nodes)
         except (msgspec.MsgspecError, RecursionError, LookupError, ValueError, KeyFormatError) as error:
             logger.warning("ignoring tokens of an earlier server: %s", error)
             return False
@@ -223,28 +245,3 @@ class NewsDesk:
         is_start, listener.position = reader.is_starting, listener.position + 1
         events = self._encoder.encode(reader.take(_NEWS_TOKENS))
         return News(self._state.epoch, listener.position, events, is_start, reader.has_more)
-
-
-def _part(request: DescribeChunks, first: int, stop: int) -> DescribeChunks:
-    """Return the description of some of the chunks."""
-    count = num_digests(request.digests)
-
-    def cut(data: T, parts: slice = slice(first, stop)) -> T:
-        size = len(data) // count
-        return data[parts.start * size : parts.stop * size]
-
-    before = cut(request.block_ids, slice(0, first))[-ID_BYTES:] if first else request.parent_id
-    return structs.replace(
-        request,
-        digests=slice_digests(request.digests, first, stop),
-        first_chunk=request.first_chunk + first,
-        tokens=cut(request.tokens),
-        block_ids=cut(request.block_ids),
-        parent_id=before,
-        extra_keys=cut(request.extra_keys),
-    )
-
-
-def _bytes_of(request: DescribeChunks) -> int:
-    """Return about how many bytes a description takes."""
-    return len(request.digests) + len(request.tokens) + len(request.block_ids) + 200 * len(request.extra_keys) + 500

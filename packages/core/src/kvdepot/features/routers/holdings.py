@@ -18,7 +18,7 @@ from typing import Final
 from weakref import WeakValueDictionary
 
 from kvdepot.features.routers.messages import DescribeChunks
-from kvdepot.features.routers.shelves import ID_BYTES, POOL, TIER, TOKEN_BYTES, Family, Run, Shelf, spans
+from kvdepot.features.routers.shelves import ALL_NODES, ID_BYTES, POOL, TIER, TOKEN_BYTES, Family, Run, Shelf, spans
 from kvdepot.index.tree import NO_NODE, Space
 from kvdepot.index.visibility import Watcher
 from kvdepot.keys import digest_at, num_digests
@@ -31,6 +31,7 @@ _MOST_IN_TIER: Final = 65_536  # chunks that are only in a tier
 _TIER_SHARE: Final = 4  # 80 MiB: chunks that are only in a tier may take `_MOST_BYTES` divided by this in addition
 _MOST_TOPICS: Final = 1024  # a bound on the model names that engines can invent
 SCANNED_AT_ONCE: Final = 1024  # nodes per step, in 0.4 ms if all are described
+COUNTED_AT_ONCE: Final = 1024  # nodes per description, in 2 ms if all are described
 LEFT_AT_ONCE: Final = 256  # chunks that leave tiers per step, in 0.5 ms
 
 
@@ -100,45 +101,78 @@ class Holdings(Watcher):
         if on_change not in self._on_change:
             self._on_change.append(on_change)
 
-    def describe(self, space: Space, model: str, request: DescribeChunks, above: int, nodes: Sequence[int]) -> int:
-        """Take the description of chunks that lookups find. Return the number of newly described ones.
+    def may_show(self, family: Family) -> bool:
+        """Return whether chunks can be shown: no other owner has chunks on their shelf, or all are counted.
+
+        If others are not counted, count more of them.
+        """
+        shelf, owner = family.shelf, (family.space, family.namespace)
+        if shelf.owner in (None, owner) or shelf.num_counted == ALL_NODES:
+            shelf.owner = shelf.owner or owner
+            return True
+        start, pool = shelf.num_counted, shelf.counts[POOL]
+        # In pieces: counting a million chunks takes two seconds, in which nobody would be served.
+        shelf.num_counted = start + COUNTED_AT_ONCE
+        for node, run in enumerate(self._by_node[start : shelf.num_counted], start):
+            if run is not None and run.family.shelf is shelf:
+                chunk = run.nodes.index(node)
+                pool.add(run.names(chunk, chunk + 1))
+        if shelf.num_counted >= len(self._by_node):
+            shelf.num_counted = ALL_NODES
+        return shelf.num_counted == ALL_NODES
+
+    def read(self, space: Space, model: str, request: DescribeChunks) -> Run | None:
+        """Return the described chunks as a run without nodes, None if there are too many models.
 
         Args:
             space: the space of the chunks.
             model: the name under which engines serve the model.
             request: the description.
-            above: the node before the first chunk, `NO_NODE` if there is none.
-            nodes: the nodes of the first chunks, as from `Visibility.find_run`.
 
         Raises:
             ValueError: the description is inconsistent.
         """
-        count, chunk_tokens = num_digests(request.digests), space.spec.chunk_tokens
-        per_chunk = self._check(request, count, chunk_tokens)
+        chunk_tokens = space.spec.chunk_tokens
+        per_chunk = self._check(request, num_digests(request.digests), chunk_tokens)
         shelf = self.shelf_of(model)
-        if shelf is None or not nodes or not (above == NO_NODE or self.is_described(above)):
-            return 0  # without the chunk before it, a router could not place a chunk
+        if shelf is None:
+            return None
         names = request.namespace, per_chunk, chunk_tokens // per_chunk, request.groups, request.lora_name or None
         family = self._families.get((shelf, space.number, *names))
         if family is None:
             family = self._families[shelf, space.number, *names] = Family(shelf, space.number, *names)
-        whole = Run(family, request.parent_id, request.block_ids, request.tokens, request.extra_keys)
-        by_node, num_new = self._by_node, 0
+        return Run(family, request.parent_id, request.block_ids, request.tokens, request.extra_keys)
+
+    def describe(self, text: Run, digests: bytes, above: int, nodes: Sequence[int], offset: int = 0) -> int:
+        """Show chunks that lookups find. Return the number of newly described ones.
+
+        Args:
+            text: the described chunks, as from `read`.
+            digests: of the described chunks.
+            above: the node before the first of the chunks to show, `NO_NODE` if there is none.
+            nodes: the nodes of the chunks to show, as from `Visibility.find_run`.
+            offset: the first of these chunks.
+        """
+        if not nodes or not (above == NO_NODE or self.is_described(above)):
+            return 0  # without the chunk before it, a router could not place a chunk
+        if not self.may_show(text.family):
+            return 0  # the engine describes them again when it finds them
+        by_node, num_new, most_chunks = self._by_node, 0, text.family.most_chunks
         self._make_room(nodes)
         for is_known, first, stop in spans([by_node[node] is not None for node in nodes]):
             if is_known:
                 continue
-            last = min(stop, first + (self._most_bytes - self.num_bytes) // family.chunk_bytes)
-            for start in range(first, last, family.most_chunks):
-                end = min(start + family.most_chunks, last)
-                text = whole if end - start == count else whole.part(start, end)
-                self._show(nodes[start - 1] if start else above, nodes[start:end], text)
+            last = min(stop, first + (self._most_bytes - self.num_bytes) // text.family.chunk_bytes)
+            for start in range(first, last, most_chunks):
+                end = min(start + most_chunks, last)
+                part = text.part(offset + start, offset + end)
+                self._show(nodes[start - 1] if start else above, nodes[start:end], part)
                 num_new += end - start
                 if self._in_tier:
-                    for chunk in range(start, end):
-                        self._leave_tier((space.number, digest_at(request.digests, chunk)))
+                    for chunk in range(offset + start, offset + end):
+                        self._leave_tier((text.family.space, digest_at(digests, chunk)))
             if last < stop:
-                self.num_declined += count - last
+                self.num_declined += len(nodes) - last
                 break
         if num_new:
             self._count()
@@ -178,7 +212,7 @@ class Holdings(Watcher):
         for node in nodes:
             by_node[node] = run
         shelf = run.family.shelf
-        shelf.show(run, first, first + len(nodes), POOL)
+        shelf.show(run, first, first + len(nodes), nodes)
         if self._broken and not self._broken.isdisjoint(nodes):
             self._broken.difference_update(nodes)
             shelf.forget()  # earlier scans skipped the chunks after it
@@ -201,7 +235,7 @@ class Holdings(Watcher):
                 self.num_bytes += after.num_bytes
                 for node in rest:
                     by_node[node] = after
-            run.family.shelf.hide(run, first, stop, POOL)
+            run.family.shelf.hide(run, first, stop, left)
         self._count()
 
     def _pieces(self, nodes: Sequence[int]) -> Iterator[tuple[Run, int, int, int]]:
@@ -235,7 +269,7 @@ class Holdings(Watcher):
                 if nodes[number] in in_tier:
                     kept = self._in_tier[run.family.space, keys[number]] = run.part(chunk, chunk + 1)
                     self._num_tier_bytes += kept.num_bytes
-                    run.family.shelf.show(kept, 0, 1, TIER)
+                    run.family.shelf.show(kept, 0, 1)
         while len(self._in_tier) > _MOST_IN_TIER or self._num_tier_bytes > self._most_bytes // _TIER_SHARE:
             self._leave_tier(next(iter(self._in_tier)))
         self._count()
@@ -271,7 +305,7 @@ class Holdings(Watcher):
         if chunk is None:
             return False
         self._num_tier_bytes -= chunk.num_bytes
-        chunk.family.shelf.hide(chunk, 0, 1, TIER)
+        chunk.family.shelf.hide(chunk, 0, 1)
         self._count()
         return True
 
@@ -334,5 +368,6 @@ class Holdings(Watcher):
         assert self.num_bytes == sum(run.num_bytes for run in runs), "the bytes are miscounted"
         in_tier = self._in_tier.values()
         assert self._num_tier_bytes == sum(run.num_bytes for run in in_tier), "the bytes in tiers are miscounted"
+        counted = [run for node, run in held if node < run.family.shelf.num_counted]
         counts = {each for shelf in self.shelves.values() for each in shelf.counts.values()}
-        assert sum(map(len, counts)) == len(held) + len(in_tier), "ids are miscounted"
+        assert sum(map(len, counts)) == len(counted) + len(in_tier), "ids are miscounted"

@@ -7,18 +7,19 @@ import msgspec
 
 from kvdepot.features.routers.holdings import Holdings
 from kvdepot.features.routers.messages import DescribedGroup
-from kvdepot.features.routers.shelves import POOL, TIER, Family, Run, Shelf, spans
+from kvdepot.features.routers.shelves import ID_BYTES, POOL, TIER, TOKEN_BYTES, Family, Run, Shelf, spans
 
 LOCAL: Final = "LOCAL"
+_UNSIGNED: Final = {4: b"\xce", 8: b"\xcf"}  # msgpack's markers, by size in bytes
 TAKEN_AT_ONCE: Final = 1024  # changes per step, in 0.7 ms if all are removals of four blocks
 
 
 class BlockStored(msgspec.Struct, omit_defaults=True, tag=True):
     """A run of blocks can be loaded."""
 
-    block_hashes: list[int]
+    block_hashes: list[int] | msgspec.Raw
     parent_block_hash: int | None
-    token_ids: list[int]
+    token_ids: list[int] | msgspec.Raw
     block_size: int  # tokens
     lora_id: int | None
     medium: str | None
@@ -150,11 +151,27 @@ class _Telling:
     """Builds events from changes, and joins neighbours."""
 
     def __init__(self) -> None:
-        self.events: list[Event] = []
         self.num_tokens = 0  # tokens plus removed blocks
+        self._events: list[Event] = []
         self._open: list[Any] = []
         self._about: tuple[object, ...] = ()  # the facts that changes in the open events share
         self._end = b""  # the last id in them
+        self._ids, self._tokens = bytearray(), bytearray()  # of the blocks in them that are stored
+
+    @property
+    def events(self) -> list[Event]:
+        """The events."""
+        self._close()
+        return self._events
+
+    def _close(self) -> None:
+        if self._ids:
+            ids, tokens = packed(self._ids, ID_BYTES), packed(self._tokens, TOKEN_BYTES)
+            for event in self._open:
+                event.block_hashes, event.token_ids = ids, tokens
+            self._ids.clear()
+            self._tokens.clear()
+        self._open, self._about = [], ()
 
     def add(self, run: Run, first: int, stop: int, medium: str, *, is_stored: bool) -> None:
         """Add a change of chunks in a medium."""
@@ -163,25 +180,40 @@ class _Telling:
             medium = POOL
         about = (family, medium, is_stored, is_stored and bool(run.extra_keys))
         if about != self._about or (is_stored and parent != self._end):
+            self._close()
             make = _stored if is_stored else _removed
             self._open = [make(family, parent, medium, group) for group in family.groups or (None,)]
-            self.events += self._open
+            self._events += self._open
             self._about = about
-        ids = run.block_ids(first, stop)
+        start, end = first * family.blocks_per_chunk, stop * family.blocks_per_chunk
         if is_stored:
-            tokens, blocks = run.token_ids(first, stop), family.blocks_per_chunk
-            extra_keys = run.extra_keys[first * blocks : stop * blocks]
-            for event in self._open:
-                event.block_hashes.extend(ids)
-                event.token_ids.extend(tokens)
-                if extra_keys:
+            size = family.block_tokens * TOKEN_BYTES
+            self._ids += run.ids[start * ID_BYTES : end * ID_BYTES]
+            self._tokens += run.tokens[start * size : end * size]
+            if extra_keys := run.extra_keys[start:end]:
+                for event in self._open:
                     event.extra_keys = [*(event.extra_keys or ()), *extra_keys]
             self._end = run.parent_of(stop)
-            self.num_tokens += len(tokens)
+            self.num_tokens += (end - start) * family.block_tokens
         else:
+            ids = run.block_ids(first, stop)
             for event in self._open:
                 event.block_hashes.extend(reversed(ids))  # the last one first, as chunks leave
             self.num_tokens += len(ids)
+
+
+def packed(values: bytes | bytearray, size: int) -> msgspec.Raw:
+    """Return unsigned integers of `size` bytes, little-endian, as a msgpack array of integers of that size.
+
+    A list of Python integers, encoded in the fewest bytes, takes four to ten times as long.
+    """
+    count, each = len(values) // size, 1 + size
+    array = bytearray(5 + each * count)
+    array[:5] = b"\xdd" + count.to_bytes(4, "big")
+    array[5::each] = _UNSIGNED[size] * count
+    for byte in range(size):
+        array[5 + size - byte :: each] = values[byte::size]
+    return msgspec.Raw(array)
 
 
 def _stored(family: Family, parent: bytes, medium: str, group: DescribedGroup | None) -> BlockStored:

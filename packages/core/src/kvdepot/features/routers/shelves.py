@@ -1,7 +1,7 @@
 """Runs of described chunks, and a shelf of them for each model, with the log of changes."""
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
@@ -18,6 +18,7 @@ ID_BYTES: Final = 8  # engines' ids of blocks have 64 bits
 TOKEN_BYTES: Final = 4  # no vocabulary needs more than 32 bits
 _RUN_CHUNKS: Final = 32  # as one store has: longer runs would save less than 10 bytes a chunk
 _RUN_TOKENS: Final = 8192  # 0.4 ms to encode
+ALL_NODES: Final = 1 << 62
 LONGEST_LOG: Final = 65_536  # changed chunks; a reader that is further behind scans. Up to twice as many are kept
 
 
@@ -78,11 +79,6 @@ class Run(msgspec.Struct, gc=False, eq=False):
         blocks = self.family.blocks_per_chunk
         return self.block_ids(first, stop)[blocks - 1 :: blocks]
 
-    def token_ids(self, first: int, stop: int) -> tuple[int, ...]:
-        """Return the tokens of some chunks."""
-        size = self.family.blocks_per_chunk * self.family.block_tokens
-        return struct.unpack_from(f"<{(stop - first) * size}I", self.tokens, first * size * TOKEN_BYTES)
-
     def parent_of(self, chunk: int) -> bytes:
         """Return the id of the block before a chunk, empty for none."""
         end = chunk * self.family.blocks_per_chunk * ID_BYTES
@@ -127,10 +123,15 @@ class Shelf:
     """The state of one model: the log of changes, and the number of chunks with the same ids.
 
     With `is_union`, a chunk has one medium, the pool's, as long as the pool or a tier has it.
+
+    Chunks of one space and namespace have different ids. So the chunks in the pool are counted only once there are
+    others: counting takes a third of the time of their events.
     """
 
     topic: str
     is_union: bool = False
+    owner: tuple[int, bytes] | None = None  # the space and namespace of the first chunk
+    num_counted: int = 0  # nodes below this number are counted
     log: list[Change] = field(default_factory=list[Change])
     first: int = 1  # position of `log[0]`
     counts: dict[str, IdCounts] = field(init=False)  # by medium: the chunks, by the id of their last block
@@ -139,25 +140,45 @@ class Shelf:
     def __post_init__(self) -> None:
         pool = IdCounts()
         self.counts = {POOL: pool, TIER: pool if self.is_union else IdCounts()}
+        if self.is_union:
+            self.num_counted = ALL_NODES
 
     @property
     def end(self) -> int:
         """The position of the next change."""
         return self.first + len(self.log)
 
-    def show(self, run: Run, first: int, stop: int, medium: str) -> None:
-        """Note that chunks of a run appeared in a medium."""
-        is_public = self.counts[medium].add(run.names(first, stop))
-        self._num_logged += stop - first
-        for public, start, end in spans(is_public):
-            self.log.append((run, first + start, first + end, medium, True, public))
+    def show(self, run: Run, first: int, stop: int, nodes: Sequence[int] = ()) -> None:
+        """Note that chunks of a run appeared at nodes of the pool, or without nodes in a tier."""
+        count = self.counts[POOL if nodes else TIER].add
+        self._note(run, first, stop, nodes, count, is_stored=True)
 
-    def hide(self, run: Run, first: int, stop: int, medium: str) -> None:
-        """Note that chunks of a run left a medium."""
-        is_public = self.counts[medium].remove(run.names(first, stop))
+    def hide(self, run: Run, first: int, stop: int, nodes: Sequence[int] = ()) -> None:
+        """Note that chunks of a run left nodes of the pool, or without nodes a tier."""
+        count = self.counts[POOL if nodes else TIER].remove
+        self._note(run, first, stop, nodes, count, is_stored=False)
+
+    def _note(
+        self,
+        run: Run,
+        first: int,
+        stop: int,
+        nodes: Sequence[int],
+        count: Callable[[Sequence[int]], list[bool]],
+        *,
+        is_stored: bool,
+    ) -> None:
+        num_counted = self.num_counted if nodes else ALL_NODES
+        pieces = [(True, 0, stop - first)]
+        if num_counted == ALL_NODES:
+            pieces = [*spans(count(run.names(first, stop)))]
+        elif num_counted:
+            names = zip(run.names(first, stop), nodes, strict=True)
+            count([name for name, node in names if node < num_counted])
+        medium = POOL if nodes else TIER
+        for public, start, end in pieces if is_stored else reversed(pieces):
+            self.log.append((run, first + start, first + end, medium, is_stored, public))
         self._num_logged += stop - first
-        for public, start, end in reversed([*spans(is_public)]):
-            self.log.append((run, first + start, first + end, medium, False, public))
 
     def forget(self) -> None:
         """Make all readers scan again."""

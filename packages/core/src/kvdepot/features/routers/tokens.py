@@ -34,8 +34,10 @@ class TokensFile(FrameFile):
                 logger.warning("no room for tokens in %s: the next server will not know them (%s)", folder, error)
             self._is_full = True
 
-    def rewrite(self, is_wanted: Callable[[bytes], bool]) -> Iterator[int]:
+    def rewrite(self, is_wanted: Callable[[bytes], bool | None]) -> Iterator[int]:
         """Rewrite the file with the wanted messages and messages appended meanwhile, one per step.
+
+        `is_wanted` returns None to be asked about the message again in the next step.
 
         If the server is killed before the end, the file stays as it was. Without room for a new file it stays, too, but
         `is_wanted` learns of all its messages.
@@ -46,14 +48,17 @@ class TokensFile(FrameFile):
         except OSError as error:
             logger.warning("cannot rewrite the tokens in %s: %s", self.path.parent, error)
             for body in self.bodies():
-                is_wanted(body)
+                while is_wanted(body) is None:
+                    yield 0
                 yield 0
             return
         old = TokensFile(self._fd, self.path, self.size_bytes)
         self._fd, self.size_bytes = fd, len(self.MAGIC)
         try:
             for body in old.bodies():
-                if is_wanted(body):
+                while (wanted := is_wanted(body)) is None:
+                    yield 0
+                if wanted:
                     self.append(body)
                 yield 0
             # Only now: until then, a kill leaves the whole old file. A new one got its name after it was opened.
