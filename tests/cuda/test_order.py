@@ -6,6 +6,7 @@ The fake device does only the work that is waited for, so a missing wait causes 
 import sys
 import threading
 from collections.abc import Callable
+from itertools import pairwise
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 
@@ -41,6 +42,21 @@ def test_a_store_comes_after_the_kernel_that_writes_its_blocks(
     assert writer.context.submit_store("request", run, block_ids, ready).result(WAIT_SECONDS)
     assert writer.retrieve(run) == 3
     assert (driver.calls["copy_batch"] == 0) == (driver.calls["gathered"] > 0) == options["gather_kernel"]
+
+
+def test_a_further_batch_makes_the_device_current_once_to_store_and_twice_to_retrieve(
+    cache: MakeCache, driver: FakeDriver
+) -> None:
+    """Each time is four calls of the driver, which hand over the interpreter's lock that the engine needs."""
+    worker, counts = cache(batch_bytes=1), dict[str, list[int]](store=[], retrieve=[])  # one chunk a batch
+    for num_chunks in (1, 2, 3):
+        run = prompt(num_chunks, salt=num_chunks)
+        for name, move in (("store", worker.store), ("retrieve", worker.retrieve)):
+            before = driver.calls["activated"]
+            assert move(run)
+            counts[name].append(driver.calls["activated"] - before)
+    assert [b - a for a, b in pairwise(counts["store"])] == [1, 1]
+    assert [b - a for a, b in pairwise(counts["retrieve"])] == [2, 2]
 
 
 @pytest.mark.promise(13, 18)

@@ -1,7 +1,8 @@
 /* A libcuda.so.1 without a device for the real cuda-bindings. It writes each call to stderr as C received it.
 
    Calls that wait or that move memory sleep for 0.3 s, so that a test can see whether the GIL is held meanwhile. A copy
-   of 13 bytes returns a code that no binding knows. */
+   of 13 bytes returns a code that no binding knows. Compiled with BYTES_PER_SECOND, it is a silent device whose copies
+   take as long as a link of that speed, for `benchmarks/devices/interpreter_lock.py`. */
 
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -9,6 +10,7 @@
 #include <stdint.h>
 #include <stddef.h>
 #include <string.h>
+#include <time.h>
 #include <unistd.h>
 
 typedef int Result;
@@ -17,7 +19,11 @@ typedef struct {
     unsigned char bytes[64];
 } Handle;
 
+#ifdef BYTES_PER_SECOND
+#define SAY(...) ((void)0)
+#else
 #define SAY(...) (fprintf(stderr, "stub: " __VA_ARGS__), fputc('\n', stderr))
+#endif
 #define CONTEXT ((void *)0x7001)
 #define OPENED 0x7f0000200000ULL
 #define UNKNOWN_CODE 99999
@@ -25,7 +31,26 @@ typedef struct {
 /* Defines both names of a call that has a second version. */
 #define ALIAS(name, ...) Result name##_v2 __VA_ARGS__ __attribute__((alias(#name)));
 
+#ifdef BYTES_PER_SECOND
+static double copied, recorded[1 << 16]; /* when the copies end that were queued so far, and at each event */
+static double now(void) {
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return time.tv_sec + time.tv_nsec * 1e-9;
+}
+static void linger(void) {}
+static void copy(size_t size) { copied = (copied > now() ? copied : now()) + size / (double)BYTES_PER_SECOND; }
+static void record(void *event) { recorded[(uintptr_t)event % (1 << 16)] = copied; }
+static void await(void *event) {
+    double rest = recorded[(uintptr_t)event % (1 << 16)] - now();
+    if (rest > 0) usleep(rest * 1e6);
+}
+#else
 static void linger(void) { usleep(300000); }
+static void copy(size_t size) { (void)size; }
+static void record(void *event) { (void)event; }
+static void await(void *event) { (void)event, linger(); }
+#endif
 static Result not_supported(void) { return 801; }
 
 Result cuInit(unsigned flags) { return SAY("cuInit %u", flags), 0; }
@@ -55,7 +80,8 @@ Result cuThreadExchangeStreamCaptureMode(int *mode) {
 }
 Result cuCtxGetStreamPriorityRange(int *least, int *greatest) { return *least = 0, *greatest = -5, 0; }
 Result cuStreamCreateWithPriority(void **stream, unsigned flags, int priority) {
-    return *stream = (void *)0x100, SAY("stream flags %u priority %d", flags, priority), 0;
+    static uintptr_t next = 0x100;
+    return *stream = (void *)next++, SAY("stream flags %u priority %d", flags, priority), 0;
 }
 Result cuStreamDestroy(void *stream) { return SAY("cuStreamDestroy %p", stream), 0; }
 ALIAS(cuStreamDestroy, (void *))
@@ -68,8 +94,10 @@ Result cuEventCreate(void **event, unsigned flags) {
     static uintptr_t next = 0x200;
     return *event = (void *)next++, SAY("event flags %u", flags), 0;
 }
-Result cuEventRecord(void *event, void *stream) { return SAY("record event %p stream %p", event, stream), 0; }
-Result cuEventSynchronize(void *event) { return linger(), SAY("synchronize event %p", event), 0; }
+Result cuEventRecord(void *event, void *stream) {
+    return record(event), SAY("record event %p stream %p", event, stream), 0;
+}
+Result cuEventSynchronize(void *event) { return await(event), SAY("synchronize event %p", event), 0; }
 Result cuEventDestroy(void *event) { return 0; }
 ALIAS(cuEventDestroy, (void *))
 Result cuPointerGetAttribute(void *value, int attribute, Address address) {
@@ -127,7 +155,7 @@ ALIAS(cuMemcpyHtoDAsync, (Address, void *, size_t, void *))
 Result cuMemcpyBatchAsync(Address *targets, Address *sources, size_t *sizes, size_t count, unsigned *attributes,
                           size_t *firsts, size_t num_attributes, size_t *failed, void *stream) {
     linger();
-    for (size_t i = 0; i < count; i++) SAY("run %llx from %llx %zu", targets[i], sources[i], sizes[i]);
+    for (size_t i = 0; i < count; i++) copy(sizes[i]), SAY("run %llx from %llx %zu", targets[i], sources[i], sizes[i]);
     SAY("batch order %u flags %u first %zu of %zu stream %p", attributes[0], attributes[5], firsts[0], num_attributes,
         stream);
     if (sizes[0] == 13) return *failed = 0, UNKNOWN_CODE;

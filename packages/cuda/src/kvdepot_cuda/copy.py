@@ -127,15 +127,14 @@ class CopyEngine(Copier):
     # --- order ----------------------------------------------------------------------------------------------------
 
     def _mark(self, stream: int) -> "Mark":
-        """Return a mark that stands for all the work that a stream of the engine has now."""
-        with self._driver.activated():
-            try:
-                event = self._idle_events.pop()
-            except IndexError:
-                event = self._driver.create_event()
-                self._events.append(event)
-            mark = Mark(event, self._idle_events)
-            self._driver.record_event(event, stream)
+        """Return a mark that stands for all the work that a stream has now."""
+        try:
+            event = self._idle_events.pop()
+        except IndexError:
+            event = self._driver.create_event()
+            self._events.append(event)
+        mark = Mark(event, self._idle_events)
+        self._driver.record_event(event, stream)
         return mark
 
     def mark_ready(self, direction: Direction, ready: ReadyEvent | None) -> ReadyEvent | None:
@@ -143,7 +142,8 @@ class CopyEngine(Copier):
         if self._stream is None or (direction is Direction.STORE and ready is not None):
             return ready
         try:
-            return self._mark(self._stream())
+            with self._driver.activated():
+                return self._mark(self._stream())
         except DriverError as error:
             return UnrecordedEvent(error)
 
@@ -234,12 +234,14 @@ class CopyEngine(Copier):
         """See `Copier`. Each retrieve has its own event, so that the next one can be queued behind it."""
 
         def begin() -> Mark:
-            try:
-                self._enqueue(Direction.RETRIEVE, batch)
-                return self._mark(self._streams[Direction.RETRIEVE])
-            except BaseException:
-                self._synchronize(Direction.RETRIEVE)
-                raise
+            runs, stream = self._runs_of(batch), self._streams[Direction.RETRIEVE]
+            with self._driver.activated():
+                try:
+                    self._copy(Direction.RETRIEVE, batch, runs)
+                    return self._mark(stream)
+                except BaseException:
+                    self._driver.synchronize_stream(stream)
+                    raise
 
         def wait() -> None:
             try:
@@ -280,10 +282,14 @@ class CopyEngine(Copier):
 
     def _move(self, direction: Direction, batch: CopyBatch) -> bytes | None:
         def move() -> bytes | None:
-            try:
-                checksums = self._enqueue(direction, batch)
-            finally:
-                self._synchronize(direction)
+            runs = self._runs_of(batch)
+            # Every call of the driver hands the interpreter's lock over, so one activation serves the whole batch.
+            with self._driver.activated():
+                try:
+                    checksums = self._begin_sums(batch, runs) if direction is Direction.STORE else None
+                    self._copy(direction, batch, runs)
+                finally:
+                    self._driver.synchronize_stream(self._streams[direction])
             return None if checksums is None else checksums()
 
         return self._watched(direction, move)
@@ -306,18 +312,11 @@ class CopyEngine(Copier):
         with self._driver.activated():
             self._driver.synchronize_stream(self._streams[direction])
 
-    def _enqueue(self, direction: Direction, batch: CopyBatch) -> Callable[[], bytes] | None:
-        """Queue a batch.
-
-        Return a function that returns its checksums once the stream is synchronised, None if the device computes none.
-        """
+    def _runs_of(self, batch: CopyBatch) -> Runs:
+        """Return the runs of a batch, none across the end of a piece. Begin a registration that waits for a copy."""
         if not self._may_register:
             self.start_registering()
-        runs = split(merge(self._runs.of(batch), self._runs.starts), self._unit_bytes)
-        with self._driver.activated():
-            checksums = self._begin_sums(batch, runs) if direction is Direction.STORE else None
-            self._copy(direction, batch, runs)
-        return checksums
+        return split(merge(self._runs.of(batch), self._runs.starts), self._unit_bytes)
 
     def _copy(self, direction: Direction, batch: CopyBatch, runs: Runs) -> None:
         registration = self._registration

@@ -167,6 +167,7 @@ class FakeDriver:
         """See `Driver`."""
         if self.is_closed:
             raise DriverError("activated", "CUDA_ERROR_CONTEXT_IS_DESTROYED (709)")
+        self.calls["activated"] += 1
         self._local.depth = getattr(self._local, "depth", 0) + 1
         try:
             yield
