@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 
@@ -20,6 +21,7 @@ from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.server.app import DepotServer
 from kvdepot.testing.engine import EngineProcess
 from kvdepot.wire.status import TierStatus
+from support.commands import run_kvdepot
 from support.cpu.engines import large_engine
 from support.lying_peer import CHANGES, Forger, LyingPeer
 
@@ -128,6 +130,38 @@ def test_listed_peers_are_asked_without_a_name(make: MakeNode) -> None:
     reader = make("--peer", f"one={owner.address}")
     assert reader.find(1) == NUM_CHUNKS
     assert reader.peer("one").counters["read_entries"] == NUM_CHUNKS
+
+
+def test_a_depot_that_drains_hands_its_last_prefixes_to_another_one(make: MakeNode, token: Path) -> None:
+    goes, stays = make(), make()
+    for salt in range(12):
+        goes.store(salt)
+    wait_until(lambda: stays.counter("listener_starts") and goes.counter("listener_starts"))
+    size = goes.depot.status().pool_used_bytes // 12
+    most = 64 * 2**20 // 4 // size  # prefixes in a quarter of the pool
+    assert 2 <= most < 12
+    drained = run_kvdepot("drain", "--url", goes.depot.url, "--to", stays.address, "--peer-token", str(token))
+    assert (drained.returncode, drained.stderr) == (0, "")
+    assert f"handed over to {stays.address}: {most} of {most} prefixes" in drained.stdout
+    assert "drained: " in drained.stdout
+    assert [stays.find(salt) for salt in range(12 - most, 12)] == [NUM_CHUNKS] * most
+    assert stays.counter("chunks_evicted") == 0
+    assert goes.counter("peer_reads") == most * NUM_CHUNKS
+
+
+def test_a_hand_over_that_is_impossible_says_why_and_drains(make: MakeNode, token: Path, tmp_path: Path) -> None:
+    goes, other = make(), tmp_path / "other"
+    other.write_text("another token, as long as needed")
+
+    def drain(*options: str) -> CompletedProcess[str]:
+        return run_kvdepot("drain", "--url", goes.depot.url, *options)
+
+    nobody = f"127.0.0.1:{free_port()}"
+    drained = drain("--to", nobody, "--peer-token", str(token))
+    assert (drained.returncode, "drained: " in drained.stdout) == (0, True)
+    assert f"not handed over to {nobody}: " in drained.stderr
+    assert "another token" in drain("--to", goes.address, "--peer-token", str(other)).stderr
+    assert "needs --peer-token" in drain("--to", nobody).stderr
 
 
 def test_a_stranger_to_the_token_reads_nothing(make: MakeNode, tmp_path: Path) -> None:

@@ -15,11 +15,12 @@ from kvdepot.operate.cli import main, make_parser
 Add = Callable[[Any, argparse.ArgumentParser, argparse.ArgumentParser], None]
 
 
-def install(monkeypatch: pytest.MonkeyPatch, **commands: Add) -> None:
+def install(monkeypatch: pytest.MonkeyPatch, of_group: str = extensions.ENTRY_POINT_GROUP, **commands: Add) -> None:
     """Install these commands, and no others."""
 
     def entry_points(*, group: str) -> list[SimpleNamespace]:
-        assert group == extensions.ENTRY_POINT_GROUP
+        if group != of_group:
+            return []
         return [SimpleNamespace(name=name, value="it", load=partial(commands.get, name)) for name in commands]
 
     monkeypatch.setattr(extensions, "entry_points", entry_points)
@@ -42,6 +43,13 @@ def test_a_command_of_another_distribution_runs_beside_those_of_the_core(monkeyp
     assert make_parser().parse_args(["backends"]).json is False
 
 
+def test_a_command_of_another_distribution_may_be_below_tier(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, "kvdepot.commands.tier", hello=add_hello)
+    assert make_parser().parse_args(["tier", "hello"]).run(None) == 7
+    with pytest.raises(SystemExit):
+        make_parser().parse_args(["hello"])
+
+
 def test_a_distribution_that_is_broken_costs_its_own_command_alone(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -59,12 +67,13 @@ def test_a_distribution_that_is_broken_costs_its_own_command_alone(
     assert "leaving out the command status (it): " in caplog.text
 
 
+@pytest.mark.parametrize("command", ["replay", "tier cost"])
 @pytest.mark.parametrize("arguments", [["TRACE", "--simulate"], ["--requests", "3", "TRACE"], ["--help"], []])
 def test_a_known_command_that_is_not_installed_names_the_command_that_adds_it(
-    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     install(monkeypatch)
     with pytest.raises(SystemExit) as ended:
-        main(["replay", *arguments])
+        main([*command.split(), *arguments])
     assert ended.value.code == 1
-    assert capsys.readouterr() == ("", f"kvdepot: kvdepot replay needs a package: {install_line('plan')}\n")
+    assert capsys.readouterr() == ("", f"kvdepot: kvdepot {command} needs a package: {install_line('plan')}\n")

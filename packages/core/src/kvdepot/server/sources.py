@@ -97,8 +97,11 @@ class TierSource(Source):
         )
         return False
 
-    def bring_up(self, tenant: str, digests: bytes) -> Generator[Wait, bool, None]:
-        """Promote a prefix for an operator, in every space with engines and for each of their models."""
+    def bring_up(self, tenant: str, digests: bytes, guests: Sequence[TierState] = ()) -> Generator[Wait, bool, None]:
+        """Promote a prefix for an operator, in every space with engines and for each of their models.
+
+        With `guests`, only from these.
+        """
         state, turns = self._state, self._state.background.operators
         num_chunks, promoted = num_digests(digests), list[Awaited[()]]()
         for space in list(state.index.spaces):
@@ -111,7 +114,7 @@ class TierSource(Source):
                     break
                 answer = Awaited[()]()
                 prefix = Prefix(space, digests, places, state.labels.number_of(tenant, model, weights))
-                if tiering.promote(prefix, match, answer.set, wait_seconds=_PATIENT_SECONDS):
+                if tiering.promote(prefix, match, answer.set, wait_seconds=_PATIENT_SECONDS, guests=guests):
                     promoted.append(answer)
                 yield turns.again
         for answer in promoted:

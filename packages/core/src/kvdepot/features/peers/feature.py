@@ -8,26 +8,32 @@ peers of `--peer` are asked in their order; without these, nobody. A peer is dri
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import Final
 
 from kvdepot.config import ServerConfig, is_hinted, parse_address, read_secret
 from kvdepot.counting import depot_counter
 from kvdepot.errors import ConfigError
+from kvdepot.features.peers import protocol as p
+from kvdepot.features.peers.hottest import Hottest, HottestPrefixes, hottest_of
 from kvdepot.features.peers.shelf import Shelf
 from kvdepot.pool.files import PoolFiles
 from kvdepot.server.depot import Depot
-from kvdepot.server.feature import Feature
+from kvdepot.server.feature import Feature, OperationHandler
 from kvdepot.server.query import Query, Rank
 from kvdepot.server.sources import Source
 from kvdepot.server.state import DepotState
+from kvdepot.server.turns import Steps, run
 from kvdepot.tiers.tier_state import TierState
+from kvdepot.wire.messages import Done
+from kvdepot.wire.operation import OperatorRequest
 
 logger = logging.getLogger(__name__)
 
 _PEERS_UNKNOWN: Final = depot_counter("peers_unknown", "Lookups that named a peer that cannot be asked")
 
+_MOST_OFFERS: Final = 8  # being read at one time: each waits for the network most of its time
 MOST_PEERS: Final = 64  # named by lookups at one time; each has two threads
 _IDLE_SECONDS: Final = 60.0  # then a peer makes room for another one
 _TIMEOUT_SECONDS: Final = 0.75  # of a call, below the deadline of a tier, which suspends it
@@ -58,11 +64,23 @@ class Peers(Feature):
         token = read_secret(config.peer_token, "--peer-token").encode()
         if find_spec("xxhash") is None:  # for trailers
             raise ConfigError("peers need xxhash: pip install 'kvdepot[peers]'")
+        self._depot = depot
+        self._address = config.peers or ""
         self._source = PeerSource(depot, config, token)
         self.sources = (self._source,)
         self.shelf: Shelf | None = None
         if config.peers:
-            self.shelf = Shelf(depot, files.pool_fd, parse_address(config.peers, "--peers"), token)
+            self.shelf = Shelf(depot, files.pool_fd, parse_address(config.peers, "--peers"), token, self._source.take)
+
+    def operations(self) -> Mapping[type[OperatorRequest], OperationHandler]:
+        """See `Feature`."""
+        return {Hottest: self._hottest}
+
+    def _hottest(self, request: Hottest) -> Steps:
+        turns = self._depot.background.operators
+        yield from turns.first()
+        prefixes = yield from hottest_of(self._depot.index, self._depot.labels, request.most_bytes, turns)
+        return HottestPrefixes(self._depot.state.epoch, self._address, prefixes)
 
     def swept(self, now: float) -> None:
         """See `Feature`."""
@@ -89,6 +107,7 @@ class PeerSource(Source):
         self._hints = config.peer_hints
         self._peers: dict[str, TierState] = {}
         self._named_at: dict[str, float] = {}
+        self._num_offers = 0  # being read
 
     def complete(self, query: Query, on_end: Callable[[], None]) -> bool:
         """See `Source`."""
@@ -103,25 +122,46 @@ class PeerSource(Source):
             return False
         return self._tiers.ask(query, on_end, self.rank, f"peer {name}" if name else "peers", peers)
 
+    def take(self, offer: p.Take) -> p.Taking:
+        """Begin to read a prefix that a peer offers, which has proved that it knows the token."""
+        peer = self._peer(offer.address, is_trusted=True) if len(offer.digests) else None
+        is_taken = False
+        if peer is not None and self._num_offers < _MOST_OFFERS:
+            is_taken = True
+            self._num_offers += 1
+            run(self._read(offer, peer), self._has_failed)
+        return p.Taking(self._num_offers, is_taken, self._state.index.extents.capacity_bytes)
+
+    def _read(self, offer: p.Take, peer: TierState) -> Steps:
+        yield from self._state.background.operators.first()
+        yield from self._tiers.bring_up(offer.tenant, offer.digests, (peer,))
+        self._num_offers -= 1
+        return Done(self._state.epoch)
+
+    def _has_failed(self, error: Exception) -> Done:
+        self._num_offers -= 1
+        logger.error("an offered prefix was not read: %s", error)
+        return Done(self._state.epoch)
+
     def open_listed(self) -> None:
         """Open the listed peers that are not open yet, so that the status shows whether they answer."""
         for name in self._listed:
             self._peer(name)
 
-    def _peer(self, name: str) -> TierState | None:
+    def _peer(self, name: str, *, is_trusted: bool = False) -> TierState | None:
         """Return the peer of a name, None if it cannot be asked."""
         now = self._state.clock()
-        peer = self._peers.get(name) or self._open(name, now)
+        peer = self._peers.get(name) or self._open(name, now, is_trusted=is_trusted)
         if peer is not None:
             self._named_at[name] = now
         return peer
 
-    def _open(self, name: str, now: float) -> TierState | None:
+    def _open(self, name: str, now: float, *, is_trusted: bool) -> TierState | None:
         from kvdepot.features.peers.tier import PeerTier  # needs xxhash
 
         tiering, opener = self._state.tiering, self._state.opener
         address = self._listed.get(name)
-        if address is None and is_hinted(name, self._hints):
+        if address is None and (is_trusted or is_hinted(name, self._hints)):
             with contextlib.suppress(ConfigError):
                 address = parse_address(name, "the peer of a lookup")
         if address is None:

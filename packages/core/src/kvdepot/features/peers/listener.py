@@ -48,7 +48,7 @@ class _Depot:
         """Return the first message."""
         return self._received(p.Setup)
 
-    def ask(self, question: p.Find | p.Pin, kind: type[T]) -> T:
+    def ask(self, question: p.Find | p.Pin | p.Take, kind: type[T]) -> T:
         """Send a question, and return its answer."""
         with self._lock:
             self._send(question)
@@ -108,6 +108,11 @@ class _Listener:
                         reader.send_frame(self._depot.ask(p.Find(keys), p.Have))
                     case p.Read(keys):
                         self._send_entries(reader, keys)
+                    case p.Take(address, tenant, digests):
+                        if address.startswith(":"):
+                            host = reader.host
+                            address = (f"[{host}]" if ":" in host else host) + address
+                        reader.send_frame(self._depot.ask(p.Take(address, tenant, digests), p.Taking))
                     case p.Done():
                         raise p.PeerError("nothing was under way")
         except OSError:

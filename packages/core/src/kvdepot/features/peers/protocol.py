@@ -7,14 +7,15 @@ A reader connects to a listener, and both prove that they know the token before 
     listener -> reader    its proof
 
 Then the reader sends frames: `Ask`, answered by `Have`, and `Read`, answered by `Coming` and the payloads, after which
-the reader sends `Done`. A depot of another version has another MAGIC and is refused.
+the reader sends `Done`. `Take`, answered by `Taking`, offers a prefix of the sender's own pool. A depot of another
+version has another MAGIC and is refused.
 
 A frame is its length (u32, little-endian), its message, and a code of both, the frame's number and its sender. The
 code's key comes from the token, which is never sent, and the nonces. Without codes, a process that relays the greeting
 of two depots could read from one, and give the other bytes of its own. Payloads have the checksums of their trailers.
 
 The listener asks its depot over a socket that keeps packets apart: `Find`, answered by `Have`, `Pin`, answered by
-`Pinned`, and `Unpin`, which has no answer.
+`Pinned`, `Take`, answered by `Taking`, and `Unpin`, which has no answer.
 """
 
 import hmac
@@ -28,7 +29,9 @@ from typing import Annotated, Final, TypeAlias, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
+from kvdepot.config import LONGEST_TENANT
 from kvdepot.errors import KVDepotError
+from kvdepot.keys import DIGEST_BYTES
 from kvdepot.tiers.keys import DEPTH_BYTES, KEY_BYTES, RUN_BYTES
 
 MAGIC: Final = b"KVPEER01"
@@ -39,6 +42,7 @@ HELLO_BYTES: Final = len(MAGIC) + NONCE_BYTES
 FRAME_BYTES: Final = 1 << 16  # 512 keys take 40 KiB
 MOST_ASKED: Final = 512  # keys per question: as many as a tier is asked for by one call
 MOST_READ: Final = 64  # entries per read
+MOST_TAKEN: Final = 1900  # chunks per offer: what fits into a frame
 _LENGTH: Final = struct.Struct("<I")
 _TIME: Final = struct.Struct("@ll")  # struct timeval
 
@@ -87,6 +91,34 @@ class Done(Struct, frozen=True, array_like=True, tag="done"):
     """Tell that the payloads have arrived. Not answered."""
 
 
+class Take(Struct, frozen=True, array_like=True, tag="take"):
+    """Offer a prefix of the sender's pool, which the receiver may read from there. Answered by `Taking`.
+
+    Attributes:
+        address: HOST:PORT of the sender's own listener. Without a host, it is the one that the connection comes from.
+        tenant: of the prefix.
+        digests: the keys of its chunks; empty for a mere question.
+    """
+
+    address: Annotated[str, Meta(max_length=300)]
+    tenant: Annotated[str, Meta(max_length=LONGEST_TENANT)] = ""
+    digests: Annotated[bytes, Meta(max_length=MOST_TAKEN * DIGEST_BYTES)] = b""
+
+
+class Taking(Struct, frozen=True, array_like=True, tag="taking"):
+    """Tell how many offered prefixes are being read, and whether the one just offered is among them.
+
+    Attributes:
+        num_prefixes: offered ones that are being read.
+        is_taken: False: offer it again later, if it was offered.
+        pool_bytes: the size of the pool.
+    """
+
+    num_prefixes: Natural
+    is_taken: bool
+    pool_bytes: Natural
+
+
 class Setup(Struct, frozen=True, array_like=True, tag="setup"):
     """Begin a listener: its first message. Not answered."""
 
@@ -119,10 +151,10 @@ class Unpin(Struct, frozen=True, array_like=True, tag="unpin"):
     lease: Natural
 
 
-FromReader: TypeAlias = Ask | Read | Done
-FromPeer: TypeAlias = Have | Coming
-FromListener: TypeAlias = Find | Pin | Unpin
-FromDepot: TypeAlias = Setup | Have | Pinned
+FromReader: TypeAlias = Ask | Read | Done | Take
+FromPeer: TypeAlias = Have | Coming | Taking
+FromListener: TypeAlias = Find | Pin | Unpin | Take
+FromDepot: TypeAlias = Setup | Have | Pinned | Taking
 
 encode: Final = msgspec.msgpack.Encoder().encode
 _NOT_A_MESSAGE: Final = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
@@ -191,6 +223,11 @@ class Stream:
     def fileno(self) -> int:
         """Return the descriptor."""
         return self._socket.fileno()
+
+    @property
+    def host(self) -> str:
+        """The other side's host."""
+        return self._socket.getpeername()[0]
 
     @property
     def is_quiet(self) -> bool:

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from typing import Final
 
 from kvdepot.counting import depot_counter
@@ -44,16 +45,25 @@ class Shelf:
         pool_fd: the pool's file.
         address: host and port to listen on.
         token: readers must know it.
+        on_take: answers an offer of a peer.
 
     Raises:
         ConfigError: the address cannot be used.
     """
 
-    def __init__(self, depot: Depot, pool_fd: int, address: tuple[str, int], token: bytes) -> None:
+    def __init__(
+        self,
+        depot: Depot,
+        pool_fd: int,
+        address: tuple[str, int],
+        token: bytes,
+        on_take: Callable[[p.Take], p.Taking],
+    ) -> None:
         self._state = depot.state
         self._index = depot.index
         self._pool_fd = pool_fd
         self._token = token
+        self._on_take = on_take
         self._context = next(depot.state.numbers)  # owns the leases
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
@@ -123,12 +133,14 @@ class Shelf:
             return False
         if not body:
             return False  # its process is about to be reaped
-        match p.decode_from_listener(body):
+        match request := p.decode_from_listener(body):
             case p.Find(keys):
                 self._state.counters[_PEER_QUESTIONS] += len(keys)
                 connection.send(p.encode(p.Have(bytes(self._find(key) is not None for key in keys))))
             case p.Pin(keys):
                 connection.send(p.encode(self._pin(keys)))
+            case p.Take():
+                connection.send(p.encode(self._on_take(request)))
             case p.Unpin(lease):
                 self._state.leases.release(self._context, lease)
         return True

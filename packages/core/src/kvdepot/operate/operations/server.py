@@ -1,15 +1,17 @@
 """Operations on the server: its status and settings, its log, and the way to a stop."""
 
 import argparse
+import contextlib
 import json
 import logging
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, cast
 
 from msgspec import field
 
-from kvdepot.config import counted, exact_size, format_size, parse_number, plain_settings
+from kvdepot.config import counted, exact_size, format_size, parse_number, plain_settings, read_secret
 from kvdepot.errors import ConfigError, printable
 from kvdepot.operate.commandline import ask
 from kvdepot.tiers.url import TierUrl, without_credentials
@@ -71,6 +73,28 @@ def _parse_wait(text: str) -> float:
     return seconds
 
 
+def _hand_over(options: argparse.Namespace, until: float) -> None:
+    """Let another depot read the hottest prefixes. If that fails, say why: the drain goes on."""
+    from kvdepot.features.peers.hottest import Hottest
+    from kvdepot.features.peers.offering import Offering
+    from kvdepot.features.peers.protocol import PeerError
+
+    if options.peer_token is None:
+        raise ConfigError("--to needs --peer-token FILE, the secret that all peers share")
+    token = read_secret(options.peer_token, "--peer-token").encode()
+    address = ask(options, Hottest(0)).address
+    if not address:
+        raise ConfigError("this depot has no --peers, so no other one can read from it")
+    try:
+        with contextlib.closing(Offering(options.to, token, address)) as offering:
+            prefixes = ask(options, Hottest(offering.most_bytes)).prefixes
+            count = offering.hand_over(prefixes, until)
+    except (OSError, PeerError) as error:
+        print(f"not handed over to {options.to}: {error}", file=sys.stderr)
+    else:
+        print(f"handed over to {options.to}: {count:,} of {len(prefixes):,} prefixes")
+
+
 def _drain(options: argparse.Namespace) -> int:
     if not options.is_draining:
         ask(options, Drain(False))
@@ -78,6 +102,8 @@ def _drain(options: argparse.Namespace) -> int:
         return 0
     ask(options, Drain())
     end = time.monotonic() + options.wait
+    if options.to:
+        _hand_over(options, end)
     while True:
         status = ask(options, Status()).status
         waiting = sum(tier.queued_write_bytes for tier in status.tiers)
@@ -103,7 +129,21 @@ class Drain(Operation[Done], tag="drain", frozen=True):
         "Decline new stores; cached prefixes are still found. Exits with 0 once no store is in progress and all waiting"
         " entries are written to the tiers, with 1 if that takes longer than --wait.",
         run=_drain,
-        options=(("wait", Argument("longest time to wait (default 60)", "SECONDS", read=_parse_wait, default=60.0)),),
+        options=(
+            ("wait", Argument("longest time to wait (default 60)", "SECONDS", read=_parse_wait, default=60.0)),
+            (
+                "to",
+                Argument(
+                    "let the depot with this --peers read what was used last, up to a quarter of its pool",
+                    "HOST:PORT",
+                    default="",
+                ),
+            ),
+            (
+                "peer_token",
+                Argument("file with the secret that all peers share", "FILE", "--peer-token", Path, default=None),
+            ),
+        ),
     )
     endpoints = (
         Endpoint(
