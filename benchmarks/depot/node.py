@@ -24,6 +24,7 @@ from typing import Final
 
 from kvdepot.client.connection import Connection
 from kvdepot.client.session import Channel
+from kvdepot.client.transfer_protocol import STORE_BATCHES
 from kvdepot.client.transfers import BATCH_BYTES
 from kvdepot.features.routers.messages import MAXIMUM_DESCRIBED_CHUNKS, MAXIMUM_DESCRIBED_TOKENS, DescribeChunks
 from kvdepot.keys import DIGEST_BYTES
@@ -113,7 +114,7 @@ class Engine:
             self.stores.append(Link(worker))
             self.retrieves.append(Link(worker))
         in_batch = max(1, BATCH_BYTES // (model.token_bytes * chunk_tokens))
-        self._store_chunks = min(in_batch, m.MAXIMUM_STORE_ENTRIES)
+        self._store_chunks = min(STORE_BATCHES * in_batch, m.MAXIMUM_STORE_ENTRIES)
         self._retrieve_chunks = min(in_batch, m.MAXIMUM_RETRIEVE_ENTRIES)
 
     @property

@@ -53,7 +53,7 @@ def test_a_copier_gets_only_the_blocks_of_its_batch(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(PageCopier, "store", listen)
     with DepotProcess() as depot:
-        batch_bytes = 2 * (plan.chunk_size_bytes(0) + plan.chunk_size_bytes(1))
+        batch_bytes = plan.chunk_size_bytes(0) + plan.chunk_size_bytes(1)  # batches of stores have two chunks
         worker = NumpyWorker(depot.url, plan, batch_bytes=batch_bytes)
         with contextlib.closing(worker.context):
             worker.wait_until_connected(10)

@@ -27,7 +27,7 @@ import msgspec.structs
 
 from kvdepot.backends import CopyBatch, Direction, KVCache
 from kvdepot.client.session import Channel, Session
-from kvdepot.client.transfer_protocol import CopyRoute
+from kvdepot.client.transfer_protocol import STORE_BATCHES, CopyRoute
 from kvdepot.client.transfers import TransferOptions, WorkerTransfers
 from kvdepot.copying.arrays import device_index_of, page_layout_of
 from kvdepot.errors import BackendUnavailable, ConfigError, DepotUnavailable, ErrorCode, RemoteError
@@ -211,7 +211,7 @@ def _opener_of(options: CudaOptions, layout: CacheLayout) -> OpenSums | None:
     """Return a function that opens the kernels of the checksums, None if the worker uses none."""
     if not options.checksum_kernel:
         return None
-    max_bytes = max(options.batch_bytes, sum(layout.chunk_sizes_bytes))  # a batch has at least one chunk
+    max_bytes = max(STORE_BATCHES * options.batch_bytes, sum(layout.chunk_sizes_bytes))  # at least one chunk
     return partial(open_sums, compile_sums=options.compile_sums, max_bytes=max_bytes)
 
 

@@ -129,7 +129,7 @@ class BackendSuite:
         assert writer.retrieve(run) == 3
 
     def test_a_long_run_is_moved_in_batches(self, cache: MakeCache) -> None:
-        """Batches of two chunks each."""
+        """Batches of two chunks to retrieve, and of four to store."""
         worker = cache(PLANS["one group"], batch_bytes=2 * 4 * 4 * 1024)
         run = prompt(15)
         assert worker.store(run)
