@@ -30,6 +30,7 @@ def run(*arguments: str, prefix: Sequence[str] = ()) -> tuple[int, str]:
         (["serve", "--demote-min-tokens", "-5"], "is not a whole number from 0 to"),
         (["serve", "--promote-min-tokens", "1e9"], "is not a whole number from 0 to"),
         (["serve", "--events", "tcp://127.0.0.1:9", "--events-topic", "a\nb"], "characters that cannot be printed"),
+        (["serve", "--events", "tcp://127.0.0.1:9", "--events-topic", "kv@{nod}"], "{nod} is neither {node} nor"),
         (["serve", "--quota", "x" * 257 + "=1MiB"], "257 characters: a tenant's name has 1 to 256"),
         (["quota", "x" * 257, "1MiB"], "257 characters: a tenant's name has 1 to 256"),
         (["quota", "", "1MiB"], "0 characters: a tenant's name has 1 to 256"),

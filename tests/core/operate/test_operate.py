@@ -96,7 +96,7 @@ def test_a_file_that_is_damaged_clears_nothing(run: Run, peer: Peer, tmp_path: P
 @pytest.mark.parametrize(
     ("tenant", "said"),
     [
-        ("", "tenant: give at least 1 characters\n"),
+        ("", "tenant: give at least 1 character\n"),
         ("x", "0 of 1 chunks are in the pool\n"),
         ("x" * 256, "0 of 1 chunks are in the pool\n"),
         ("x" * 257, "tenant: give at most 256 characters\n"),
@@ -115,7 +115,7 @@ def test_a_prefix_of_a_tenant_that_no_engine_can_have_is_refused(
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["session", "retain", "", "600"], "kvdepot: retain: session: give at least 1 characters"),
+        (["session", "retain", "", "600"], "kvdepot: retain: session: give at least 1 character"),
         (["session", "retain", "s", "1e9"], "kvdepot: retain: retain_seconds: give at most 2,592,000"),
         (["find", "-"], "kvdepot: -: there is no prefix in it"),
         (["tier", "add", ""], "argument URL: there is no URL"),

@@ -27,6 +27,7 @@ CONTROL_SOCKET: Final = "control.sock"  # Unix stream: requests and replies
 HTTP_TOKEN: Final = "http.token"  # file with the bearer token, if none was given
 
 DEFAULT_TOPIC: Final = "kv@{node}@{model}"  # as llm-d expects it
+_PLACEHOLDER: Final = re.compile(r"{\w*}")
 
 # The most that a hung depot costs an engine, once. Three quarters of it, the time that lookups may wait for tiers, hold
 # `--promote-seconds` (1 s). For machines that stall, docs/operating.md has a longer one.
@@ -502,6 +503,9 @@ class ServerConfig:
             raise ConfigError("--events-replay needs --events tcp://HOST:PORT")
         if not self.events_topic.isprintable():
             raise ConfigError(f"--events-topic {self.events_topic!r} has characters that cannot be printed")
+        unknown = [name for name in _PLACEHOLDER.findall(self.events_topic) if name not in ("{node}", "{model}")]
+        if unknown:
+            raise ConfigError(f"--events-topic {self.events_topic}: {unknown[0]} is neither {{node}} nor {{model}}")
         if self.events_topic != DEFAULT_TOPIC and not (self.events or self.events_connect):
             raise ConfigError("--events-topic needs --events tcp://HOST:PORT")
 

@@ -104,7 +104,7 @@ def reason_of_invalid(error: Exception) -> str:
     assert found is not None  # each of its parts may be missing
     of_length, bound, number, rest, field = found.groups()
     if bound:
-        unit = " characters" if of_length else ""
+        unit = (" character" if number == "1" else " characters") if of_length else ""
         rest = f"give at {'least' if bound == '>=' else 'most'} {float(number):,}".removesuffix(".0") + unit
     return f"{field}: {rest}" if field else rest
 

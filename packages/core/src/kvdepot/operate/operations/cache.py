@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_FILE: Final = "KEYS|TRACE"
+_FILE: Final = "KEYS"
 _FILE_HELP: Final = "file of prefixes, or - for standard input"
 _KEYS_HELP: Final = (
     " The file has one prefix per line, as JSON. A prefix is either the keys of its chunks as hex strings,"
