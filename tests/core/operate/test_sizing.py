@@ -61,6 +61,13 @@ def test_a_token_is_bounded_from_layers_heads_and_dtype(tmp_path: Path, name: st
     assert size_model(written(tmp_path, config=config)).bytes_per_token == a_token
 
 
+def test_latent_attention_is_estimated_beside_the_bound(tmp_path: Path) -> None:
+    sizing = size_model(written(tmp_path, config=DEEPSEEK_V3), "bfloat16")
+    assert sizing.latent_bytes_per_token == 61 * 576 * 2
+    assert "latent   about 68.6 KiB a token, 15,279 tokens" in sizing.describe(1 << 30)
+    assert "latent" not in size_model(written(tmp_path, config=LLAMA_8B)).describe(1 << 30)
+
+
 SCHEME = {"dynamic": False, "num_bits": 8, "type": "float"}
 
 
@@ -87,7 +94,7 @@ def test_the_command_prints_the_bound_with_its_sum(tmp_path: Path) -> None:
         "model    LlamaForCausalLM",
         "a token  at most 128.0 KiB: 32 layers x 8 KV heads x 2 (key, value) x 128 x 2 B (bfloat16)",
         "a pool   of 1.0 GiB holds 8,192 tokens or more",
-        "Windows, states and latent attention take less; 'kvdepot status' is exact while an engine is attached.",
+        "Windows and states take less; 'kvdepot status' is exact while an engine is attached.",
     ]
     in_json = json.loads(run_kvdepot("sizing", str(tmp_path), "--pool-size", "1GiB", "--json").stdout)
     assert (in_json["bytes_per_token"], in_json["pool_tokens"]) == (128 * KIB, 8192)

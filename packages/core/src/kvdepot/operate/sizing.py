@@ -1,6 +1,7 @@
 """`kvdepot sizing MODEL_CONFIG.json`: prints the most bytes that a token takes in a pool, with the sum that gives them.
 
-Four numbers of a model's `config.json` give this bound. Layers with windows or states and latent attention take less.
+Four numbers of a model's `config.json` give this bound. Layers with windows or states take less. Latent attention takes
+so much less that it has a line of its own; it is no bound, because engines serve some of these models without it.
 Exact figures need an attached engine: `kvdepot status` prints the sizes that it registered.
 """
 
@@ -33,6 +34,7 @@ class Sizing(NamedTuple):
     model: str
     bytes_per_token: int
     how: str
+    latent_bytes_per_token: int | None = None  # one vector a layer, for all heads
 
     def as_dict(self, pool_bytes: int) -> dict[str, Any]:
         """Return the sizes for JSON."""
@@ -40,11 +42,13 @@ class Sizing(NamedTuple):
 
     def describe(self, pool_bytes: int) -> str:
         """Return the sizes as text."""
+        latent = self.latent_bytes_per_token
         return (
             f"model    {self.model}\n"
             f"a token  at most {format_size(self.bytes_per_token)}: {self.how}\n"
             f"a pool   of {format_size(pool_bytes)} holds {pool_bytes // self.bytes_per_token:,} tokens or more\n"
-            "Windows, states and latent attention take less; 'kvdepot status' is exact while an engine is attached."
+            + (f"latent   about {format_size(latent)} a token, {pool_bytes // latent:,} tokens\n" if latent else "")
+            + "Windows and states take less; 'kvdepot status' is exact while an engine is attached."
         )
 
 
@@ -86,7 +90,14 @@ def size_model(path: Path, cache_dtype: str = "auto") -> Sizing:
         raise ConfigError(f"{path} has no number of {lacks}: attach an engine, and 'kvdepot status' is exact")
     how = f"{layers} layers x {kv_heads} KV heads x 2 (key, value) x {head_size} x {VALUE_BYTES[cache_dtype]} B"
     model = str((config.get("architectures") or [config.get("model_type", "?")])[0])
-    return Sizing(model, layers * kv_heads * 2 * head_size * VALUE_BYTES[cache_dtype], f"{how} ({cache_dtype})")
+    latent = _largest(text, "kv_lora_rank")
+    row = latent + _largest(text, "qk_rope_head_dim")
+    return Sizing(
+        model,
+        layers * kv_heads * 2 * head_size * VALUE_BYTES[cache_dtype],
+        f"{how} ({cache_dtype})",
+        layers * row * VALUE_BYTES[cache_dtype] if latent else None,
+    )
 
 
 def _largest(config: dict[str, Any], pattern: str) -> int:

@@ -196,5 +196,5 @@ def _why_not_more(query: Query) -> str:
         return query.why
     missing = f"chunk {query.found} ({digest_at(query.digests, query.found)[:4].hex()})"
     if query.waited_for:
-        return f"{missing} did not arrive within {query.request.wait_seconds:g} s, or no tier or engine has it"
+        return f"no tier or engine has {missing}, or it did not arrive within {query.request.wait_seconds:g} s"
     return f"the pool lacks {missing}, and {query.why}"
