@@ -42,6 +42,16 @@ class TestWithSeveralCopyThreads(BackendSuite):
         return NumpyWorker(url, plan, copy_threads=3, **options)
 
 
+@pytest.mark.parametrize(("plan", "bytes_per_token"), [("recurrent and full", [256, 0]), ("short window", [256, 31.5])])
+def test_the_status_says_the_bytes_that_a_token_takes_in_each_group(plan: str, bytes_per_token: list[float]) -> None:
+    """A chunk of 64 tokens keeps one state, and two blocks of a window of 33 tokens."""
+    with DepotProcess() as depot, contextlib.closing(NumpyWorker(depot.url, PLANS[plan]).context) as context:
+        context.wait_until_connected(10)
+        (found,) = depot.status().contexts
+        assert [group.bytes_per_token for group in found.groups] == bytes_per_token
+        assert found.bytes_per_token == sum(bytes_per_token)
+
+
 def test_a_copier_gets_only_the_blocks_of_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """It converts all the block ids that it gets, and a long prompt has thousands."""
     plan = PLANS["window and full"]

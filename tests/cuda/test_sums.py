@@ -5,6 +5,7 @@ The kernels themselves run and compile in `tests/kernels`. Here, the fake driver
 
 import logging
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,10 @@ from kvdepot.copying.runs import Addresses, Runs
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.testing.backend import MakeCache
 from kvdepot.testing.plan import prompt
+from kvdepot.wire.messages import EXTENT
 from kvdepot_cuda.driver import CopyKind
 from kvdepot_cuda.images import KernelImage, KernelUnavailable, compile_kernels
-from kvdepot_cuda.sums import rows_of
+from kvdepot_cuda.sums import DeviceSums, rows_of
 from support.cuda.fake import FakeDriver, fake_sums
 from support.cuda.fake.kernels import run_kernel
 from support.cuda.fake_worker import NUM_PIECES
@@ -70,6 +72,17 @@ def test_runs_that_are_no_whole_blocks_have_no_table(extents: Addresses, blocks:
     assert rows_of(extents, Runs(blocks, np.zeros_like(blocks), sizes)) is None
 
 
+def test_a_batch_without_extents_or_beyond_the_memory_has_no_checksums(driver: FakeDriver) -> None:
+    empty: Any = SimpleNamespace(extents=b"")
+    large: Any = SimpleNamespace(extents=EXTENT.pack(0, 0, 0, 0, 0, 0, 0, 4096))
+    with driver.activated():
+        sums, stream = DeviceSums(driver, fake_sums(90), 2048), driver.create_stream()
+        assert sums.begin(empty, Runs(column(), column(), column()), stream) is None
+        assert sums.begin(large, Runs(column(0x1000), column(0), column(4096)), stream) is None
+        sums.close()
+    assert driver.calls["launch_kernel"] == 0
+
+
 # --- whole transfers --------------------------------------------------------------------------------------------------
 
 
@@ -77,9 +90,9 @@ def test_runs_that_are_no_whole_blocks_have_no_table(extents: Addresses, blocks:
 def test_the_depot_gets_the_checksums_of_the_device(plan: str, cache: MakeCache, driver: FakeDriver) -> None:
     """The retrieve compares each of them with the bytes in the pool."""
     worker = cache(plan=plan)
-    assert worker.store(prompt(6))
-    assert driver.calls["digest_extents"] >= 6
-    assert worker.retrieve(prompt(6)) == 6
+    assert worker.store(prompt(9))
+    assert driver.calls["digest_extents"] >= 9
+    assert worker.retrieve(prompt(9)) == 9
 
 
 def test_a_byte_that_changes_on_its_way_to_the_pool_is_a_miss(

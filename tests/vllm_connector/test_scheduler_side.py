@@ -383,6 +383,15 @@ def test_a_load_whose_short_window_no_chunk_keeps_is_reported_as_failed(row: lis
     assert load.key.num_chunks == 0
 
 
+def test_a_load_behind_a_local_prefix_whose_window_no_chunk_keeps_is_reported_as_failed() -> None:
+    it = scene(FULL, SHORT, num_chunks=3)
+    request = it.request(60)
+    it.side.matched_tokens(request, 16)
+    it.side.allocated(request, (blocks(1, 3), [0, 0, 38, 39, *([0] * 5), 40, 41, 42]), 32)
+    (load,) = it.step(request, 0, ((), ())).loads
+    assert load.key.num_chunks == 0
+
+
 def test_a_store_reads_the_blocks_of_a_short_window_before_each_chunk_s_end() -> None:
     """Of chunk 0, vLLM has freed one of the two blocks. Of chunk 1, it has freed only a block before them."""
     it = scene(FULL, SHORT)

@@ -123,6 +123,14 @@ def test_states_with_more_of_the_same_rows_are_refused() -> None:
             assert worker.refusal(request) is ErrorCode.BAD_LAYOUT
 
 
+def test_blocks_that_do_not_divide_a_chunk_are_refused() -> None:
+    bench = Bench((m.GroupShape(FULL, 16),), chunk_tokens=64)
+    worker, detail = bench.worker(), m.GroupDetail((3 * PAGE,), 8, rows=3)
+    request = m.RegisterKVCache(m.PROTOCOL_VERSION, "e", 0, 1, "none", "none", "model", bench.spec, (detail,))
+    with pytest.raises(Refused, match="chunks of 64 tokens are not whole blocks of 48"):
+        worker.ask(request)
+
+
 def test_writers_of_different_sizes_that_race_store_a_head_twice_at_most() -> None:
     bench, run = Bench(HEADS), prompt(2)
     (whole,), (left, right) = engine(bench, 1), engine(bench, 2)

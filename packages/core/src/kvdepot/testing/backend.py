@@ -194,6 +194,23 @@ class BackendSuite:
         assert worker.holds(run.slice(first), [block_ids[0][first * 4 :]])
         assert worker.untouched([block_ids[0][skip_tokens // 16 :]])
 
+    @pytest.mark.parametrize("skip_tokens", [16, 32, 48, 112])
+    def test_skipped_tokens_keep_the_blocks_of_a_short_window(self, skip_tokens: int, cache: MakeCache) -> None:
+        """Of its four blocks, a chunk keeps the last two, so a local prefix of 48 tokens ends between them."""
+        worker = cache(PLANS["short window"])
+        run = prompt(3)
+        assert worker.store(run)
+        full, window = worker.blocks(run, rotate=1)
+        worker.wipe()
+        future = worker.context.submit_retrieve("request", run, [full, window], skip_tokens=skip_tokens)
+        assert future.result(WAIT_SECONDS)
+        chunk, rest = divmod(skip_tokens, 64)
+        first = 2 * chunk + max(0, rest // 16 - 2)
+        assert worker.untouched([full[skip_tokens // 16 :], window[first:]])
+        assert worker.holds(run.slice(chunk + 1), [full[4 * chunk + 4 :], window[2 * chunk + 2 :]])
+        page = worker.plan.groups[1].page_sizes_bytes[0]
+        assert worker.worker.read_blocks(1, 0, [window[first]]) != bytes([FILL]) * page
+
     @pytest.mark.promise(15)
     def test_a_missing_chunk_costs_only_itself_and_later_chunks(self, cache: MakeCache) -> None:
         """The retrieve returns the prefix that the depot has."""
