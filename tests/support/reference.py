@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from msgspec import Struct
+from msgspec.structs import fields
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvdepot.config import ServerConfig, default_directory, settings_in
@@ -18,6 +19,7 @@ from kvdepot.counting import depot_counter
 from kvdepot.operate.metrics import render_metrics
 from kvdepot.operate.serve import ProcessConfig
 from kvdepot.server.feature import ENTRY_POINT_GROUP
+from kvdepot.wire.operation import body_type, known_operations
 from kvdepot.wire.status import (
     ContextStatus,
     DepotStatus,
@@ -34,7 +36,7 @@ ROOT: Final = Path(__file__).parents[2]
 PAGE: Final = ROOT / "docs" / "reference" / "depot.md"
 
 _INTRODUCTION: Final = """\
-# Settings and metrics
+# Settings, metrics and HTTP
 
 Written from the declarations in the code by `python -m support.reference`, in the folder `tests`.
 [Operating](../operating.md) says which of them to watch.
@@ -53,6 +55,14 @@ Names begin with `kvdepot_`. Counters end with `_total`, and are 0 from the star
 
 """
 
+_HTTP: Final = """
+## HTTP
+
+With the fields of a JSON body, those in brackets optional. [Operating](../operating.md#http) has the paths that need no
+token, and `GET /openapi.json` the types.
+
+"""
+
 TIERS: Final = ("core/src/kvdepot/tiers", "mooncake")
 _ENGINES: Final = {
     "vLLM": ("vllm:kvdepot_..._total", "vllm_connector", "engine_counter"),
@@ -63,6 +73,7 @@ _ENGINES: Final = {
 def page() -> str:
     """Return the whole page."""
     text = _INTRODUCTION + _table("flag", settings()) + _METRICS + _table("metric", metrics())
+    text += _HTTP + _table("path", sorted(http_paths(), key=lambda row: row[0].split()[::-1]))
     for engine, (name, package, declare) in _ENGINES.items():
         text += f"\n## Counters in {engine}\n\n" + _table(f"`{name}`", sorted(_in_code(declared([package], declare))))
     return text
@@ -86,6 +97,18 @@ def metrics() -> Iterator[tuple[str, str]]:
             f"`{name}`" + " by " * bool(labels) + " and ".join(f"`{label}`" for label in sorted(labels)),
             (family.documentation),
         )
+
+
+def http_paths() -> Iterator[tuple[str, str]]:
+    """Yield each path that needs the token with its summary and the fields of its body."""
+    for operation in known_operations():
+        for each in operation.endpoints:
+            names = [
+                f"`{one.encode_name}`" if one.required else f"[`{one.encode_name}`]"
+                for one in fields(body_type(operation))
+            ]
+            body = f": {', '.join(names)}" if each.method == "POST" else ""
+            yield f"`{each.method} {each.path}`", each.summary + body
 
 
 def declared(packages: Iterable[str], declare: str) -> Iterator[tuple[str, str]]:
