@@ -445,7 +445,7 @@ def test_tokens_beyond_the_bound_are_declined() -> None:
 
 
 def test_models_beyond_the_bound_are_not_described(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvdepot.features.routers.holdings._MOST_TOPICS", 1)
+    monkeypatch.setattr("kvdepot.features.routers.holdings.MOST_TOPICS", 1)
     described, run = Described(holdings=Holdings("{model}")), chunks(2)
     bench = described.bench
     desk = NewsDesk(bench.depot.state, described.holdings, bench.depot.background.queue(1))

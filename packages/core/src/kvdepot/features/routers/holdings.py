@@ -29,7 +29,7 @@ _MODEL: Final = "{model}"
 _MOST_BYTES: Final = 320 << 20  # for tokens and ids: 64 million tokens in blocks of 16 or more
 _MOST_IN_TIER: Final = 65_536  # chunks that are only in a tier
 _TIER_SHARE: Final = 4  # 80 MiB: chunks that are only in a tier may take `_MOST_BYTES` divided by this in addition
-_MOST_TOPICS: Final = 1024  # a bound on the model names that engines can invent
+MOST_TOPICS: Final = 1024  # a bound on the model names that engines can invent
 SCANNED_AT_ONCE: Final = 1024  # nodes per step, in 0.4 ms if all are described
 COUNTED_AT_ONCE: Final = 1024  # nodes per description, in 2 ms if all are described
 LEFT_AT_ONCE: Final = 256  # chunks that leave tiers per step, in 0.5 ms
@@ -82,7 +82,7 @@ class Holdings(Watcher):
     def shelf_of(self, model: str) -> Shelf | None:
         """Return the shelf of a model. Create it if it is new. None if there are too many."""
         shelf = self.shelves.get(model)
-        if shelf is None and len(self.shelves) < _MOST_TOPICS:
+        if shelf is None and len(self.shelves) < MOST_TOPICS:
             shelf = self.shelves.pop("", None) or Shelf(self.topic.replace(_MODEL, model), self._is_union)
             self.shelves[model] = shelf
         return shelf
