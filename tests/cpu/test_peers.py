@@ -22,7 +22,7 @@ from kvdepot.server.app import DepotServer
 from kvdepot.testing.engine import EngineProcess
 from kvdepot.wire.status import TierStatus
 from support.commands import run_kvdepot
-from support.cpu.engines import large_engine
+from support.cpu.engines import CHUNK, large_engine
 from support.lying_peer import CHANGES, Forger, LyingPeer
 
 pytestmark = pytest.mark.slow
@@ -319,7 +319,8 @@ def test_entries_without_checksums_are_read(make: MakeNode) -> None:
 
 @pytest.mark.parametrize("victim", ["listener", "owner", "reader"])
 def test_a_killed_side_leaves_no_wrong_byte_and_no_lease(victim: str, make: MakeNode) -> None:
-    owner, reader = make("--lease-seconds", "300"), make()
+    pool_size = str(NUM_KILLS * NUM_CHUNKS * CHUNK + (64 << 20))  # whole, so that nothing is evicted
+    owner, reader = make("--lease-seconds", "300", pool_size=pool_size), make(pool_size=pool_size)
     for salt in range(NUM_KILLS):
         owner.store(salt)
         wait_until(lambda: owner.listener)
