@@ -8,6 +8,7 @@ mooncake-transfer-engine-non-cuda`.
 """
 
 import argparse
+import importlib
 import math
 import mmap
 import os
@@ -135,8 +136,7 @@ def waits_of_lookups() -> tuple[float, float]:
 
 
 def _engine_pool(engine: Any, folder: str, name: str) -> tuple[Any, int]:
-    import numpy as np
-
+    np: Any = importlib.import_module("numpy")
     path = Path(folder) / name
     with path.open("w+b") as file:
         file.truncate(TOTAL_BYTES)
@@ -147,9 +147,7 @@ def _engine_pool(engine: Any, folder: str, name: str) -> tuple[Any, int]:
 
 
 def _engine() -> Any:
-    from mooncake.engine import TransferEngine
-
-    engine = TransferEngine()
+    engine: Any = importlib.import_module("mooncake.engine").TransferEngine()
     assert engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == 0
     return engine
 
