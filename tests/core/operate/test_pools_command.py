@@ -35,7 +35,7 @@ def test_a_running_depot_keeps_its_pool_and_a_stopped_one_s_memory_is_freed(caps
         assert listed["allocated_bytes"] >= 64 << 20
         assert str(depot.directory) in listed["server"]
         status, _, error = run(capsys, path, "--remove")
-        assert (status, "in use by the depot" in error) == (1, True)
+        assert (status, "in use by the depot" in error, "stop that first" in error) == (1, True, True)
         assert depot.status().pool_size_bytes == 64 << 20
 
         depot.kill()

@@ -4,9 +4,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvdepot.errors import PoolError
+from kvdepot.errors import DepotBusy, PoolError
 from kvdepot.ownership import is_own
-from kvdepot.pool.files import busy, holder_of_pool, is_pool_served, lock_earlier
+from kvdepot.pool.files import holder_of_pool, is_pool_served, lock_earlier
 from kvdepot.pool.folder import PoolFolder
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -100,7 +100,7 @@ def remove_pool(directory: Path) -> int:
     with _open(directory) as folder:
         pool = _look_at(folder)
         if pool.is_served:
-            raise busy(folder)
+            raise DepotBusy(f"the pool in {folder.path} is in use by {holder_of_pool(folder)}: stop that first")
         lock_fd = lock_earlier(folder)  # held until the files are removed, so that no depot opens them meanwhile
         try:
             folder.remove_pool()

@@ -253,9 +253,7 @@ class DepotServer:
             logger.info("stopped")
         else:
             path, size = self.config.pool_path, format_size(state.index.extents.ready_bytes)
-            logger.info(
-                "stopped; %s keeps the cache in %s of memory: 'kvdepot pools --remove %s' frees it", path, size, path
-            )
+            logger.info("stopped; %s keeps the cache, %s: 'kvdepot pools --remove %s' frees that", path, size, path)
 
     def _welcome(self, token: bytes, writer: Writer) -> tuple[frames.SessionOpened, list[int]]:
         files = self._files
