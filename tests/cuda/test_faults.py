@@ -1,12 +1,15 @@
 """A refusal or failure of the driver costs one miss. The pool's registration is undone."""
 
+import contextlib
 import logging
+from collections.abc import Iterator
 
 import pytest
 
 from kvdepot.lab.processes import DepotProcess, wait_until
 from kvdepot.testing.backend import MakeCache
 from kvdepot.testing.plan import PLANS, Cache, prompt
+from kvdepot_cuda.driver import DriverError
 from support.cuda.fake import FakeDriver
 from support.cuda.fake_worker import NUM_PIECES, POOL_BYTES, FakeWorker
 
@@ -59,6 +62,26 @@ def test_a_copy_that_fails_half_way_is_a_miss_after_the_others_are_done(cache: M
     assert not worker.store(prompt(4))
     assert driver.calls["synchronize_stream"] == waits + 1
     assert worker.store(prompt(4))
+    assert worker.retrieve(prompt(4)) == 4
+
+
+def test_a_retrieve_that_fails_behind_its_copies_is_a_miss_after_they_are_done(
+    cache: MakeCache, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, activated = cache(), driver.activated
+    assert worker.store(prompt(4))
+    batches, waits = driver.calls["copy_batch"], driver.calls["synchronize_stream"]
+
+    @contextlib.contextmanager
+    def leave() -> Iterator[None]:
+        with activated():
+            yield
+        if driver.calls["copy_batch"] > batches and driver.calls["synchronize_stream"] == waits:
+            raise DriverError("cuCtxPopCurrent", "CUDA_ERROR_UNKNOWN (999)")
+
+    monkeypatch.setattr(driver, "activated", leave)
+    assert worker.retrieve(prompt(4)) == 0
+    assert driver.calls["synchronize_stream"] == waits + 1
     assert worker.retrieve(prompt(4)) == 4
 
 

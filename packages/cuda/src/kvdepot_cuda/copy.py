@@ -234,14 +234,14 @@ class CopyEngine(Copier):
         """See `Copier`. Each retrieve has its own event, so that the next one can be queued behind it."""
 
         def begin() -> Mark:
-            runs, stream = self._runs_of(batch), self._streams[Direction.RETRIEVE]
-            with self._driver.activated():
-                try:
+            runs = self._runs_of(batch)
+            try:
+                with self._driver.activated():
                     self._copy(Direction.RETRIEVE, batch, runs)
-                    return self._mark(stream)
-                except BaseException:
-                    self._driver.synchronize_stream(stream)
-                    raise
+                    return self._mark(self._streams[Direction.RETRIEVE])
+            except BaseException:
+                self._synchronize(Direction.RETRIEVE)
+                raise
 
         def wait() -> None:
             try:
