@@ -99,6 +99,7 @@ class LyingPeer(_Between):
                 reader.send_frame(answer)
                 continue
             assert isinstance(request, p.Read)
+            assert isinstance(answer, p.Coming)
             self.keys = request.keys
             payloads = [bytes(depot.receive(size)) for size in answer.sizes]
             self.num_changed += 1
