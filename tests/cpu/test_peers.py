@@ -161,7 +161,9 @@ def test_a_hand_over_that_is_impossible_says_why_and_drains(make: MakeNode, toke
     assert (drained.returncode, "drained: " in drained.stdout) == (0, True)
     assert f"not handed over to {nobody}: " in drained.stderr
     assert "another token" in drain("--to", goes.address, "--peer-token", str(other)).stderr
+    drain("--resume")
     assert "needs --peer-token" in drain("--to", nobody).stderr
+    assert not goes.depot.status().draining
 
 
 def test_a_stranger_to_the_token_reads_nothing(make: MakeNode, tmp_path: Path) -> None:

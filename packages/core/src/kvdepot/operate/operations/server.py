@@ -73,11 +73,13 @@ def _parse_wait(text: str) -> float:
     return seconds
 
 
-def _hand_over(options: argparse.Namespace, until: float) -> None:
-    """Let another depot read the hottest prefixes. If that fails, say why: the drain goes on."""
+def _own_listener(options: argparse.Namespace) -> tuple[bytes, str]:
+    """Return the secret of the peers, and the address at which they reach this depot.
+
+    Raises:
+        ConfigError: there is none.
+    """
     from kvdepot.features.peers.hottest import Hottest
-    from kvdepot.features.peers.offering import Offering
-    from kvdepot.features.peers.protocol import PeerError
 
     if options.peer_token is None:
         raise ConfigError("--to needs --peer-token FILE, the secret that all peers share")
@@ -85,6 +87,15 @@ def _hand_over(options: argparse.Namespace, until: float) -> None:
     address = ask(options, Hottest(0)).address
     if not address:
         raise ConfigError("this depot has no --peers, so no other one can read from it")
+    return token, address
+
+
+def _hand_over(options: argparse.Namespace, token: bytes, address: str, until: float) -> None:
+    """Let another depot read the hottest prefixes. If that fails, say why: the drain goes on."""
+    from kvdepot.features.peers.hottest import Hottest
+    from kvdepot.features.peers.offering import Offering
+    from kvdepot.features.peers.protocol import PeerError
+
     try:
         with contextlib.closing(Offering(options.to, token, address)) as offering:
             prefixes = ask(options, Hottest(offering.most_bytes)).prefixes
@@ -100,10 +111,11 @@ def _drain(options: argparse.Namespace) -> int:
         ask(options, Drain(False))
         print("stores are accepted again")
         return 0
+    own = _own_listener(options) if options.to else None  # before the drain, which a mistyped command must not begin
     ask(options, Drain())
     end = time.monotonic() + options.wait
-    if options.to:
-        _hand_over(options, end)
+    if own is not None:
+        _hand_over(options, *own, end)
     while True:
         status = ask(options, Status()).status
         waiting = sum(tier.queued_write_bytes for tier in status.tiers)
