@@ -17,7 +17,7 @@ import socket
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
@@ -85,7 +85,7 @@ class Worker:
 
 
 @contextmanager
-def two_depots() -> Iterator[tuple[DepotProcess, DepotProcess, str]]:
+def two_depots() -> Generator[tuple[DepotProcess, DepotProcess, str]]:
     """Yield two depots, and the address of the first one's listener."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         address = f"127.0.0.1:{listening.getsockname()[1]}"
