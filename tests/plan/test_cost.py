@@ -35,11 +35,11 @@ def in_trace(number: float) -> float:
 def test_prompts_cost_the_requests_that_real_depots_make() -> None:
     # Two new prompts, of which the second evicts the first. Then the first one again, from the tier, and from the pool.
     store, reuse = bills_of(1, 2, 1, 1)
-    assert (in_trace(store.gets), in_trace(store.puts)) == ((1 + 4) * 2 + 9 + 4, 4 * 2)
+    assert (in_trace(store.gets), in_trace(store.puts)) == ((2 + 4) * 2 + 6 + 4, 4 * 2)
     assert in_trace(store.written_bytes) == 2 * PROMPT_BYTES
     assert in_trace(store.read_bytes) == PROMPT_BYTES
     # The tier has the first one only after it was found again.
-    assert (in_trace(reuse.gets), in_trace(reuse.puts)) == (1 * 3 + 4, 4)
+    assert (in_trace(reuse.gets), in_trace(reuse.puts)) == (2 * 3 + 4, 4)
     assert in_trace(reuse.read_bytes) == 0
     assert 0.49 < store.hit_rate < 0.5
     assert 0.24 < reuse.hit_rate < 0.25
@@ -57,14 +57,16 @@ def test_dollars_are_the_requests_and_what_a_day_writes() -> None:
     assert bills_as_dict([bill], FLEET, prices)["prices"]["month"] == 3.0
 
 
-def test_a_long_prefix_is_asked_for_by_one_object_in_eight() -> None:
-    def long(second: float, first: int) -> TraceRequest:
-        return TraceRequest(second * 1000, 64 * BLOCK_TOKENS + 1, 1, tuple(range(first, first + 64)))
+def test_a_part_of_a_long_prefix_is_asked_for_by_one_object_in_eight() -> None:
+    def long(second: float, first: int, num_blocks: int = 64) -> TraceRequest:
+        ids = tuple(range(first, first + num_blocks))
+        return TraceRequest(second * 1000, num_blocks * BLOCK_TOKENS + 1, 1, ids)
 
-    trace = [prompt(0, 10_000), long(1, 0), long(51, 1000), long(100, 0), long(101, 0)]
-    bill, _ = simulate_cost(trace, FLEET, 4 * PROMPT_BYTES, RANDOM, FREE, 16)
-    # Sixteen runs: two prompts are new, one is read, with questions for the eighth and the last run, and used again.
-    assert (in_trace(bill.gets), in_trace(bill.puts)) == ((1 + 16) * 2 + 1 + 2 + 16 + 16, 16 * 2)
+    trace = [prompt(0, 10_000), long(1, 0), long(51, 1000), long(100, 0, 72), long(101, 0)]
+    bill, _ = simulate_cost(trace, FLEET, 5 * PROMPT_BYTES, RANDOM, FREE, 16)
+    # Sixteen runs: two prompts are new. One with two runs more is read as far as it is there, with questions for its
+    # first and its last run, and for the eighth and the last of the sixteen. Then one is used from the pool.
+    assert (in_trace(bill.gets), in_trace(bill.puts)) == ((2 + 16) * 2 + (2 + 2 + 16 + 2) + 16, 16 * 2 + 2)
 
 
 def test_a_store_of_ones_own_has_no_prices_and_given_ones_replace_the_list() -> None:

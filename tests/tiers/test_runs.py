@@ -735,3 +735,4 @@ def test_8k_tokens_in_chunks_of_16_cost_at_most_ten_requests_each_way(monkeypatc
         server.kill()
     assert sum(stored.values()) <= 10, stored
     assert sum(promoted.values()) <= 10, promoted
+    assert promoted == {b"GET": 2 + 4}, "a whole prefix is asked for by its first and its last run"

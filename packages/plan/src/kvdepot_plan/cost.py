@@ -3,8 +3,8 @@
 The nodes are simulated as in `kvdepot_plan.cluster`, with a tier that evicts nothing. For each prompt, the requests are
 those of `kvdepot.tiers.object`: with R objects in a part of a prefix,
 
-- one question for chunks that the pool lacks, and to read R objects R more, and R questions, or one in eight from
-  eight on,
+- questions for the first and the last object of the chunks that the pool lacks. To read R objects, R requests, and
+  unless the tier has the last one, R questions, or one in eight from eight on,
 - R questions for chunks that are used from the pool, as tiers forget, and R before new chunks are written,
 - a put for each object with new chunks.
 
@@ -106,12 +106,13 @@ class _Count:
         found = prompt.in_pool + prompt.from_tier
         self.gets += self._objects(0, prompt.in_pool)
         if prompt.in_pool < prompt.num_chunks - 1:  # otherwise the engine computes the last token only
-            self.gets += 1
+            self.gets += min(2, self._objects(prompt.in_pool, prompt.num_chunks))
         if prompt.from_tier:
             objects = self._objects(prompt.in_pool, found)
-            self.gets += objects + (
-                objects if objects < _SAMPLED else len(range(_SAMPLED - 1, objects - 1, _SAMPLED)) + 1
-            )
+            is_whole = found >= prompt.num_chunks - 1
+            is_sampled = objects >= _SAMPLED
+            samples = len(range(_SAMPLED - 1, objects - 1, _SAMPLED)) + 1
+            self.gets += objects + (0 if is_whole else samples if is_sampled else objects)
         end = found
         if self._asks_stored:
             end = prompt.num_chunks

@@ -18,9 +18,8 @@ from kvdepot.index.visibility import Match, usable_prefix
 from kvdepot.keys import digest_at, num_digests
 from kvdepot.layout import GroupKind
 from kvdepot.tiers.jobs import Job, JobKind, JobPart
-from kvdepot.tiers.keys import MOST_CHUNKS_A_RUN
 from kvdepot.tiers.moves import Moves, Pause, Steps
-from kvdepot.tiers.names import by_run
+from kvdepot.tiers.names import by_run, chunks_of_run
 from kvdepot.tiers.queue import TierQueue
 from kvdepot.tiers.reading import QUESTIONS_A_STEP, Prefix, PromotionContext, Reading, log_decision
 from kvdepot.tiers.tier_state import TierState
@@ -40,6 +39,11 @@ _RUNS_A_REQUEST: Final = 8  # in such a question, an object store asks for one r
 MAXIMUM_PROMOTIONS: Final = 4096  # at a time: each keeps its prefix in memory, 32 bytes a chunk
 
 _Claims: TypeAlias = set[tuple[int, int, int]]  # entries that a tier claims to have: chunk, group, part
+
+
+def _claim(wanted: Wanted) -> tuple[int, int, int]:
+    chunk, place = wanted
+    return chunk, place.group, place.part
 
 
 class Promotion:
@@ -77,6 +81,7 @@ class Promotion:
         self._found = found
         self._wake = partial(wake, self)
         self._is_stopped = False
+        self._run_chunks = max(chunks_of_run(prefix.space, each.group, each.num_bytes) for each in prefix.places)
         self._asked: TierQueue | None = None  # the tier with the current question
         self._reading: Reading | None = None
         self._num_bytes = 0  # of ended readings
@@ -127,11 +132,13 @@ class Promotion:
             # A new prompt costs one small question, however long it is. Asked for all its chunks at once, a tier that
             # has none of them would be busy with thousands of keys.
             first = self._missing_of(self._found, space.full_mask)
-            claims = yield from self._ask(tier, first)
-            is_there = claims is not None and len(claims) == len(first)
+            last = self._last_run(tier)
+            claims = yield from self._ask(tier, [*first, *last])
+            is_there = claims is not None and claims.issuperset(map(_claim, first))
+            is_whole = claims is not None and bool(last) and claims.issuperset(map(_claim, last))
         else:
             # No chunk needs the one before it, so a tier without the first one may still have the end.
-            first = yield from self._missing_before(self._limit(tier))
+            first, is_whole = (yield from self._missing_before(self._limit(tier))), False
             claims = yield from self._ask(tier, first)
             is_there = claims is not None and (yield from self._usable_prefix(self._limit(tier), claims)) > self._found
         if claims is None:
@@ -141,12 +148,15 @@ class Promotion:
             if not (yield from self._find_split(tier, first)):
                 self._log(tier, "it does not have chunk %d", self._found)
                 return 0
-            first = []  # these were of another split
+            first, is_whole = [], False  # these were of another split
         limit = self._limit(tier)
         missing = yield from self._missing_before(limit)
         # If nothing else is missing, the first question has the answer. Without this, a prompt that lacks one chunk
         # would be asked for twice.
-        if len(missing) > len(first):
+        if is_whole:
+            # A run is written after the runs before it, so the tier has, or had, all of them.
+            claims.update(map(_claim, missing))
+        elif len(missing) > len(first):
             claims = yield from self._ask(tier, missing)
             if claims is None:
                 self._log(tier, "it did not answer in time")
@@ -171,6 +181,19 @@ class Promotion:
         if self._found < length:
             self._log(tier, "brought no chunk from chunk %d on", self._found)
         return limit
+
+    def _last_run(self, tier: TierState) -> list[Wanted]:
+        """Return the missing entries of the prefix's last run, if the tier keeps runs and it is not the first one.
+
+        Asked for with the first chunk, it saves a whole prefix the round trip of a second question.
+        """
+        if not tier.queue.keeps_runs or self.prefix.space.window_mask:
+            return []
+        limit = self._limit(tier)
+        start = (limit - 1) // self._run_chunks * self._run_chunks
+        return (
+            [each for chunk in range(start, limit) for each in self._missing_of(chunk)] if start > self._found else []
+        )
 
     def _limit(self, tier: TierState) -> int:
         """Return the number of leading chunks of which one question can ask for all entries that are not found."""
@@ -250,9 +273,10 @@ class Promotion:
     def _before(self, entries: Sequence[Wanted]) -> list[Wanted]:
         """Return the earlier entries of a question's runs that are not in the question."""
         full, asked = self.prefix.space.full_mask, {(chunk, id(place)) for chunk, place in entries}
-        first = entries[0][0] - entries[0][0] % MOST_CHUNKS_A_RUN
+        ends = {chunk // self._run_chunks: chunk + 1 for chunk, _ in entries}  # by run: the chunk after its last entry
+        chunks = itertools.chain.from_iterable(range(run * self._run_chunks, end) for run, end in ends.items())
         places = {id(place): place for _, place in entries}
-        chain = itertools.product(range(first, entries[-1][0] + 1), places.values())
+        chain = itertools.product(chunks, places.values())
         return [each for each in chain if full & 1 << each[1].group and (each[0], id(each[1])) not in asked]
 
     # --- the choice -----------------------------------------------------------------------------------------------
