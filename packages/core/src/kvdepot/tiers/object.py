@@ -717,8 +717,8 @@ def open_tier(url: TierUrl, pool: TierPool) -> ObjectTier:
 
     Credentials come from the environment or the machine. Options: `timeout`, the seconds of a request that a lookup
     waits for (three quarters of the tier's deadline by default, and below it; writes and clears have ten times as
-    much), `ca` (a PEM file); for S3 `endpoint`, `region`, `virtual_hosted`, `sign_payload`, `anonymous`; for Azure
-    `account`, `endpoint`.
+    much), `ca` (a PEM file); for S3 `endpoint`, `region`, `virtual_hosted`, `sign_payload`, `anonymous`, `express`;
+    for Azure `account`, `endpoint`.
     """
     timeout = url.take_timeout()
     try:
@@ -771,6 +771,7 @@ def _opener_of(url: TierUrl) -> Callable[[float], ObjectStore]:
             "unsigned_payload": not _take_flag(url, "sign_payload"),
             "virtual_hosted_style_request": _take_flag(url, "virtual_hosted"),
             "skip_signature": _take_flag(url, "anonymous"),
+            "s3_express": _take_flag(url, "express"),
         }
     elif url.scheme == "az":
         where["account_name"] = url.take("account", "")
