@@ -11,7 +11,7 @@ import threading
 import time
 import tracemalloc
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -499,6 +499,34 @@ def test_a_chunk_of_another_size_than_the_one_that_is_read_is_none(nodes: list[N
     trailers = nodes[1].tier.read(keys, [(number * 4096, SIZE) for number in range(8)])
     assert [bool(trailer) for trailer in trailers] == [True, True, True, False, True, True, True, True]
     assert trailers[3] == b"", "the depot removes it"
+
+
+def test_a_run_whose_place_is_unknown_is_read_with_one_request(
+    nodes: list[Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = nodes[:2]
+    keys, requests = keys_of(range(8)), list[str]()
+    one.store(keys)
+
+    def noting(ask: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(store: object, name: str, *arguments: Any, **options: Any) -> Any:
+            requests.append(name)
+            return ask(store, name, *arguments, **options)
+
+        return noted
+
+    for ask in ("get_async", "get_range_async"):
+        monkeypatch.setattr(obstore, ask, noting(getattr(obstore, ask)))
+    two.find_some(keys)
+    assert requests == [name_of(keys[0])]
+    assert two.find(keys) == 8
+
+
+def test_a_chunk_of_the_most_bytes_of_a_run_is_read(nodes: list[Node], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvdepot.tiers.object.MOST_BYTES_A_RUN", SIZE)
+    keys = keys_of(range(1))
+    nodes[0].store(keys)
+    assert nodes[1].find(keys) == 1
 
 
 def test_a_head_with_chunks_far_apart_is_not_followed(nodes: list[Node], tmp_path: Path) -> None:
