@@ -209,13 +209,22 @@ def test_a_request_that_stalls_ends_before_the_deadline_and_costs_only_itself() 
 
 
 def test_a_store_that_refuses_ten_of_twenty_requests_is_overloaded_until_a_probe_succeeds() -> None:
-    slow = {name_of(make_key(number)).encode() for number in range(10, 20)}
+    broken, slow = ([name_of(make_key(number)).encode() for number in range(each, each + 10)] for each in (0, 10))
     is_over = threading.Event()
 
     def answer(connection: socket.socket) -> None:
         while request := connection.recv(1 << 16):
             refused = not is_over.is_set() and any(name in request for name in slow)
-            status = b"503 Slow Down" if refused else b"200 OK" if b"list-type" in request else b"404 Not Found"
+            fails = any(name in request for name in broken)
+            status = (
+                b"503 Slow Down"
+                if refused
+                else b"500 Broken"
+                if fails
+                else b"200 OK"
+                if b"list-type" in request
+                else b"404 Not Found"
+            )
             body = b"<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>" if b"200" in status else b""
             connection.sendall(b"HTTP/1.1 %s\r\nContent-Length: %d\r\n\r\n%s" % (status, len(body), body))
 
@@ -268,6 +277,8 @@ def test_an_object_stays_if_the_store_fails_with_words_that_resemble_an_empty_ob
 def test_an_empty_object_does_not_block_its_name(tmp_path: Path, server: S3Server, shelve: Shelve) -> None:
     for url in (f"file://{tmp_path}", server.url(f"empty/{uuid4()}", "&deadline=20")):
         shelf = shelve(url)
+        obstore.put(shelf.tier.store, name_of(make_key(1)), b"")
+        assert shelf.get(1) == [False]
         obstore.put(shelf.tier.store, name_of(make_key(1)), b"")
         assert shelf.has(1) == [False]
         assert shelf.put(1) == shelf.get(1) == [True]

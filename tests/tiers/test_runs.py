@@ -505,7 +505,7 @@ def test_a_run_whose_place_is_unknown_is_read_with_one_request(
     nodes: list[Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, two = nodes[:2]
-    keys, requests = keys_of(range(8)), list[str]()
+    keys, requests = keys_of(range(128), run_chunks=128), list[str]()
     one.store(keys)
 
     def noting(ask: Callable[..., Any]) -> Callable[..., Any]:
@@ -519,14 +519,37 @@ def test_a_run_whose_place_is_unknown_is_read_with_one_request(
         monkeypatch.setattr(obstore, ask, noting(getattr(obstore, ask)))
     two.find_some(keys)
     assert requests == [name_of(keys[0])]
+    assert two.find(keys) == 128
+
+
+def test_chunks_that_were_written_again_elsewhere_are_read_after_one_miss(nodes: list[Node], tmp_path: Path) -> None:
+    (one, two), keys, extents = nodes, keys_of(range(8)), [(number * 4096, SIZE) for number in range(4)]
+    one.store(keys[:4])
+    one.store(keys)
     assert two.find(keys) == 8
+    for name in one.names():
+        (tmp_path / name).unlink()
+    one.write(keys)
+    assert len(one.names()) == 1, "the last four were in another object"
+    assert read_from(two.tier, two.pool, keys[4:], extents) == [False] * 4
+    assert read_from(two.tier, two.pool, keys[4:], extents) == [True] * 4
 
 
 def test_a_chunk_of_the_most_bytes_of_a_run_is_read(nodes: list[Node], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvdepot.tiers.object.MOST_BYTES_A_RUN", SIZE)
-    keys = keys_of(range(1))
+    keys = keys_of(range(2))
     nodes[0].store(keys)
-    assert nodes[1].find(keys) == 1
+    assert nodes[1].tier.contains(keys) == [True] * 2
+    for key in keys:
+        assert read_from(nodes[1].tier, nodes[1].pool, [key], [(0, SIZE)]) == [True]
+        assert nodes[1].pool.view[:SIZE] == content(key[:KEY_BYTES], SIZE)
+
+
+def test_of_chunks_without_runs_each_is_asked_for(nodes: list[Node]) -> None:
+    """Chunks of windows have no run, and depots keep only some of them."""
+    keys = keys_of(range(24), run_chunks=1)
+    nodes[0].write([key for number, key in enumerate(keys) if number not in (3, 12)])
+    assert nodes[1].tier.contains(keys) == [number not in (3, 12) for number in range(24)]
 
 
 def test_a_head_with_chunks_far_apart_is_not_followed(nodes: list[Node], tmp_path: Path) -> None:
