@@ -166,6 +166,27 @@ def test_a_hand_over_that_is_impossible_says_why_and_drains(make: MakeNode, toke
     assert not goes.depot.status().draining
 
 
+def test_offers_of_nothing_and_of_half_a_key_are_dropped(make: MakeNode) -> None:
+    node = make()
+    node.store(1)
+    wait_until(lambda: node.listener)
+    with contextlib.closing(p.Stream(socket.create_connection(("127.0.0.1", node.port)))) as stream:
+        stream.until = time.monotonic() + 30.0
+        stream.greet_as_reader(node.token)
+
+        def offer(digests: bytes) -> p.Taking:
+            stream.send_frame(p.Take(f":{free_port()}", "default", digests))
+            reply = p.decode_from_peer(stream.receive_frame())
+            assert isinstance(reply, p.Taking)
+            return reply
+
+        assert offer(bytes(33)).is_taken
+        assert offer(bytes(64)).is_taken, "its sender does not listen"
+        wait_until(lambda: not offer(b"").num_prefixes, what="the end of both")
+        assert not offer(b"").is_taken
+    assert node.find(1) == NUM_CHUNKS
+
+
 def test_a_stranger_to_the_token_reads_nothing(make: MakeNode, tmp_path: Path) -> None:
     owner = make()
     owner.store(1)

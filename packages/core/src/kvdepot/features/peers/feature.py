@@ -24,7 +24,7 @@ from kvdepot.server.feature import Feature, OperationHandler
 from kvdepot.server.query import Query, Rank
 from kvdepot.server.sources import Source
 from kvdepot.server.state import DepotState
-from kvdepot.server.turns import Steps, run
+from kvdepot.server.turns import Refused, Steps, run
 from kvdepot.tiers.tier_state import TierState
 from kvdepot.wire.messages import Done
 from kvdepot.wire.operation import OperatorRequest
@@ -127,9 +127,13 @@ class PeerSource(Source):
         peer = self._peer(offer.address, is_trusted=True) if len(offer.digests) else None
         is_taken = False
         if peer is not None and self._num_offers < _MOST_OFFERS:
-            is_taken = True
             self._num_offers += 1
-            run(self._read(offer, peer), self._has_failed)
+            try:
+                run(self._read(offer, peer), self._has_failed)
+            except Refused:  # very many commands of operators wait
+                self._num_offers -= 1
+            else:
+                is_taken = True
         return p.Taking(self._num_offers, is_taken, self._state.index.extents.capacity_bytes)
 
     def _read(self, offer: p.Take, peer: TierState) -> Steps:
