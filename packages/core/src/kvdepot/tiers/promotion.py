@@ -9,7 +9,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Final, TypeAlias
 
 from kvdepot.counting import depot_counter
@@ -81,7 +81,6 @@ class Promotion:
         self._found = found
         self._wake = partial(wake, self)
         self._is_stopped = False
-        self._run_chunks = max(chunks_of_run(prefix.space, each.group, each.num_bytes) for each in prefix.places)
         self._asked: TierQueue | None = None  # the tier with the current question
         self._reading: Reading | None = None
         self._num_bytes = 0  # of ended readings
@@ -132,10 +131,11 @@ class Promotion:
             # A new prompt costs one small question, however long it is. Asked for all its chunks at once, a tier that
             # has none of them would be busy with thousands of keys.
             first = self._missing_of(self._found, space.full_mask)
-            last = self._last_run(tier)
+            last = self._last_run(tier) if tier.queue.keeps_runs else []
             claims = yield from self._ask(tier, [*first, *last])
-            is_there = claims is not None and claims.issuperset(map(_claim, first))
-            is_whole = claims is not None and bool(last) and claims.issuperset(map(_claim, last))
+            has_all = claims is not None and len(claims) == len(first) + len(last)
+            is_there = has_all or (claims is not None and bool(last) and claims.issuperset(map(_claim, first)))
+            is_whole = bool(last) and claims is not None and claims.issuperset(map(_claim, last))
         else:
             # No chunk needs the one before it, so a tier without the first one may still have the end.
             first, is_whole = (yield from self._missing_before(self._limit(tier))), False
@@ -182,12 +182,18 @@ class Promotion:
             self._log(tier, "brought no chunk from chunk %d on", self._found)
         return limit
 
+    @cached_property
+    def _run_chunks(self) -> int:
+        """The chunks of the longest runs."""
+        prefix = self.prefix
+        return max(chunks_of_run(prefix.space, each.group, each.num_bytes) for each in prefix.places)
+
     def _last_run(self, tier: TierState) -> list[Wanted]:
-        """Return the missing entries of the prefix's last run, if the tier keeps runs and it is not the first one.
+        """Return the missing entries of the prefix's last run in a tier of runs, unless it is the first one.
 
         Asked for with the first chunk, it saves a whole prefix the round trip of a second question.
         """
-        if not tier.queue.keeps_runs or self.prefix.space.window_mask:
+        if self.prefix.space.window_mask:
             return []
         limit = self._limit(tier)
         start = (limit - 1) // self._run_chunks * self._run_chunks
