@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Generator
 
 import pytest
 
@@ -73,7 +73,7 @@ def test_a_retrieve_that_fails_behind_its_copies_is_a_miss_after_they_are_done(
     batches, waits = driver.calls["copy_batch"], driver.calls["synchronize_stream"]
 
     @contextlib.contextmanager
-    def leave() -> Iterator[None]:
+    def leave() -> Generator[None]:
         with activated():
             yield
         if driver.calls["copy_batch"] > batches and driver.calls["synchronize_stream"] == waits:
