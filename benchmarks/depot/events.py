@@ -2,9 +2,10 @@
 
 Two depots with full indexes get the traffic of `node.py`, one after the other: prompts that share nothing, so that each
 chunk is stored and evicts another. One of them publishes events to a subscriber in another process, and its engines
-describe their chunks as vLLM's connector does. Prints, for each size of chunks, the median and the quartiles of two
-ratios over the rounds: the processor time of the server's thread for a stored chunk, until its event is sent, and the
-time of a lookup that finds a whole prompt.
+describe their chunks as vLLM's connector does. After `--rounds`, a new pair of depots takes over, as the memory that a
+process happens to get makes it up to 15 % faster or slower than another one. Prints, for each size of chunks, the
+quartiles of the pairs' medians of two ratios: the processor time of the server's thread for a stored chunk, until its
+event is sent, and the time of a lookup that finds a whole prompt.
 """
 
 import argparse
@@ -33,6 +34,7 @@ subscriber.subscribe(b"")
 while subscriber.poll(60_000):
     subscriber.recv_multipart()
 """
+_LOOKUPS_IN_TURN = 20  # at one depot: a busy one has its data in the caches
 _SETTLE_SECONDS = 0.1  # for the last events of a round, which are sent within 0.02 s
 
 
@@ -66,57 +68,64 @@ def quartiles(values: Sequence[float]) -> list[float]:
     return [round(value, 3) for value in statistics.quantiles(values, n=4)]
 
 
-def measure(num_entries: int, chunk_tokens: int, num_rounds: int, num_prompts: int, num_lookups: int) -> None:
-    """Print the ratios for one size of chunks."""
+def measure(
+    num_entries: int, chunk_tokens: int, num_rounds: int, num_prompts: int, num_lookups: int, *, publishes_first: bool
+) -> tuple[list[float], float, float]:
+    """Return the medians of a new pair of depots: seconds of a stored chunk without and with events, both ratios."""
     num_chunks, endpoint = REQUEST_TOKENS // chunk_tokens, f"tcp://127.0.0.1:{free_port()}"
     new = new_prompts(random.Random(0), num_chunks)
     with ExitStack() as stack:
-        plain = stack.enter_context(depot_for(num_entries))
-        publishing = stack.enter_context(depot_for(num_entries, "--events", endpoint))
+        depots = {
+            publishes: stack.enter_context(depot_for(num_entries, *(("--events", endpoint) if publishes else ())))
+            for publishes in (publishes_first, not publishes_first)
+        }
         subscriber = stack.enter_context(subprocess.Popen([sys.executable, "-c", _SUBSCRIBER, endpoint]))
         stack.callback(subscriber.kill)
         nodes = [
-            Node(plain, MODELS["8B"], chunk_tokens, stack),
-            Node(publishing, MODELS["8B"], chunk_tokens, stack, "model"),
+            Node(depots[side], MODELS["8B"], chunk_tokens, stack, "model" if side else "") for side in (False, True)
         ]
         for node in nodes:
             node.run(itertools.islice(new, int(1.2 * num_entries / num_chunks)))
         times, ratios, lookups = [list[float](), list[float]()], list[float](), list[float]()
+        links = [node.engines[0].scheduler for node in nodes]
         for number in range(num_rounds):
             order = (0, 1) if number % 2 else (1, 0)
             prompts = [*itertools.islice(new, num_prompts)]
             for side in order:
                 times[side].append(store(nodes[side], prompts) / num_prompts / num_chunks)
             ratios.append(times[1][-1] / times[0][-1])
-            links = [node.engines[0].scheduler for node in nodes]
             seconds = [list[float](), list[float]()]
-            for turn, side in itertools.product(range(num_lookups), order):
-                seconds[side].append(look_up(links[side], prompts[-1 - turn % 4]))
+            for _, side in itertools.product(range(num_lookups // _LOOKUPS_IN_TURN), order):
+                seconds[side] += [look_up(links[side], prompts[-1 - turn % 4]) for turn in range(_LOOKUPS_IN_TURN)]
             lookups.append(statistics.median(seconds[1]) / statistics.median(seconds[0]))
-        counters = publishing.status().counters
+        counters = depots[True].status().counters
         assert counters["chunks_described"] >= num_rounds * num_prompts * num_chunks
         assert counters["event_batches"] > num_rounds
-    row = {
-        "chunk_tokens": chunk_tokens,
-        "us_a_chunk": [round(statistics.median(each) * 1e6, 1) for each in times],
-        "stored": quartiles(ratios),
-        "lookup": quartiles(lookups),
-    }
-    print(json.dumps(row), flush=True)
+    return [*map(statistics.median, times)], statistics.median(ratios), statistics.median(lookups)
 
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--entries", type=int, default=100_000)
-    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--pairs", type=int, default=6, help="of depots, one after the other (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=6, help="with each pair (%(default)s)")
     parser.add_argument("--prompts", type=int, default=40, help="of 8,000 tokens in each round (%(default)s)")
     parser.add_argument("--lookups", type=int, default=200, help="at each depot in each round (%(default)s)")
     parser.add_argument("--chunk-tokens", type=int, nargs="*", default=[16, 64, 256])
     options = parser.parse_args()
     print(describe_machine())
     for chunk_tokens in options.chunk_tokens:
-        measure(options.entries, chunk_tokens, options.rounds, options.prompts, options.lookups)
+        sizes = options.entries, chunk_tokens, options.rounds, options.prompts, options.lookups
+        pairs = [measure(*sizes, publishes_first=bool(pair % 2)) for pair in range(options.pairs)]
+        times, ratios, lookups = zip(*pairs, strict=True)
+        row = {
+            "chunk_tokens": chunk_tokens,
+            "us_a_chunk": [round(statistics.median(each) * 1e6, 1) for each in zip(*times, strict=True)],
+            "stored": quartiles(ratios),
+            "lookup": quartiles(lookups),
+        }
+        print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

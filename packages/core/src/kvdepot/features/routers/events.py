@@ -48,7 +48,7 @@ EVENT_FLOODS: Final = depot_counter(
 )
 _KEPT_BATCHES: Final = 4095  # of all topics: a whole replay and its end fit into one queue of 4,096
 KEPT_BYTES: Final = 32 << 20  # long prompts reach this limit with fewer batches
-BATCH_TOKENS: Final = 8192  # 0.4 ms to encode
+BATCH_TOKENS: Final = 16_384  # 0.4 ms to encode
 _QUEUED_MESSAGES: Final = _KEPT_BATCHES + 1  # per subscriber before messages are lost: a whole replay and its end
 _MOST_QUESTIONS: Final = 16  # unread requests per subscriber, of which only the last is answered
 _MOST_NOTICES: Final = 64  # subscriptions read per turn: the rest of a flood waits for the next one

@@ -82,8 +82,10 @@ class Routers(Feature):
 
     def looked_up(self, query: Query) -> None:
         """See `Feature`."""
-        if query.match.nodes and query.context.served_model:
-            query.wants_tokens = self._lacks_tokens(query)
+        nodes, holdings = query.match.nodes, self.holdings
+        if nodes and query.context.served_model:
+            lacks_last = not holdings.is_described(nodes[-1])
+            query.wants_tokens = lacks_last or (bool(holdings.broken) and self._lacks_tokens(query))
 
     def missed(self, query: Query) -> None:
         """See `Feature`. Reports chunks as removed that no tier delivered."""
@@ -118,12 +120,12 @@ class Routers(Feature):
             self._context.destroy(linger=0)
 
     def _lacks_tokens(self, query: Query) -> bool:
-        """Return whether routers do not know all of the found chunks."""
-        holdings, nodes, space = self.holdings, self._index.nodes, query.context.space
-        if not holdings.is_described(query.match.nodes[-1]):
-            return True
-        # A chunk that was removed as corrupt and came back has no description, although those after it have theirs.
-        for node in islice(holdings.broken, _MOST_BROKEN):
+        """Return whether routers do not know a found chunk before the last one.
+
+        A chunk that was removed as corrupt and came back has no description, although those after it have theirs.
+        """
+        nodes, space = self._index.nodes, query.context.space
+        for node in islice(self.holdings.broken, _MOST_BROKEN):
             depth = nodes.depth[node]
             is_of_space = depth < query.found and nodes.space_number[node] == space.number
             if is_of_space and nodes.tree.keys[node] == digest_at(query.digests, depth):

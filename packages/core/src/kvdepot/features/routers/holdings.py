@@ -203,7 +203,7 @@ class Holdings(Watcher):
         by_node, self.num_bytes = self._by_node, self.num_bytes + text.num_bytes
         before = None if above == NO_NODE else by_node[above]
         if before is not None and before.takes(text, above):
-            run, first = before, before.num_chunks
+            run, first = before, len(before.nodes)
             run.append(text)
         else:
             run, first = text, 0

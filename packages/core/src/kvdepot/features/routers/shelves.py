@@ -24,7 +24,12 @@ LONGEST_LOG: Final = 65_536  # changed chunks; a reader that is further behind s
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class Family:
-    """Engines that share chunks under a model's name and an adapter, and their division of chunks into blocks."""
+    """Engines that share chunks under a model's name and an adapter, and their division of chunks into blocks.
+
+    Attributes:
+        chunk_bytes: the bytes of the ids and tokens of a chunk.
+        most_chunks: the chunks in a whole run.
+    """
 
     shelf: "Shelf"
     space: int
@@ -34,15 +39,13 @@ class Family:
     groups: tuple[DescribedGroup, ...]
     lora_name: str | None
 
-    @property
-    def chunk_bytes(self) -> int:
-        """The bytes of the ids and tokens of a chunk."""
-        return self.blocks_per_chunk * (ID_BYTES + TOKEN_BYTES * self.block_tokens)
+    chunk_bytes: int = field(init=False)  # not properties, which each store would call several times
+    most_chunks: int = field(init=False)
 
-    @property
-    def most_chunks(self) -> int:
-        """The chunks in a whole run."""
-        return max(1, min(_RUN_CHUNKS, _RUN_TOKENS // (self.blocks_per_chunk * self.block_tokens)))
+    def __post_init__(self) -> None:
+        blocks, tokens = self.blocks_per_chunk, self.block_tokens
+        object.__setattr__(self, "chunk_bytes", blocks * (ID_BYTES + TOKEN_BYTES * tokens))
+        object.__setattr__(self, "most_chunks", max(1, min(_RUN_CHUNKS, _RUN_TOKENS // (blocks * tokens))))
 
 
 class Run(msgspec.Struct, gc=False, eq=False):
@@ -94,13 +97,14 @@ class Run(msgspec.Struct, gc=False, eq=False):
 
     def takes(self, text: "Run", above: int) -> bool:
         """Return whether chunks that follow the node `above` can be appended."""
+        count = self.num_chunks
         return (
             self.family is text.family
             and self.nodes[-1] == above
-            and self.num_chunks == len(self.nodes)  # otherwise a change may name the place of one that has left
-            and self.num_chunks + text.num_chunks <= self.family.most_chunks
+            and count == len(self.nodes)  # otherwise a change may name the place of one that has left
+            and count + text.num_chunks <= self.family.most_chunks
             and bool(self.extra_keys) is bool(text.extra_keys)
-            and self.parent_of(self.num_chunks) == text.parent
+            and self.ids[-ID_BYTES:] == text.parent
         )
 
     def append(self, text: "Run") -> None:
