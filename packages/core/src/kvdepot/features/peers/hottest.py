@@ -14,7 +14,7 @@ from kvdepot.server.turns import Turns, Wait
 from kvdepot.wire.operation import PATIENT_SECONDS, Operation, Reply
 
 _MOST_PREFIXES: Final = 4096
-_MOST_CHUNKS: Final = 1 << 17  # of all prefixes: 4 MiB of keys
+MOST_CHUNKS: Final = 1 << 17  # of all prefixes: 4 MiB of keys
 _NODES_A_STEP: Final = 1024
 
 
@@ -68,7 +68,7 @@ def hottest_of(
                 num_bytes += sum(index.table.extent(entry)[1] for entry in index.entries.sealed(node))
             node = tree.parent[node]
         num_chunks += len(path)
-        if num_bytes > most_bytes or num_chunks > _MOST_CHUNKS:
+        if num_bytes > most_bytes or num_chunks > MOST_CHUNKS:
             break
         prefixes.append(HotPrefix(labels.names[nodes.label[end]].tenant, b"".join(reversed(path[-p.MOST_TAKEN :]))))
     return prefixes
